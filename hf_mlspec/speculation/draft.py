@@ -1,0 +1,56 @@
+"""What does a level hand to the level that checks it, and what must every level be able to do?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .stats import LevelStats
+
+Rows = list[list[int]]
+
+
+@dataclass
+class Draft:
+    """Proposed continuations of a batch of rows.
+
+    tokens:  int64 ``[batch, k]``; row r's entries from ``lengths[r]`` on are padding (any id the checker can embed).
+    lengths: per row the number of proposed tokens, 0..k.
+    probs:   float32 ``[batch, k, vocab]``: the distribution each token was really drawn from (law 1), or None where every
+             token is a point mass, as for greedy and lookup drafts.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    probs: Tensor | None = None
+
+    @classmethod
+    def from_lists(cls, rows: Rows, device: torch.device | str = "cpu") -> Draft:
+        """A point-mass draft from one list of token ids per row."""
+        width = max(map(len, rows), default=0)
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+        return cls(tokens, [len(row) for row in rows])
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A level below the target. See docs/architecture.md, "The drafter protocol"."""
+
+    name: str
+    stats: LevelStats
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """Forget every earlier sequence; `batch` rows follow, drafts go to `device`."""
+
+    def propose(self, rows: Rows, limits: list[int]) -> Draft:
+        """Propose at most `limits[r]` tokens after row r; `rows` comes back unchanged."""
+
+    def rollback(self, lengths: list[int]) -> None:
+        """Of row r followed by its proposal, the first `lengths[r]` tokens turned out true."""
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with the rows of these indices only, in this order."""

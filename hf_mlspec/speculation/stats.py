@@ -1,0 +1,77 @@
+"""How much did each level guess, how much of it was right, and where did the time go?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LevelStats:
+    """Counts of one level over a call of generate; tokens are summed over the rows of the batch.
+
+    drafted:  tokens handed to the level above.
+    accepted: drafted tokens the level above kept.
+    tested:   drafted tokens whose verdict is known: the accepted ones and the first rejected one of each row and round.
+    rounds:   calls of `propose`.
+    forwards: model forward passes of this level (0 for lookups).
+    seconds:  wall time inside those forward passes, or inside the lookup.
+    """
+
+    name: str
+    drafted: int = 0
+    accepted: int = 0
+    tested: int = 0
+    rounds: int = 0
+    forwards: int = 0
+    seconds: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that a drafted token is kept, given that all before it were: accepted / tested."""
+        return self.accepted / self.tested if self.tested else 0.0
+
+    def settle(self, drafted: list[int], accepted: list[int]) -> None:
+        """Record one check: per row the number of drafted and of accepted tokens."""
+        for d, a in zip(drafted, accepted, strict=True):
+            self.drafted += d
+            self.accepted += a
+            self.tested += a + (a < d)
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.__init__(self.name)  # type: ignore[misc]
+
+
+@dataclass
+class SpeculationStats:
+    """What `.speculation` of a generate output and `hf_mlspec.last_stats(model)` hold.
+
+    levels:        from the level the target checks down to the smallest.
+    new_tokens:    tokens generated, summed over rows, end-of-sequence tokens included.
+    target_passes: forward passes of the target, prefill included.
+    row_passes:    the same counted per unfinished row; with batch 1 both are equal.
+    seconds:       wall time of the whole decoding loop; target_seconds: inside the target's forward passes.
+    """
+
+    levels: list[LevelStats] = field(default_factory=list)
+    new_tokens: int = 0
+    target_passes: int = 0
+    row_passes: int = 0
+    seconds: float = 0.0
+    target_seconds: float = 0.0
+
+    @property
+    def tokens_per_target_pass(self) -> float:
+        """Tokens a row gains with each forward pass of the target; 1.0 without speculation."""
+        return self.new_tokens / self.row_passes if self.row_passes else 0.0
+
+    @property
+    def seconds_outside_forwards(self) -> float:
+        """Wall time of the loop spent in no level's forward pass or lookup."""
+        return self.seconds - self.target_seconds - sum(level.seconds for level in self.levels)
+
+    def to_dict(self) -> dict:
+        """Plain numbers, for JSON."""
+        levels = [{**vars(level), "acceptance": level.acceptance} for level in self.levels]
+        return {**vars(self), "levels": levels, "tokens_per_target_pass": self.tokens_per_target_pass,
+                "seconds_outside_forwards": self.seconds_outside_forwards}
