@@ -1,0 +1,46 @@
+# make demo   three levels write code and prose, token for token what the target alone writes
+# make test   the whole test suite
+# make lint   ruff
+# Each makes the virtual environment $(VENV) and installs what it needs; the only things asked of the machine are
+# python3 (with venv) and make. A C++ compiler, where there is one, builds the kernels; without it all runs in plain torch.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# A word of constraints.txt, "torch==2.13.0": installed before everything that depends on it, so that no other
+# requirement gets to choose another build.
+TORCH := $(shell grep '^torch==' constraints.txt)
+INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.*)
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.run
+	$(BIN)/mlspec demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+
+$(VENV)/.torch: constraints.txt
+	@echo "making $(VENV) with $(TORCH): a minute or two, once"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)"
+	$(PIP) install setuptools -c constraints.txt
+	@touch $@
+
+# No build isolation: the kernels are compiled against the torch installed above, and no second one is fetched.
+$(VENV)/.run: $(VENV)/.torch $(INPUTS)
+	$(PIP) install --no-build-isolation -e . -c constraints.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch $(INPUTS)
+	$(PIP) install --no-build-isolation -e ".[dev]" -c constraints.txt
+	@touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,200 @@
+"""Does every file keep the layout of docs/architecture.md: its import rule, its sizes, its opening sentence?
+
+`violations` reads one source text and names what breaks a rule; the first test applies it to every file of the
+project, the others feed it synthetic sources and so prove that each rule can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "hf_mlspec"
+# Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
+FLOORS = ["demo_pair", "precision", "formats", "ops", "nn", "speculation", "integration", "", "cli"]
+ROOM_OF_MODULE = {"cli_tables": "cli", "__main__": "cli"}
+TRANSFORMERS_ALLOWED = ("integration/", "nn/decoder.py", "nn/replace.py", "speculation/ragged_cache.py")
+BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 250, 40
+
+
+def room(module: str) -> str:
+    """`hf_mlspec.speculation.drafters.ngram` -> `speculation`; `hf_mlspec` -> the empty string."""
+    first = [*module.split("."), ""][1]
+    return ROOM_OF_MODULE.get(first, first)
+
+
+def module_name(path: PurePosixPath) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, path: PurePosixPath) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import, also those inside functions; `from a import b` gives `a.b`."""
+    package = list(path.parts[:-1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def import_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
+    inside = path.as_posix().removeprefix(f"{PACKAGE}/")
+    here = room(module_name(path))
+    if here not in FLOORS:
+        yield f"room {here!r} is not in the import rule"
+        return
+    for line, name in imported_modules(tree, path):
+        top = name.split(".")[0]
+        if top == "transformers" and not inside.startswith(TRANSFORMERS_ALLOWED):
+            yield f"line {line}: transformers may be imported only in {', '.join(TRANSFORMERS_ALLOWED)}"
+        if top == "lm_eval":
+            yield f"line {line}: no file may import lm_eval yet"
+        if top == PACKAGE:
+            there = room(name)
+            there = there if there in FLOORS else ""  # `from hf_mlspec import direct_cast`: a public name
+            if FLOORS.index(there) > FLOORS.index(here):
+                yield f"line {line}: {here or PACKAGE} imports {name}, which stands above it"
+
+
+def compiled_op_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
+    if path.as_posix().startswith(f"{PACKAGE}/ops/"):
+        return
+    for node in ast.walk(tree):
+        written = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Call) else ""
+        if written.endswith("ops.mlspec") or written.startswith("getattr(torch.ops, 'mlspec'"):
+            yield f"line {node.lineno}: torch.ops.mlspec may appear only in {PACKAGE}/ops/"
+
+
+def size_violations(tree: ast.AST, source: str) -> Iterator[str]:
+    if (lines := len(source.splitlines())) > MAX_FILE_LINES:
+        yield f"{lines} lines, at most {MAX_FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"line {node.lineno}: function {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def opening_violations(tree: ast.Module) -> Iterator[str]:
+    if not tree.body:
+        return  # an empty __init__.py answers nothing
+    first = (ast.get_docstring(tree) or "").split("\n\n")[0]
+    if not first.strip():
+        yield "opens with no sentence saying which question it answers"
+    elif first.rstrip()[-1] not in ".?:":
+        yield f"its opening is no sentence: {first!r}"
+
+
+def name_violations(path: PurePosixPath) -> Iterator[str]:
+    for part in path.with_suffix("").parts:
+        if BANNED_WORDS & set(part.lower().split("_")):
+            yield f"{part!r} says nothing about what is inside"
+
+
+def class_violations(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and (node.name.startswith("Base") or node.name.endswith("Manager")):
+            yield f"line {node.lineno}: class {node.name} is named after a pattern, not after what it is"
+
+
+def public_name_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
+    """Programs and notebooks use what `hf_mlspec` exports, as any user would; its rooms are not theirs to enter."""
+    rooms = set(FLOORS) - {""} | set(ROOM_OF_MODULE)
+    for line, name in imported_modules(tree, path):
+        parts = name.split(".")
+        if parts[0] == PACKAGE and (len(parts) > 2 or (len(parts) == 2 and parts[1] in rooms) or "._" in name):
+            yield f"line {line}: {name} is no public name of {PACKAGE}"
+
+
+def violations(path: PurePosixPath, source: str) -> list[str]:
+    """Every rule that the file at `path` (relative to the project) breaks with this text."""
+    tree = ast.parse(source)
+    if path.parts[0] != PACKAGE:
+        return [*opening_violations(tree), *name_violations(path), *public_name_violations(tree, path)]
+    return [*import_violations(tree, path), *compiled_op_violations(tree, path), *size_violations(tree, source),
+            *opening_violations(tree), *name_violations(path), *class_violations(tree)]
+
+
+def project_sources() -> list[PurePosixPath]:
+    found = [path for top in (PACKAGE, "eval") for path in sorted((ROOT / top).rglob("*.py"))]
+    return [PurePosixPath(path.relative_to(ROOT).as_posix()) for path in found]
+
+
+@pytest.mark.parametrize("path", project_sources(), ids=str)
+def test_every_source_keeps_the_rules(path):
+    assert violations(path, (ROOT / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
+def test_every_notebook_uses_public_names(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert list(public_name_violations(ast.parse(code), PurePosixPath("notebooks", path.name))) == []
+
+
+def test_the_package_is_found():
+    assert len(project_sources()) > 10
+
+
+OPENING = '"""What is this?"""\n'
+BREAKS_A_RULE = {
+    "upward import": ("formats/x.py", OPENING + "from hf_mlspec.nn import linear\n", "stands above"),
+    "upward relative import": ("formats/x.py", OPENING + "from ..speculation.draft import Draft\n", "stands above"),
+    "upward import in a function": ("ops/x.py", OPENING + "def f():\n    from ..nn.linear import L\n", "stands above"),
+    "public names from inside": ("integration/x.py", OPENING + "import hf_mlspec\n", "stands above"),
+    "relative import of the package": ("nn/x.py", OPENING + "from .. import cli\n", "stands above"),
+    "unknown room": ("attic/x.py", OPENING, "not in the import rule"),
+    "transformers in formats": ("formats/x.py", OPENING + "import transformers.utils\n", "only in integration/"),
+    "transformers in the loop": ("speculation/decode.py", OPENING + "import transformers\n", "only in integration/"),
+    "lm_eval": ("integration/x.py", OPENING + "import lm_eval\n", "lm_eval"),
+    "compiled op outside ops": ("nn/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n", "torch.ops.mlspec"),
+    "compiled op by getattr": ("nn/x.py", OPENING + "y = getattr(torch.ops, 'mlspec')\n", "torch.ops.mlspec"),
+    "long file": ("nn/x.py", OPENING + "x = 1\n" * MAX_FILE_LINES, "251 lines"),
+    "long function": ("nn/x.py", OPENING + "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "41 lines"),
+    "no opening": ("nn/x.py", "x = 1\n", "no sentence"),
+    "opening that is no sentence": ("nn/x.py", '"""linear layers"""\n', "no sentence"),
+    "file name": ("nn/cache_utils.py", OPENING, "says nothing"),
+    "folder name": ("nn/common/x.py", OPENING, "says nothing"),
+    "class name": ("nn/x.py", OPENING + "class CacheManager: ...\n", "named after a pattern"),
+}
+KEEPS_THE_RULES = {
+    "downward import": ("integration/x.py", OPENING + "import transformers\nfrom ..nn.linear import Mxfp4Linear\n"),
+    "import within a room": ("speculation/drafters/x.py", OPENING + "from ..draft import Draft\nfrom .x import N\n"),
+    "compiled op in ops": ("ops/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n"),
+    "the command line": ("cli.py", OPENING + "import hf_mlspec\nfrom .cli_tables import table\nfrom . import ops\n"),
+    "public names": ("__init__.py", OPENING + "from .integration.generate import enable\n"),
+    "largest file": ("nn/x.py", OPENING + "x = 1\n" * (MAX_FILE_LINES - 1)),
+    "largest function": ("nn/x.py", OPENING + "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
+}
+
+
+@pytest.mark.parametrize(("name", "source", "expected"), BREAKS_A_RULE.values(), ids=BREAKS_A_RULE)
+def test_a_broken_rule_is_found(name, source, expected):
+    found = violations(PurePosixPath(PACKAGE, name), source)
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(("name", "source"), KEEPS_THE_RULES.values(), ids=KEEPS_THE_RULES)
+def test_a_kept_rule_is_not_reported(name, source):
+    assert violations(PurePosixPath(PACKAGE, name), source) == []
+
+
+@pytest.mark.parametrize("statement", ["from hf_mlspec.nn.linear import X", "from hf_mlspec import formats",
+                                       "import hf_mlspec.cli", "from hf_mlspec import _hidden"])
+def test_a_program_entering_a_room_is_found(statement):
+    assert len(violations(PurePosixPath("eval", "x.py"), OPENING + statement + "\n")) == 1
+
+
+def test_a_program_using_public_names_is_not_reported():
+    source = OPENING + "import hf_mlspec\nimport transformers\nfrom hf_mlspec import direct_cast\n"
+    assert violations(PurePosixPath("eval", "x.py"), source) == []
