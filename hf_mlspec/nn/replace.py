@@ -1,0 +1,235 @@
+"""How does a second view of a model come about that shares whatever it does not replace?"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+
+import torch
+from accelerate.hooks import add_hook_to_module
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from ..formats import mxfp4
+from ..precision import Precision
+from .linear import Mxfp4Linear
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+# What a past generate() left on a model: a compiled call bound to it and a static KV cache.
+_HELD_BY_GENERATE = ("_compiled_call", "_last_compile_config", "_cache")
+_CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers installs its hooks again where this is missing
+
+
+def direct_cast(
+    model: PreTrainedModel,
+    format: str = "mxfp4",
+    *,
+    rule: str = "ocp_floor",
+    cast_head: bool = True,
+    materialize: bool = False,
+) -> PreTrainedModel:
+    """A draft of ``model``: the same model, its linear weights rounded to ``format``, all else shared (ML-SpecQD,
+    section 3).
+
+    Every ``nn.Linear`` becomes an ``Mxfp4Linear`` (4.25 bits a weight, no wide copy); embeddings, norms and biases are
+    the very tensors of ``model``, which is not touched. ``cast_head=False`` keeps the output head. A head tied to the
+    embedding is cast alone: the draft's config then says ``tie_word_embeddings=False``. ``materialize=True`` also
+    keeps the rounded weights in the model's dtype, for machines without kernels. ``rule`` is a rounding rule of
+    formats/mxfp4.py.
+
+    The result generates, moves between devices, and is saved and loaded like any model (with hf_mlspec imported).
+    Layers that cannot be cast (in_features no multiple of 32, Conv1D, fused expert weights) are shared and named in
+    one warning. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
+    unknown format or rule, a quantized or offloaded model, NaN or Inf weights, and when nothing can be cast.
+    """
+    _require_castable(model, format, rule)
+    head = model.get_output_embeddings()
+    kept = dict(_unfit_linears(model))
+    if not cast_head:
+        kept |= {name: "the output head" for name, module in model.named_modules() if module is head}
+    _require_finite_floats(model, kept)
+    draft = _share(model)
+    cast = _cast_linears(draft, kept, rule, model.dtype if materialize else None)
+    if not cast:
+        raise ValueError(f"{type(model).__name__} holds no nn.Linear that can be cast: {_list(kept) or 'none at all'}")
+    if head is not None and isinstance(draft.get_output_embeddings(), Mxfp4Linear):
+        _untie_head(draft)
+    _attach_quantizer(draft, rule, sorted(kept))
+    _tell_kept(model, {name: why for name, why in kept.items() if why != "the output head"})
+    return draft
+
+
+def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """A draft of ``model`` with its first ``num_layers`` decoder layers, its final norm and its head; every tensor is
+    shared.
+
+    Its config is a copy with ``num_hidden_layers`` and the per-layer lists cut to length. ValueError unless
+    ``1 <= num_layers < config.num_hidden_layers``, or when the decoder's list of layers is not found.
+    """
+    total = model.config.get_text_config(decoder=True).num_hidden_layers
+    if not isinstance(num_layers, int) or not 1 <= num_layers < total:
+        raise ValueError(
+            f"early_exit: num_layers is {num_layers!r}, {type(model).__name__} has {total}: choose 1 to {total - 1}"
+        )
+    name = _layer_list_name(model, total)
+    view = _share(model)
+    view.set_submodule(name, view.get_submodule(name)[:num_layers])
+    config = view.config.get_text_config(decoder=True)
+    for key, value in list(vars(config).items()):
+        if "layer" in key and isinstance(value, list) and len(value) == total:
+            setattr(config, key, value[:num_layers])
+    config.num_hidden_layers = num_layers
+    return view
+
+
+def resident_bytes(model: nn.Module, shared_with: nn.Module | None = None) -> int:
+    """Bytes of the distinct storages behind ``model``'s parameters and buffers, without those ``shared_with`` holds
+    too."""
+    own = dict(_storages(model))
+    for key, _ in _storages(shared_with) if shared_with is not None else ():
+        own.pop(key, None)
+    return sum(own.values())
+
+
+def _storages(model: nn.Module) -> Iterator[tuple[tuple[torch.device, int], int]]:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            yield (tensor.device, storage.data_ptr()), storage.nbytes()
+
+
+def _require_castable(model: PreTrainedModel, format: str, rule: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
+    if Precision.parse(format) != Precision("mxfp4", 4):
+        raise ValueError(f"direct_cast: format {format!r} is not available, use 'mxfp4'")
+    mxfp4.require_rule(rule)
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is not None or getattr(model, "hf_quantizer", None) is not None:
+        method = getattr(quantization, "quant_method", None) or type(model.hf_quantizer).__name__
+        raise ValueError(
+            f"direct_cast: the model is already quantized ({method}); load the original floating-point checkpoint"
+        )
+    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if offloaded:
+        raise ValueError(
+            f"direct_cast: {len(offloaded)} parameters are on the meta device (offloaded or not loaded), the first is "
+            f"{offloaded[0]}: load the model whole, without disk or CPU offload"
+        )
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every path of every plain nn.Linear; a subclass computes something else and stays."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear:
+            yield name, module
+
+
+def _unfit_linears(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear and module.in_features % mxfp4.BLOCK:
+            yield name, f"in_features {module.in_features} is no multiple of {mxfp4.BLOCK}"
+        elif isinstance(module, Conv1D):
+            yield name, "Conv1D"
+        elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            yield name, type(module).__name__
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and "expert" in name:
+            yield name, "fused expert weights"
+
+
+def _require_finite_floats(model: nn.Module, kept: dict[str, str]) -> None:
+    for name, linear in _linears(model):
+        if name in kept:
+            continue
+        if linear.weight.dtype not in mxfp4.INPUT_DTYPES:
+            raise TypeError(
+                f"direct_cast: {name}.weight is {linear.weight.dtype}, only float32, bfloat16 and float16 can be cast"
+            )
+        low, high = torch.aminmax(linear.weight.detach())  # NaN propagates into both
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            bad = int((~torch.isfinite(linear.weight)).sum())
+            raise ValueError(
+                f"direct_cast: {name}.weight holds {bad} NaN or Inf among {linear.weight.numel()} values; repair the "
+                "checkpoint"
+            )
+
+
+def _share(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module tree, of the configs, and of nothing else: no tensor, no hook, no state of a past
+    generate()."""
+    memo: dict[int, object] = {id(vars(model)[name]): None for name in _HELD_BY_GENERATE if vars(model).get(name)}
+    for module in model.modules():
+        tables = (vars(module), module._parameters, module._buffers)
+        memo.update((id(t), t) for table in tables for t in table.values() if isinstance(t, torch.Tensor))
+        memo.update((id(vars(module)[name]), type(vars(module)[name])()) for name in _HOOK_TABLES)
+    view = copy.deepcopy(model, memo)
+    for module in view.modules():
+        for name in (*_HELD_BY_GENERATE, _CAPTURE_MARK):
+            vars(module).pop(name, None)
+    return view
+
+
+def _cast_linears(draft: nn.Module, kept: dict[str, str], rule: str, dense: torch.dtype | None) -> int:
+    done: dict[int, Mxfp4Linear] = {}
+    for name, linear in list(_linears(draft)):
+        if name in kept:
+            continue
+        if id(linear) not in done:
+            layer = Mxfp4Linear.from_linear(linear, rule, f"{name}.weight")
+            if hasattr(linear, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
+                add_hook_to_module(layer, linear._hf_hook)
+            done[id(linear)] = layer if dense is None else layer.materialize(dense)
+        draft.set_submodule(name, done[id(linear)])
+    return len(done)
+
+
+def _untie_head(draft: PreTrainedModel) -> None:
+    for config in (draft.config, draft.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = False
+    for module in draft.modules():
+        if isinstance(module, PreTrainedModel) and getattr(module, "all_tied_weights_keys", None):
+            module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _attach_quantizer(draft: PreTrainedModel, rule: str, kept: list[str]) -> None:
+    """What from_pretrained would have set: save_pretrained then writes quantization_config, and dtype casts are
+    refused."""
+    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "modules_to_not_convert": kept}
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    draft.hf_quantizer, draft.is_quantized = quantizer, True
+    draft.quantization_method = quantizer.quantization_config.quant_method
+    draft.config.quantization_config = quantizer.quantization_config
+
+
+def _layer_list_name(model: PreTrainedModel, total: int) -> str:
+    lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    found = [name for name, layers in lists if len(layers) == total]
+    if not found:
+        raise ValueError(f"early_exit: {type(model).__name__} has no nn.ModuleList of its {total} decoder layers")
+    return min(found, key=lambda name: name.count("."))
+
+
+def _list(kept: dict[str, str]) -> str:
+    shown = [f"{name} ({why})" for name, why in list(kept.items())[:8]]
+    return ", ".join(shown) + (f" and {len(kept) - 8} more" if len(kept) > 8 else "")
+
+
+def _tell_kept(model: PreTrainedModel, kept: dict[str, str]) -> None:
+    if kept:
+        warnings.warn(
+            f"direct_cast: {len(kept)} weights of {type(model).__name__} stay as they are, shared: {_list(kept)}",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,80 @@
+"""Which kernel serves which op? Defines the ops, loads the compiled library once, and never substitutes in silence."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+from . import reference, schema
+
+BUILD_COMMAND = "pip install --no-build-isolation -e ."
+REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_OPS = torch.library.Library("mlspec", "DEF")
+_warned: set[tuple[str, str]] = set()
+
+
+def _define() -> None:
+    for name, signature in schema.SCHEMAS.items():
+        _OPS.define(name + signature)
+        _OPS.impl(name, _fallback(name), "CompositeExplicitAutograd")  # used where no kernel is registered
+        torch.library.register_fake(f"mlspec::{name}", getattr(schema, f"fake_{name}"), lib=_OPS)
+    _OPS.define(schema.CPU_ISA_SCHEMA)
+
+
+def _fallback(name: str):
+    compute = getattr(reference, name)
+
+    def run_reference(x: torch.Tensor, *operands: torch.Tensor | None) -> torch.Tensor:
+        _announce_missing(name, x.device.type)
+        return compute(x, *operands)
+
+    return run_reference
+
+
+def _announce_missing(op: str, device: str) -> None:
+    message = f"no compiled kernel for {op} on {device}: {_reason(device)}"
+    if os.environ.get(REQUIRE_VARIABLE) == "1":
+        raise RuntimeError(f"{message}; {REQUIRE_VARIABLE}=1 forbids the reference path")
+    if not _warned:
+        _warned.add((op, device))
+        warnings.warn(f"{message}. Running the slower plain-torch reference path.", RuntimeWarning, stacklevel=4)
+
+
+def _reason(device: str) -> str:
+    if device != "cpu":
+        return "this version has kernels for cpu only, move the model there or accept the reference path"
+    return f"{LOAD_ERROR or 'the compiled library holds none'}; build it in the source tree with `{BUILD_COMMAND}`"
+
+
+def _load() -> str | None:
+    """Load hf_mlspec/_C*.so; None, or why there is no library."""
+    found = sorted(_PACKAGE.glob("_C*.so")) + sorted(_PACKAGE.glob("_C*.dylib")) + sorted(_PACKAGE.glob("_C*.pyd"))
+    if not found:
+        return f"no compiled library in {_PACKAGE}"
+    try:
+        torch.ops.load_library(found[0])
+    except OSError as error:  # built for another torch or another machine: kept, and told with the first warning
+        return f"{found[0].name} does not load ({error})"
+    return None
+
+
+def kernel_of(op: str, device: str) -> str:
+    """``"avx512"``, ``"avx2"``, ``"generic"`` or ``"reference"``."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mlspec::{op}", key):
+        return "reference"
+    return torch.ops.mlspec.cpu_isa() if device == "cpu" else "cuda"
+
+
+def kernel_table() -> list[tuple[str, str, str]]:
+    """(op, device, kernel) of every op, for ``mlspec info``. Without a kernel the last is ``"reference"``."""
+    return [(op, device, kernel_of(op, device)) for op in schema.SCHEMAS for device in ("cpu", "cuda")]
+
+
+_define()
+LOAD_ERROR = _load()
