@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_mlspec"
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = ["demo_pair", "precision", "formats", "ops", "nn", "speculation", "integration", "", "cli"]
-ROOM_OF_MODULE = {"cli_tables": "cli", "__main__": "cli"}
+PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair"}  # `hf_mlspec.demo_pair` is a function, too
 TRANSFORMERS_ALLOWED = ("integration/", "nn/decoder.py", "nn/replace.py", "speculation/ragged_cache.py")
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 250, 40
@@ -26,7 +26,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 250, 40
 def room(module: str) -> str:
     """`hf_mlspec.speculation.drafters.ngram` -> `speculation`; `hf_mlspec` -> the empty string."""
     first = [*module.split("."), ""][1]
-    return ROOM_OF_MODULE.get(first, first)
+    return "cli" if first == "__main__" else first
 
 
 def module_name(path: PurePosixPath) -> str:
@@ -108,10 +108,10 @@ def class_violations(tree: ast.AST) -> Iterator[str]:
 
 def public_name_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
     """Programs and notebooks use what `hf_mlspec` exports, as any user would; its rooms are not theirs to enter."""
-    rooms = set(FLOORS) - {""} | set(ROOM_OF_MODULE)
     for line, name in imported_modules(tree, path):
         parts = name.split(".")
-        if parts[0] == PACKAGE and (len(parts) > 2 or (len(parts) == 2 and parts[1] in rooms) or "._" in name):
+        enters_room = len(parts) > 2 or (len(parts) == 2 and room(name) in PRIVATE_ROOMS)
+        if parts[0] == PACKAGE and (enters_room or "._" in name):
             yield f"line {line}: {name} is no public name of {PACKAGE}"
 
 
@@ -170,7 +170,7 @@ KEEPS_THE_RULES = {
     "downward import": ("integration/x.py", OPENING + "import transformers\nfrom ..nn.linear import Mxfp4Linear\n"),
     "import within a room": ("speculation/drafters/x.py", OPENING + "from ..draft import Draft\nfrom .x import N\n"),
     "compiled op in ops": ("ops/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n"),
-    "the command line": ("cli.py", OPENING + "import hf_mlspec\nfrom .cli_tables import table\nfrom . import ops\n"),
+    "the command line": ("cli/x.py", OPENING + "import hf_mlspec\nfrom .tables import table\nfrom .. import ops\n"),
     "public names": ("__init__.py", OPENING + "from .integration.generate import enable\n"),
     "largest file": ("nn/x.py", OPENING + "x = 1\n" * (MAX_FILE_LINES - 1)),
     "largest function": ("nn/x.py", OPENING + "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),

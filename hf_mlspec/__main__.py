@@ -1,0 +1,7 @@
+"""What does `python -m hf_mlspec` do? The same as `mlspec`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,77 @@
+"""What can it do? Three levels write code and prose, and then the target alone writes the same."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+
+from ..demo_pair import demo_pair, demo_prompts
+from ..integration.compare import compare
+from ..integration.comparison import Comparison, Item
+from .request import add_chain_options, chain_config, load_target
+from .stream import LiveTable, TextStream
+from .tables import describe, say, show_comparison
+
+
+def add_demo(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="watch a chain write, and see that the target alone writes the same",
+                                 description="Decode the demo prompts with a chain of levels, then with the target "
+                                             "alone; exit status 1 if any id differs.")
+    parser.add_argument("--model", help="folder of the target (default: the demo target, with levels mxfp4 and the "
+                                        "demo draft)")
+    add_chain_options(parser, max_new_tokens=96)
+    parser.set_defaults(run=run_demo)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    path, levels = _chain(args)
+    model, tokenizer = load_target(path, args)
+    prompts = demo_prompts()
+    console = Console(quiet=args.json)
+    names = [_shown(level) for level in levels]
+    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    say(console, f"target: {_shown(path)}, {parameters:.1f}M parameters, {args.dtype} on {args.device}")
+    say(console, "levels below it: " + (", then ".join(names) or "none") + "\n")
+    watch = _Watch(console, prompts, 2 * len(prompts))
+    stream = LiveTable(console, tokenizer, model) if console.is_terminal else TextStream(console, tokenizer)
+    found = compare(model, tokenizer, [prompt["text"] for prompt in prompts], levels, on_item=watch,
+                    max_new_tokens=args.max_new_tokens, speculation_config=chain_config(args),
+                    streamer=None if args.json else stream)
+    if args.json:
+        print(json.dumps({"model": path, "levels": levels, "dtype": args.dtype, **found.to_dict()}))
+    else:
+        show_comparison(console, found, "levels, all prompts")
+        say(console, f"ids identical: {found.identical} of {len(found.items)} prompts")
+    return 0 if found.identical == len(found.items) else 1
+
+
+def _chain(args: argparse.Namespace) -> tuple[str, list[str]]:
+    if args.model:
+        return args.model, args.levels or ["mxfp4"]
+    target, draft = demo_pair()
+    return target, args.levels or ["mxfp4", draft]
+
+
+def _shown(path: str) -> str:
+    """The demo's folders by their role, everything else as the user wrote it."""
+    roles = dict(zip(demo_pair(), ("the demo target", "the demo draft"), strict=True))
+    return roles.get(path, path)
+
+
+class _Watch:
+    """Says, prompt by prompt, how the target alone compares."""
+
+    def __init__(self, console: Console, prompts: list[dict[str, str]], calls: int) -> None:
+        self.console, self.prompts, self.calls = console, prompts, calls
+
+    def __call__(self, item: Item, comparison: Comparison) -> None:
+        name = f"{self.prompts[item.index]['name']} ({self.prompts[item.index]['kind']})"
+        if item.reference_ids is None:
+            say(self.console, f"-- {name}: {len(item.ids)} tokens\n")
+        elif item.difference is None:
+            say(self.console, f"target alone, {name}: the same {len(item.ids)} ids")
+        else:
+            say(self.console, "target alone, " + describe(item.index, item.difference))

@@ -1,0 +1,59 @@
+"""What is installed, on what machine, and which kernel serves which op?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .. import ops
+from ..integration.generate import enabled
+from .tables import show
+
+PACKAGES = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safetensors", "tokenizers", "numpy")
+
+
+def add_info(commands: Any) -> None:
+    parser = commands.add_parser("info", help="versions, devices, and the kernel behind every op")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_info)
+
+
+def run_info(args: argparse.Namespace) -> int:
+    found = {"versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+             "devices": _devices(),
+             "kernels": [{"op": op, "device": device, "kernel": kernel} for op, device, kernel in ops.kernel_table()],
+             "hook": "on" if enabled() else "off",
+             "MLSPEC_REQUIRE_KERNELS": os.environ.get("MLSPEC_REQUIRE_KERNELS", "not set")}
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    console = Console()
+    show(console, "versions", ("", "version"), list(found["versions"].items()))
+    show(console, "devices", ("", "what"), list(found["devices"].items()))
+    show(console, "kernels", ("op", "device", "kernel"), [tuple(row.values()) for row in found["kernels"]])
+    state = [("generate takes assistant_models", found["hook"]),
+             ("MLSPEC_REQUIRE_KERNELS", found["MLSPEC_REQUIRE_KERNELS"])]
+    show(console, "state", ("", "value"), state)
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: run from its source tree" if name == "hf-mlspec" else "not installed"
+
+
+def _devices() -> dict[str, str]:
+    found = {"cpu": f"{platform.machine()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} threads"}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return found

@@ -1,0 +1,96 @@
+"""What did the user hand to the command line: which prompts, which chain, on which device?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..integration.config import SpeculationConfig
+from ..integration.load import DTYPES, hide_progress_bars, load_causal_lm
+
+PROMPT_FIELDS = ("prompt", "question")  # HumanEval, GSM8K
+
+
+def read_prompts(path: str, limit: int | None = None) -> list[str]:
+    """The prompts of a file: .jsonl with a "prompt" or "question" in every line, or text with one prompt a line.
+
+    Raises ValueError naming file, line and remedy.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"prompts file {path!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {path!r} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    prompts = [_from_json(path, number, line) if path.endswith(".jsonl") else line for number, line in lines[:limit]]
+    if not prompts:
+        raise ValueError(f"prompts file {path!r} holds no prompts; write one a line")
+    return prompts
+
+
+def _from_json(path: str, number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: no JSON ({error.msg}); .jsonl has one object a line") from error
+    names = list(entry) if isinstance(entry, dict) else []
+    prompt = next((entry[name] for name in PROMPT_FIELDS if name in names), None)
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"{path}, line {number}: no text under {' or '.join(map(repr, PROMPT_FIELDS))}; "
+                         f"it has {names or type(entry).__name__}")
+    return prompt
+
+
+def add_chain_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """The options that every decoding command has."""
+    parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
+                        help="a level below the target, from the largest down; repeat it for more: a folder, mxfp4, "
+                             "FOLDER@mxfp4, prompt_lookup, ngram or early_exit:N")
+    parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
+                        help="tokens to write for each prompt (default %(default)s)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32",
+                        help="in float32 the chain's ids are the target's own (default %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    parser.add_argument("--num-draft-tokens", type=_numbers(int), metavar="N[,N...]",
+                        help="tokens a level drafts before it is checked: one number, or one a level")
+    parser.add_argument("--confidence-threshold", type=_numbers(float), metavar="P[,P...]",
+                        help="a level stops drafting after a token it gave less: one number, or one a level")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def chain_config(args: argparse.Namespace) -> SpeculationConfig:
+    """The run-time options the user set; everything else stays at its default."""
+    given = {name: getattr(args, name) for name in ("num_draft_tokens", "confidence_threshold")}
+    return SpeculationConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def load_target(path: str, args: argparse.Namespace) -> tuple[Any, Any]:
+    """Model and tokenizer in the dtype and on the device the user asked for."""
+    hide_progress_bars()
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {args.device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return load_causal_lm(path, args.dtype, args.device)
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def _numbers(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        values = [kind(part) for part in text.split(",")]
+        return values[0] if len(values) == 1 else values
+
+    parse.__name__ = f"list of {kind.__name__}"  # argparse: "invalid list of int value"
+    return parse

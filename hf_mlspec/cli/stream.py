@@ -1,0 +1,80 @@
+"""How does a text appear while it is being written?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ..integration.comparison import Comparison, accumulate
+from ..integration.generate import last_stats
+from .tables import LEVEL_COLUMNS, level_rows, table
+
+
+class TextStream:
+    """A streamer for generate: prints the prompt, then each piece of text as soon as its tokens are settled."""
+
+    def __init__(self, console: Console, tokenizer: Any) -> None:
+        self.console, self.tokenizer = console, tokenizer
+        self._forget()
+
+    def put(self, value: Any) -> None:
+        """Token ids, int64 of any shape; the first call of a text carries its prompt."""
+        self.ids += value.flatten().tolist()
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if text.endswith("\ufffd"):
+            return  # the middle of a character: its last bytes come with the next token
+        if self.prompt is None:
+            self.prompt = text
+        self.text, piece = text, text[len(self.text) :]
+        self.write(piece)
+
+    def end(self) -> None:
+        self.finish()
+        self._forget()
+
+    def write(self, piece: str) -> None:
+        self.console.file.write(piece)
+        self.console.file.flush()
+
+    def finish(self) -> None:
+        self.console.file.write("\n\n")
+
+    def _forget(self) -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.prompt: str | None = None
+
+
+class LiveTable(TextStream):
+    """The same on a terminal, with the counts of every level below the text, renewed with each round."""
+
+    def __init__(self, console: Console, tokenizer: Any, model: Any) -> None:
+        super().__init__(console, tokenizer)
+        self.model, self.finished = model, Comparison().speculation
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+
+    def write(self, piece: str) -> None:
+        if not self.live.is_started:
+            self.live.start()
+        counts = Comparison().speculation
+        for part in (self.finished, last_stats(self.model)):
+            if part is not None and part.levels:
+                accumulate(counts, part)
+        drawn = table("", LEVEL_COLUMNS, level_rows(counts.levels))
+        room = max(3, self.console.height - len(counts.levels) - 7)
+        lines = self._styled().wrap(self.console, self.console.width)[-room:]
+        self.live.update(Group(Text("\n").join(lines), drawn), refresh=True)
+
+    def finish(self) -> None:
+        self.live.stop()
+        self.console.print(self._styled(), soft_wrap=True)
+        self.console.print()
+        if (stats := last_stats(self.model)) is not None:
+            accumulate(self.finished, stats)
+
+    def _styled(self) -> Text:
+        prompt = self.prompt or ""
+        return Text(prompt, style="dim").append(self.text[len(prompt) :], style="not dim bold")

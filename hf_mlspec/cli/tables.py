@@ -1,0 +1,64 @@
+"""How do the numbers of a decode look on a terminal, and how in a pipe?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ..integration.comparison import Comparison, Difference
+from ..speculation.stats import LevelStats
+
+LEVEL_COLUMNS = ("level", "drafted", "accepted", "acceptance", "forwards", "seconds")
+
+
+def level_rows(levels: Iterable[LevelStats]) -> list[tuple[str, ...]]:
+    """One row of LEVEL_COLUMNS per level."""
+    return [(level.name, str(level.drafted), str(level.accepted), f"{level.acceptance:.3f}", str(level.forwards),
+             f"{level.seconds:.2f}") for level in levels]
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A rich table: the first column left-aligned, the rest numbers."""
+    drawn = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
+
+
+def show(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal; elsewhere one line per row, `name: column value, column value`."""
+    if console.is_terminal:
+        console.print(table(title, columns, rows))
+        return
+    say(console, title)
+    for name, *values in rows:
+        say(console, f"  {name}: " + ", ".join(f"{c} {v}" for c, v in zip(columns[1:], values, strict=True)))
+
+
+def say(console: Console, line: str) -> None:
+    """One line as it is: no markup, no wrapping, no colours guessed."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_comparison(console: Console, comparison: Comparison, title: str) -> None:
+    """Acceptance per level, then speeds, of a finished comparison."""
+    stats = comparison.speculation
+    show(console, title, LEVEL_COLUMNS, level_rows(stats.levels))
+    ways = [("chain", [item.ids for item in comparison.items], comparison.chain_seconds),
+            ("target alone", [item.reference_ids or [] for item in comparison.items], comparison.alone_seconds)]
+    rows = [(name, str(tokens := sum(map(len, ids))), f"{seconds:.2f}", f"{tokens / seconds:.1f}")
+            for name, ids, seconds in ways if seconds]
+    show(console, "speed", ("", "tokens", "seconds", "tokens/s"), rows)
+    say(console, f"tokens per target pass: {stats.tokens_per_target_pass:.2f}")
+
+
+def describe(prompt: int, difference: Difference) -> str:
+    """One difference in one line."""
+    expected, got = ("the end" if token is None else f"id {token}" for token in (difference.expected, difference.got))
+    (first, _), (second, _) = difference.top2_float64
+    return (f"prompt {prompt}, new token {difference.position}: target alone {expected}, chain {got}; "
+            f"top-2 gap {difference.gap:.3g}, in float64 {difference.gap_float64:.3g} (ids {first} and {second})")

@@ -1,0 +1,164 @@
+"""Does the chain write what the target alone writes, and where it does not, how close was the call?"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ..speculation.stats import SpeculationStats
+from .comparison import Comparison, Difference, Item, accumulate
+
+OnItem = Callable[[Item, Comparison], None]
+
+
+def compare(
+    model: Any, tokenizer: Any, prompts: Sequence[str], levels: Sequence[Any], *, max_new_tokens: int,
+    batch_size: int = 1, assistant_tokenizers: Sequence[Any] | None = None, speculation_config: Any = None,
+    reference: Literal["ours", "stock"] = "ours", reference_ids: Sequence[list[int]] | None = None,
+    streamer: Any = None, warm_up: bool = True, on_item: OnItem | None = None,
+) -> Comparison:
+    """Decode every prompt greedily with the chain, then with the target alone, and compare the ids.
+
+    model, tokenizer: the target; levels, assistant_tokenizers, speculation_config: as generate takes them.
+    batch_size: consecutive prompts decoded together, left-padded, with an attention mask.
+    reference: "ours" is `assistant_models=[]`, our own loop without a draft; "stock" is transformers' own loop.
+    reference_ids: `Item.reference_ids` of an earlier call, taken instead of decoding anew.
+    streamer: receives the chain's tokens as they settle; batch_size 1 only.
+    warm_up: decode two tokens of the first prompt both ways first, so that building levels is not part of the seconds.
+    on_item: called with each item and the comparison so far: after the chain wrote it, and again once it is compared.
+    Raises ValueError for empty prompts, a prompt of no tokens and arguments out of range, before anything is decoded.
+    """
+    _validate(prompts, max_new_tokens, batch_size, reference, reference_ids, streamer)
+    rows = _encode(tokenizer, prompts)
+    chain = {"assistant_models": list(levels), "assistant_tokenizers": assistant_tokenizers, "tokenizer": tokenizer,
+             "speculation_config": speculation_config}
+    alone = {"assistant_models": []} if reference == "ours" else {}
+    run = _Run(model, tokenizer, rows, max_new_tokens, batch_size, on_item)
+    if warm_up:
+        run.warm_up([chain] if reference_ids is not None else [chain, alone])
+    run.write_with_chain(chain | ({} if streamer is None else {"streamer": streamer}))
+    if reference_ids is not None:
+        run.compare_from(0, reference_ids)
+    else:
+        run.write_alone(alone)
+    return run.comparison
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
+    """Index of the first token that only one has or that differs; None where both are equal."""
+    for position, (a, b) in enumerate(zip(expected, got, strict=False)):
+        if a != b:
+            return position
+    return None if len(expected) == len(got) else min(len(expected), len(got))
+
+
+class _Run:
+    """One comparison under way: the prompts as ids, the model, and what is known so far."""
+
+    def __init__(self, model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, batch_size: int,
+                 on_item: OnItem | None) -> None:
+        self.model, self.rows, self.max_new_tokens = model, rows, max_new_tokens
+        self.starts = range(0, len(rows), batch_size)
+        self.batch_size = batch_size
+        self.eos = _eos_ids(model)
+        self.pad = next(id for id in (tokenizer.pad_token_id, *self.eos, 0) if id is not None)
+        self.on_item = on_item or (lambda item, comparison: None)
+        self.comparison = Comparison()
+        self.precise: Any = None  # the float64 copy, made at the first difference
+
+    def warm_up(self, ways: list[dict[str, Any]]) -> None:
+        for how in ways:
+            self._generate(self.rows[:1], how, min(2, self.max_new_tokens))
+
+    def write_with_chain(self, how: dict[str, Any]) -> None:
+        for start in self.starts:
+            rows = self.rows[start : start + self.batch_size]
+            written, seconds, stats = self._generate(rows, how, self.max_new_tokens)
+            self.comparison.chain_seconds += seconds
+            if stats is not None:
+                accumulate(self.comparison.speculation, stats)
+            for offset, (row, ids) in enumerate(zip(rows, written, strict=True)):
+                item = Item(start + offset, len(row), ids)
+                self.comparison.items.append(item)
+                self.on_item(item, self.comparison)
+
+    def write_alone(self, how: dict[str, Any]) -> None:
+        for start in self.starts:
+            rows = self.rows[start : start + self.batch_size]
+            written, seconds, _ = self._generate(rows, how, self.max_new_tokens)
+            self.comparison.alone_seconds += seconds
+            self.compare_from(start, written)
+
+    def compare_from(self, start: int, references: Sequence[list[int]]) -> None:
+        """Hold the items from `start` on against what the target alone wrote for them."""
+        for item, expected in zip(self.comparison.items[start:], references, strict=False):
+            item.reference_ids = list(expected)
+            position = first_difference(expected, item.ids)
+            if position is not None:
+                item.difference = self._look_closer(self.rows[item.index], item, position)
+            self.on_item(item, self.comparison)
+
+    def _look_closer(self, prompt: list[int], item: Item, position: int) -> Difference:
+        if self.precise is None:
+            self.precise = copy.deepcopy(self.model).double()
+        prefix = prompt + item.ids[:position]
+        top2, exact = _two_best(self.model, prefix), _two_best(self.precise, prefix)
+        expected, got = (ids[position] if position < len(ids) else None for ids in (item.reference_ids, item.ids))
+        return Difference(position, expected, got, top2, top2[0][1] - top2[1][1], exact, exact[0][1] - exact[1][1])
+
+    def _generate(self, rows: list[list[int]], how: dict[str, Any], max_new_tokens: int,
+                  ) -> tuple[list[list[int]], float, SpeculationStats | None]:
+        """New ids of each row, wall seconds, and the chain's counts (None from transformers' own loop)."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[self.pad] * (width - len(row)) + row for row in rows], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
+        started = time.perf_counter()
+        output = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens,
+                                     do_sample=False, pad_token_id=self.pad, return_dict_in_generate=True, **how)
+        written = output.sequences[:, width:].tolist()
+        seconds = time.perf_counter() - started
+        return [_until_end(row, self.eos) for row in written], seconds, getattr(output, "speculation", None)
+
+
+@torch.inference_mode()
+def _two_best(model: Any, ids: list[int]) -> list[tuple[int, float]]:
+    logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
+    best = logits.double().topk(2)
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def _eos_ids(model: Any) -> list[int]:
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _until_end(ids: list[int], eos: list[int]) -> list[int]:
+    """Without the padding that follows the end of a row that stopped before the others."""
+    return ids[: next((i + 1 for i, id in enumerate(ids) if id in eos), len(ids))]
+
+
+def _encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {index} of {len(rows)} has no tokens; remove it or write something in it")
+    return rows
+
+
+def _validate(prompts: Sequence[str], max_new_tokens: int, batch_size: int, reference: str,
+              reference_ids: Sequence[list[int]] | None, streamer: Any) -> None:
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError("there are no prompts to compare on; give a list of at least one text")
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be 1 or more")
+    if reference not in ("ours", "stock"):
+        raise ValueError(f'reference is {reference!r}; it is "ours" or "stock"')
+    if reference_ids is not None and len(reference_ids) != len(prompts):
+        raise ValueError(f"{len(reference_ids)} reference_ids for {len(prompts)} prompts; give one list per prompt")
+    if streamer is not None and batch_size > 1:
+        raise ValueError(f"a streamer writes one text at a time and batch_size is {batch_size}; leave one of them out")
