@@ -1,0 +1,40 @@
+"""Multi-level speculative decoding for transformers: `model.generate(**inputs, assistant_models=["mxfp4", draft])`.
+
+Importing registers the "mlspec" quantizer and lets `generate` take `assistant_models`; it touches no device.
+"""
+
+from .integration.candidates import ChainCandidateGenerator
+from .integration.config import SpeculationConfig
+from .integration.generate import disable, enable, enabled
+from .integration.decoding import generate, last_stats
+from .integration.levels import clear
+from .integration.quantizer import MLSpecConfig
+from .nn.replace import direct_cast, early_exit, resident_bytes
+from .speculation.drafters.ngram import NGram
+from .speculation.drafters.prompt_lookup import PromptLookup
+from .speculation.stats import LevelStats, SpeculationStats
+from .demo_pair import demo_pair
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChainCandidateGenerator",
+    "LevelStats",
+    "MLSpecConfig",
+    "NGram",
+    "PromptLookup",
+    "SpeculationConfig",
+    "SpeculationStats",
+    "clear",
+    "demo_pair",
+    "direct_cast",
+    "disable",
+    "early_exit",
+    "enable",
+    "enabled",
+    "generate",
+    "last_stats",
+    "resident_bytes",
+]
+
+enable()

@@ -1,0 +1,79 @@
+"""How does stock assisted decoding, at batch 1, draw its candidates from one of our chains?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import CandidateGenerator, LogitsProcessorList
+
+from ..speculation.draft import Draft
+from ..speculation.ragged_cache import ragged_attention_on
+from .config import SpeculationConfig
+from .decoding import check_request
+from .levels import resolve
+from .processing import Prompts
+from .wiring import Wiring
+
+
+class ChainCandidateGenerator(CandidateGenerator):
+    """The levels below a target as a transformers `CandidateGenerator`.
+
+    model: the target. levels, assistant_tokenizers, speculation_config, tokenizer: as in `model.generate(assistant_models=...)`.
+    generation_config, logits_processor: those of the call; do_sample decides what the chain drafts.
+
+    Stock decoding keeps the target's cache to itself, so every level has a cache of its own. It picks its generator with
+    `model._get_candidate_generator`, which a user may set on the instance to return this object; `assistant_model` may then be
+    any model.
+    """
+
+    def __init__(self, model: PreTrainedModel, levels: list, *, generation_config: GenerationConfig | None = None,
+                 logits_processor: LogitsProcessorList | None = None, assistant_tokenizers: list | None = None,
+                 speculation_config: SpeculationConfig | dict | None = None, tokenizer=None):
+        settings = generation_config or model.generation_config
+        config = replace(SpeculationConfig.of(speculation_config), shared_cache=False)
+        if not levels:
+            raise ValueError("ChainCandidateGenerator needs at least one level to draw candidates from")
+        check_request(model, torch.ones(1, 1), settings, {})
+        self.max_length = settings.max_length
+        self._prompts = None
+        found = resolve(model, levels, assistant_tokenizers, config)
+
+        def build(prompts: Prompts):
+            wiring = Wiring(model, tokenizer, config, do_sample=bool(settings.do_sample), prompts=prompts,
+                            processors=logits_processor or LogitsProcessorList(), capacity=0)
+            return wiring.build(found)
+
+        self._build = build
+
+    @property
+    def stats(self) -> list:
+        """What each level drafted so far, from the level below the target down."""
+        return [level.stats for level in self._chain.levels] if self._prompts else []
+
+    def get_candidates(self, input_ids: Tensor, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """input_ids int64 `[1, n]` -> candidates `[1, n + k]` and their logits float32 `[1, k, vocab]`, None for point masses."""
+        if self._prompts is None:
+            self._prompts = Prompts(input_ids, None)
+            self._chain = self._build(self._prompts)
+            self._chain.drafter.start(1, input_ids.device)
+        row = input_ids[0].tolist()
+        room = len(row) + self._chain.num_draft_tokens if self.max_length is None else self.max_length - 1
+        limit = max(min(self._chain.num_draft_tokens, room - len(row)), 0)
+        with ragged_attention_on(self._chain.models[1:]), torch.inference_mode():
+            draft = self._chain.drafter.propose([row], [limit])
+        self._drafted = draft.lengths[0]
+        return self._as_candidates(input_ids, draft)
+
+    def _as_candidates(self, input_ids: Tensor, draft: Draft) -> tuple[Tensor, Tensor | None]:
+        count = draft.lengths[0]
+        tokens = torch.cat([input_ids, draft.tokens[:, :count].to(input_ids)], dim=1)
+        return tokens, draft.probs[:, :count].log().clone() if draft.probs is not None and count else None
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """Stock decoding settled `num_matches` candidates and one more token; input_ids holds them all."""
+        matches = min(int(num_matches), self._drafted)
+        self._chain.drafter.stats.settle([self._drafted], [matches])
+        self._chain.drafter.rollback([input_ids.shape[1] - 1])

@@ -1,0 +1,114 @@
+"""What may a user say about a chain? Run-time options and the words for levels are parsed here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
+CONFIDENCE_THRESHOLD = 0.4
+CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS = 0.65
+WORDS = ("mxfp4", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
+
+
+@dataclass
+class SpeculationConfig:
+    """Options of `model.generate(..., assistant_models=[...], speculation_config=SpeculationConfig(...))`.
+
+    num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per level (None:
+        the level's own `generation_config.num_assistant_tokens`, else 8).
+    confidence_threshold: a level stops drafting after a token it gave a smaller probability than this, 0 <= t < 1, 0 turns it
+        off; one for all levels or one per level (None: the level's own `generation_config.assistant_confidence_threshold`, else
+        0.4, or 0.65 for a level with another tokenizer).
+    shared_cache: levels of the target's own shape ("mxfp4", "early_exit:N", direct casts of the target) draft in the target's KV
+        cache, which the check overwrites; False gives each a cache of its own.
+    cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
+    cast_head: quantize the output head of "mxfp4" levels too.
+    materialize: keep dequantized weights next to the packed ones of "mxfp4" levels: faster where no kernel is built, at the
+        memory of a full copy.
+    max_ngram: longest suffix that "prompt_lookup" looks for.
+    ngram_order: longest context of the table behind "ngram".
+    common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their probabilities
+        (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling, by text when greedy.
+    """
+
+    num_draft_tokens: int | list[int | None] | None = None
+    confidence_threshold: float | list[float | None] | None = None
+    shared_cache: bool = True
+    cast_rule: str = "ocp_floor"
+    cast_head: bool = True
+    materialize: bool = False
+    max_ngram: int = 3
+    ngram_order: int = 4
+    common_vocabulary: bool | None = None
+
+    def __post_init__(self):
+        for value in _as_list(self.num_draft_tokens):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"num_draft_tokens must be positive integers, got {self.num_draft_tokens!r}")
+        for value in _as_list(self.confidence_threshold):
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"confidence_threshold must lie in [0, 1), got {self.confidence_threshold!r}")
+        for name in ("max_ngram", "ngram_order"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, value: SpeculationConfig | dict | None) -> SpeculationConfig:
+        """The config itself, one made of a dict, or the defaults."""
+        if value is None:
+            return cls()
+        if isinstance(value, dict):
+            unknown = sorted(set(value) - {f.name for f in fields(cls)})
+            if unknown:
+                raise ValueError(f"speculation_config has no option {', '.join(unknown)}; "
+                                 f"it has {', '.join(f.name for f in fields(cls))}")
+            return cls(**value)
+        if not isinstance(value, cls):
+            raise TypeError(f"speculation_config must be a SpeculationConfig or a dict, got {type(value).__name__}")
+        return value
+
+    def of_level(self, option: str, index: int, count: int):
+        """The value of a per-level option for level `index` of `count`, or None where it is silent."""
+        value = getattr(self, option)
+        if not isinstance(value, (list, tuple)):
+            return value
+        if len(value) != count:
+            raise ValueError(f"{option} has {len(value)} entries for {count} levels: give one number, or one per level")
+        return value[index]
+
+
+@dataclass(frozen=True)
+class Word:
+    """A parsed level word: kind "cast", "load", "prompt_lookup", "ngram" or "early_exit"."""
+
+    kind: str
+    path: str | None = None
+    cast: bool = False
+    layers: int = 0
+
+
+def parse_level(text: str) -> Word:
+    """Read a level word.
+
+    Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
+    """
+    if text in ("prompt_lookup", "ngram"):
+        return Word(text)
+    if text == "mxfp4":
+        return Word("cast", cast=True)
+    if text.startswith("early_exit:"):
+        number = text.removeprefix("early_exit:")
+        if not number.isdigit():
+            raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
+        return Word("early_exit", layers=int(number))
+    path, at, suffix = text.rpartition("@")
+    cast = bool(at) and suffix == "mxfp4"
+    path = path if cast else text
+    if Path(path).is_dir() or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
+        return Word("load", path=path, cast=cast)
+    raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(WORDS)}")
+
+
+def _as_list(value) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,126 @@
+"""What is behind a level the user named: which model or table, in whose vocabulary, in whose cache?"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..nn.replace import direct_cast, early_exit
+from ..speculation.draft import Drafter
+from ..speculation.drafters.ngram import NGram
+from ..speculation.drafters.prompt_lookup import PromptLookup
+from .config import SpeculationConfig, Word, parse_level
+from .suitability import check_device, check_model
+
+_built: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # target -> {key: (fingerprint, what was built)}
+
+
+@dataclass
+class Level:
+    """A level before it is wired up: a model, or a drafter that needs none.
+
+    shape_of_target: its keys and values fit the target's cache. tokenizer: None where it is unknown or irrelevant.
+    """
+
+    name: str
+    model: nn.Module | None = None
+    drafter: Drafter | None = None
+    shape_of_target: bool = False
+    tokenizer: object | None = None
+
+
+def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: SpeculationConfig) -> list[Level]:
+    """The levels a user named, checked, in order from the one below the target."""
+    if isinstance(levels, (str, nn.Module)) or not isinstance(levels, (list, tuple)):
+        raise TypeError(f"assistant_models takes a list of levels, got {type(levels).__name__}: write "
+                        "assistant_models=[level, ...]")
+    tokenizers = tokenizers if tokenizers is not None else [None] * len(levels)
+    if not isinstance(tokenizers, (list, tuple)) or len(tokenizers) != len(levels):
+        raise ValueError(f"assistant_tokenizers takes one entry per level (None where it is the target's): got "
+                         f"{tokenizers!r} for {len(levels)} levels")
+    device = next(target.parameters()).device
+    resolved = []
+    for index, (level, tokenizer) in enumerate(zip(levels, tokenizers, strict=True)):
+        found = _resolve(target, level, config)
+        found.tokenizer = tokenizer or found.tokenizer
+        if found.model is not None:
+            check_model(found.model, f"level {index} ({found.name})")
+            check_device(found.model, f"level {index} ({found.name})", device)
+        resolved.append(found)
+    return resolved
+
+
+def _resolve(target: nn.Module, level, config: SpeculationConfig) -> Level:
+    if isinstance(level, str):
+        return _from_word(target, level, parse_level(level), config)
+    if isinstance(level, nn.Module):
+        return Level(_name(level), model=level, shape_of_target=_is_view(level, target))
+    if isinstance(level, Drafter):
+        return Level(level.name, drafter=level)
+    raise TypeError(f"a level is a model, a path, a word or a drafter such as NGram, got {type(level).__name__}")
+
+
+def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConfig) -> Level:
+    if word.kind == "prompt_lookup":
+        return Level(text, drafter=PromptLookup(max_ngram=config.max_ngram))
+    if word.kind == "ngram":
+        table = _keep(target, (text, config.ngram_order), None, lambda: NGram(order=config.ngram_order))
+        return Level(text, drafter=table)
+    cast = {"rule": config.cast_rule, "cast_head": config.cast_head, "materialize": config.materialize}
+    key = (text, *cast.values())
+    if word.kind == "cast":
+        model = _keep(target, key, _fingerprint(target), lambda: direct_cast(target, "mxfp4", **cast))
+        return Level(text, model=model, shape_of_target=True)
+    if word.kind == "early_exit":
+        model = _keep(target, text, _fingerprint(target), lambda: early_exit(target, word.layers))
+        return Level(text, model=model, shape_of_target=True)
+    place = next(target.parameters())
+    model, tokenizer = _keep(target, key, (place.device, target.dtype), lambda: _load(target, word, cast))
+    return Level(text, model=model, tokenizer=tokenizer)
+
+
+def _load(target: nn.Module, word: Word, cast: dict):
+    """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(word.path, dtype=target.dtype)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"level {word.path!r} cannot be loaded as a causal language model: {error}") from error
+    model = model.to(next(target.parameters()).device).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(word.path)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None  # then the sizes of the vocabularies decide, or the user is asked for it
+    return (direct_cast(model, "mxfp4", **cast) if word.cast else model), tokenizer
+
+
+def _name(model: nn.Module) -> str:
+    path = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+    return path.rstrip("/").rpartition("/")[2] or type(model).__name__
+
+
+def _is_view(level: nn.Module, target: nn.Module) -> bool:
+    """Whether a level is a direct cast or an early exit of the target: it embeds with the target's own tensor."""
+    if not all(hasattr(model, "get_input_embeddings") for model in (level, target)) or level is target:
+        return False
+    own, other = level.get_input_embeddings(), target.get_input_embeddings()
+    return own is not None and own.weight is other.weight
+
+
+def _keep(target: nn.Module, key, fingerprint, build):
+    """Build once per target; again only if the target's weights moved or changed."""
+    kept = _built.setdefault(target, {})
+    if key not in kept or kept[key][0] != fingerprint:
+        kept[key] = (fingerprint, build())
+    return kept[key][1]
+
+
+def _fingerprint(model: nn.Module) -> tuple:
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
+
+
+def clear(model: nn.Module) -> None:
+    """Free the levels that were built from words for this target (casts, loaded models, n-gram tables)."""
+    _built.pop(model, None)

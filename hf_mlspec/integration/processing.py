@@ -1,0 +1,131 @@
+"""How do transformers' logits processors and stopping criteria see rows that grow by several tokens at once?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+# These look at nothing but the scores of one position.
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
+           EpsilonLogitsWarper, EtaLogitsWarper)
+# These carry state from call to call, or run the model; a guess that is taken back would leave a trace in them.
+STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+
+
+class Prompts:
+    """The prompts as generate got them, and as rows without padding.
+
+    input_ids: int64 `[batch, width]`. attention_mask: `[batch, width]` or None. Masked tokens are left out of the rows: stock
+    attention does not see them and stock position ids do not count them.
+    """
+
+    def __init__(self, input_ids: Tensor, attention_mask: Tensor | None):
+        self.input_ids = input_ids
+        lines = input_ids.tolist()
+        if attention_mask is None:
+            self.rows = lines
+        else:
+            mask = attention_mask.tolist()
+            self.rows = [[t for t, m in zip(line, flags, strict=True) if m] for line, flags in zip(lines, mask, strict=True)]
+        for number, row in enumerate(self.rows):
+            if not row:
+                raise ValueError(f"prompt {number} of the batch has no token that its attention_mask lets through")
+        self.lengths = [len(row) for row in self.rows]
+
+    def whole(self, number: int, row: list[int]) -> list[int]:
+        """Padded prompt and generated tokens, as stock generate would hold them."""
+        return self._lines()[number] + row[self.lengths[number]:]
+
+    def _lines(self) -> list[list[int]]:
+        if not hasattr(self, "_cached"):
+            self._cached = self.input_ids.tolist()
+        return self._cached
+
+
+def split_processors(processors: LogitsProcessorList, prompts: Prompts):
+    """(warp, process) for `Sampler`: one of them is None, or both.
+
+    Raises ValueError for processors whose state a rejected guess would spoil.
+    """
+    for processor in processors:
+        if isinstance(processor, STATEFUL):
+            raise ValueError(f"{type(processor).__name__} keeps state between tokens and cannot judge guesses that are "
+                             "taken back: generate without assistant_models, or without that option")
+    if not processors:
+        return None, None
+    if all(isinstance(p, WARPERS) for p in processors):
+        return warp_of(processors), None
+
+    def process(prefixes: list[list[int]], scores: Tensor, numbers: list[int]) -> Tensor:
+        lines = [prompts.whole(number, prefix) for number, prefix in zip(numbers, prefixes, strict=True)]
+        ids = torch.tensor(lines, device=scores.device)
+        for processor in processors:
+            if isinstance(processor, PrefixConstrainedLogitsProcessor):
+                scores = _constrain(processor, ids, scores, numbers)
+            else:
+                scores = processor(ids, scores)
+        return scores
+
+    return None, process
+
+
+def warp_of(processors: LogitsProcessorList):
+    """The processors that look at scores alone, as one function over any leading shape; None if there are none."""
+    warpers = [p for p in processors if isinstance(p, WARPERS)]
+    if not warpers:
+        return None
+
+    def warp(scores: Tensor) -> Tensor:
+        flat = scores.reshape(-1, scores.shape[-1])
+        for warper in warpers:
+            flat = warper(None, flat)
+        return flat.view(scores.shape)
+
+    return warp
+
+
+def _constrain(processor, ids: Tensor, scores: Tensor, numbers: list[int]) -> Tensor:
+    """prefix_allowed_tokens_fn is asked with the row's number in the user's batch, whatever rows are scored together."""
+    allowed = processor._prefix_allowed_tokens_fn
+    lines = []
+    for i, number in enumerate(numbers):
+        of_row = PrefixConstrainedLogitsProcessor(lambda _, sent, number=number: allowed(number, sent), 1)
+        lines.append(of_row(ids[i : i + 1], scores[i : i + 1]))
+    return torch.cat(lines)
+
+
+class Stopping:
+    """Scans every settled token: an end-of-sequence token or a stop string may sit inside an accepted block."""
+
+    def __init__(self, criteria: StoppingCriteriaList, eos_token_ids: Tensor | None, prompts: Prompts):
+        self.eos = set() if eos_token_ids is None else set(eos_token_ids.flatten().tolist())
+        self.others = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+        self.prompts = prompts
+
+    def __call__(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
+        """(settled tokens that count, whether the row is finished)."""
+        for count, token in enumerate(tokens, 1):
+            if token in self.eos or (self.others and self._met(number, row + tokens[:count])):
+                return count, True
+        return len(tokens), False
+
+    def _met(self, number: int, row: list[int]) -> bool:
+        ids = torch.tensor([self.prompts.whole(number, row)], device=self.prompts.input_ids.device)
+        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.others)

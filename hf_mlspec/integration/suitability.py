@@ -1,0 +1,51 @@
+"""Can this model be a target or a level? Each answer that is no says why, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def check_model(model: nn.Module, name: str) -> None:
+    """Raise TypeError or ValueError unless `model` is a causal language model over an attention cache."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{name} is a {type(model).__name__}, not a transformers model, a path or a level word")
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} ({kind}) is an encoder-decoder model; levels and targets are decoder-only models")
+    if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
+        raise TypeError(f"{name} ({kind}) is no causal language model: load it with AutoModelForCausalLM")
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if model._is_stateful or not kinds <= LAYER_TYPES or getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(f"{name} ({kind}) keeps a state that cannot be rolled back (layers of type "
+                         f"{', '.join(sorted(kinds - LAYER_TYPES)) or 'recurrent or shared'}): it can neither draft nor check")
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not model._supports_attention_backend or not takes_positions:
+        raise ValueError(f"{name} ({kind}) has an attention of its own, without transformers' attention interface and "
+                         "position ids, so rows of different lengths cannot share a batch")
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise ValueError(f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "
+                         "a device that holds it whole")
+
+
+def check_device(model: nn.Module, name: str, device: torch.device) -> None:
+    """Raise ValueError unless a level's first weights lie where the target's do."""
+    here = next(model.parameters()).device
+    if here != device:
+        raise ValueError(f"{name} is on {here}, the target on {device}: move it with .to({str(device)!r})")
+
+
+def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise ValueError if a prompt and its continuation do not fit the target's positions."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and prompt_tokens + new_tokens > most:
+        room = most - prompt_tokens
+        remedy = f"pass max_new_tokens={room} or less" if room > 0 else "shorten the prompt"
+        raise ValueError(f"{prompt_tokens} prompt tokens and up to {new_tokens} new ones exceed the {most} positions of the "
+                         f"target (max_position_embeddings): {remedy}")

@@ -1,0 +1,135 @@
+"""How do named levels become one chain: who checks whom, in which cache, with which limits?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers.generation import LogitsProcessorList
+
+from ..nn.decoder import bare_forward
+from ..speculation.chain import CheckedDrafter
+from ..speculation.checker import Checker
+from ..speculation.draft import Drafter
+from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
+from ..speculation.drafters.model import ModelDrafter
+from ..speculation.runner import Runner
+from ..speculation.sampling import Sampler
+from .config import (
+    CONFIDENCE_THRESHOLD,
+    CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS,
+    NUM_DRAFT_TOKENS,
+    SpeculationConfig,
+)
+from .levels import Level
+from .processing import Prompts, split_processors, warp_of
+from .vocabulary import same_vocabulary
+
+
+@dataclass
+class Chain:
+    """A target and the levels below it, ready to decode.
+
+    levels: the outermost drafter of each level, from the target down. models: all whose attention runs ragged.
+    """
+
+    target: Checker
+    drafter: Drafter | None = None
+    num_draft_tokens: int = 0
+    levels: list[Drafter] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)
+
+
+@dataclass
+class _Above:
+    """What a level needs to know of the level that checks it."""
+
+    tokenizer: object | None
+    vocab_size: int
+    is_targets: bool  # its vocabulary is the target's
+    runner: Runner
+    in_target_cache: bool
+
+
+class Wiring:
+    """Builds the chain of one call of generate."""
+
+    def __init__(self, target: nn.Module, tokenizer, config: SpeculationConfig, *, do_sample: bool,
+                 processors: LogitsProcessorList, prompts: Prompts, capacity: int):
+        self.config, self.do_sample, self.processors, self.prompts = config, do_sample, processors, prompts
+        self.warp, self.process = split_processors(processors, prompts)
+        self.model, self.tokenizer, self.capacity = target, tokenizer, capacity
+        self.vocab_size = _vocab_size(target)
+
+    def build(self, levels: list[Level]) -> Chain:
+        runner = self._runner(self.model)
+        chain = Chain(Checker(runner, self._sampler(True), "the target"), models=[self.model])
+        self.count = len(levels)
+        if levels:
+            chain.drafter = self._drafter(chain, levels, 0, _Above(self.tokenizer, self.vocab_size, True, runner, True))
+            chain.num_draft_tokens = self._num_draft_tokens(levels[0], 0)
+        return chain
+
+    def _drafter(self, chain: Chain, levels: list[Level], index: int, above: _Above) -> Drafter:
+        """The drafter of level `index` in the vocabulary of the level above it."""
+        level, last = levels[index], index + 1 == len(levels)
+        if level.drafter is not None:
+            if not last:
+                raise ValueError(f"level {index} ({level.name}) checks nothing, so no level can stand below it: put "
+                                 f"it last, after {', '.join(l.name for l in levels[index + 1:])}")
+            chain.levels.append(level.drafter)
+            return level.drafter
+        size = _vocab_size(level.model)
+        same = level.shape_of_target or same_vocabulary(level.name, size, level.tokenizer, above.vocab_size, above.tokenizer)
+        shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
+        runner = self._runner(level.model, above.runner if shares else None)
+        chain.models.append(level.model)
+        sampler = self._sampler(above.is_targets and same, above.vocab_size if same else size)
+        threshold = self._threshold(level, index, same)
+        place = len(chain.levels)
+        chain.levels.append(None)
+        if last:
+            most = getattr(level.model.config.get_text_config(), "max_position_embeddings", None)
+            drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold,
+                                   max_positions=None if level.shape_of_target else most)
+        else:
+            below = _Above(above.tokenizer if same else level.tokenizer, sampler.vocab_size, above.is_targets and same,
+                           runner, shares)
+            inner = self._drafter(chain, levels, index + 1, below)
+            drafter = CheckedDrafter(Checker(runner, sampler, level.name), inner, threshold=threshold,
+                                     num_draft_tokens=self._num_draft_tokens(levels[index + 1], index + 1))
+        chain.levels[place] = drafter if same else self._across(drafter, level, above, size)
+        return chain.levels[place]
+
+    def _across(self, drafter: Drafter, level: Level, above: _Above, size: int) -> Drafter:
+        by_vocabulary = self.config.common_vocabulary
+        if by_vocabulary is None:
+            by_vocabulary = self.do_sample and isinstance(drafter, ModelDrafter)
+        return CrossTokenizerDrafter(drafter, above.tokenizer, level.tokenizer, by_text=not by_vocabulary,
+                                     inner_vocab_size=size, vocab_size=above.vocab_size, name=level.name)
+
+    def _runner(self, model: nn.Module, follow: Runner | None = None) -> Runner:
+        return Runner(model, forward=bare_forward(model), follow=follow, capacity=self.capacity,
+                      num_embeddings=model.get_input_embeddings().num_embeddings)
+
+    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
+        """Levels in another vocabulary take the processors that look at no token ids."""
+        warp, process = (self.warp, self.process) if in_target_vocabulary else (warp_of(self.processors), None)
+        return Sampler(vocab_size or self.vocab_size, do_sample=self.do_sample, warp=warp, process=process,
+                       prompt_lengths=self.prompts.lengths)
+
+    def _num_draft_tokens(self, level: Level, index: int) -> int:
+        own = getattr(getattr(level.model, "generation_config", None), "num_assistant_tokens", None)
+        return self.config.of_level("num_draft_tokens", index, self.count) or own or NUM_DRAFT_TOKENS
+
+    def _threshold(self, level: Level, index: int, same: bool) -> float:
+        given = self.config.of_level("confidence_threshold", index, self.count)
+        if given is None:
+            given = getattr(level.model.generation_config, "assistant_confidence_threshold", None)
+        default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
+        return default if given is None else given
+
+
+def _vocab_size(model: nn.Module) -> int:
+    """Entries of a model's logits."""
+    return model.config.get_text_config().vocab_size

@@ -1,0 +1,102 @@
+"""How does a drafter whose guesses were checked become a drafter again? So that chains may have any depth.
+
+ML-SpecQD, section 3: the quantized draft of the target is itself sped up by a smaller draft, and so on recursively.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checker import Checker, Verdict
+from .draft import Draft, Drafter, Rows
+from .stats import LevelStats
+
+
+class CheckedDrafter:
+    """Drafts with `inner`, checks each round with `checker`, and hands up all tokens the checker settled.
+
+    num_draft_tokens: how many tokens `inner` may guess before a check.
+    threshold:        drafting ends after a settled token whose probability under the checker is below it (0: never).
+    The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says (law 1).
+    """
+
+    def __init__(self, checker: Checker, inner: Drafter, *, num_draft_tokens: int, threshold: float):
+        self.checker, self.inner = checker, inner
+        self.num_draft_tokens, self.threshold = num_draft_tokens, threshold
+        self.name = checker.name
+        self.stats = LevelStats(self.name)
+
+    @property
+    def follows(self) -> bool:
+        """Whether this level writes into its checker's cache."""
+        return self.checker.runner.follow is not None
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.stats.reset()
+        self.checker.start(batch, device)
+        self.inner.start(batch, device)
+
+    def select(self, keep: list[int]) -> None:
+        self.checker.select(keep)
+        self.inner.select(keep)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self.checker.runner.rollback(lengths)
+        self.inner.rollback(lengths)
+
+    def propose(self, rows: Rows, limits: list[int]) -> Draft:
+        self.checker.runner.sync()
+        self.stats.rounds += 1
+        settled: Rows = [[] for _ in rows]
+        probs: list[Tensor] = []  # rounds of [batch, 1 + k, vocab]
+        alive = [limit > 0 for limit in limits]
+        seen = [list(row) for row in rows]
+        places: list[list[tuple[int, int]]] = [[] for _ in rows]  # per row and settled token: (round, position)
+        while any(alive):
+            room = [limit - len(done) - 1 if a else 0 for limit, done, a in zip(limits, settled, alive, strict=True)]
+            verdict = self._round(seen, [min(max(r, 0), self.num_draft_tokens) for r in room], alive)
+            for r, tokens in enumerate(verdict.tokens):
+                if alive[r]:
+                    settled[r] += tokens
+                    seen[r] += tokens
+                    places[r] += [(len(probs), j) for j in range(len(tokens))]
+            if verdict.probs is not None:
+                probs.append(verdict.probs)
+            confident = self._confident(verdict)
+            alive = [a and ok and len(done) < limit
+                     for a, ok, done, limit in zip(alive, confident, settled, limits, strict=True)]
+        self.stats.forwards, self.stats.seconds = self.checker.runner.forwards, self.checker.runner.seconds
+        draft = Draft.from_lists(settled, self.checker.runner.device)
+        draft.probs = _gather(probs, places, draft.tokens.shape) if probs else None
+        return draft
+
+    def _round(self, seen: Rows, limits: list[int], alive: list[bool]) -> Verdict:
+        """One inner round. Rows that are done ride along: nothing of theirs is drafted, kept or counted."""
+        before = list(self.checker.runner.lengths)
+        draft = self.inner.propose(seen, limits)
+        verdict = self.checker.check(seen, draft)
+        lengths = self.checker.runner.lengths
+        self.checker.runner.lengths = [n if a else b for n, b, a in zip(lengths, before, alive, strict=True)]
+        self.inner.rollback([len(row) + a for row, a in zip(seen, verdict.accepted, strict=True)])
+        self.inner.stats.settle(draft.lengths, verdict.accepted)
+        return verdict
+
+    def _confident(self, verdict: Verdict) -> list[bool]:
+        """Per row: was every token settled in this round at least as probable as the threshold?"""
+        if self.threshold <= 0:
+            return [True] * len(verdict.tokens)
+        probs = self.checker.sampler.probabilities(verdict.scores) if verdict.probs is None else verdict.probs
+        tokens = Draft.from_lists(verdict.tokens, probs.device)
+        width = tokens.tokens.shape[1]
+        each = probs[:, :width].gather(2, tokens.tokens[..., None])[..., 0].tolist()
+        return [min(line[:n]) >= self.threshold for line, n in zip(each, tokens.lengths, strict=True)]
+
+
+def _gather(probs: list[Tensor], places: list[list[tuple[int, int]]], shape: torch.Size) -> Tensor:
+    """The checker's distribution behind every settled token: float32 `[batch, k, vocab]`."""
+    out = probs[0].new_zeros(*shape, probs[0].shape[-1])
+    for r, row in enumerate(places):
+        for t, (round_, j) in enumerate(row):
+            out[r, t] = probs[round_][r, j]
+    return out

@@ -1,0 +1,119 @@
+"""What does a model propose, one token after the other?"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from ..draft import Draft, Rows
+from ..runner import Runner
+from ..sampling import Sampler
+from ..stats import LevelStats
+
+logger = logging.getLogger(__name__)
+
+
+class ModelDrafter:
+    """A causal language model that drafts on its own, in a cache of its own or in its checker's (`runner.follow`).
+
+    threshold:     the draft of a row ends after a token the model gave a smaller probability than this (0: never). The token
+                   itself is proposed: to drop it for its value would bend the distribution (law 6).
+    max_positions: tokens the model can attend to; a longer row is seen through a window over its end, said once.
+    allowed:       bool `[vocab]` or None: the only tokens that may be drafted.
+    """
+
+    def __init__(self, runner: Runner, sampler: Sampler, name: str, *, threshold: float = 0.0,
+                 max_positions: int | None = None):
+        self.runner, self.sampler, self.name = runner, sampler, name
+        self.threshold, self.max_positions = threshold, max_positions
+        self.allowed: Tensor | None = None
+        self.stats = LevelStats(name)
+        self._said_window = False
+
+    @property
+    def follows(self) -> bool:
+        """Whether this level writes into its checker's cache."""
+        return self.runner.follow is not None
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.stats.reset()
+        self.runner.start(batch, device)
+        self.sampler.start(batch)
+        self.dropped = [0] * batch  # leading tokens of each row outside the window
+        self._fresh = True
+        if self.allowed is not None:
+            self.allowed = self.allowed.to(device)
+
+    def select(self, keep: list[int]) -> None:
+        self.runner.select(keep)
+        self.sampler.select(keep)
+        self.dropped = [self.dropped[r] for r in keep]
+
+    def rollback(self, lengths: list[int]) -> None:
+        self.runner.rollback([max(n - d, 0) for n, d in zip(lengths, self.dropped, strict=True)])
+
+    def propose(self, rows: Rows, limits: list[int]) -> Draft:
+        self.stats.rounds += 1
+        self.runner.sync()
+        width = max(limits)
+        if self.max_positions is not None:
+            width = min(width, self.max_positions // 2)
+            limits = [min(limit, width) for limit in limits]
+        if width == 0:
+            return Draft.from_lists([[] for _ in rows], self.runner.device)
+        logits = self.runner.feed(self._window(rows, width))
+        if self._fresh:
+            self._refuse_nan(logits)
+        draft = self._draft(rows, limits, logits)
+        self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
+        return draft
+
+    def _draft(self, rows: Rows, limits: list[int], logits: Tensor) -> Draft:
+        batch = len(rows)
+        lengths, alive = [0] * batch, [limit > 0 for limit in limits]
+        tokens: list[Tensor] = []  # steps of [batch]
+        probs: list[Tensor] = []  # steps of [batch, vocab]
+        ones, zeros = [1] * batch, [0] * batch
+        while True:
+            token, prob, confidence = self.sampler.draw(self._scores(logits, rows, tokens))
+            tokens.append(token)
+            probs.append(prob)
+            sure = (confidence >= self.threshold).tolist() if self.threshold > 0 else [True] * batch
+            lengths = [n + a for n, a in zip(lengths, alive, strict=True)]
+            alive = [a and ok and n < limit for a, ok, n, limit in zip(alive, sure, lengths, limits, strict=True)]
+            if not any(alive):
+                break
+            logits = self.runner.step(token[:, None], ones, zeros, 1)
+        drawn_from = torch.stack(probs, dim=1) if probs[0] is not None else None
+        return Draft(torch.stack(tokens, dim=1), lengths, drawn_from)
+
+    def _scores(self, logits: Tensor, rows: Rows, tokens: list[Tensor]) -> Tensor:
+        """Processed scores `[batch, vocab]` of the position after row and drafted tokens."""
+        if self.allowed is not None:
+            logits = self.sampler.fit(logits).masked_fill(~self.allowed, float("-inf"))
+        if self.sampler.process is not None and tokens:
+            drafted = torch.stack(tokens, dim=1).tolist()
+            rows = [row + more for row, more in zip(rows, drafted, strict=True)]
+        return self.sampler.scores(logits, rows)[:, 0]
+
+    def _window(self, rows: Rows, width: int) -> Rows:
+        """What the model sees of the rows; a row too long restarts at its last half window."""
+        if self.max_positions is None:
+            return rows
+        for r, row in enumerate(rows):
+            if len(row) - self.dropped[r] + width > self.max_positions:
+                self.dropped[r] = max(len(row) - max(self.max_positions // 2, 1), 0)
+                self.runner.lengths[r] = 0
+                if not self._said_window:
+                    self._said_window = True
+                    logger.warning("level %s sees at most %d tokens: it drafts from a window over the end of longer "
+                                   "rows (said once)", self.name, self.max_positions)
+        return [row[d:] if d else row for row, d in zip(rows, self.dropped, strict=True)]
+
+    def _refuse_nan(self, logits: Tensor) -> None:
+        self._fresh = False
+        if bool(torch.isnan(logits).any()):
+            raise FloatingPointError(f"the logits of level {self.name} are NaN: its weights hold NaN or Inf, or its "
+                                     f"arithmetic overflows in {logits.dtype}; check the checkpoint or its dtype")

@@ -1,0 +1,120 @@
+"""What scores tokens: a model, the cache it writes, and how much of that cache is true."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .draft import Rows
+from .ragged_cache import Plan, RaggedCache, planned
+
+
+class Runner:
+    """A model over a ragged cache.
+
+    lengths: per row, how many tokens of it the cache holds truly.
+    follow:  the runner whose cache this one writes into, or None for a cache of its own (law 4).
+    forward: what computes logits; `hf_mlspec.nn.decoder.bare_forward(model)` or None for the model's own forward.
+    capacity: tokens a row is expected to hold. num_embeddings: ids the model can embed; larger ones (padding rows that only
+        the level above has) are read as the last.
+    """
+
+    def __init__(self, model: nn.Module, *, follow: Runner | None = None, forward: Callable | None = None,
+                 capacity: int = 0, num_embeddings: int | None = None):
+        self.model, self.follow, self.capacity = model, follow, capacity
+        self.num_embeddings = num_embeddings
+        self.forward = forward or _own_forward(model)
+        self.cache: RaggedCache | None = None
+        self.lengths: list[int] = []
+        self.forwards, self.seconds = 0, 0.0
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
+        self.device = device
+        self.lengths = [0] * batch
+        num_layers = self.model.config.get_text_config().num_hidden_layers
+        self.cache = self.follow.cache if self.follow else RaggedCache(num_layers, self.capacity)
+
+    def sync(self) -> None:
+        """A follower's lengths are its leader's: what the leader checked, it also wrote."""
+        if self.follow:
+            self.lengths = list(self.follow.lengths)
+
+    def rollback(self, lengths: list[int]) -> None:
+        """No more than `lengths[r]` tokens of row r are true."""
+        self.lengths = [min(have, true) for have, true in zip(self.lengths, lengths, strict=True)]
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with these rows only. A follower's cache is its leader's business."""
+        self.lengths = [self.lengths[r] for r in keep]
+        if not self.follow:
+            self.cache.select(keep)
+
+    def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
+        """Score what the cache lacks of every row, followed by its draft.
+
+        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. Returns logits `[batch, k + 1, vocab]`:
+        position j follows row r and the first j drafted tokens (beyond drafted[r]: meaningless). The cache then
+        holds all of it.
+        """
+        # A row's last token is always scored, cached or not: its logits are what the caller wants.
+        self.lengths = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+        missing = [len(row) - have for row, have in zip(rows, self.lengths, strict=True)]
+        drafted = drafted or [0] * len(rows)
+        width = draft.shape[1] if draft is not None else 0
+        if len(set(missing)) == 1:
+            tokens = torch.tensor([row[-missing[0]:] for row in rows], device=self.device)
+            if width:
+                tokens = torch.cat([tokens, draft], dim=1)
+        else:
+            tokens = self._ragged(rows, missing, draft, width)
+        counts = [m + d for m, d in zip(missing, drafted, strict=True)]
+        return self.step(tokens, counts, [m - 1 for m in missing], width + 1)
+
+    def _ragged(self, rows: Rows, missing: list[int], draft: Tensor | None, width: int) -> Tensor:
+        guesses = draft.tolist() if width else [[]] * len(rows)
+        longest = max(missing) + width
+        fed = [row[len(row) - m:] + guess for row, m, guess in zip(rows, missing, guesses, strict=True)]
+        return torch.tensor([line + [line[-1]] * (longest - len(line)) for line in fed], device=self.device)
+
+    def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
+        """One forward pass over tokens `[batch, q]`, of which counts[r] are true; logits of `kept` positions from first[r] on."""
+        begin = time.perf_counter()
+        if self.num_embeddings is not None:
+            tokens = tokens.clamp(max=self.num_embeddings - 1)
+        plan = Plan(self.lengths, tokens.shape[1], self.device)
+        if min(first) == max(first):
+            window, gather = slice(first[0], first[0] + kept), None
+        else:
+            wanted = torch.tensor(first)[:, None] + torch.arange(kept)
+            wanted = wanted.clamp(max=tokens.shape[1] - 1)
+            window, gather = torch.unique(wanted, return_inverse=True)
+            window, gather = window.to(self.device), gather.to(self.device)
+        with planned(plan):
+            logits = self.forward(tokens, plan.positions, self.cache, window)
+        if gather is not None:
+            logits = logits[torch.arange(len(first), device=logits.device)[:, None], gather.to(logits.device)]
+        self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
+        self.forwards += 1
+        self.seconds += time.perf_counter() - begin
+        return logits
+
+
+def _own_forward(model: nn.Module) -> Callable:
+    """The model's own forward as (tokens, positions, cache, kept) -> logits."""
+    takes_kept = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(tokens: Tensor, positions: Tensor, cache: RaggedCache, kept) -> Tensor:
+        options = {}
+        if takes_kept:
+            index = torch.arange(tokens.shape[1], device=tokens.device)[kept] if isinstance(kept, slice) else kept
+            options["logits_to_keep"] = index
+        out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True,
+                    **options)
+        return out.logits if takes_kept else out.logits[:, kept]
+
+    return forward

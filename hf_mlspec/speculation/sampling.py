@@ -1,0 +1,87 @@
+"""How do logits become probabilities, and probabilities tokens? The same code for every level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .draft import Rows
+
+# (prefixes, scores [n, vocab], row numbers of the original batch) -> scores [n, vocab]
+Process = Callable[[Rows, Tensor, list[int]], Tensor]
+
+
+class Sampler:
+    """Turns the logits of a level into scores, probabilities and tokens.
+
+    vocab_size: entries of the checker's vocabulary; shorter logits are padded with -inf, longer ones cut (models of one
+        family differ by padding rows).
+    do_sample:  draw from the probabilities, or take the largest score.
+    warp:       processors that look at the scores alone (temperature, top-k, top-p ...); any leading shape.
+    process:    processors that also look at the tokens before a position, or None.
+    prompt_lengths: tokens of each row's prompt; processors get the prefixes of equally many generated tokens together.
+    row_ids:    numbers of the rows in the original batch; `select` keeps them in step.
+    """
+
+    def __init__(self, vocab_size: int, *, do_sample: bool = False, warp: Callable[[Tensor], Tensor] | None = None,
+                 process: Process | None = None, prompt_lengths: list[int] | None = None):
+        self.vocab_size, self.do_sample, self.warp, self.process = vocab_size, do_sample, warp, process
+        self.prompt_lengths = prompt_lengths or []
+        self.row_ids: list[int] = []
+
+    def start(self, batch: int) -> None:
+        self.row_ids = list(range(batch))
+
+    def select(self, keep: list[int]) -> None:
+        self.row_ids = [self.row_ids[r] for r in keep]
+
+    def fit(self, logits: Tensor) -> Tensor:
+        """Float32 logits over the checker's vocabulary."""
+        logits = logits.float()
+        lacking = self.vocab_size - logits.shape[-1]
+        if lacking > 0:
+            return F.pad(logits, (0, lacking), value=float("-inf"))
+        return logits[..., : self.vocab_size]
+
+    def scores(self, logits: Tensor, rows: Rows, draft: Tensor | None = None) -> Tensor:
+        """Logits `[batch, k + 1, vocab]` -> processed float32 scores; position j follows rows[r] + draft[r, :j]."""
+        scores = self.fit(logits)
+        if self.process is not None:
+            scores = self._process_by_length(scores, rows, draft)
+        return self.warp(scores) if self.warp is not None else scores
+
+    def _process_by_length(self, scores: Tensor, rows: Rows, draft: Tensor | None) -> Tensor:
+        """Processors take equally long prefixes: group the positions of all rows by the number of generated tokens."""
+        guesses = draft.tolist() if draft is not None else [[]] * len(rows)
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for r, row in enumerate(rows):
+            generated = len(row) - self.prompt_lengths[self.row_ids[r]]
+            for j in range(scores.shape[1]):
+                groups.setdefault(generated + j, []).append((r, j))
+        scores = scores.clone()
+        for places in groups.values():
+            prefixes = [rows[r] + guesses[r][:j] for r, j in places]
+            r_index, j_index = (list(index) for index in zip(*places, strict=True))
+            ids = [self.row_ids[r] for r in r_index]
+            scores[r_index, j_index] = self.process(prefixes, scores[r_index, j_index], ids)
+        return scores
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Softmax over the vocabulary, float32."""
+        return torch.softmax(scores, dim=-1)
+
+    def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """One token per row from scores `[batch, vocab]`.
+
+        Returns tokens int64 `[batch]`, the probabilities they were drawn from `[batch, vocab]` (None when greedy), and the
+        confidence `[batch]`: the probability of the token taken.
+        """
+        if not self.do_sample:
+            best, tokens = scores.max(dim=-1)
+            return tokens, None, torch.exp(best - scores.logsumexp(dim=-1))
+        probs = self.probabilities(scores)
+        tokens = torch.multinomial(probs, 1)
+        return tokens[:, 0], probs, probs.gather(1, tokens)[:, 0]
