@@ -3,22 +3,25 @@
 Importing registers the "mlspec" quantizer and lets `generate` take `assistant_models`; it touches no device.
 """
 
+from .demo_pair import demo_pair
 from .integration.candidates import ChainCandidateGenerator
+from .integration.compare import compare
+from .integration.comparison import Comparison
 from .integration.config import SpeculationConfig
-from .integration.generate import disable, enable, enabled
 from .integration.decoding import generate, last_stats
+from .integration.generate import disable, enable, enabled
 from .integration.levels import clear
 from .integration.quantizer import MLSpecConfig
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
 from .speculation.stats import LevelStats, SpeculationStats
-from .demo_pair import demo_pair
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ChainCandidateGenerator",
+    "Comparison",
     "LevelStats",
     "MLSpecConfig",
     "NGram",
@@ -26,6 +29,7 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStats",
     "clear",
+    "compare",
     "demo_pair",
     "direct_cast",
     "disable",

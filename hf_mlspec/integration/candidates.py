@@ -21,17 +21,26 @@ from .wiring import Wiring
 class ChainCandidateGenerator(CandidateGenerator):
     """The levels below a target as a transformers `CandidateGenerator`.
 
-    model: the target. levels, assistant_tokenizers, speculation_config, tokenizer: as in `model.generate(assistant_models=...)`.
+    model: the target. levels, assistant_tokenizers, speculation_config, tokenizer: as in
+        `model.generate(assistant_models=...)`.
     generation_config, logits_processor: those of the call; do_sample decides what the chain drafts.
 
-    Stock decoding keeps the target's cache to itself, so every level has a cache of its own. It picks its generator with
-    `model._get_candidate_generator`, which a user may set on the instance to return this object; `assistant_model` may then be
-    any model.
+    Stock decoding keeps the target's cache to itself, so every level has a cache of its own. It picks its generator
+    with `model._get_candidate_generator`, which a user may set on the instance to return this object;
+    `assistant_model` may then be any model.
     """
 
-    def __init__(self, model: PreTrainedModel, levels: list, *, generation_config: GenerationConfig | None = None,
-                 logits_processor: LogitsProcessorList | None = None, assistant_tokenizers: list | None = None,
-                 speculation_config: SpeculationConfig | dict | None = None, tokenizer=None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        levels: list,
+        *,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        assistant_tokenizers: list | None = None,
+        speculation_config: SpeculationConfig | dict | None = None,
+        tokenizer=None,
+    ):
         settings = generation_config or model.generation_config
         config = replace(SpeculationConfig.of(speculation_config), shared_cache=False)
         if not levels:
@@ -42,8 +51,15 @@ class ChainCandidateGenerator(CandidateGenerator):
         found = resolve(model, levels, assistant_tokenizers, config)
 
         def build(prompts: Prompts):
-            wiring = Wiring(model, tokenizer, config, do_sample=bool(settings.do_sample), prompts=prompts,
-                            processors=logits_processor or LogitsProcessorList(), capacity=0)
+            wiring = Wiring(
+                model,
+                tokenizer,
+                config,
+                do_sample=bool(settings.do_sample),
+                prompts=prompts,
+                processors=logits_processor or LogitsProcessorList(),
+                capacity=0,
+            )
             return wiring.build(found)
 
         self._build = build
@@ -54,7 +70,10 @@ class ChainCandidateGenerator(CandidateGenerator):
         return [level.stats for level in self._chain.levels] if self._prompts else []
 
     def get_candidates(self, input_ids: Tensor, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """input_ids int64 `[1, n]` -> candidates `[1, n + k]` and their logits float32 `[1, k, vocab]`, None for point masses."""
+        """input_ids int64 `[1, n]` -> candidates `[1, n + k]` and their logits float32 `[1, k, vocab]`.
+
+        The logits are None for point masses.
+        """
         if self._prompts is None:
             self._prompts = Prompts(input_ids, None)
             self._chain = self._build(self._prompts)

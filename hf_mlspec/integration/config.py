@@ -15,21 +15,22 @@ WORDS = ("mxfp4", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N"
 class SpeculationConfig:
     """Options of `model.generate(..., assistant_models=[...], speculation_config=SpeculationConfig(...))`.
 
-    num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per level (None:
-        the level's own `generation_config.num_assistant_tokens`, else 8).
-    confidence_threshold: a level stops drafting after a token it gave a smaller probability than this, 0 <= t < 1, 0 turns it
-        off; one for all levels or one per level (None: the level's own `generation_config.assistant_confidence_threshold`, else
-        0.4, or 0.65 for a level with another tokenizer).
-    shared_cache: levels of the target's own shape ("mxfp4", "early_exit:N", direct casts of the target) draft in the target's KV
-        cache, which the check overwrites; False gives each a cache of its own.
+    num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per
+        level (None: the level's own `generation_config.num_assistant_tokens`, else 8).
+    confidence_threshold: a level stops drafting after a token it gave a smaller probability than this, 0 <= t < 1, 0
+        turns it off; one for all levels or one per level (None: the level's own
+        `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer).
+    shared_cache: levels of the target's own shape ("mxfp4", "early_exit:N", direct casts of the target) draft in the
+        target's KV cache, which the check overwrites; False gives each a cache of its own.
     cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
     cast_head: quantize the output head of "mxfp4" levels too.
-    materialize: keep dequantized weights next to the packed ones of "mxfp4" levels: faster where no kernel is built, at the
-        memory of a full copy.
+    materialize: keep dequantized weights next to the packed ones of "mxfp4" levels: faster where no kernel is built,
+        at the memory of a full copy.
     max_ngram: longest suffix that "prompt_lookup" looks for.
     ngram_order: longest context of the table behind "ngram".
-    common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their probabilities
-        (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling, by text when greedy.
+    common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their
+        probabilities (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling,
+        by text when greedy.
     """
 
     num_draft_tokens: int | list[int | None] | None = None
@@ -61,8 +62,10 @@ class SpeculationConfig:
         if isinstance(value, dict):
             unknown = sorted(set(value) - {f.name for f in fields(cls)})
             if unknown:
-                raise ValueError(f"speculation_config has no option {', '.join(unknown)}; "
-                                 f"it has {', '.join(f.name for f in fields(cls))}")
+                raise ValueError(
+                    f"speculation_config has no option {', '.join(unknown)}; "
+                    f"it has {', '.join(f.name for f in fields(cls))}"
+                )
             return cls(**value)
         if not isinstance(value, cls):
             raise TypeError(f"speculation_config must be a SpeculationConfig or a dict, got {type(value).__name__}")
@@ -74,7 +77,9 @@ class SpeculationConfig:
         if not isinstance(value, (list, tuple)):
             return value
         if len(value) != count:
-            raise ValueError(f"{option} has {len(value)} entries for {count} levels: give one number, or one per level")
+            raise ValueError(
+                f"{option} has {len(value)} entries for {count} levels: give one number, or one per level"
+            )
         return value[index]
 
 

@@ -31,11 +31,19 @@ def last_stats(model: PreTrainedModel) -> SpeculationStats | None:
     return _last.get(model)
 
 
-def generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
-             stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, assistant_models: list | None = None,
-             assistant_tokenizers: list | None = None, speculation_config: SpeculationConfig | dict | None = None,
-             target_tokenizer=None, **model_kwargs) -> GenerateDecoderOnlyOutput | Tensor:
-    """The decoding loop in the form `model.generate(**inputs, custom_generate=hf_mlspec.generate, assistant_models=[...])`.
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_models: list | None = None,
+    assistant_tokenizers: list | None = None,
+    speculation_config: SpeculationConfig | dict | None = None,
+    target_tokenizer=None,
+    **model_kwargs,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """The loop for `model.generate(**inputs, custom_generate=hf_mlspec.generate, assistant_models=[...])`.
 
     input_ids int64 `[batch, width]`, left-padded where attention_mask says so -> int64 `[batch, width + new]` or, with
     return_dict_in_generate, a GenerateDecoderOnlyOutput with `.speculation`. transformers passes neither streamers nor
@@ -44,14 +52,34 @@ def generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Logits
 
     Raises TypeError or ValueError for levels and options that cannot work, before anything is computed.
     """
-    return run(model, input_ids, logits_processor, stopping_criteria, generation_config,
-               levels=assistant_models if assistant_models is not None else [], tokenizers=assistant_tokenizers,
-               config=speculation_config, tokenizer=target_tokenizer, model_kwargs=model_kwargs)
+    return run(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        levels=assistant_models if assistant_models is not None else [],
+        tokenizers=assistant_tokenizers,
+        config=speculation_config,
+        tokenizer=target_tokenizer,
+        model_kwargs=model_kwargs,
+    )
 
 
-def run(model: PreTrainedModel, input_ids: Tensor, processors: LogitsProcessorList, criteria: StoppingCriteriaList,
-        settings: GenerationConfig, *, levels: list, tokenizers: list | None, config: SpeculationConfig | dict | None,
-        tokenizer=None, streamer=None, model_kwargs: dict) -> GenerateDecoderOnlyOutput | Tensor:
+def run(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    settings: GenerationConfig,
+    *,
+    levels: list,
+    tokenizers: list | None,
+    config: SpeculationConfig | dict | None,
+    tokenizer=None,
+    streamer=None,
+    model_kwargs: dict,
+) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
     config = SpeculationConfig.of(config)
     check_request(model, input_ids, settings, model_kwargs)
@@ -59,17 +87,32 @@ def run(model: PreTrainedModel, input_ids: Tensor, processors: LogitsProcessorLi
     new_tokens = settings.max_length - input_ids.shape[1]
     check_length(model, max(prompts.lengths), new_tokens)
     found = resolve(model, levels, tokenizers, config)
-    wiring = Wiring(model, tokenizer, config, do_sample=bool(settings.do_sample), processors=processors, prompts=prompts,
-                    capacity=max(prompts.lengths) + new_tokens)
+    wiring = Wiring(
+        model,
+        tokenizer,
+        config,
+        do_sample=bool(settings.do_sample),
+        processors=processors,
+        prompts=prompts,
+        capacity=max(prompts.lengths) + new_tokens,
+    )
     chain = wiring.build(found)
     record = Record(settings, streamer, len(prompts.rows))
     rows = [list(row) for row in prompts.rows]
     with ragged_attention_on(chain.models):
         with torch.inference_mode():
             cached = _load_cache(chain, model_kwargs.get("past_key_values"), prompts, input_ids.device)
-            stats = decode(chain.target, chain.drafter, rows, [new_tokens] * len(rows), device=input_ids.device,
-                           num_draft_tokens=chain.num_draft_tokens, emit=record, cached=cached,
-                           stop=Stopping(criteria, getattr(settings, "_eos_token_tensor", None), prompts))
+            stats = decode(
+                chain.target,
+                chain.drafter,
+                rows,
+                [new_tokens] * len(rows),
+                device=input_ids.device,
+                num_draft_tokens=chain.num_draft_tokens,
+                emit=record,
+                cached=cached,
+                stop=Stopping(criteria, getattr(settings, "_eos_token_tensor", None), prompts),
+            )
         cache = _return_cache(chain, model_kwargs.get("past_key_values"), cached, rows, settings)
     stats.levels = [level.stats for level in chain.levels]
     _last[model] = stats
@@ -81,20 +124,28 @@ def run(model: PreTrainedModel, input_ids: Tensor, processors: LogitsProcessorLi
 def check_request(model, input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
     check_model(model, "the target")
     if settings.num_beams and settings.num_beams > 1:
-        raise ValueError(f"num_beams={settings.num_beams} with assistant_models: beam search cannot be drafted for; pass "
-                         "num_beams=1, or leave assistant_models out")
+        raise ValueError(
+            f"num_beams={settings.num_beams} with assistant_models: beam search cannot be drafted for; pass "
+            "num_beams=1, or leave assistant_models out"
+        )
     if input_ids.numel() == 0:
-        raise ValueError("assistant_models needs input_ids with at least one token per row (inputs_embeds is not supported)")
+        raise ValueError(
+            "assistant_models needs input_ids with at least one token per row (inputs_embeds is not supported)"
+        )
     for option in ("output_attentions", "output_hidden_states"):
         if getattr(settings, option, None):
-            raise ValueError(f"{option}=True is not available with assistant_models: the checked positions of a round are "
-                             "not those of single steps; leave one of the two out")
+            raise ValueError(
+                f"{option}=True is not available with assistant_models: the checked positions of a round are "
+                "not those of single steps; leave one of the two out"
+            )
     if model_kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False with assistant_models: speculation needs the cache")
     extra = sorted(k for k, v in model_kwargs.items() if k not in _OURS and v is not None)
     if extra:
-        raise ValueError(f"model inputs {', '.join(extra)} are not supported with assistant_models: only input_ids and "
-                         "attention_mask are")
+        raise ValueError(
+            f"model inputs {', '.join(extra)} are not supported with assistant_models: only input_ids and "
+            "attention_mask are"
+        )
 
 
 def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> int:
@@ -105,8 +156,10 @@ def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> 
         return 0
     plain = isinstance(given, DynamicCache) and all(type(layer) is DynamicLayer for layer in given.layers)
     if len(prompts.rows) > 1 or not plain:
-        raise ValueError(f"a filled {type(given).__name__} for {len(prompts.rows)} rows cannot be continued with "
-                         "assistant_models: pass a DynamicCache without sliding layers and one row, or the whole prompt")
+        raise ValueError(
+            f"a filled {type(given).__name__} for {len(prompts.rows)} rows cannot be continued with "
+            "assistant_models: pass a DynamicCache without sliding layers and one row, or the whole prompt"
+        )
     length = min(length, prompts.lengths[0] - 1)
     chain.target.runner.cache.load(given, length)
     return length

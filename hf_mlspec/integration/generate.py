@@ -12,7 +12,7 @@ from .suitability import check_model
 
 
 class _Proxy:
-    """Stands in for the list of levels while stock generate prepares the call: its checks see the target's own config."""
+    """Stands in for the levels while stock generate prepares the call: its checks see the target's own config."""
 
     def __init__(self, target: PreTrainedModel, levels: list, tokenizers: list | None, config):
         self.config, self.generation_config, self.device = target.config, target.generation_config, target.device
@@ -20,7 +20,7 @@ class _Proxy:
 
 
 def enable() -> None:
-    """Let `GenerationMixin.generate` of transformers take `assistant_models=[...]`. Done by `import hf_mlspec`; idempotent."""
+    """Let generate of transformers take `assistant_models=[...]`. Done by `import hf_mlspec`; idempotent."""
     if getattr(GenerationMixin.generate, "_mlspec", False):
         return
     GenerationMixin.generate = _hooked_generate(GenerationMixin.generate)
@@ -42,8 +42,11 @@ def enabled() -> bool:
 def _hooked_generate(stock):
     @functools.wraps(stock)
     def generate(self, *args, assistant_models=None, assistant_tokenizers=None, speculation_config=None, **kwargs):
-        given = {"assistant_models": assistant_models, "assistant_tokenizers": assistant_tokenizers,
-                 "speculation_config": speculation_config}
+        given = {
+            "assistant_models": assistant_models,
+            "assistant_tokenizers": assistant_tokenizers,
+            "speculation_config": speculation_config,
+        }
         if assistant_models is None or kwargs.get("custom_generate") is not None:
             return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         _check_call(self, kwargs)
@@ -57,18 +60,50 @@ def _hooked_generate(stock):
 
 def _hooked_decoding(stock):
     @functools.wraps(stock)
-    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model=None,
-                           streamer=None, synced_gpus=False, inputs_tensor=None, tokenizer=None, assistant_tokenizer=None,
-                           **model_kwargs):
+    def _assisted_decoding(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        assistant_model=None,
+        streamer=None,
+        synced_gpus=False,
+        inputs_tensor=None,
+        tokenizer=None,
+        assistant_tokenizer=None,
+        **model_kwargs,
+    ):
         if not isinstance(assistant_model, _Proxy):
-            return stock(self, input_ids, logits_processor, stopping_criteria, generation_config,
-                         assistant_model=assistant_model, streamer=streamer, synced_gpus=synced_gpus, tokenizer=tokenizer,
-                         inputs_tensor=inputs_tensor, assistant_tokenizer=assistant_tokenizer, **model_kwargs)
+            return stock(
+                self,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                assistant_model=assistant_model,
+                streamer=streamer,
+                synced_gpus=synced_gpus,
+                tokenizer=tokenizer,
+                inputs_tensor=inputs_tensor,
+                assistant_tokenizer=assistant_tokenizer,
+                **model_kwargs,
+            )
         if synced_gpus:
             raise ValueError("synced_gpus=True (DeepSpeed ZeRO-3 or FSDP) is not supported with assistant_models")
-        return run(self, input_ids, logits_processor, stopping_criteria, generation_config, levels=assistant_model.levels,
-                   tokenizers=assistant_model.tokenizers, config=assistant_model.speculation_config, tokenizer=tokenizer,
-                   streamer=streamer, model_kwargs=model_kwargs)
+        return run(
+            self,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            levels=assistant_model.levels,
+            tokenizers=assistant_model.tokenizers,
+            config=assistant_model.speculation_config,
+            tokenizer=tokenizer,
+            streamer=streamer,
+            model_kwargs=model_kwargs,
+        )
 
     return _assisted_decoding
 
@@ -76,23 +111,32 @@ def _hooked_decoding(stock):
 def _check_call(model, kwargs: dict) -> None:
     """What stock preparation would accept or misreport."""
     if type(model).generate is not GenerationMixin.generate:
-        raise ValueError(f"{type(model).__name__} has a generate method of its own, which assistant_models cannot speed up; "
-                         "call its language model's generate, or leave assistant_models out")
+        raise ValueError(
+            f"{type(model).__name__} has a generate method of its own, which assistant_models cannot speed up; "
+            "call its language model's generate, or leave assistant_models out"
+        )
     for name in ("assistant_model", "assistant_tokenizer"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"assistant_models and {name} were both given: put every level into assistant_models "
-                             "and its tokenizer into assistant_tokenizers")
+            raise ValueError(
+                f"assistant_models and {name} were both given: put every level into assistant_models "
+                "and its tokenizer into assistant_tokenizers"
+            )
     check_model(model, "the target")
     beams = _option(model, kwargs, "num_beams")
     if beams and beams > 1:
-        raise ValueError(f"num_beams={beams} with assistant_models: beam search cannot be drafted for; pass num_beams=1, "
-                         "or leave assistant_models out")
+        raise ValueError(
+            f"num_beams={beams} with assistant_models: beam search cannot be drafted for; pass num_beams=1, "
+            "or leave assistant_models out"
+        )
 
 
 def _option(model, kwargs: dict, name: str):
     """A generation option where stock generate would find it: keyword, generation_config, model."""
-    for value in (kwargs.get(name), getattr(kwargs.get("generation_config"), name, None),
-                  getattr(model.generation_config, name, None)):
+    for value in (
+        kwargs.get(name),
+        getattr(kwargs.get("generation_config"), name, None),
+        getattr(model.generation_config, name, None),
+    ):
         if value is not None:
             return value
     return None

@@ -35,12 +35,16 @@ class Level:
 def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: SpeculationConfig) -> list[Level]:
     """The levels a user named, checked, in order from the one below the target."""
     if isinstance(levels, (str, nn.Module)) or not isinstance(levels, (list, tuple)):
-        raise TypeError(f"assistant_models takes a list of levels, got {type(levels).__name__}: write "
-                        "assistant_models=[level, ...]")
+        raise TypeError(
+            f"assistant_models takes a list of levels, got {type(levels).__name__}: write "
+            "assistant_models=[level, ...]"
+        )
     tokenizers = tokenizers if tokenizers is not None else [None] * len(levels)
     if not isinstance(tokenizers, (list, tuple)) or len(tokenizers) != len(levels):
-        raise ValueError(f"assistant_tokenizers takes one entry per level (None where it is the target's): got "
-                         f"{tokenizers!r} for {len(levels)} levels")
+        raise ValueError(
+            f"assistant_tokenizers takes one entry per level (None where it is the target's): got "
+            f"{tokenizers!r} for {len(levels)} levels"
+        )
     device = next(target.parameters()).device
     resolved = []
     for index, (level, tokenizer) in enumerate(zip(levels, tokenizers, strict=True)):

@@ -23,8 +23,15 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 # These look at nothing but the scores of one position.
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
-           EpsilonLogitsWarper, EtaLogitsWarper)
+WARPERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
 # These carry state from call to call, or run the model; a guess that is taken back would leave a trace in them.
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
@@ -32,7 +39,8 @@ STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermark
 class Prompts:
     """The prompts as generate got them, and as rows without padding.
 
-    input_ids: int64 `[batch, width]`. attention_mask: `[batch, width]` or None. Masked tokens are left out of the rows: stock
+    input_ids: int64 `[batch, width]`. attention_mask: `[batch, width]` or None. Masked tokens are left out of the
+        rows: stock
     attention does not see them and stock position ids do not count them.
     """
 
@@ -43,7 +51,9 @@ class Prompts:
             self.rows = lines
         else:
             mask = attention_mask.tolist()
-            self.rows = [[t for t, m in zip(line, flags, strict=True) if m] for line, flags in zip(lines, mask, strict=True)]
+            self.rows = [
+                [t for t, m in zip(line, flags, strict=True) if m] for line, flags in zip(lines, mask, strict=True)
+            ]
         for number, row in enumerate(self.rows):
             if not row:
                 raise ValueError(f"prompt {number} of the batch has no token that its attention_mask lets through")
@@ -51,7 +61,7 @@ class Prompts:
 
     def whole(self, number: int, row: list[int]) -> list[int]:
         """Padded prompt and generated tokens, as stock generate would hold them."""
-        return self._lines()[number] + row[self.lengths[number]:]
+        return self._lines()[number] + row[self.lengths[number] :]
 
     def _lines(self) -> list[list[int]]:
         if not hasattr(self, "_cached"):
@@ -66,8 +76,10 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
     """
     for processor in processors:
         if isinstance(processor, STATEFUL):
-            raise ValueError(f"{type(processor).__name__} keeps state between tokens and cannot judge guesses that are "
-                             "taken back: generate without assistant_models, or without that option")
+            raise ValueError(
+                f"{type(processor).__name__} keeps state between tokens and cannot judge guesses that are "
+                "taken back: generate without assistant_models, or without that option"
+            )
     if not processors:
         return None, None
     if all(isinstance(p, WARPERS) for p in processors):
@@ -102,7 +114,7 @@ def warp_of(processors: LogitsProcessorList):
 
 
 def _constrain(processor, ids: Tensor, scores: Tensor, numbers: list[int]) -> Tensor:
-    """prefix_allowed_tokens_fn is asked with the row's number in the user's batch, whatever rows are scored together."""
+    """prefix_allowed_tokens_fn is asked with the row's number in the user's batch, whoever is scored together."""
     allowed = processor._prefix_allowed_tokens_fn
     lines = []
     for i, number in enumerate(numbers):

@@ -34,13 +34,20 @@ class Record:
         new = [row[n:] for row, n in zip(rows, prompts.lengths, strict=True)]
         width = max(map(len, new))
         filler = self._filler()
-        tail = torch.tensor([line + [filler] * (width - len(line)) for line in new], dtype=prompts.input_ids.dtype,
-                            device=prompts.input_ids.device).view(len(new), width)
+        tail = torch.tensor(
+            [line + [filler] * (width - len(line)) for line in new],
+            dtype=prompts.input_ids.dtype,
+            device=prompts.input_ids.device,
+        ).view(len(new), width)
         sequences = torch.cat([prompts.input_ids, tail], dim=1)
         if not self.settings.return_dict_in_generate:
             return sequences
-        out = GenerateDecoderOnlyOutput(sequences=sequences, scores=_by_step(self.scores, width),
-                                        logits=_by_step(self.logits, width), past_key_values=cache)
+        out = GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=_by_step(self.scores, width),
+            logits=_by_step(self.logits, width),
+            past_key_values=cache,
+        )
         out.speculation = stats
         return out
 

@@ -23,15 +23,21 @@ def check_model(model: nn.Module, name: str) -> None:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if model._is_stateful or not kinds <= LAYER_TYPES or getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{name} ({kind}) keeps a state that cannot be rolled back (layers of type "
-                         f"{', '.join(sorted(kinds - LAYER_TYPES)) or 'recurrent or shared'}): it can neither draft nor check")
+        raise ValueError(
+            f"{name} ({kind}) keeps a state that cannot be rolled back (layers of type "
+            f"{', '.join(sorted(kinds - LAYER_TYPES)) or 'recurrent or shared'}): it can neither draft nor check"
+        )
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if not model._supports_attention_backend or not takes_positions:
-        raise ValueError(f"{name} ({kind}) has an attention of its own, without transformers' attention interface and "
-                         "position ids, so rows of different lengths cannot share a batch")
+        raise ValueError(
+            f"{name} ({kind}) has an attention of its own, without transformers' attention interface and "
+            "position ids, so rows of different lengths cannot share a batch"
+        )
     if any(p.device.type == "meta" for p in model.parameters()):
-        raise ValueError(f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "
-                         "a device that holds it whole")
+        raise ValueError(
+            f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "
+            "a device that holds it whole"
+        )
 
 
 def check_device(model: nn.Module, name: str, device: torch.device) -> None:
@@ -47,5 +53,7 @@ def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
     if most and prompt_tokens + new_tokens > most:
         room = most - prompt_tokens
         remedy = f"pass max_new_tokens={room} or less" if room > 0 else "shorten the prompt"
-        raise ValueError(f"{prompt_tokens} prompt tokens and up to {new_tokens} new ones exceed the {most} positions of the "
-                         f"target (max_position_embeddings): {remedy}")
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens and up to {new_tokens} new ones exceed the {most} positions of the "
+            f"target (max_position_embeddings): {remedy}"
+        )

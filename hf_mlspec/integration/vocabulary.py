@@ -10,7 +10,8 @@ _MOST_PADDING_SHARE = 0.02
 def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_tokenizer) -> bool:
     """Whether ids mean the same to a level and to the level that checks it.
 
-    size, checker_size: rows of the embeddings. tokenizer, checker_tokenizer: their tokenizers, None where unknown; if both are
+    size, checker_size: rows of the embeddings. tokenizer, checker_tokenizer: their tokenizers, None where unknown; if
+        both are
     known they decide, else the sizes do: equal, or apart by padding rows only.
 
     Raises ValueError if the vocabularies differ and a tokenizer is missing.
@@ -24,8 +25,10 @@ def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_
         missing.append("tokenizer=<the target's tokenizer>")
     if tokenizer is None:
         missing.append(f"the tokenizer of {name} in assistant_tokenizers=[...]")
-    raise ValueError(f"level {name} has a vocabulary of {size} tokens, the level that checks it {checker_size}: to translate "
-                     f"between them generate needs {' and '.join(missing)}")
+    raise ValueError(
+        f"level {name} has a vocabulary of {size} tokens, the level that checks it {checker_size}: to translate "
+        f"between them generate needs {' and '.join(missing)}"
+    )
 
 
 def padding_apart(size: int, other: int) -> bool:

@@ -54,8 +54,17 @@ class _Above:
 class Wiring:
     """Builds the chain of one call of generate."""
 
-    def __init__(self, target: nn.Module, tokenizer, config: SpeculationConfig, *, do_sample: bool,
-                 processors: LogitsProcessorList, prompts: Prompts, capacity: int):
+    def __init__(
+        self,
+        target: nn.Module,
+        tokenizer,
+        config: SpeculationConfig,
+        *,
+        do_sample: bool,
+        processors: LogitsProcessorList,
+        prompts: Prompts,
+        capacity: int,
+    ):
         self.config, self.do_sample, self.processors, self.prompts = config, do_sample, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity = target, tokenizer, capacity
@@ -66,7 +75,9 @@ class Wiring:
         chain = Chain(Checker(runner, self._sampler(True), "the target"), models=[self.model])
         self.count = len(levels)
         if levels:
-            chain.drafter = self._drafter(chain, levels, 0, _Above(self.tokenizer, self.vocab_size, True, runner, True))
+            chain.drafter = self._drafter(
+                chain, levels, 0, _Above(self.tokenizer, self.vocab_size, True, runner, True)
+            )
             chain.num_draft_tokens = self._num_draft_tokens(levels[0], 0)
         return chain
 
@@ -75,12 +86,16 @@ class Wiring:
         level, last = levels[index], index + 1 == len(levels)
         if level.drafter is not None:
             if not last:
-                raise ValueError(f"level {index} ({level.name}) checks nothing, so no level can stand below it: put "
-                                 f"it last, after {', '.join(l.name for l in levels[index + 1:])}")
+                raise ValueError(
+                    f"level {index} ({level.name}) checks nothing, so no level can stand below it: put "
+                    f"it last, after {', '.join(below.name for below in levels[index + 1 :])}"
+                )
             chain.levels.append(level.drafter)
             return level.drafter
         size = _vocab_size(level.model)
-        same = level.shape_of_target or same_vocabulary(level.name, size, level.tokenizer, above.vocab_size, above.tokenizer)
+        same = level.shape_of_target or same_vocabulary(
+            level.name, size, level.tokenizer, above.vocab_size, above.tokenizer
+        )
         shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
         runner = self._runner(level.model, above.runner if shares else None)
         chain.models.append(level.model)
@@ -90,14 +105,24 @@ class Wiring:
         chain.levels.append(None)
         if last:
             most = getattr(level.model.config.get_text_config(), "max_position_embeddings", None)
-            drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold,
-                                   max_positions=None if level.shape_of_target else most)
+            drafter = ModelDrafter(
+                runner, sampler, level.name, threshold=threshold, max_positions=None if level.shape_of_target else most
+            )
         else:
-            below = _Above(above.tokenizer if same else level.tokenizer, sampler.vocab_size, above.is_targets and same,
-                           runner, shares)
+            below = _Above(
+                above.tokenizer if same else level.tokenizer,
+                sampler.vocab_size,
+                above.is_targets and same,
+                runner,
+                shares,
+            )
             inner = self._drafter(chain, levels, index + 1, below)
-            drafter = CheckedDrafter(Checker(runner, sampler, level.name), inner, threshold=threshold,
-                                     num_draft_tokens=self._num_draft_tokens(levels[index + 1], index + 1))
+            drafter = CheckedDrafter(
+                Checker(runner, sampler, level.name),
+                inner,
+                threshold=threshold,
+                num_draft_tokens=self._num_draft_tokens(levels[index + 1], index + 1),
+            )
         chain.levels[place] = drafter if same else self._across(drafter, level, above, size)
         return chain.levels[place]
 
@@ -105,18 +130,35 @@ class Wiring:
         by_vocabulary = self.config.common_vocabulary
         if by_vocabulary is None:
             by_vocabulary = self.do_sample and isinstance(drafter, ModelDrafter)
-        return CrossTokenizerDrafter(drafter, above.tokenizer, level.tokenizer, by_text=not by_vocabulary,
-                                     inner_vocab_size=size, vocab_size=above.vocab_size, name=level.name)
+        return CrossTokenizerDrafter(
+            drafter,
+            above.tokenizer,
+            level.tokenizer,
+            by_text=not by_vocabulary,
+            inner_vocab_size=size,
+            vocab_size=above.vocab_size,
+            name=level.name,
+        )
 
     def _runner(self, model: nn.Module, follow: Runner | None = None) -> Runner:
-        return Runner(model, forward=bare_forward(model), follow=follow, capacity=self.capacity,
-                      num_embeddings=model.get_input_embeddings().num_embeddings)
+        return Runner(
+            model,
+            forward=bare_forward(model),
+            follow=follow,
+            capacity=self.capacity,
+            num_embeddings=model.get_input_embeddings().num_embeddings,
+        )
 
     def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
         """Levels in another vocabulary take the processors that look at no token ids."""
         warp, process = (self.warp, self.process) if in_target_vocabulary else (warp_of(self.processors), None)
-        return Sampler(vocab_size or self.vocab_size, do_sample=self.do_sample, warp=warp, process=process,
-                       prompt_lengths=self.prompts.lengths)
+        return Sampler(
+            vocab_size or self.vocab_size,
+            do_sample=self.do_sample,
+            warp=warp,
+            process=process,
+            prompt_lengths=self.prompts.lengths,
+        )
 
     def _num_draft_tokens(self, level: Level, index: int) -> int:
         own = getattr(getattr(level.model, "generation_config", None), "num_assistant_tokens", None)

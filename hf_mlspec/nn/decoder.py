@@ -36,8 +36,14 @@ def bare_forward(model: nn.Module) -> Forward | None:
         hidden = base.embed_tokens(tokens)
         rotary = base.rotary_emb(hidden, position_ids=positions)
         for layer in layers:
-            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, position_ids=positions,
-                           past_key_values=cache, use_cache=True)
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_embeddings=rotary,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
         return head(base.norm(hidden)[:, kept])
 
     return forward

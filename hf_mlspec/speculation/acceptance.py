@@ -1,8 +1,8 @@
 """Which drafted tokens does a level keep, and what does it put after them? Pure functions of their arguments.
 
-Greedy comparison, and speculative sampling as in Leviathan et al. 2023 (Fast Inference from Transformers via Speculative
-Decoding, algorithm 1) and Chen et al. 2023 (Accelerating LLM Decoding with Speculative Sampling, theorem 1), for a batch of
-ragged drafts.
+Greedy comparison, and speculative sampling as in Leviathan et al. 2023 (Fast Inference from Transformers via
+Speculative Decoding, algorithm 1) and Chen et al. 2023 (Accelerating LLM Decoding with Speculative Sampling, theorem
+1), for a batch of ragged drafts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ def accept_greedy(tokens: Tensor, lengths: Tensor, best: Tensor) -> Tensor:
     return _leading_true((tokens == best[:, :-1]) & valid)
 
 
-def accept_sampled(tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None, probs: Tensor, uniforms: Tensor,
-                   noise: Tensor) -> tuple[Tensor, Tensor]:
+def accept_sampled(
+    tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None, probs: Tensor, uniforms: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor]:
     """Speculative sampling: the accepted tokens and the next one follow `probs` exactly, whatever drew the draft.
 
     tokens:      int64 `[batch, k]`, of which lengths `[batch]` are valid.
     draft_probs: float32 `[batch, k, vocab]`, what each token was really drawn from; None: point masses.
     probs:       float32 `[batch, k + 1, vocab]`, the checker's distribution at every position.
     uniforms:    float32 `[batch, k]` in [0, 1).  noise: float32 `[batch, vocab]`, exponentially distributed.
-    Returns accepted int64 `[batch]` and the token after them int64 `[batch]`: drawn from max(0, p - q) where a token was
-    rejected, from p where none was.
+    Returns accepted int64 `[batch]` and the token after them int64 `[batch]`: drawn from max(0, p - q) where a token
+    was rejected, from p where none was.
     """
     p = probs[:, :-1].gather(2, tokens[..., None])[..., 0]
     q = 1.0 if draft_probs is None else draft_probs.gather(2, tokens[..., None])[..., 0]

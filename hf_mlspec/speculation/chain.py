@@ -18,7 +18,8 @@ class CheckedDrafter:
 
     num_draft_tokens: how many tokens `inner` may guess before a check.
     threshold:        drafting ends after a settled token whose probability under the checker is below it (0: never).
-    The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says (law 1).
+    The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says
+    (law 1).
     """
 
     def __init__(self, checker: Checker, inner: Drafter, *, num_draft_tokens: int, threshold: float):
@@ -64,8 +65,10 @@ class CheckedDrafter:
             if verdict.probs is not None:
                 probs.append(verdict.probs)
             confident = self._confident(verdict)
-            alive = [a and ok and len(done) < limit
-                     for a, ok, done, limit in zip(alive, confident, settled, limits, strict=True)]
+            alive = [
+                a and ok and len(done) < limit
+                for a, ok, done, limit in zip(alive, confident, settled, limits, strict=True)
+            ]
         self.stats.forwards, self.stats.seconds = self.checker.runner.forwards, self.checker.runner.seconds
         draft = Draft.from_lists(settled, self.checker.runner.device)
         draft.probs = _gather(probs, places, draft.tokens.shape) if probs else None

@@ -1,4 +1,4 @@
-"""Given a draft, which tokens does one level settle? A runner scores, a sampler reads the scores, acceptance decides."""
+"""Given a draft, which tokens does one level settle? A runner scores, a sampler reads, acceptance decides."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Checker:
         if any(line[0] for line in values):
             raise FloatingPointError(
                 f"the logits of {self.name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in "
-                f"{logits.dtype}; check the checkpoint, or load it in bfloat16 or float32")
+                f"{logits.dtype}; check the checkpoint, or load it in bfloat16 or float32"
+            )
         accepted = [line[1] for line in values]
         tokens = [line[2 : 3 + a] for line, a in zip(values, accepted, strict=True)]
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])

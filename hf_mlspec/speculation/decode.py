@@ -17,11 +17,22 @@ Stop = Callable[[int, list[int], list[int]], tuple[int, bool]]
 Emit = Callable[[list[int], Rows, Verdict], None]
 
 
-def decode(target: Checker, drafter: Drafter | None, rows: Rows, budgets: list[int], *, num_draft_tokens: int, stop: Stop,
-           emit: Emit, device: torch.device, cached: int = 0) -> SpeculationStats:
+def decode(
+    target: Checker,
+    drafter: Drafter | None,
+    rows: Rows,
+    budgets: list[int],
+    *,
+    num_draft_tokens: int,
+    stop: Stop,
+    emit: Emit,
+    device: torch.device,
+    cached: int = 0,
+) -> SpeculationStats:
     """Extend every row until `stop` says so; `rows` grow in place.
 
-    budgets: tokens each row may still gain. num_draft_tokens: the most a draft may hold. cached: leading tokens of a single
+    budgets: tokens each row may still gain. num_draft_tokens: the most a draft may hold. cached: leading tokens of a
+        single
     row whose keys and values the target's cache already holds.
     """
     begin = time.perf_counter()
@@ -31,7 +42,8 @@ def decode(target: Checker, drafter: Drafter | None, rows: Rows, budgets: list[i
     target.runner.lengths = [cached] * len(rows)
     numbers, ends = list(range(len(rows))), [len(row) + b for row, b in zip(rows, budgets, strict=True)]
     active = list(rows)
-    # A level that writes into the target's cache needs the prompt there first; others draft before the target's prefill.
+    # A level that writes into the target's cache needs the prompt there first; others draft before the target's
+    # prefill.
     ready = drafter is not None and not getattr(drafter, "follows", False)
     while active:
         limits = [min(num_draft_tokens, end - len(row) - 1) for row, end in zip(active, ends, strict=True)]
@@ -54,8 +66,15 @@ def decode(target: Checker, drafter: Drafter | None, rows: Rows, budgets: list[i
     return stats
 
 
-def _keep(numbers: list[int], active: Rows, ends: list[int], verdict: Verdict, stop: Stop, emit: Emit,
-          stats: SpeculationStats) -> list[int]:
+def _keep(
+    numbers: list[int],
+    active: Rows,
+    ends: list[int],
+    verdict: Verdict,
+    stop: Stop,
+    emit: Emit,
+    stats: SpeculationStats,
+) -> list[int]:
     """Append what counts of every row's settled tokens; the indices of the rows that go on."""
     going, kept = [], []
     for r, (number, row, tokens) in enumerate(zip(numbers, active, verdict.tokens, strict=True)):

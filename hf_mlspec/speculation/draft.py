@@ -19,8 +19,8 @@ class Draft:
 
     tokens:  int64 ``[batch, k]``; row r's entries from ``lengths[r]`` on are padding (any id the checker can embed).
     lengths: per row the number of proposed tokens, 0..k.
-    probs:   float32 ``[batch, k, vocab]``: the distribution each token was really drawn from (law 1), or None where every
-             token is a point mass, as for greedy and lookup drafts.
+    probs:   float32 ``[batch, k, vocab]``: the distribution each token was really drawn from (law 1), or None where
+             every token is a point mass, as for greedy and lookup drafts.
     """
 
     tokens: Tensor

@@ -1,8 +1,9 @@
 """Where do the keys and values of a batch live when every row has its own length?
 
-Every row's tokens sit at slots 0, 1, 2 ... of its own lane; there is no padding between them. How many slots of a row are true
-is known to the runner that wrote them, so rolling back moves a number and copies nothing, and a draft of the target's own shape
-can write into the target's cache and be overwritten by it (QSpec, section 3.2: "KV cache overwriting").
+Every row's tokens sit at slots 0, 1, 2 ... of its own lane; there is no padding between them. How many slots of a row
+are true is known to the runner that wrote them, so rolling back moves a number and copies nothing, and a draft of the
+target's own shape can write into the target's cache and be overwritten by it (QSpec, section 3.2: "KV cache
+overwriting").
 """
 
 from __future__ import annotations
@@ -174,12 +175,22 @@ def ragged_attention_on(models: list):
             config._attn_implementation_internal = before[key]
 
 
-def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
-           sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs):
+def attend(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask=None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+):
     """Causal grouped-query attention over rows of different lengths, in transformers' attention interface.
 
-    query `[batch, heads, width, dim]`, key and value `[batch, kv_heads, end, dim]` -> `[batch, width, heads, dim]`, None.
-    Queries that share a key head are laid side by side, so keys and values are never repeated.
+    query `[batch, heads, width, dim]`, key and value `[batch, kv_heads, end, dim]` -> `[batch, width, heads, dim]`,
+    None. Queries that share a key head are laid side by side, so keys and values are never repeated.
     """
     plan = _running.plan
     batch, heads, width, dim = query.shape

@@ -19,12 +19,19 @@ class Runner:
     lengths: per row, how many tokens of it the cache holds truly.
     follow:  the runner whose cache this one writes into, or None for a cache of its own (law 4).
     forward: what computes logits; `hf_mlspec.nn.decoder.bare_forward(model)` or None for the model's own forward.
-    capacity: tokens a row is expected to hold. num_embeddings: ids the model can embed; larger ones (padding rows that only
-        the level above has) are read as the last.
+    capacity: tokens a row is expected to hold. num_embeddings: ids the model can embed; larger ones (padding rows
+        that only the level above has) are read as the last.
     """
 
-    def __init__(self, model: nn.Module, *, follow: Runner | None = None, forward: Callable | None = None,
-                 capacity: int = 0, num_embeddings: int | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        follow: Runner | None = None,
+        forward: Callable | None = None,
+        capacity: int = 0,
+        num_embeddings: int | None = None,
+    ):
         self.model, self.follow, self.capacity = model, follow, capacity
         self.num_embeddings = num_embeddings
         self.forward = forward or _own_forward(model)
@@ -57,7 +64,8 @@ class Runner:
     def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
         """Score what the cache lacks of every row, followed by its draft.
 
-        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. Returns logits `[batch, k + 1, vocab]`:
+        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. Returns logits `[batch, k + 1,
+            vocab]`:
         position j follows row r and the first j drafted tokens (beyond drafted[r]: meaningless). The cache then
         holds all of it.
         """
@@ -67,7 +75,7 @@ class Runner:
         drafted = drafted or [0] * len(rows)
         width = draft.shape[1] if draft is not None else 0
         if len(set(missing)) == 1:
-            tokens = torch.tensor([row[-missing[0]:] for row in rows], device=self.device)
+            tokens = torch.tensor([row[-missing[0] :] for row in rows], device=self.device)
             if width:
                 tokens = torch.cat([tokens, draft], dim=1)
         else:
@@ -78,11 +86,11 @@ class Runner:
     def _ragged(self, rows: Rows, missing: list[int], draft: Tensor | None, width: int) -> Tensor:
         guesses = draft.tolist() if width else [[]] * len(rows)
         longest = max(missing) + width
-        fed = [row[len(row) - m:] + guess for row, m, guess in zip(rows, missing, guesses, strict=True)]
+        fed = [row[len(row) - m :] + guess for row, m, guess in zip(rows, missing, guesses, strict=True)]
         return torch.tensor([line + [line[-1]] * (longest - len(line)) for line in fed], device=self.device)
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
-        """One forward pass over tokens `[batch, q]`, of which counts[r] are true; logits of `kept` positions from first[r] on."""
+        """One forward pass over tokens `[batch, q]`, counts[r] of them true; logits of `kept` from first[r] on."""
         begin = time.perf_counter()
         if self.num_embeddings is not None:
             tokens = tokens.clamp(max=self.num_embeddings - 1)
@@ -113,8 +121,14 @@ def _own_forward(model: nn.Module) -> Callable:
         if takes_kept:
             index = torch.arange(tokens.shape[1], device=tokens.device)[kept] if isinstance(kept, slice) else kept
             options["logits_to_keep"] = index
-        out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True,
-                    **options)
+        out = model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **options,
+        )
         return out.logits if takes_kept else out.logits[:, kept]
 
     return forward

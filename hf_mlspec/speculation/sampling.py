@@ -17,8 +17,8 @@ Process = Callable[[Rows, Tensor, list[int]], Tensor]
 class Sampler:
     """Turns the logits of a level into scores, probabilities and tokens.
 
-    vocab_size: entries of the checker's vocabulary; shorter logits are padded with -inf, longer ones cut (models of one
-        family differ by padding rows).
+    vocab_size: entries of the checker's vocabulary; shorter logits are padded with -inf, longer ones cut (models of
+        one family differ by padding rows).
     do_sample:  draw from the probabilities, or take the largest score.
     warp:       processors that look at the scores alone (temperature, top-k, top-p ...); any leading shape.
     process:    processors that also look at the tokens before a position, or None.
@@ -26,8 +26,15 @@ class Sampler:
     row_ids:    numbers of the rows in the original batch; `select` keeps them in step.
     """
 
-    def __init__(self, vocab_size: int, *, do_sample: bool = False, warp: Callable[[Tensor], Tensor] | None = None,
-                 process: Process | None = None, prompt_lengths: list[int] | None = None):
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        do_sample: bool = False,
+        warp: Callable[[Tensor], Tensor] | None = None,
+        process: Process | None = None,
+        prompt_lengths: list[int] | None = None,
+    ):
         self.vocab_size, self.do_sample, self.warp, self.process = vocab_size, do_sample, warp, process
         self.prompt_lengths = prompt_lengths or []
         self.row_ids: list[int] = []
@@ -76,12 +83,12 @@ class Sampler:
     def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """One token per row from scores `[batch, vocab]`.
 
-        Returns tokens int64 `[batch]`, the probabilities they were drawn from `[batch, vocab]` (None when greedy), and the
-        confidence `[batch]`: the probability of the token taken.
+        Returns tokens int64 `[batch]`, the probabilities they were drawn from `[batch, vocab]` (None when greedy),
+        and the confidence `[batch]`: the probability of the token taken.
         """
         if not self.do_sample:
-            best, tokens = scores.max(dim=-1)
-            return tokens, None, torch.exp(best - scores.logsumexp(dim=-1))
+            confidence, tokens = self.probabilities(scores).max(dim=-1)
+            return tokens, None, confidence
         probs = self.probabilities(scores)
         tokens = torch.multinomial(probs, 1)
         return tokens[:, 0], probs, probs.gather(1, tokens)[:, 0]

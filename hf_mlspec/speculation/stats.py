@@ -11,7 +11,8 @@ class LevelStats:
 
     drafted:  tokens handed to the level above.
     accepted: drafted tokens the level above kept.
-    tested:   drafted tokens whose verdict is known: the accepted ones and the first rejected one of each row and round.
+    tested:   drafted tokens whose verdict is known: the accepted ones and the first rejected one of each row and
+        round.
     rounds:   calls of `propose`.
     forwards: model forward passes of this level (0 for lookups).
     seconds:  wall time inside those forward passes, or inside the lookup.
@@ -73,5 +74,9 @@ class SpeculationStats:
     def to_dict(self) -> dict:
         """Plain numbers, for JSON."""
         levels = [{**vars(level), "acceptance": level.acceptance} for level in self.levels]
-        return {**vars(self), "levels": levels, "tokens_per_target_pass": self.tokens_per_target_pass,
-                "seconds_outside_forwards": self.seconds_outside_forwards}
+        return {
+            **vars(self),
+            "levels": levels,
+            "tokens_per_target_pass": self.tokens_per_target_pass,
+            "seconds_outside_forwards": self.seconds_outside_forwards,
+        }

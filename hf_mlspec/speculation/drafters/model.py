@@ -18,14 +18,16 @@ logger = logging.getLogger(__name__)
 class ModelDrafter:
     """A causal language model that drafts on its own, in a cache of its own or in its checker's (`runner.follow`).
 
-    threshold:     the draft of a row ends after a token the model gave a smaller probability than this (0: never). The token
+    threshold:     the draft of a row ends after a token the model gave a smaller probability than this (0: never).
+        The token
                    itself is proposed: to drop it for its value would bend the distribution (law 6).
     max_positions: tokens the model can attend to; a longer row is seen through a window over its end, said once.
     allowed:       bool `[vocab]` or None: the only tokens that may be drafted.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler, name: str, *, threshold: float = 0.0,
-                 max_positions: int | None = None):
+    def __init__(
+        self, runner: Runner, sampler: Sampler, name: str, *, threshold: float = 0.0, max_positions: int | None = None
+    ):
         self.runner, self.sampler, self.name = runner, sampler, name
         self.threshold, self.max_positions = threshold, max_positions
         self.allowed: Tensor | None = None
@@ -108,12 +110,18 @@ class ModelDrafter:
                 self.runner.lengths[r] = 0
                 if not self._said_window:
                     self._said_window = True
-                    logger.warning("level %s sees at most %d tokens: it drafts from a window over the end of longer "
-                                   "rows (said once)", self.name, self.max_positions)
+                    logger.warning(
+                        "level %s sees at most %d tokens: it drafts from a window over the end of longer "
+                        "rows (said once)",
+                        self.name,
+                        self.max_positions,
+                    )
         return [row[d:] if d else row for row, d in zip(rows, self.dropped, strict=True)]
 
     def _refuse_nan(self, logits: Tensor) -> None:
         self._fresh = False
         if bool(torch.isnan(logits).any()):
-            raise FloatingPointError(f"the logits of level {self.name} are NaN: its weights hold NaN or Inf, or its "
-                                     f"arithmetic overflows in {logits.dtype}; check the checkpoint or its dtype")
+            raise FloatingPointError(
+                f"the logits of level {self.name} are NaN: its weights hold NaN or Inf, or its "
+                f"arithmetic overflows in {logits.dtype}; check the checkpoint or its dtype"
+            )
