@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..integration.comparison import Comparison, accumulate
-from ..integration.generate import last_stats
+from ..integration.decoding import last_stats
 from .tables import LEVEL_COLUMNS, level_rows, table
 
 

@@ -1,0 +1,217 @@
+"""Do the chains write what the target alone writes, on HumanEval and GSM8K, batch 1 and batch 8?
+
+Decodes every prompt with every chain of a TOML file and holds the ids against the target alone, a batch at a time:
+
+    python eval/lossless.py PLAN.toml --models FOLDER --data FOLDER                # everything, one process
+    python eval/lossless.py PLAN.toml --models FOLDER --data FOLDER --shard 0/2    # half of the batches (then 1/2)
+    python eval/lossless.py PLAN.toml --models FOLDER --data FOLDER --report       # the table of what is done so far
+
+In the plan (eval/configs/lossless.toml; Python 3.11 or later) {models} and {data} stand for these folders and {demo}
+for the demo target. Each finished batch is one JSON line under `results/`; a run that is started again goes on where
+it stopped. What the target alone wrote is kept there too and decoded once per batch, however many chains follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomllib
+import torch
+from rich.progress import Progress
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_mlspec
+
+TIE = 1e-5  # two float64 logits closer than this are a tie: float32 sums in another order may turn it around
+FIELDS = ("prompt", "question")  # of HumanEval and GSM8K
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One batch of one data file decoded with one chain."""
+
+    data: str
+    batch_size: int
+    batch: int
+    chain: tuple[str, ...]
+
+    @property
+    def reference_key(self) -> tuple[str, int, int]:
+        return self.data, self.batch_size, self.batch
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """The TOML file; results are kept under its own words, so that folders may move between runs."""
+    plan = tomllib.loads(path.read_text(encoding="utf-8"))
+    missing = {"name", "target", "dtype", "max_new_tokens", "batch_sizes", "data", "chains"} - set(plan)
+    if missing:
+        sys.exit(f"{path}: no {', '.join(sorted(missing))}")
+    return plan
+
+
+@dataclass(frozen=True)
+class Places:
+    """What {models}, {data} and {demo} of a plan stand for."""
+
+    models: Path
+    data: Path
+    demo: str
+
+    def fill(self, text: str) -> str:
+        for name, place in vars(self).items():
+            text = text.replace(f"{{{name}}}", str(place))
+        return text
+
+
+def read_prompts(data: dict[str, Any], places: Places) -> list[str]:
+    lines = Path(places.fill(data["file"])).read_text(encoding="utf-8").splitlines()[: data["count"]]
+    entries = [json.loads(line) for line in lines]
+    if len(entries) < data["count"]:
+        sys.exit(f"{data['file']} holds {len(entries)} prompts, the plan asks for {data['count']}")
+    return [next(entry[field] for field in FIELDS if field in entry) for entry in entries]
+
+
+def units(plan: dict[str, Any], shard: int, shards: int) -> Iterator[Unit]:
+    """Batches of this shard; all chains of a batch follow one another, so that they share one decode of the target."""
+    number = 0
+    for batch_size in plan["batch_sizes"]:
+        for data in plan["data"]:
+            for batch in range(-(-data["count"] // batch_size)):
+                if number % shards == shard:
+                    for chain in plan["chains"]:
+                        yield Unit(data["name"], batch_size, batch, tuple(chain))
+                number += 1
+
+
+class Store:
+    """Finished batches and what the target alone wrote, as JSON lines; one file per shard, all are read."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any], shard: str) -> None:
+        self.file = folder / f"{plan['name']}-{shard.replace('/', '-of-')}.jsonl"
+        self.asked = {name: plan[name] for name in ("target", "dtype", "max_new_tokens")}
+        self.done: dict[Unit, dict[str, Any]] = {}
+        self.references: dict[tuple[str, int, int], list[list[int]]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(folder.glob(f"{plan['name']}-*.jsonl")):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                self._take(json.loads(line), file)
+
+    def _take(self, entry: dict[str, Any], file: Path) -> None:
+        if entry["asked"] != self.asked:
+            sys.exit(f"{file} holds results of {entry['asked']}, the plan asks for {self.asked}: rename the plan")
+        unit = Unit(entry["data"], entry["batch_size"], entry["batch"], tuple(entry["chain"]))
+        self.done[unit] = entry
+        if "reference_ids" in entry:
+            self.references[unit.reference_key] = entry["reference_ids"]
+
+    def add(self, unit: Unit, found: dict[str, Any]) -> None:
+        items = found.pop("items")
+        entry = {"asked": self.asked, "data": unit.data, "batch_size": unit.batch_size, "batch": unit.batch,
+                 "chain": list(unit.chain), **found,
+                 "differences": [{"prompt": unit.batch * unit.batch_size + item["index"], **item["difference"]}
+                                 for item in items if item["difference"]]}
+        if unit.reference_key not in self.references:
+            self.references[unit.reference_key] = [item["reference_ids"] for item in items]
+            entry["reference_ids"] = self.references[unit.reference_key]
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(entry) + "\n")
+        self.done[unit] = entry
+
+
+def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: int, device: str) -> None:
+    """Decode what is not done yet."""
+    left = [unit for unit in units(plan, shard, shards) if unit not in store.done]
+    if not left:
+        return
+    prompts = {data["name"]: read_prompts(data, places) for data in plan["data"]}
+    target = places.fill(plan["target"])
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, plan["dtype"])).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    with Progress() as progress:
+        task = progress.add_task(plan["name"], total=len(left))
+        for unit in left:
+            batch = prompts[unit.data][unit.batch * unit.batch_size :][: unit.batch_size]
+            levels = [places.fill(level) for level in unit.chain]
+            found = hf_mlspec.compare(
+                model, tokenizer, batch, levels, max_new_tokens=plan["max_new_tokens"], batch_size=unit.batch_size,
+                reference_ids=store.references.get(unit.reference_key), warm_up=False)
+            store.add(unit, found.to_dict())
+            if found.differences:
+                progress.console.print(f"{unit}: {found.differences}", markup=False)
+            progress.advance(task)
+
+
+def report(plan: dict[str, Any], store: Store) -> Iterator[str]:
+    """The Markdown table, then each difference with its float64 gap."""
+    yield (f"Target `{Path(plan['target']).name}`, {plan['dtype']}, {plan['max_new_tokens']} new tokens, greedy; "
+           f"a difference whose float64 gap is below {TIE:g} is a tie.\n")
+    yield "| chain | data | batch | prompts | tokens compared | differ | of these ties | acceptance | tokens / pass |"
+    yield "|---|---|--:|--:|--:|--:|--:|---|--:|"
+    listed = []
+    for chain in plan["chains"]:
+        for data in plan["data"]:
+            for batch_size in plan["batch_sizes"]:
+                done = [entry for unit, entry in store.done.items()
+                        if (unit.chain, unit.data, unit.batch_size) == (tuple(chain), data["name"], batch_size)]
+                if done:
+                    yield _row(chain, data, batch_size, done)
+                    listed += [(chain, data, batch_size, d) for entry in done for d in entry["differences"]]
+    yield f"\n{len(listed)} differences" + (":" if listed else ".")
+    for chain, data, batch_size, d in listed:
+        yield (f"- {_names(chain)}, {data['name']}, batch {batch_size}, prompt {d['prompt']}, "
+               f"new token {d['position']}: alone {d['expected']}, chain {d['got']}, gap {d['gap']:.2g}, "
+               f"in float64 {d['gap_float64']:.2g}")
+
+
+def _row(chain: list[str], data: dict[str, Any], batch_size: int, done: list[dict[str, Any]]) -> str:
+    differences = [d for entry in done for d in entry["differences"]]
+    counts = [entry["speculation"] for entry in done]
+    accepted = ", ".join(f"{_acceptance([c['levels'][level] for c in counts]):.3f}" for level in range(len(chain)))
+    prompts = sum(entry["prompts"] for entry in done)
+    whole = f"{prompts}" if prompts == data["count"] else f"{prompts} of {data['count']}"
+    passes = sum(c["new_tokens"] for c in counts) / sum(c["row_passes"] for c in counts)
+    return (f"| {_names(chain)} | {data['name']} | {batch_size} | {whole} | "
+            f"{sum(entry['tokens_compared'] for entry in done)} | {len(differences)} | "
+            f"{sum(d['gap_float64'] < TIE for d in differences)} | {accepted} | {passes:.2f} |")
+
+
+def _acceptance(counts: list[dict[str, Any]]) -> float:
+    return sum(c["accepted"] for c in counts) / max(1, sum(c["tested"] for c in counts))
+
+
+def _names(chain: list[str]) -> str:
+    return " <- ".join("demo target" if level == "{demo}" else Path(level).name for level in chain)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("plan", type=Path, help="TOML file: target, chains, data files, batch sizes")
+    parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} stands for in the plan")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="what {data} stands for in the plan")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="only every N-th batch, from the I-th")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the JSON lines")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="threads of this process; with N shards: cores / N")
+    parser.add_argument("--report", action="store_true", help="print the Markdown table and stop")
+    args = parser.parse_args()
+    plan = read_plan(args.plan)
+    places = Places(args.models, args.data, hf_mlspec.demo_pair()[0])
+    store = Store(args.results, plan, args.shard)
+    if args.report:
+        print("\n".join(report(plan, store)))
+        return 0
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    shard, shards = map(int, args.shard.split("/"))
+    run(plan, places, store, shard, shards, args.device)
+    return 1 if any(d["gap_float64"] >= TIE for entry in store.done.values() for d in entry["differences"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
