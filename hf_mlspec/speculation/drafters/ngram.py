@@ -1,0 +1,165 @@
+"""What usually follows the last few tokens, in everything seen so far?
+
+A back-off n-gram model (Katz 1987, without discounting: only the most frequent successor and its share are used) that
+grows while decoding, or is trained beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..draft import Draft, Rows
+from ..stats import LevelStats
+from .agreement import agreed_length
+from .ngram_table import NGramTable
+
+_FORMAT = "hf_mlspec.ngram.1"
+
+
+class NGramFileError(ValueError):
+    """A saved n-gram table that cannot be read."""
+
+
+class NGram:
+    """Level "ngram": drafts the most frequent successor of the longest known context, token after token.
+
+    order:       longest n-gram counted; contexts hold 1 .. order - 1 tokens. At least 2.
+    threshold:   a draft stops before a token whose share among its context's successors is below this. The choice is
+                 deterministic, so stopping before it keeps the target's distribution (law 6 is about drawn tokens).
+    max_entries: bound on the (context, successor) pairs kept, about 0.4 KB each; beyond it the context that was
+                 counted longest ago is forgotten with all its successors (see NGramTable).
+
+    What it learned stays over `start`: one instance may serve many calls of generate. Tokens that a check took back
+    are uncounted. One table serves all rows of a batch.
+    """
+
+    def __init__(self, order: int = 4, *, threshold: float = 0.4, max_entries: int = 200_000,
+                 name: str = "ngram") -> None:
+        if order < 2:
+            raise ValueError(f"NGram counts contexts of order - 1 tokens: order must be at least 2, not {order}")
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"NGram's threshold is a share between 0 and 1, not {threshold}")
+        self.order, self.threshold, self.name = order, threshold, name
+        self.table = NGramTable(max_entries)
+        self.stats = LevelStats(name)
+        self.start(0, torch.device("cpu"))
+
+    @classmethod
+    def from_text(cls, text: str | Iterable[str], tokenizer: Any, order: int = 4, *, threshold: float = 0.4,
+                  max_entries: int = 200_000, name: str = "ngram") -> NGram:
+        """Count a text, or each text of an iterable on its own, in the tokens of `tokenizer` without special ones."""
+        ngram = cls(order, threshold=threshold, max_entries=max_entries, name=name)
+        for part in [text] if isinstance(text, str) else text:
+            ngram.learn(tokenizer(part, add_special_tokens=False)["input_ids"])
+        return ngram
+
+    def learn(self, tokens: list[int]) -> None:
+        """Count a sequence that belongs to no row."""
+        for i in range(1, len(tokens)):
+            self._count(tokens, i)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id in the table, -1 where it is empty: a draft never holds a larger one."""
+        return max((token for successors in self.table.contexts.values() for token in successors.counts), default=-1)
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """Forget the rows, not what was learned from them; `batch` rows follow, drafts go to `device`."""
+        self.stats.reset()
+        self._device = device
+        self._rows: Rows = [[] for _ in range(batch)]
+
+    def propose(self, rows: Rows, limits: list[int]) -> Draft:
+        """Count what is new in every row, then draft; `probs` None: the choice is deterministic, ties by lowest id."""
+        began = perf_counter()
+        for known, row in zip(self._rows, rows, strict=True):
+            self._follow(known, row)
+        draft = Draft.from_lists([self._continuation(row, limit) for row, limit in zip(rows, limits, strict=True)],
+                                 self._device)
+        self.stats.rounds += 1
+        self.stats.seconds += perf_counter() - began
+        return draft
+
+    def rollback(self, lengths: list[int]) -> None:
+        """Uncount what row r holds beyond its first `lengths[r]` tokens."""
+        for known, length in zip(self._rows, lengths, strict=True):
+            self._truncate(known, length)
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with the rows of these indices only, in this order; the counts of the others stay."""
+        self._rows = [self._rows[r] for r in keep]
+
+    def _follow(self, known: list[int], row: list[int]) -> None:
+        self._truncate(known, agreed_length(known, row))
+        for token in row[len(known):]:
+            known.append(token)
+            self._count(known, len(known) - 1)
+
+    def _truncate(self, known: list[int], length: int) -> None:
+        while len(known) > length:
+            for context in self._contexts(known, len(known) - 1):
+                self.table.remove(context, known[-1])
+            known.pop()
+
+    def _contexts(self, tokens: list[int], i: int) -> list[tuple[int, ...]]:
+        """The contexts of token i, longest first."""
+        return [tuple(tokens[i - n:i]) for n in range(min(self.order - 1, i), 0, -1)]
+
+    def _count(self, tokens: list[int], i: int) -> None:
+        for context in self._contexts(tokens, i):
+            self.table.add(context, tokens[i])
+
+    def _continuation(self, row: list[int], limit: int) -> list[int]:
+        tail = row[-(self.order - 1):]
+        drafted: list[int] = []
+        while len(drafted) < limit:
+            found = next(filter(None, map(self.table.best, self._contexts(tail, len(tail)))), None)
+            if found is None or found[1] < self.threshold:
+                break
+            drafted.append(found[0])
+            tail = [*tail, found[0]][-(self.order - 1):]
+        return drafted
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as safetensors, under a temporary name first: a reader finds the old file or all of the new.
+
+        contexts int64 [C, order - 1] (left-padded with -1), followers int64 [C] successors per context,
+        tokens int64 [E] and counts int64 [E]; contexts from the one counted longest ago to the latest.
+        """
+        path = Path(path)
+        meta = {"format": _FORMAT, "ngram": json.dumps({"order": self.order, "threshold": self.threshold,
+                                                       "max_entries": self.table.max_entries, "name": self.name})}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file(self.table.to_tensors(self.order - 1), temporary, meta)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> NGram:
+        """Read what `save` wrote. Raises NGramFileError for anything else, FileNotFoundError where no file is."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                meta = file.metadata() or {}
+                if meta.get("format") != _FORMAT:
+                    raise NGramFileError(f"{path} is a safetensors file of format {meta.get('format')!r}, "
+                                         f"not {_FORMAT!r}: write it with NGram.from_text(...).save(path)")
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            ngram = cls(**json.loads(meta["ngram"]))
+            ngram.table.load_tensors(tensors, ngram.order - 1)
+        except NGramFileError:
+            raise
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise NGramFileError(f"{path} holds no readable n-gram table ({error}): write it again with "
+                                 "NGram.from_text(...).save(path)") from error
+        return ngram
