@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from typing import Any, NoReturn
 
 from ..integration.generate import enable
@@ -28,9 +29,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _one_line(message: Warning | str, *where: Any, **more: Any) -> None:
+    print(f"mlspec: {' '.join(str(message).split())}", file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; 0 as expected, 1 if ids differ, 2 for input that cannot work, 130 when interrupted."""
     args: Any = parser().parse_args(argv)
+    warnings.showwarning = _one_line
     enable()
     try:
         return args.run(args)

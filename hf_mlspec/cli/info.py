@@ -37,7 +37,8 @@ def run_info(args: argparse.Namespace) -> int:
     console = Console()
     show(console, "versions", ("", "version"), list(found["versions"].items()))
     show(console, "devices", ("", "what"), list(found["devices"].items()))
-    show(console, "kernels", ("op", "device", "kernel"), [tuple(row.values()) for row in found["kernels"]])
+    kernels = [(f"{row['op']} on {row['device']}", row["kernel"]) for row in found["kernels"]]
+    show(console, "kernels", ("", "kernel"), kernels)
     state = [("generate takes assistant_models", found["hook"]),
              ("MLSPEC_REQUIRE_KERNELS", found["MLSPEC_REQUIRE_KERNELS"])]
     show(console, "state", ("", "value"), state)

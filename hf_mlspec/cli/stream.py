@@ -60,7 +60,8 @@ class LiveTable(TextStream):
         if not self.live.is_started:
             self.live.start()
         counts = Comparison().speculation
-        for part in (self.finished, last_stats(self.model)):
+        current = last_stats(self.model) if len(self.text) > len(self.prompt or "") else None
+        for part in (self.finished, current):
             if part is not None and part.levels:
                 accumulate(counts, part)
         drawn = table("", LEVEL_COLUMNS, level_rows(counts.levels))

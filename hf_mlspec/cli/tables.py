@@ -30,13 +30,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def show(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal; elsewhere one line per row, `name: column value, column value`."""
+    """A table on a terminal; elsewhere one line per row: `name: column value, column value`, or `name: value`."""
     if console.is_terminal:
         console.print(table(title, columns, rows))
         return
     say(console, title)
     for name, *values in rows:
-        say(console, f"  {name}: " + ", ".join(f"{c} {v}" for c, v in zip(columns[1:], values, strict=True)))
+        named = [f"{column} {value}" for column, value in zip(columns[1:], values, strict=True)]
+        say(console, f"  {name}: " + ", ".join(named if len(named) > 1 else values))
 
 
 def say(console: Console, line: str) -> None:

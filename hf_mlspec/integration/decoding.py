@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import torch
@@ -99,6 +100,7 @@ def run(
     chain = wiring.build(found)
     record = Record(settings, streamer, len(prompts.rows))
     rows = [list(row) for row in prompts.rows]
+    _last[model] = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch the counts grow
     with ragged_attention_on(chain.models):
         with torch.inference_mode():
             cached = _load_cache(chain, model_kwargs.get("past_key_values"), prompts, input_ids.device)
@@ -114,7 +116,7 @@ def run(
                 stop=Stopping(criteria, getattr(settings, "_eos_token_tensor", None), prompts),
             )
         cache = _return_cache(chain, model_kwargs.get("past_key_values"), cached, rows, settings)
-    stats.levels = [level.stats for level in chain.levels]
+    stats.levels = [dataclasses.replace(level.stats) for level in chain.levels]  # kept drafters count anew next time
     _last[model] = stats
     if streamer is not None:
         streamer.end()
