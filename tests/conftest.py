@@ -1,8 +1,11 @@
-"""What does every test start from: no network, one thread per process."""
+"""What does every test start from: no network, one thread per process, a small saved model with a tokenizer?"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # Set before transformers or datasets are imported: a test that reaches for a hub fails at once and says for what.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,3 +16,24 @@ import torch
 
 # Small models gain nothing from more threads, and the workers of pytest-xdist would fight for the cores.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory) -> Path:
+    """Folder of a random two-layer Llama (96 wide, float32) and a byte-level tokenizer of 258 tokens, `<end>` last."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<pad>", "<end>"])}
+    raw = Tokenizer(models.BPE(vocabulary, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("saved_model")
+    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(vocabulary), hidden_size=96, intermediate_size=192, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+                         initializer_range=0.2, bos_token_id=None, pad_token_id=256, eos_token_id=257)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..demo_pair import demo_pair, demo_prompts
+from ..demo_pair import DEMO_DRAFT, DEMO_TARGET, demo_pair, demo_prompts
 from ..integration.compare import compare
 from ..integration.comparison import Comparison, Item
 from .request import add_chain_options, chain_config, load_target
@@ -28,6 +28,7 @@ def add_demo(commands: Any) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     path, levels = _chain(args)
+    config = chain_config(args)
     model, tokenizer = load_target(path, args)
     prompts = demo_prompts()
     console = Console(quiet=args.json)
@@ -38,7 +39,7 @@ def run_demo(args: argparse.Namespace) -> int:
     watch = _Watch(console, prompts, 2 * len(prompts))
     stream = LiveTable(console, tokenizer, model) if console.is_terminal else TextStream(console, tokenizer)
     found = compare(model, tokenizer, [prompt["text"] for prompt in prompts], levels, on_item=watch,
-                    max_new_tokens=args.max_new_tokens, speculation_config=chain_config(args),
+                    max_new_tokens=args.max_new_tokens, speculation_config=config,
                     streamer=None if args.json else stream)
     if args.json:
         print(json.dumps({"model": path, "levels": levels, "dtype": args.dtype, **found.to_dict()}))
@@ -57,8 +58,7 @@ def _chain(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 def _shown(path: str) -> str:
     """The demo's folders by their role, everything else as the user wrote it."""
-    roles = dict(zip(demo_pair(), ("the demo target", "the demo draft"), strict=True))
-    return roles.get(path, path)
+    return {str(DEMO_TARGET): "the demo target", str(DEMO_DRAFT): "the demo draft"}.get(path, path)
 
 
 class _Watch:

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from ..integration.compare import compare
+from ..integration.config import SpeculationConfig
 from .request import add_chain_options, chain_config, load_target
 from .stream import TextStream
 from .tables import LEVEL_COLUMNS, describe, level_rows, say, show, show_comparison
@@ -37,21 +38,22 @@ def run_generate(args: argparse.Namespace) -> int:
         raise ValueError("--compare needs greedy decoding: two samples of one distribution differ; drop --do-sample")
     if not args.prompt:
         raise ValueError("--prompt is empty; write the text to continue")
+    config = chain_config(args)
     model, tokenizer = load_target(args.model, args)
-    console = Console(quiet=args.json)
     stream = None if args.json else TextStream(Console(), tokenizer)
     if args.compare:
-        return _compared(args, model, tokenizer, console, stream)
+        return _compared(args, model, tokenizer, config, stream)
     if args.seed is not None:
         torch.manual_seed(args.seed)
     inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)
     output = model.generate(**inputs, assistant_models=args.levels or [], tokenizer=tokenizer, streamer=stream,
-                            speculation_config=chain_config(args), max_new_tokens=args.max_new_tokens,
+                            speculation_config=config, max_new_tokens=args.max_new_tokens,
                             do_sample=args.do_sample, return_dict_in_generate=True, **sampling)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     if args.json:
         print(json.dumps({"text": tokenizer.decode(ids), "ids": ids, "speculation": output.speculation.to_dict()}))
     else:
+        console = Console()
         stats = output.speculation
         show(console, "levels", LEVEL_COLUMNS, level_rows(stats.levels))
         say(console, f"{stats.new_tokens} tokens in {stats.seconds:.2f} s, "
@@ -59,14 +61,15 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compared(args: argparse.Namespace, model: Any, tokenizer: Any, console: Console,
+def _compared(args: argparse.Namespace, model: Any, tokenizer: Any, config: SpeculationConfig,
               stream: TextStream | None) -> int:
     found = compare(model, tokenizer, [args.prompt], args.levels or [], max_new_tokens=args.max_new_tokens,
-                    speculation_config=chain_config(args), streamer=stream)
+                    speculation_config=config, streamer=stream)
     ids, difference = found.items[0].ids, found.items[0].difference
     if args.json:
         print(json.dumps({"text": tokenizer.decode(ids), "ids": ids, **found.to_dict()}))
     else:
+        console = Console()
         show_comparison(console, found, "levels")
         if difference is not None:
             say(console, describe(0, difference))

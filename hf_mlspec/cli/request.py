@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..integration.config import SpeculationConfig
+from ..integration.config import SpeculationConfig, parse_level
 from ..integration.load import DTYPES, hide_progress_bars, load_causal_lm
 
 PROMPT_FIELDS = ("prompt", "question")  # HumanEval, GSM8K
@@ -64,7 +64,12 @@ def add_chain_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
 
 
 def chain_config(args: argparse.Namespace) -> SpeculationConfig:
-    """The run-time options the user set; everything else stays at its default."""
+    """The run-time options the user set; everything else stays at its default.
+
+    Called before a model is loaded, so it also reads every level word: ValueError for an unknown one.
+    """
+    for level in args.levels or []:
+        parse_level(level)
     given = {name: getattr(args, name) for name in ("num_draft_tokens", "confidence_threshold")}
     return SpeculationConfig(**{name: value for name, value in given.items() if value is not None})
 

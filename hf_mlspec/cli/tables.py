@@ -14,8 +14,8 @@ LEVEL_COLUMNS = ("level", "drafted", "accepted", "acceptance", "forwards", "seco
 
 
 def level_rows(levels: Iterable[LevelStats]) -> list[tuple[str, ...]]:
-    """One row of LEVEL_COLUMNS per level."""
-    return [(level.name, str(level.drafted), str(level.accepted), f"{level.acceptance:.3f}", str(level.forwards),
+    """One row of LEVEL_COLUMNS per level; a folder goes by its last part."""
+    return [(level.name.rpartition("/")[2], str(level.drafted), str(level.accepted), f"{level.acceptance:.3f}", str(level.forwards),
              f"{level.seconds:.2f}") for level in levels]
 
 

@@ -39,12 +39,13 @@ def run_verify(args: argparse.Namespace) -> int:
         raise ValueError(f"--tolerate-ties is for float32, where sums may break ties either way, not {args.dtype}")
     if not args.levels:
         raise ValueError("no --level given; name at least one, as in --level mxfp4")
-    prompts = read_prompts(args.prompts, args.limit)
+    config, prompts = chain_config(args), read_prompts(args.prompts, args.limit)
     model, tokenizer = load_target(args.model, args)
-    with Progress(console=Console(stderr=True), transient=True, disable=args.json) as progress:
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=args.json or not screen.is_terminal) as progress:
         task = progress.add_task("chain, then target alone", total=2 * len(prompts))
         found = compare(model, tokenizer, prompts, args.levels, max_new_tokens=args.max_new_tokens,
-                        batch_size=args.batch_size, speculation_config=chain_config(args), reference=args.reference,
+                        batch_size=args.batch_size, speculation_config=config, reference=args.reference,
                         on_item=lambda item, comparison: progress.advance(task))
     failing = found.beyond_ties(args.tolerate_ties or 0.0)
     if args.json:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+DEMO_TARGET, DEMO_DRAFT = _HERE / "target", _HERE / "draft"
 
 
 def demo_pair() -> tuple[str, str]:
@@ -13,13 +14,12 @@ def demo_pair() -> tuple[str, str]:
 
     Raises FileNotFoundError naming the missing file where the installation carries no weights.
     """
-    folders = [_HERE / name for name in ("target", "draft")]
-    for folder in folders:
+    for folder in (DEMO_TARGET, DEMO_DRAFT):
         if not (folder / "model.safetensors").is_file():
             raise FileNotFoundError(f"{folder / 'model.safetensors'} is missing: this copy of hf_mlspec came without "
                                     "its demo models; install it from a full checkout, or train them with "
                                     "eval/train_demo_pair.py")
-    return str(folders[0]), str(folders[1])
+    return str(DEMO_TARGET), str(DEMO_DRAFT)
 
 
 def demo_prompts() -> list[dict[str, str]]:
