@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Plan:
-    """seed: of every choice. batch, rounds: how many. vocab: ids are below it. tentative: levels between may check first."""
+    """seed: of every choice. vocab: ids are below it. tentative: levels between check before the level above does."""
 
     seed: int
     batch: int

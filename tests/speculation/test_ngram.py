@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,7 +72,7 @@ def test_settled_tokens_of_a_row_are_counted_once():
     for token in (4, 5, 6):
         proposals(ngram, rows, [2, 0])
         ngram.rollback([len(row) for row in rows])
-        rows = [row + [token] for row in rows]
+        rows = [[*row, token] for row in rows]
     proposals(ngram, rows, [0, 0])
     assert contents(ngram) == by_definition(rows, 3)
 
@@ -125,7 +127,7 @@ def test_from_text_counts_each_text_on_its_own():
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 40))
 def test_the_bound_always_holds(tokens, bound):
     table = NGramTable(bound)
-    for context, token in zip(tokens, tokens[1:], strict=False):
+    for context, token in pairwise(tokens):
         table.add((context,), token)
         assert table.entries == sum(len(successors.counts) for successors in table.contexts.values()) <= bound
 
@@ -182,7 +184,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
     ngram = learned([1, 2, 3, 4], order=3)
     ngram.save(path)
     meta = {"format": "hf_mlspec.ngram.1",
-            "ngram": '{"order": 3, "threshold": 0.4, "max_entries": %d, "name": "n"}' % (2 if damage == "bound" else 99)}
+            "ngram": json.dumps({"order": 3, "max_entries": 2 if damage == "bound" else 99})}
     tensors = ngram.table.to_tensors(2)
     if damage == "text":
         path.write_text("not a table")

@@ -36,7 +36,9 @@ class RowTranslation:
 
     def __init__(self, outer_text: TokenText, inner_text: TokenText, direct: dict[int, int]) -> None:
         self.outer_text, self.inner_text, self.direct = outer_text, inner_text, direct
-        self._back = {inner: outer for outer, inner in direct.items() if inner in inner_text.special}
+        # Special tokens a proposal may end with: chat markers and the end of text, not its begin or an unknown token.
+        drafted = inner_text.special.keys() - {inner_text.bos, inner_text.unknown}
+        self._back = {inner: outer for outer, inner in direct.items() if inner in drafted}
         if outer_text.eos is not None and inner_text.eos is not None:
             self._back[inner_text.eos] = outer_text.eos
         self.outer: list[int] = []

@@ -44,9 +44,8 @@ class TokenText:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if getattr(token, "special", False))}
         self.special = {i: self.strings[i] for i in ids if i in self.strings}
-        self.eos, self.bos = (self._named(name) for name in ("eos_token_id", "bos_token_id"))
+        self.eos, self.bos, self.unknown = map(self._named, ("eos_token_id", "bos_token_id", "unk_token_id"))
         self.first_token = next((i for i in (self.bos, self.eos) if i is not None), min(self.strings))
-        self._unknown = self._named("unk_token_id")
         self._pieces: dict[int, bytes | None] = {}
         self._growing: frozenset[bytes] | None = None
         sample = self._ids(" a")
@@ -106,7 +105,7 @@ class TokenText:
 
     def _ids(self, text: str) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [i for i in ids if i in self.strings and (i not in self.special or i == self._unknown)]
+        return [i for i in ids if i in self.strings and (i not in self.special or i == self.unknown)]
 
     def _spell(self, token: int) -> bytes | None:
         string = self.strings.get(token)
