@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # A word of constraints.txt, "torch==2.13.0": installed before everything that depends on it, so that no other
 # requirement gets to choose another build.
 TORCH := $(shell grep '^torch==' constraints.txt)
+TELL_KERNELS := ls hf_mlspec/_C*.so > /dev/null 2>&1 || \
+	echo "no kernels were compiled (a C++20 compiler is needed): everything runs in plain torch, slower"
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.*)
 
 .PHONY: demo test lint clean
@@ -36,10 +38,12 @@ $(VENV)/.torch: constraints.txt
 # No build isolation: the kernels are compiled against the torch installed above, and no second one is fetched.
 $(VENV)/.run: $(VENV)/.torch $(INPUTS)
 	$(PIP) install --no-build-isolation -e . -c constraints.txt
+	@$(TELL_KERNELS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch $(INPUTS)
 	$(PIP) install --no-build-isolation -e ".[dev]" -c constraints.txt
+	@$(TELL_KERNELS)
 	@touch $@ $(VENV)/.run
 
 clean:

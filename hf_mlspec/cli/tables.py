@@ -15,8 +15,8 @@ LEVEL_COLUMNS = ("level", "drafted", "accepted", "acceptance", "forwards", "seco
 
 def level_rows(levels: Iterable[LevelStats]) -> list[tuple[str, ...]]:
     """One row of LEVEL_COLUMNS per level; a folder goes by its last part."""
-    return [(level.name.rpartition("/")[2], str(level.drafted), str(level.accepted), f"{level.acceptance:.3f}", str(level.forwards),
-             f"{level.seconds:.2f}") for level in levels]
+    return [(level.name.rpartition("/")[2], str(level.drafted), str(level.accepted), f"{level.acceptance:.3f}",
+             str(level.forwards), f"{level.seconds:.2f}") for level in levels]
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -1,0 +1,100 @@
+"""Does every block of code in the README run as it stands there?
+
+A ```python or ```bash block runs unless a comment right above it says why not: `<!-- not run: reason -->`. Python
+blocks share one interpreter, in their order; bash blocks run in a folder that holds a prompts.txt.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w*)\n(?P<code>.*?)\n```\n", re.DOTALL)
+
+
+@dataclass
+class Block:
+    """code starts on this line of the README; skipped is the reason why it is not run."""
+
+    language: str
+    code: str
+    line: int
+    skipped: str | None
+
+
+def blocks(text: str, *languages: str) -> list[Block]:
+    """Code blocks of these languages, in their order."""
+    found = []
+    for match in FENCE.finditer(text):
+        if match["language"] in languages:
+            reason = re.fullmatch(r"<!-- not run: (.+) -->", match["above"].strip())
+            line = text[: match.start("code")].count("\n") + 1
+            found.append(Block(match["language"], match["code"], line, reason and reason[1]))
+    return found
+
+
+def runnable(language: str) -> list[Block]:
+    return [block for block in blocks(README.read_text(encoding="utf-8"), language) if block.skipped is None]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """The environment of a reader: `mlspec` and `python` are this interpreter's, wherever the package lies."""
+    for name, arguments in (("mlspec", "-m hf_mlspec"), ("python", "")):
+        script = tmp_path / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n', encoding="utf-8")
+        script.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    packages = os.pathsep.join([str(README.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PATH": path, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], tmp_path: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_python_blocks_run(tmp_path, environment):
+    program = tmp_path / "readme.py"
+    lines = [""] * len(README.read_text(encoding="utf-8").splitlines())
+    for block in runnable("python"):
+        code = block.code.splitlines()
+        lines[block.line - 1 : block.line - 1 + len(code)] = code  # so that a traceback names the README's lines
+    program.write_text("\n".join(lines), encoding="utf-8")
+    written = run([sys.executable, str(program)], tmp_path, environment)
+    assert "def mean(values):" in written
+    assert re.search(r"mxfp4: \d+ of \d+ tokens accepted", written)
+    assert re.search(r"\d\.\d\d tokens per pass of the target", written)
+
+
+@pytest.mark.parametrize("block", runnable("bash"), ids=lambda block: f"line {block.line}")
+def test_bash_block_runs(tmp_path, environment, block):
+    (tmp_path / "prompts.txt").write_text("def mean(values):\nOnce upon a time\n", encoding="utf-8")
+    assert run(["bash", "-euo", "pipefail", "-c", block.code], tmp_path, environment)
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def test_blocks_are_found_and_only_a_reason_skips_one():
+    text = ("a\n```python\nx = 1\n```\n\n<!-- not run: it takes hours -->\n```bash\nsleep 9\n```\n<!-- not run: -->\n"
+            "```bash\ntrue\n```\n```\nplain\n```\n")
+    found = [(block.code, block.line, block.skipped) for block in blocks(text, "python", "bash")]
+    assert found == [("x = 1", 3, None), ("sleep 9", 8, "it takes hours"), ("true", 12, None)]
+
+
+def test_the_readme_has_blocks_of_both_kinds():
+    assert len(runnable("python")) >= 3
+    assert len(runnable("bash")) >= 2
