@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator, LogitsProcessorList
 
 from ..speculation.draft import Draft
-from ..speculation.ragged_cache import ragged_attention_on
+from ..speculation.ragged_attention import ragged_attention_on
 from .config import SpeculationConfig
 from .decoding import check_request
 from .levels import resolve

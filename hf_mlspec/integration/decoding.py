@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 
 from ..speculation.decode import decode
 from ..speculation.draft import Rows
-from ..speculation.ragged_cache import ragged_attention_on
+from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.stats import SpeculationStats
 from .config import SpeculationConfig
 from .levels import resolve

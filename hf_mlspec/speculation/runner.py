@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .draft import Rows
-from .ragged_cache import Plan, RaggedCache, planned
+from .ragged_attention import Plan, planned
+from .ragged_cache import RaggedCache
 
 
 class Runner:
@@ -45,6 +46,11 @@ class Runner:
         self.lengths = [0] * batch
         num_layers = self.model.config.get_text_config().num_hidden_layers
         self.cache = self.follow.cache if self.follow else RaggedCache(num_layers, self.capacity)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values this runner holds itself."""
+        return 0 if self.follow or self.cache is None else self.cache.nbytes
 
     def sync(self) -> None:
         """A follower's lengths are its leader's: what the leader checked, it also wrote."""

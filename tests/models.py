@@ -1,0 +1,112 @@
+"""Which tiny models and tokenizers do the tests decode with? All random, seeded, made in milliseconds."""
+
+from __future__ import annotations
+
+import copy
+import string
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 64
+PAD, EOS, BOS = 0, 1, 2
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 8,
+    # Ten times the usual: flat logits would leave float32 rounding to decide which token is best.
+    "initializer_range": 0.3,
+}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+ARCHITECTURES = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "mistral": (MistralConfig, {"sliding_window": 7}),
+    "gemma2": (Gemma2Config, {**_ALTERNATING, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
+    "gemma3": (Gemma3TextConfig, {**_ALTERNATING, "query_pre_attn_scalar": 8}),
+    "phi3": (Phi3Config, {}),
+    "gpt2": (GPT2Config, {}),
+    "gpt_oss": (GptOssConfig, {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+_GPT2_SHAPE = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+
+
+def tiny(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float64, **options) -> PreTrainedModel:
+    """A random model of an architecture, in eval mode; options override its config.
+
+    float64 by default: there a check of several positions at once and single steps agree on every token.
+    """
+    config_class, own = ARCHITECTURES[kind]
+    shape = {**_GPT2_SHAPE, "n_positions": 512} if kind == "gpt2" else _SHAPE
+    if kind == "gpt2" and "max_position_embeddings" in options:
+        options["n_positions"] = options.pop("max_position_embeddings")
+    ids = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
+    torch.manual_seed(seed)
+    config = config_class(**{**shape, **own, **ids, **options})
+    # The grouped matrix product that transformers prefers for experts knows no float64.
+    experts = {"experts_implementation": "eager"} if kind == "gpt_oss" else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **experts)
+    if kind == "qwen2":
+        randomize_biases(model)
+    return model.eval()
+
+
+def randomize_biases(model: PreTrainedModel) -> None:
+    """Biases start at zero, where forgetting them would go unseen."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
+def near(model: PreTrainedModel, noise: float = 0.03, seed: int = 1) -> PreTrainedModel:
+    """A model of its own that mostly agrees with `model`: its weights plus noise."""
+    generator = torch.Generator().manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return other
+
+
+def prompts(lengths: list[int], seed: int = 3, vocab: int = VOCAB) -> dict[str, torch.Tensor]:
+    """Left-padded random prompts: input_ids and attention_mask int64 `[batch, max(lengths)]`."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(3, vocab, (len(lengths), width), generator=generator)
+    mask = torch.zeros_like(ids)
+    for r, length in enumerate(lengths):
+        mask[r, width - length :] = 1
+    return {"input_ids": torch.where(mask.bool(), ids, PAD), "attention_mask": mask}
+
+
+def letters(extra: int = 0) -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters, 64 tokens (and `extra` unused ones)."""
+    characters = string.ascii_letters + " .,;:!?-'"
+    words = ["<pad>", "<eos>", "<bos>", *characters]
+    vocabulary = {word: i for i, word in enumerate(words + [f"<{i}>" for i in range(extra)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="left"
+    )
