@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ..formats import mxfp4
 from .schema import check_mxfp4_linear
 
-_CHUNK = 1 << 24  # dequantized weights in flight: 32 MiB in bfloat16, whatever the layer's size
+_CHUNK = 1 << 21  # dequantized weights in flight: 4 MiB in bfloat16, whatever the layer's size
 
 
 def mxfp4_linear(
@@ -16,7 +16,7 @@ def mxfp4_linear(
 ) -> torch.Tensor:
     """``x [..., in]`` times the dequantized weight ``[out, in]``, plus bias: ``[..., out]`` in x.dtype.
 
-    The weight is dequantized to x.dtype in slices of output rows, so the transient memory stays near 32 MiB.
+    The weight is dequantized to x.dtype in slices of output rows, so the transient memory stays under 16 MiB.
     """
     check_mxfp4_linear(x, weight_packed, weight_scale, bias)
     parts = [

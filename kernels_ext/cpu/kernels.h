@@ -4,8 +4,8 @@
 
 extern "C" {
 
-// Output features that a thread takes at a time: a whole number of tiles of 1, 2, 3 or 4 rows.
-enum { MLSPEC_FEATURE_GROUP = 12 };
+// Output features that a thread takes at a time: a whole number of tiles of 1, 2 or 4 rows.
+enum { MLSPEC_FEATURE_GROUP = 8 };
 
 enum mlspec_dtype { MLSPEC_FLOAT32 = 0, MLSPEC_BFLOAT16 = 1, MLSPEC_FLOAT16 = 2 };
 

@@ -154,7 +154,7 @@ void linear(const mlspec_mxfp4_linear_args& a, int64_t out_begin, int64_t out_en
     const int64_t tiles = (last - first + Vec::kMaxCols - 1) / Vec::kMaxCols;
     for (int64_t feature = out_begin; feature < out_end; feature += MLSPEC_FEATURE_GROUP) {
       const int64_t end = feature + MLSPEC_FEATURE_GROUP < out_end ? feature + MLSPEC_FEATURE_GROUP : out_end;
-      for (int64_t t = 0; t < tiles; ++t) {  // tiles of nearly equal width: 10 rows are 5 + 5, not 9 + 1
+      for (int64_t t = 0; t < tiles; ++t) {  // tiles of nearly equal width: 9 rows are 4 + 5, not 6 + 3
         const int64_t begin = first + (last - first) * t / tiles, stop = first + (last - first) * (t + 1) / tiles;
         tile_cols<Vec::kMaxCols>(a, feature, end, begin, stop - begin);
       }

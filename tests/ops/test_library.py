@@ -1,0 +1,72 @@
+"""Is it always known, and said, which kernel serves an op?"""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from hf_mlspec import ops
+from hf_mlspec.ops import library
+
+OPERANDS = (torch.ones(1, 32), torch.zeros(4, 16, dtype=torch.uint8), torch.full((4, 1), 127, dtype=torch.uint8), None)
+REFERENCE = library._fallback("mxfp4_linear")
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(library, "_warned", set())
+    monkeypatch.delenv(library.REQUIRE_VARIABLE, raising=False)
+
+
+def test_table_lists_every_op_on_every_device():
+    table = ops.kernel_table()
+    assert [row[:2] for row in table] == [("mxfp4_linear", "cpu"), ("mxfp4_linear", "cuda")]
+    assert table[0][2] in {"avx512", "avx2", "generic", "reference"}
+    assert table[1][2] == "reference"
+    if library.LOAD_ERROR is None:
+        assert table[0][2] != "reference"
+
+
+@pytest.mark.usefixtures("nothing_said")
+def test_the_reference_path_says_so_once_and_names_the_remedy():
+    with pytest.warns(RuntimeWarning, match=r"pip install --no-build-isolation -e \."):
+        REFERENCE(*OPERANDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert REFERENCE(*OPERANDS).shape == (1, 4)
+
+
+@pytest.mark.usefixtures("nothing_said")
+def test_required_kernels_make_it_an_error(monkeypatch):
+    monkeypatch.setenv(library.REQUIRE_VARIABLE, "1")
+    with pytest.raises(RuntimeError, match=r"no compiled kernel for mxfp4_linear on cpu.*MLSPEC_REQUIRE_KERNELS=1"):
+        REFERENCE(*OPERANDS)
+
+
+def test_no_library_and_a_broken_library_are_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "_PACKAGE", tmp_path)
+    assert str(tmp_path) in library._load()
+    (tmp_path / "_C.so").write_bytes(b"not a library")
+    assert library._load().startswith("_C.so does not load")
+
+
+def test_a_package_without_the_library_runs_on_the_reference_path():
+    """In a process where loading fails: the op works, the table says reference."""
+    code = (
+        "import torch, warnings\n"
+        "torch.ops.load_library = lambda path: (_ for _ in ()).throw(OSError('other torch'))\n"
+        "from hf_mlspec import ops\n"
+        "assert ops.kernel_table()[0][2] == 'reference', ops.kernel_table()\n"
+        "packed, scale = torch.full((4, 16), 0x22, dtype=torch.uint8), torch.full((4, 1), 127, dtype=torch.uint8)\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    y = [ops.mxfp4_linear(torch.ones(1, 32), packed, scale) for _ in range(3)]\n"
+        "assert y[0].tolist() == [[32.0] * 4]\n"
+        "assert len([w for w in said if 'reference path' in str(w.message)]) == 1, said\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != library.REQUIRE_VARIABLE}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
