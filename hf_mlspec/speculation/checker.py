@@ -51,7 +51,7 @@ class Checker:
         """
         guess = draft.tokens if draft.tokens.shape[1] else None
         logits = self.runner.feed(rows, guess, draft.lengths)
-        scores = self.sampler.scores(logits, rows, guess)
+        scores = self.sampler.scores(logits, rows, guess, draft.lengths)
         settle = self._sampled if self.sampler.do_sample else self._greedy
         columns, probs = settle(draft, scores)  # [batch, 2 + k + 1]: NaN seen, accepted, tokens
         # The one host synchronisation of the check.

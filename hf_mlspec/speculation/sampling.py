@@ -23,6 +23,7 @@ class Sampler:
     warp:       processors that look at the scores alone (temperature, top-k, top-p ...); any leading shape.
     process:    processors that also look at the tokens before a position, or None.
     prompt_lengths: tokens of each row's prompt; processors get the prefixes of equally many generated tokens together.
+    ends:       end-of-sequence tokens: processors are not asked what follows one.
     row_ids:    numbers of the rows in the original batch; `select` keeps them in step.
     """
 
@@ -34,9 +35,10 @@ class Sampler:
         warp: Callable[[Tensor], Tensor] | None = None,
         process: Process | None = None,
         prompt_lengths: list[int] | None = None,
+        ends: frozenset[int] = frozenset(),
     ):
         self.vocab_size, self.do_sample, self.warp, self.process = vocab_size, do_sample, warp, process
-        self.prompt_lengths = prompt_lengths or []
+        self.prompt_lengths, self.ends = prompt_lengths or [], ends
         self.row_ids: list[int] = []
 
     def start(self, batch: int) -> None:
@@ -53,27 +55,45 @@ class Sampler:
             return F.pad(logits, (0, lacking), value=float("-inf"))
         return logits[..., : self.vocab_size]
 
-    def scores(self, logits: Tensor, rows: Rows, draft: Tensor | None = None) -> Tensor:
-        """Logits `[batch, k + 1, vocab]` -> processed float32 scores; position j follows rows[r] + draft[r, :j]."""
+    def scores(
+        self, logits: Tensor, rows: Rows, draft: Tensor | None = None, lengths: list[int] | None = None
+    ) -> Tensor:
+        """Logits `[batch, k + 1, vocab]` -> processed float32 scores; position j follows rows[r] + draft[r, :j].
+
+        lengths: per row the true length of its draft; what lies beyond has no meaning.
+        """
         scores = self.fit(logits)
         if self.process is not None:
-            scores = self._process_by_length(scores, rows, draft)
+            scores = self._process_by_length(scores, rows, draft, lengths or [0] * len(rows))
         return self.warp(scores) if self.warp is not None else scores
 
-    def _process_by_length(self, scores: Tensor, rows: Rows, draft: Tensor | None) -> Tensor:
-        """Processors take equally long prefixes: group the positions of all rows by the number of generated tokens."""
+    def _process_by_length(self, scores: Tensor, rows: Rows, draft: Tensor | None, lengths: list[int]) -> Tensor:
+        """Processors take equally long prefixes: group the positions of all rows by the number of generated tokens.
+
+        They are asked about prefixes they would let happen, as in decoding token by token: nothing behind a guess they
+        forbid or behind the end of a sequence, which no check can reach (a constraint may have no answer there).
+        """
         guesses = draft.tolist() if draft is not None else [[]] * len(rows)
         groups: dict[int, list[tuple[int, int]]] = {}
         for r, row in enumerate(rows):
             generated = len(row) - self.prompt_lengths[self.row_ids[r]]
-            for j in range(scores.shape[1]):
-                groups.setdefault(generated + j, []).append((r, j))
-        scores = scores.clone()
-        for places in groups.values():
-            prefixes = [rows[r] + guesses[r][:j] for r, j in places]
+            if self.ends.isdisjoint(row[len(row) - generated :]):
+                for j in range(lengths[r] + 1):
+                    groups.setdefault(generated + j, []).append((r, j))
+        scores, reach = scores.clone(), list(lengths)
+        for generated in sorted(groups):
+            places = [(r, j) for r, j in groups[generated] if j <= reach[r]]
+            if not places:
+                continue
             r_index, j_index = (list(index) for index in zip(*places, strict=True))
-            ids = [self.row_ids[r] for r in r_index]
-            scores[r_index, j_index] = self.process(prefixes, scores[r_index, j_index], ids)
+            prefixes = [rows[r] + guesses[r][:j] for r, j in places]
+            processed = self.process(prefixes, scores[r_index, j_index], [self.row_ids[r] for r in r_index])
+            scores[r_index, j_index] = processed
+            guess = [guesses[r][j] if j < reach[r] else 0 for r, j in places]
+            forbidden = processed[range(len(places)), guess].isneginf().tolist()
+            for (r, j), token, never in zip(places, guess, forbidden, strict=True):
+                if never or token in self.ends:
+                    reach[r] = min(reach[r], j)
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
