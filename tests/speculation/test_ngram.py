@@ -96,6 +96,15 @@ def test_random_rollbacks_leave_what_a_fresh_drafter_has(seed, batch, vocab, ord
     assert dropped
 
 
+def test_rollback_uncounts_at_once():
+    ngram = NGram(order=3)
+    ngram.start(2, CPU)
+    rows = [[1, 2, 3, 1, 2], [2, 3, 2, 3]]
+    proposals(ngram, rows, [1, 1])
+    ngram.rollback([2, 9])
+    assert contents(ngram) == by_definition([[1, 2], [2, 3, 2, 3]], 3)
+
+
 def test_select_keeps_the_rows_asked_for_and_all_counts():
     ngram = NGram(order=2)
     ngram.start(3, CPU)

@@ -87,6 +87,13 @@ def test_forgetting_undoes_learning_exactly(tokens, length):
     assert vars(index) == vars(fresh)
 
 
+def test_rollback_forgets_at_once():
+    drafter = started(2)
+    proposals(drafter, [[1, 2, 1, 2], [3, 3]], [1, 1])
+    drafter.rollback([2, 5])
+    assert [index.tokens for index in drafter._indices] == [[1, 2], [3, 3]]
+
+
 def test_a_row_that_changed_without_a_rollback_is_learned_anew():
     drafter = started(1)
     proposals(drafter, [[1, 2, 3, 8, 8]], [2])

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ..draft import Draft, Rows
 from ..stats import LevelStats
@@ -35,7 +35,7 @@ class NGram:
     order:       longest n-gram counted; contexts hold 1 .. order - 1 tokens. At least 2.
     threshold:   a draft stops before a token whose share among its context's successors is below this. The choice is
                  deterministic, so stopping before it keeps the target's distribution (law 6 is about drawn tokens).
-    max_entries: bound on the (context, successor) pairs kept, about 0.4 KB each; beyond it the context that was
+    max_entries: bound on the (context, successor) pairs kept, 0.2 to 0.5 KB each; beyond it the context that was
                  counted longest ago is forgotten with all its successors (see NGramTable).
 
     What it learned stays over `start`: one instance may serve many calls of generate. Tokens that a check took back
@@ -140,7 +140,7 @@ class NGram:
                                                        "max_entries": self.table.max_entries, "name": self.name})}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            save_file(self.table.to_tensors(self.order - 1), temporary, meta)
+            temporary.write_bytes(save(self.table.to_tensors(self.order - 1), meta))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

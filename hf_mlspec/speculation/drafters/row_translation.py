@@ -50,6 +50,8 @@ class RowTranslation:
         """Keep the first `length` outer tokens, append `tokens`; number of leading inner tokens that surely stayed."""
         if length < len(self.outer):
             self._rewind(length)
+        elif self.inner and not tokens:
+            return len(self.inner)
         same = self._frozen
         for token in tokens:
             self._feed(token)
