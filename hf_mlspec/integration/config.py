@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ..formats.mxfp4 import require_rule
+
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 CONFIDENCE_THRESHOLD = 0.4
 CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS = 0.65
@@ -27,7 +29,7 @@ class SpeculationConfig:
     materialize: keep dequantized weights next to the packed ones of "mxfp4" levels: faster where no kernel is built,
         at the memory of a full copy.
     max_ngram: longest suffix that "prompt_lookup" looks for.
-    ngram_order: longest context of the table behind "ngram".
+    ngram_order: longest n-gram of the table behind "ngram", at least 2.
     common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their
         probabilities (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling,
         by text when greedy.
@@ -45,14 +47,18 @@ class SpeculationConfig:
 
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"num_draft_tokens must be positive integers, got {self.num_draft_tokens!r}")
+            check_num_draft_tokens(value, f"num_draft_tokens is {self.num_draft_tokens!r}")
         for value in _as_list(self.confidence_threshold):
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"confidence_threshold must lie in [0, 1), got {self.confidence_threshold!r}")
-        for name in ("max_ngram", "ngram_order"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_threshold(value, f"confidence_threshold is {self.confidence_threshold!r}")
+        for name, least in (("max_ngram", 1), ("ngram_order", 2)):
+            value = getattr(self, name)
+            if not _is_count(value, least):
+                raise ValueError(f"{name} is {value!r}, it must be an integer of at least {least}")
+        for name in ("shared_cache", "cast_head", "materialize", "common_vocabulary"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "common_vocabulary"):
+                raise TypeError(f"{name} is {value!r}, it must be True or False")
+        require_rule(self.cast_rule)
 
     @classmethod
     def of(cls, value: SpeculationConfig | dict | None) -> SpeculationConfig:
@@ -104,16 +110,33 @@ def parse_level(text: str) -> Word:
         return Word("cast", cast=True)
     if text.startswith("early_exit:"):
         number = text.removeprefix("early_exit:")
-        if not number.isdigit():
+        if not number.isdecimal():
             raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
         return Word("early_exit", layers=int(number))
     path, at, suffix = text.rpartition("@")
     cast = bool(at) and suffix == "mxfp4"
     path = path if cast else text
-    if Path(path).is_dir() or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
+    if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
         return Word("load", path=path, cast=cast)
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(WORDS)}")
 
 
 def _as_list(value) -> list:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def check_num_draft_tokens(value, said: str) -> None:
+    """Raise ValueError unless value is None or a positive integer; `said` names it and its place."""
+    if value is not None and not _is_count(value, 1):
+        raise ValueError(f"{said}: a level drafts a positive number of tokens, an integer")
+
+
+def check_threshold(value, said: str) -> None:
+    """Raise ValueError unless value is None or a number in [0, 1); `said` names it and its place."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= value < 1):
+        raise ValueError(f"{said}: a threshold is a probability in [0, 1), and 0 turns it off")
+
+
+def _is_count(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

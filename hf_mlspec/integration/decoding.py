@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 
 import torch
@@ -22,6 +21,7 @@ from .record import Record
 from .suitability import check_length, check_model
 from .wiring import Chain, Wiring
 
+_FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as rows do
 _last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # What stock generate hands to every decoding method and our loop makes for itself.
 _OURS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
@@ -79,6 +79,7 @@ def run(
     config: SpeculationConfig | dict | None,
     tokenizer=None,
     streamer=None,
+    keep_cache: bool = False,
     model_kwargs: dict,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
@@ -95,7 +96,7 @@ def run(
         do_sample=bool(settings.do_sample),
         processors=processors,
         prompts=prompts,
-        capacity=max(prompts.lengths) + new_tokens,
+        capacity=max(prompts.lengths) + min(new_tokens, _FIRST_CAPACITY),
     )
     chain = wiring.build(found)
     record = Record(settings, streamer, len(prompts.rows))
@@ -115,9 +116,9 @@ def run(
                 cached=cached,
                 stop=Stopping(criteria, getattr(settings, "_eos_token_tensor", None), prompts),
             )
-        cache = _return_cache(chain, model_kwargs.get("past_key_values"), cached, rows, settings)
-    stats.levels = [dataclasses.replace(level.stats) for level in chain.levels]  # kept drafters count anew next time
-    _last[model] = stats
+        wanted = keep_cache or settings.return_dict_in_generate or cached
+        cache = _return_cache(chain, model_kwargs.get("past_key_values"), cached, rows) if wanted else None
+    _last[model] = chain.finish(stats)
     if streamer is not None:
         streamer.end()
     return record.result(prompts, rows, stats, cache)
@@ -167,10 +168,10 @@ def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> 
     return length
 
 
-def _return_cache(chain: Chain, given, cached: int, rows: Rows, settings: GenerationConfig):
+def _return_cache(chain: Chain, given, cached: int, rows: Rows):
     """The cache stock generate would hand back: for one row, keys and values of all tokens but the last."""
     plain = isinstance(given, DynamicCache) and all(type(layer) is DynamicLayer for layer in given.layers)
-    if len(rows) > 1 or not plain or not (settings.return_dict_in_generate or cached):
+    if len(rows) > 1 or not plain:
         return None
     if given.get_seq_length() > cached:
         given.crop(cached - given.get_seq_length())

@@ -52,6 +52,7 @@ def _hooked_generate(stock):
         _check_call(self, kwargs)
         args, kwargs = _expand(self, args, kwargs)
         proxy = _Proxy(self, assistant_models, assistant_tokenizers, SpeculationConfig.of(speculation_config))
+        proxy.keep_cache = kwargs.get("past_key_values") is not None  # a user's own cache comes back filled
         return stock(self, *args, assistant_model=proxy, **kwargs)
 
     generate._mlspec = True
@@ -100,6 +101,7 @@ def _hooked_decoding(stock):
             levels=assistant_model.levels,
             tokenizers=assistant_model.tokenizers,
             config=assistant_model.speculation_config,
+            keep_cache=assistant_model.keep_cache,
             tokenizer=tokenizer,
             streamer=streamer,
             model_kwargs=model_kwargs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -90,7 +91,7 @@ def _load(target: nn.Module, word: Word, cast: dict):
     """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it."""
     try:
         model = AutoModelForCausalLM.from_pretrained(word.path, dtype=target.dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"level {word.path!r} cannot be loaded as a causal language model: {error}") from error
     model = model.to(next(target.parameters()).device).eval()
     try:
@@ -106,11 +107,11 @@ def _name(model: nn.Module) -> str:
 
 
 def _is_view(level: nn.Module, target: nn.Module) -> bool:
-    """Whether a level is a direct cast or an early exit of the target: it embeds with the target's own tensor."""
-    if not all(hasattr(model, "get_input_embeddings") for model in (level, target)) or level is target:
+    """Whether a level is a direct cast or an early exit of the target: whatever is not packed is the target's own."""
+    if not isinstance(level, type(target)) or level is target:
         return False
-    own, other = level.get_input_embeddings(), target.get_input_embeddings()
-    return own is not None and own.weight is other.weight
+    own = {id(parameter) for parameter in target.parameters()}
+    return all(id(parameter) in own for parameter in level.parameters() if parameter.is_floating_point())
 
 
 def _keep(target: nn.Module, key, fingerprint, build):

@@ -50,6 +50,11 @@ class Prompts:
         if attention_mask is None:
             self.rows = lines
         else:
+            if attention_mask.shape != input_ids.shape:
+                raise ValueError(
+                    f"attention_mask has shape {list(attention_mask.shape)} and input_ids {list(input_ids.shape)}: "
+                    "one flag per token is needed"
+                )
             mask = attention_mask.tolist()
             self.rows = [
                 [t for t, m in zip(line, flags, strict=True) if m] for line, flags in zip(lines, mask, strict=True)
@@ -58,6 +63,7 @@ class Prompts:
             if not row:
                 raise ValueError(f"prompt {number} of the batch has no token that its attention_mask lets through")
         self.lengths = [len(row) for row in self.rows]
+        self.has_holes = attention_mask is not None and bool((attention_mask.diff(dim=1) < 0).any())
 
     def whole(self, number: int, row: list[int]) -> list[int]:
         """Padded prompt and generated tokens, as stock generate would hold them."""

@@ -47,9 +47,14 @@ def check_device(model: nn.Module, name: str, device: torch.device) -> None:
         raise ValueError(f"{name} is on {here}, the target on {device}: move it with .to({str(device)!r})")
 
 
+def max_positions(model: nn.Module) -> int | None:
+    """Tokens the model's positions reach, None where its config names no bound."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
     """Raise ValueError if a prompt and its continuation do not fit the target's positions."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = max_positions(model)
     if most and prompt_tokens + new_tokens > most:
         room = most - prompt_tokens
         remedy = f"pass max_new_tokens={room} or less" if room > 0 else "shorten the prompt"
@@ -57,3 +62,16 @@ def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
             f"{prompt_tokens} prompt tokens and up to {new_tokens} new ones exceed the {most} positions of the "
             f"target (max_position_embeddings): {remedy}"
         )
+    _check_rotation(model, prompt_tokens + new_tokens)
+
+
+def _check_rotation(model: nn.Module, tokens: int) -> None:
+    """Raise ValueError if a row may cross the length at which its rotary frequencies change under its feet."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        border = one.get("original_max_position_embeddings") or max_positions(model)
+        if one.get("rope_type") in ("dynamic", "longrope") and border and tokens > border:
+            raise ValueError(
+                f"rope_type {one['rope_type']!r} changes its frequencies past {border} tokens, so a block of tokens would "
+                f"not be scored as single tokens are: keep prompt and new tokens ({tokens} now) within {border}"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from transformers.generation import LogitsProcessorList
@@ -15,6 +15,7 @@ from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.runner import Runner
 from ..speculation.sampling import Sampler
+from ..speculation.stats import SpeculationStats
 from .config import (
     CONFIDENCE_THRESHOLD,
     CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS,
@@ -23,6 +24,7 @@ from .config import (
 )
 from .levels import Level
 from .processing import Prompts, split_processors, warp_of
+from .suitability import max_positions
 from .vocabulary import same_vocabulary
 
 
@@ -30,14 +32,24 @@ from .vocabulary import same_vocabulary
 class Chain:
     """A target and the levels below it, ready to decode.
 
-    levels: the outermost drafter of each level, from the target down. models: all whose attention runs ragged.
+    levels: the outermost drafter of each level, from the target down. runners: theirs, None for lookups. models: all
+    whose attention runs ragged.
     """
 
     target: Checker
     drafter: Drafter | None = None
     num_draft_tokens: int = 0
     levels: list[Drafter] = field(default_factory=list)
+    runners: list[Runner | None] = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)
+
+    def finish(self, stats: SpeculationStats) -> SpeculationStats:
+        """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
+        stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
+        stats.target_cache_bytes = self.target.runner.cache_bytes
+        for level, runner in zip(stats.levels, self.runners, strict=True):
+            level.cache_bytes = runner.cache_bytes if runner else 0
+        return stats
 
 
 @dataclass
@@ -91,6 +103,7 @@ class Wiring:
                     f"it last, after {', '.join(below.name for below in levels[index + 1 :])}"
                 )
             chain.levels.append(level.drafter)
+            chain.runners.append(None)
             return level.drafter
         size = _vocab_size(level.model)
         same = level.shape_of_target or same_vocabulary(
@@ -103,11 +116,10 @@ class Wiring:
         threshold = self._threshold(level, index, same)
         place = len(chain.levels)
         chain.levels.append(None)
+        chain.runners.append(runner)
+        most = None if level.shape_of_target else max_positions(level.model)
         if last:
-            most = getattr(level.model.config.get_text_config(), "max_position_embeddings", None)
-            drafter = ModelDrafter(
-                runner, sampler, level.name, threshold=threshold, max_positions=None if level.shape_of_target else most
-            )
+            drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold, max_positions=most)
         else:
             below = _Above(
                 above.tokenizer if same else level.tokenizer,
@@ -122,6 +134,7 @@ class Wiring:
                 inner,
                 threshold=threshold,
                 num_draft_tokens=self._num_draft_tokens(levels[index + 1], index + 1),
+                max_positions=most,
             )
         chain.levels[place] = drafter if same else self._across(drafter, level, above, size)
         return chain.levels[place]

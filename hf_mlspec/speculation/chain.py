@@ -5,6 +5,8 @@ ML-SpecQD, section 3: the quantized draft of the target is itself sped up by a s
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -13,18 +15,31 @@ from .draft import Draft, Drafter, Rows
 from .stats import LevelStats
 
 
+logger = logging.getLogger(__name__)
+
+
 class CheckedDrafter:
     """Drafts with `inner`, checks each round with `checker`, and hands up all tokens the checker settled.
 
     num_draft_tokens: how many tokens `inner` may guess before a check.
     threshold:        drafting ends after a settled token whose probability under the checker is below it (0: never).
+    max_positions:    tokens the checker can attend to; on longer rows the level rests, said once.
     The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says
     (law 1).
     """
 
-    def __init__(self, checker: Checker, inner: Drafter, *, num_draft_tokens: int, threshold: float):
+    def __init__(
+        self,
+        checker: Checker,
+        inner: Drafter,
+        *,
+        num_draft_tokens: int,
+        threshold: float = 0.0,
+        max_positions: int | None = None,
+    ):
         self.checker, self.inner = checker, inner
         self.num_draft_tokens, self.threshold = num_draft_tokens, threshold
+        self.max_positions, self._said_rest = max_positions, False
         self.name = checker.name
         self.stats = LevelStats(self.name)
 
@@ -49,6 +64,7 @@ class CheckedDrafter:
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
         self.checker.runner.sync()
         self.stats.rounds += 1
+        limits = self._rested(rows, limits)
         settled: Rows = [[] for _ in rows]
         probs: list[Tensor] = []  # rounds of [batch, 1 + k, vocab]
         alive = [limit > 0 for limit in limits]
@@ -73,6 +89,20 @@ class CheckedDrafter:
         draft = Draft.from_lists(settled, self.checker.runner.device)
         draft.probs = _gather(probs, places, draft.tokens.shape) if probs else None
         return draft
+
+    def _rested(self, rows: Rows, limits: list[int]) -> list[int]:
+        """No tokens for rows that outgrow the positions of the checker."""
+        if self.max_positions is None:
+            return limits
+        width = max(limits)
+        if all(len(row) + width <= self.max_positions for row in rows):
+            return limits
+        if not self._said_rest:
+            self._said_rest = True
+            logger.warning(
+                "level %s reaches %d tokens only: it rests on longer rows (said once)", self.name, self.max_positions
+            )
+        return [limit if len(row) + width <= self.max_positions else 0 for row, limit in zip(rows, limits, strict=True)]
 
     def _round(self, seen: Rows, limits: list[int], alive: list[bool]) -> Verdict:
         """One inner round. Rows that are done ride along: nothing of theirs is drafted, kept or counted."""

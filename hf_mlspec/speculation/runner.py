@@ -120,6 +120,7 @@ class Runner:
 
 def _own_forward(model: nn.Module) -> Callable:
     """The model's own forward as (tokens, positions, cache, kept) -> logits."""
+    last = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0) - 1
     takes_kept = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(tokens: Tensor, positions: Tensor, cache: RaggedCache, kept) -> Tensor:
@@ -127,6 +128,9 @@ def _own_forward(model: nn.Module) -> Callable:
         if takes_kept:
             index = torch.arange(tokens.shape[1], device=tokens.device)[kept] if isinstance(kept, slice) else kept
             options["logits_to_keep"] = index
+        if last >= 0:
+            # Padding behind a row's end may lie beyond a table of learned positions.
+            positions = positions.clamp(max=last)
         out = model(
             input_ids=tokens,
             position_ids=positions,

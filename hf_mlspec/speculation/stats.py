@@ -16,6 +16,7 @@ class LevelStats:
     rounds:   calls of `propose`.
     forwards: model forward passes of this level (0 for lookups).
     seconds:  wall time inside those forward passes, or inside the lookup.
+    cache_bytes: keys and values this level held when it ended; 0 where it drafts in the target's cache.
     """
 
     name: str
@@ -25,6 +26,7 @@ class LevelStats:
     rounds: int = 0
     forwards: int = 0
     seconds: float = 0.0
+    cache_bytes: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -52,6 +54,7 @@ class SpeculationStats:
     target_passes: forward passes of the target, prefill included.
     row_passes:    the same counted per unfinished row; with batch 1 both are equal.
     seconds:       wall time of the whole decoding loop; target_seconds: inside the target's forward passes.
+    target_cache_bytes: keys and values of the target when the last row ended.
     """
 
     levels: list[LevelStats] = field(default_factory=list)
@@ -60,6 +63,7 @@ class SpeculationStats:
     row_passes: int = 0
     seconds: float = 0.0
     target_seconds: float = 0.0
+    target_cache_bytes: int = 0
 
     @property
     def tokens_per_target_pass(self) -> float:

@@ -105,7 +105,9 @@ class ModelDrafter:
         if self.max_positions is None:
             return rows
         for r, row in enumerate(rows):
-            if len(row) - self.dropped[r] + width > self.max_positions:
+            seen = len(row) - self.dropped[r]
+            # A rejection may take back more than the window holds.
+            if seen < 1 or seen + width > self.max_positions:
                 self.dropped[r] = max(len(row) - max(self.max_positions // 2, 1), 0)
                 self.runner.lengths[r] = 0
                 if not self._said_window:
