@@ -11,14 +11,13 @@ def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_
     """Whether ids mean the same to a level and to the level that checks it.
 
     size, checker_size: rows of the embeddings. tokenizer, checker_tokenizer: their tokenizers, None where unknown; if
-        both are
-    known they decide, else the sizes do: equal, or apart by padding rows only.
+        both are known they decide, else the sizes do, as in transformers: equal, or apart by padding rows only.
 
     Raises ValueError if the vocabularies differ and a tokenizer is missing.
     """
     if tokenizer is not None and checker_tokenizer is not None:
         return tokenizer is checker_tokenizer or tokenizer.get_vocab() == checker_tokenizer.get_vocab()
-    if tokenizer is None and padding_apart(size, checker_size):
+    if padding_apart(size, checker_size):
         return True
     missing = []
     if checker_tokenizer is None:
