@@ -209,7 +209,8 @@ def test_a_translated_proposal_spells_a_prefix_of_what_was_proposed(outer, inner
         assert tokens.pop() == view.outer_text.eos
     assert all(view.outer_text.piece(token) is not None for token in tokens)
     ours = view.outer_text.spelling(tokens)
-    if view.outer_text.adds_space and all(view.outer_text.piece(token) is None for token in view.outer):
+    text_begins = not view.outer or view.outer_text.piece(view.outer[-1]) is None
+    if view.outer_text.adds_space and text_begins:
         ours = ours.removeprefix(b" ")
     assert not ours or said.startswith(view._pending + ours)
 
