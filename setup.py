@@ -22,8 +22,8 @@ def skip(reason):
     if REQUIRED:
         raise SystemExit(f"{message} (MLSPEC_REQUIRE_KERNELS=1)")
     print(
-        f"{message}\n  The package works on the slower plain-torch reference path. To build the kernels, install torch and "
-        "a C++20 compiler,\n  then run: pip install --no-build-isolation -e .",
+        f"{message}\n  The package works on the slower plain-torch reference path. To build them, install torch\n"
+        "  and a C++20 compiler, then run: pip install --no-build-isolation -e .",
         file=sys.stderr,
     )
 

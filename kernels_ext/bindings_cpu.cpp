@@ -21,13 +21,15 @@ mlspec_dtype kernel_dtype(const Tensor& x) {
     case at::kFloat: return MLSPEC_FLOAT32;
     case at::kBFloat16: return MLSPEC_BFLOAT16;
     case at::kHalf: return MLSPEC_FLOAT16;
-    default: TORCH_CHECK_TYPE(false, "mxfp4_linear: x is ", x.scalar_type(), ", expected float32, bfloat16 or float16");
+    default:
+      TORCH_CHECK_TYPE(false, "mxfp4_linear: x is ", x.scalar_type(), ", expected float32, bfloat16 or float16");
   }
 }
 
 void check(const Tensor& x, const Tensor& packed, const Tensor& scale, const std::optional<Tensor>& bias) {
-  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte && scale.scalar_type() == at::kByte, "mxfp4_linear: weight_packed is ",
-                   packed.scalar_type(), " and weight_scale ", scale.scalar_type(), ", both are torch.uint8");
+  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte && scale.scalar_type() == at::kByte,
+                   "mxfp4_linear: weight_packed is ", packed.scalar_type(), " and weight_scale ", scale.scalar_type(),
+                   ", both are torch.uint8");
   TORCH_CHECK_VALUE(packed.dim() == 2 && scale.dim() == 2 && packed.size(0) == scale.size(0) &&
                         packed.size(1) == scale.size(1) * (kBlock / 2),
                     "mxfp4_linear: weight_packed ", packed.sizes(), " and weight_scale ", scale.sizes(),
@@ -60,12 +62,14 @@ Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_packed, const Tensor& 
   at::parallel_for(0, rows, std::max<int64_t>(1, kWorkPerTask / in), [&](int64_t begin, int64_t end) {
     kernels.split_x(flat.const_data_ptr(), dtype, in, begin, end, split.mutable_data_ptr<float>());
   });
+  const float* bias_data = bias ? wide_bias.const_data_ptr<float>() : nullptr;
   const mlspec_mxfp4_linear_args args{packed.const_data_ptr<uint8_t>(), scale.const_data_ptr<uint8_t>(),
-                                      split.const_data_ptr<float>(), bias ? wide_bias.const_data_ptr<float>() : nullptr,
-                                      y.mutable_data_ptr(), in, out, rows, dtype};
+                                      split.const_data_ptr<float>(), bias_data, y.mutable_data_ptr(),
+                                      in, out, rows, dtype};
   constexpr int64_t kGroup = MLSPEC_FEATURE_GROUP;
   const int64_t groups = (out + kGroup - 1) / kGroup;
-  at::parallel_for(0, groups, std::max<int64_t>(1, kWorkPerTask / (kGroup * in * rows)), [&](int64_t begin, int64_t end) {
+  const int64_t grain = std::max<int64_t>(1, kWorkPerTask / (kGroup * in * rows));
+  at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     kernels.mxfp4_linear(&args, begin * kGroup, std::min(end * kGroup, out));
   });
   return y;

@@ -6,7 +6,7 @@
              X.bias           any     [out]             unchanged, if there is one
 
 X is the module's name. The names are those compressed-tensors uses ("mxfp4-pack-quantized"); no kernel's private
-layout is ever on disk.
+layout is ever on disk. A checkpoint also holds one guard byte (integration/quantizer.py, docs/formats.md).
 """
 
 from __future__ import annotations

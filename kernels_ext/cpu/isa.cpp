@@ -1,4 +1,4 @@
-// Which instruction set do the kernels of this process use? Asked once, by cpuid and the operating system's state mask.
+// Which instruction set do the kernels of this process use? Asked once: cpuid and the operating system's state mask.
 #include "isa.h"
 
 #include <cstdlib>
@@ -38,7 +38,7 @@ CpuKernels choose() {
   for (int i = 0; i < count; ++i) {
     const bool named = wanted && *wanted && std::strcmp(wanted, list[i].kernels.isa) == 0;
     if (list[i].supported && (named || !wanted || !*wanted)) return list[i].kernels;
-    if (named) throw std::runtime_error(std::string("MLSPEC_CPU_ISA=") + wanted + " is not supported by this processor");
+    if (named) throw std::runtime_error(std::string("MLSPEC_CPU_ISA=") + wanted + " is not supported by this CPU");
     known += std::string(i ? ", " : "") + list[i].kernels.isa;
   }
   throw std::runtime_error(std::string("MLSPEC_CPU_ISA=") + wanted + " is unknown, choose one of " + known);

@@ -1,4 +1,4 @@
-// What can the CPU kernels do? Plain C signatures, no torch: the bindings check operands and split the work over threads.
+// What can the CPU kernels do? Plain C signatures, no torch: the bindings check operands and split work over threads.
 #pragma once
 #include <cstdint>
 
@@ -20,8 +20,8 @@ struct mlspec_mxfp4_linear_args {
   mlspec_dtype y_dtype;
 };
 
-// The order of every sum is fixed by in_features: lane l adds, block after block, elements 2l then 2l+1; the 16 lanes are
-// then halved four times. Neither the other rows, nor the tile they are computed in, nor the thread count changes a bit.
+// The order of every sum is fixed by in_features: lane l adds, block after block, elements 2l then 2l+1; the 16 lanes
+// are then halved four times. Neither the other rows, nor the tile of the row, nor the thread count changes a bit.
 #define MLSPEC_DECLARE(isa)                                                                                        \
   /* x rows [row_begin, row_end) -> float32, even and odd elements of each block apart */                          \
   void mlspec_split_x_##isa(const void* x, mlspec_dtype dtype, int64_t in_features, int64_t row_begin,             \

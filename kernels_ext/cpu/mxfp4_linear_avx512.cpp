@@ -24,8 +24,8 @@ using namespace mlspec;
 
 struct Vec {
   __m512 v;
-  // 4 x 6 sums, two decoded weights and the table are 27 of 32 registers; at one x row, 4 independent sums hide the latency of
-  // the two FMAs of a block. Wider tiles of fewer weight rows (3 x 9) read x too often from the L2 cache: measured slower.
+  // 4 x 6 sums, two decoded weights and the table are 27 of 32 registers; at one x row, 4 independent sums hide the
+  // latency of a block's two FMAs. Wider tiles of fewer weight rows (3 x 9) read x too often from L2: measured slower.
   static constexpr int kMaxCols = 6;
   static constexpr int rows_for(int) { return 4; }
   static Vec zero() { return {_mm512_setzero_ps()}; }

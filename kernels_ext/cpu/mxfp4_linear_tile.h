@@ -1,8 +1,8 @@
 // How is a tile of MXFP4 weight rows times x rows summed? One algorithm for every instruction set.
 //
-// Included by each mxfp4_linear_<isa>.cpp inside its anonymous namespace, after `Vec` and `#pragma GCC target`, so that every
-// function here is compiled for that instruction set and shared with no other file. Needs from Vec (16 floats):
-//   zero(), load(p), fma(a, b, c) = a * b + c, sum(v) by halving, Decoder(scale).decode(bytes, even, odd),
+// Included by each mxfp4_linear_<isa>.cpp inside its anonymous namespace, after `Vec` and `#pragma GCC target`, so
+// that every function here is compiled for that instruction set and shared with no other file. Vec (16 floats) has:
+//   zero(), load(p), fma(a, b, c) = a * b + c, sum(v) by halving, Decoder(&scale).decode(bytes, even, odd),
 //   kMaxCols (x rows of a tile), rows_for(cols) (weight rows of a tile).
 
 inline float bits_to_float(uint32_t bits) {
@@ -77,9 +77,9 @@ inline void store(const mlspec_mxfp4_linear_args& a, int64_t row, int64_t featur
   }
 }
 
-// Code 0 (2^-127) makes subnormal products, a hundred times slower on some processors. Blocks of zeros carry that code too
-// and are common (padded vocabularies): for them a scale of 0 gives the same zeros at full speed. The scale is handed on by
-// address: a broadcast from memory costs no shuffle.
+// Code 0 (2^-127) makes subnormal products, a hundred times slower on some processors. Blocks of zeros carry that code
+// too and are common (padded vocabularies): for them a scale of 0 gives the same zeros at full speed. The scale is
+// handed on by address: a broadcast from memory costs no shuffle.
 template <bool HasCodeZero>
 inline const float* block_scale(uint8_t code, const uint8_t* bytes) {
   static constexpr float kZero = 0.0f;
@@ -125,8 +125,8 @@ __attribute__((noinline)) void tile(const mlspec_mxfp4_linear_args& a, int64_t f
 template <int Rows, int Cols>
 void checked_tile(const mlspec_mxfp4_linear_args& a, int64_t feature, int64_t x_row) {
   const int64_t blocks = a.in_features / kBlock;
-  if (std::memchr(a.weight_scale + feature * blocks, 0, Rows * blocks)) return tile<Rows, Cols, true>(a, feature, x_row);
-  tile<Rows, Cols, false>(a, feature, x_row);
+  const bool has_code_zero = std::memchr(a.weight_scale + feature * blocks, 0, Rows * blocks) != nullptr;
+  has_code_zero ? tile<Rows, Cols, true>(a, feature, x_row) : tile<Rows, Cols, false>(a, feature, x_row);
 }
 
 template <int Cols>
@@ -144,7 +144,7 @@ void tile_cols(const mlspec_mxfp4_linear_args& a, int64_t feature, int64_t end, 
   }
 }
 
-// Features in groups whose codes stay in the L1/L2 cache while every tile of x rows passes; x rows in panels that stay in L2.
+// Features in groups whose codes stay in cache while every tile of x rows passes; x rows in panels that stay in L2.
 void linear(const mlspec_mxfp4_linear_args& a, int64_t out_begin, int64_t out_end) {
   constexpr int64_t kPanelBytes = 512 << 10;
   const int64_t fit = kPanelBytes / (a.in_features * static_cast<int64_t>(sizeof(float)));

@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_named(weight, change, error, message):
 
 
 def test_truncated_against_the_layer(weight):
-    with pytest.raises(ValueError, match=r"weight_packed has shape \[6, 32\], expected \[8, 32\]: the tensor is truncated"):
+    with pytest.raises(ValueError, match=r"weight_packed has shape \[6, 32\], expected \[8, 32\]: .* truncated"):
         weight.validate(8, 64)
 
 

@@ -26,7 +26,7 @@ for dtype in t.DTYPES:
 t.check_rows_stand_alone()
 t.check_special_blocks()
 x, weight = t.operands(torch.bfloat16, 67, 160, rows=5)
-print(t.ops.mxfp4_linear(x, *weight).float().sum(-1).tolist(), t.ops.mxfp4_linear(x, *weight).view(torch.int16).sum().item())
+print(t.ops.mxfp4_linear(x, *weight).view(torch.int16).tolist())
 """
 SHAPES = [(1, 32), (7, 64), (33, 96), (130, 512)]
 
@@ -106,7 +106,7 @@ def test_every_instruction_set_and_equal_bits_for_16_bit_rows():
         code = ISA_CHECK.format(tests=os.path.dirname(__file__), isa=isa)
         environment = {**os.environ, "MLSPEC_CPU_ISA": isa}
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-        if "is not supported by this processor" in result.stderr or "is unknown" in result.stderr:
+        if "is not supported by this CPU" in result.stderr or "is unknown" in result.stderr:
             continue
         assert result.returncode == 0, result.stderr
         printed[isa] = result.stdout

@@ -1,0 +1,210 @@
+"""Does direct_cast give a model of its own that shares everything it does not cast, and leave the source untouched?"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from hf_mlspec import direct_cast, resident_bytes
+from hf_mlspec.nn.linear import Mxfp4Linear
+
+MODELS = ["llama", "llama-tied", "qwen2-bias", "gemma2-tied", "gpt2-conv1d", "mixtral-experts"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:direct_cast. .* stay as they are"),
+    pytest.mark.filterwarnings("ignore:no compiled kernel"),
+]
+
+
+def packed(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, Mxfp4Linear)}
+
+
+def with_dequantized_weights(model, draft):
+    """A copy of ``model`` whose linear weights are the numbers that ``draft`` computes with."""
+    dense = copy.deepcopy(model)
+    for name, layer in packed(draft).items():
+        linear = dense.get_submodule(name)
+        linear.weight = nn.Parameter(layer.dequantized(linear.weight.dtype))
+    return dense
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_the_rounded_weights(tiny_model, ids, name, dtype):
+    model = tiny_model(name, dtype)
+    draft = direct_cast(model)
+    expected = with_dequantized_weights(model, draft)(ids).logits
+    error = (draft(ids).logits - expected).abs().max()
+    assert error <= (1e-5 if dtype == torch.float32 else 0.04) * max(1.0, float(expected.detach().abs().max()))
+    assert (expected - model(ids).logits).abs().max() > 0.01  # the cast does change the model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_materialized_logits_equal_those_of_the_rounded_weights(tiny_model, ids, name):
+    model = tiny_model(name, torch.bfloat16)
+    draft = direct_cast(model, materialize=True)
+    assert torch.equal(draft(ids).logits, with_dequantized_weights(model, draft)(ids).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_else_is_shared_and_no_wide_copy_stays(tiny_model, name):
+    model = tiny_model(name, torch.bfloat16)
+    draft = direct_cast(model)
+    source = dict(model.named_parameters()) | dict(model.named_buffers())
+    layers = packed(draft)
+    for key, tensor in (*draft.named_parameters(), *draft.named_buffers()):
+        if key.rpartition(".")[2] in ("weight_packed", "weight_scale"):
+            assert tensor.dtype == torch.uint8
+        else:
+            assert tensor is source[key], key
+    cast_bytes = sum(layer.in_features * layer.out_features * 2 for layer in layers.values())
+    assert resident_bytes(draft, shared_with=model) == cast_bytes * 17 // 64
+    assert resident_bytes(draft, shared_with=model) <= 0.28 * cast_bytes
+    assert resident_bytes(draft) - resident_bytes(draft, shared_with=model) <= resident_bytes(model)
+    left = [key for key, module in draft.named_modules() if type(module) is nn.Linear]
+    assert left == []
+    assert draft.get_input_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_source_is_untouched(tiny_model, ids, name):
+    model = tiny_model(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    config, tied, logits = model.config.to_json_string(), dict(model.all_tied_weights_keys), model(ids).logits
+    written = model.generate(ids, max_new_tokens=6, do_sample=False)
+    draft = direct_cast(model)
+    draft.config.use_cache = False
+    draft.generation_config.max_new_tokens = 3
+    draft(ids)
+    after = model.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert model.config.to_json_string() == config
+    assert model.all_tied_weights_keys == tied
+    assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), written)
+    assert not packed(model)
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_draft_generates_alone(tiny_model, ids, name):
+    draft = direct_cast(tiny_model(name))
+    written = draft.generate(ids, max_new_tokens=5, do_sample=False)
+    logits = draft(written[:, :-1]).logits[:, ids.shape[1] - 1 :]
+    assert written.shape == (2, 12)
+    assert torch.equal(logits.argmax(-1), written[:, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2-tied"])
+def test_a_tied_head_is_cast_alone_and_stays_untied(tiny_model, name):
+    model = tiny_model(name)
+    draft = direct_cast(model)
+    assert isinstance(draft.get_output_embeddings(), Mxfp4Linear)
+    assert isinstance(draft.get_input_embeddings(), nn.Embedding)
+    assert draft.config.tie_word_embeddings is False
+    assert draft.all_tied_weights_keys == {}
+    draft.tie_weights()
+    assert isinstance(draft.get_output_embeddings(), Mxfp4Linear)
+    assert draft.get_input_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.tie_word_embeddings is True
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_the_head_can_be_kept(tiny_model, name):
+    model = tiny_model(name)
+    draft = direct_cast(model, cast_head=False)
+    assert draft.get_output_embeddings().weight is model.get_output_embeddings().weight
+    assert draft.config.tie_word_embeddings is model.config.tie_word_embeddings
+    assert draft.config.quantization_config.modules_to_not_convert == ["lm_head"]
+
+
+def test_the_rule_is_used_and_recorded(tiny_model):
+    model = tiny_model("llama")
+    drafts = {rule: direct_cast(model, rule=rule) for rule in ("ocp_floor", "even_bump", "ceil")}
+    scales = {rule: next(iter(packed(draft).values())).weight_scale for rule, draft in drafts.items()}
+    assert not torch.equal(scales["ocp_floor"], scales["even_bump"])
+    assert not torch.equal(scales["even_bump"], scales["ceil"])
+    assert drafts["ceil"].config.quantization_config.rule == "ceil"
+
+
+def test_unfit_layers_are_kept_and_named_once(tiny_model, ids):
+    model = tiny_model("llama", intermediate_size=104)
+    with pytest.warns(UserWarning, match=r"3 weights.*\.0\.mlp\.down_proj \(in_features 104 is no multiple of 32\)"):
+        draft = direct_cast(model)
+    kept = draft.get_submodule("model.layers.1.mlp.down_proj")
+    assert kept.weight is model.get_submodule("model.layers.1.mlp.down_proj").weight
+    assert len(draft.config.quantization_config.modules_to_not_convert) == 3
+    assert torch.isfinite(draft(ids).logits).all()
+
+
+@pytest.mark.parametrize(("name", "word"), [("gpt2-conv1d", "Conv1D"), ("mixtral-experts", "fused expert weights")])
+def test_other_weights_are_kept_and_said(tiny_model, name, word):
+    with pytest.warns(UserWarning, match=rf"stay as they are, shared: .*\({word}\)"):
+        direct_cast(tiny_model(name))
+
+
+def test_nothing_is_said_when_all_is_cast(tiny_model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        direct_cast(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_nan_and_inf_name_the_tensor(tiny_model, bad):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = bad
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds 1 NaN or Inf among 6144"):
+        direct_cast(model)
+
+
+def test_what_cannot_be_cast_is_refused(tiny_model):
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="already quantized"):
+        direct_cast(direct_cast(model))
+    with pytest.raises(TypeError, match="not Linear"):
+        direct_cast(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="unknown precision 'fp3'"):
+        direct_cast(model, "fp3")
+    with pytest.raises(ValueError, match="'w4a16' is not available"):
+        direct_cast(model, "w4a16")
+    with pytest.raises(ValueError, match="unknown MXFP4 rounding rule 'up'"):
+        direct_cast(model, rule="up")
+    with pytest.raises(TypeError, match=r"q_proj\.weight is torch\.float64"):
+        direct_cast(tiny_model("llama", torch.float64))
+    model.model.layers[2].to("meta")
+    with pytest.raises(ValueError, match=r"9 parameters are on the meta device.*layers\.2\.self_attn\.q_proj\.weight"):
+        direct_cast(model)
+    with pytest.raises(ValueError, match=r"holds no nn\.Linear that can be cast: .*Conv1D"):
+        direct_cast(tiny_model("gpt2-conv1d"), cast_head=False)
+
+
+def test_hooks_and_the_state_of_a_past_generate_stay_behind(tiny_model, ids):
+    model = tiny_model("llama")
+    calls = []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="static", disable_compile=True)
+    model(ids, output_hidden_states=True)
+    model._compiled_call = model.__call__
+    calls.clear()
+    draft = direct_cast(model)
+    hidden = draft(ids, output_hidden_states=True).hidden_states
+    assert calls == []
+    assert len(hidden) == 4
+    assert not {"_compiled_call", "_cache"} & set(vars(draft))
+    assert draft.training is False
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 4
+    assert calls == [1]
+
+
+def test_a_device_hook_moves_to_the_new_layer(tiny_model, ids):
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = tiny_model("llama")
+    add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu"))
+    draft = direct_cast(model)
+    assert draft.lm_head._hf_hook is not None
+    assert torch.equal(draft(ids).logits, direct_cast(tiny_model("llama"))(ids).logits)
