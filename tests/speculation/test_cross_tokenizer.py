@@ -288,6 +288,7 @@ def test_incomplete_characters_are_finished_or_dropped():
     assert view.to_outer(character, 9) == row[-1:]
     assert view.to_outer(character[:2], 9) == []
     assert view.to_outer(llama("x", add_special_tokens=False)["input_ids"], 9) == []
+    assert view.to_outer([llama.eos_token_id], 9) == []  # no end of text inside a character
 
 
 def test_a_last_token_that_could_be_longer_is_dropped_unless_it_is_the_only_one():
