@@ -40,11 +40,15 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
 _MANTISSA_BITS = 23
 
+
+def _next_up(value: float) -> float:
+    return torch.nextafter(torch.tensor(value), torch.tensor(math.inf)).item()
+
+
 # A magnitude's index is the number of thresholds at or below it. On a tie (the threshold itself) the even index wins:
 # it lies below at the 1st, 3rd, 5th and 7th threshold, which therefore moves up by one float32 ULP.
-_TIES_AWAY = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-_TIES_EVEN = _TIES_AWAY.clone()
-_TIES_EVEN[0::2] = torch.nextafter(_TIES_AWAY[0::2], torch.tensor(math.inf))
+_TIES_AWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_TIES_EVEN = tuple(t if i % 2 else _next_up(t) for i, t in enumerate(_TIES_AWAY))
 
 
 def _floor_code(amax_bits: torch.Tensor) -> torch.Tensor:
@@ -60,7 +64,7 @@ def _ceil_code(amax_bits: torch.Tensor) -> torch.Tensor:
     return (sixth + ((1 << _MANTISSA_BITS) - 1)) >> _MANTISSA_BITS
 
 
-RULES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
+RULES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[float, ...]]] = {
     "ocp_floor": (_floor_code, _TIES_EVEN),
     "even_bump": (_even_bump_code, _TIES_EVEN),
     "ceil": (_ceil_code, _TIES_AWAY),
@@ -108,7 +112,9 @@ def _quantize_rows(rows: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.T
     code = scale_code(torch.where(finite, amax_bits, 0)).clamp_(min=0)  # the largest float32 gives 253
     inverse_scale = ((254 - code) << _MANTISSA_BITS).view(torch.float32)  # 2^(127 - code), never subnormal
     scaled = magnitude_bits.view(torch.float32) * inverse_scale.unsqueeze(-1)
-    index = torch.bucketize(scaled, thresholds.to(rows.device), right=True, out_int32=True).to(torch.uint8)
+    index = torch.zeros(scaled.shape, dtype=torch.uint8, device=rows.device)
+    for threshold in thresholds:  # a binary search per element (bucketize) mispredicts its branches: 2.5 times slower
+        index += scaled >= threshold
     codes = torch.where(finite.unsqueeze(-1), index | (torch.signbit(blocks).to(torch.uint8) << 3), 0)
     scales = torch.where(finite, code, NAN_SCALE).to(torch.uint8)
     return pack_nibbles(codes.flatten(-2)), scales
