@@ -12,9 +12,9 @@ from transformers.generation import CandidateGenerator, LogitsProcessorList
 from ..speculation.draft import Draft
 from ..speculation.ragged_attention import ragged_attention_on
 from .config import SpeculationConfig
-from .decoding import check_request
 from .levels import resolve
 from .processing import Prompts
+from .request import check_request
 from .wiring import Wiring
 
 

@@ -18,13 +18,12 @@ from .config import SpeculationConfig
 from .levels import resolve
 from .processing import Prompts, Stopping
 from .record import Record
-from .suitability import check_length, check_model
+from .request import check_prompts, check_request, check_streamer
+from .suitability import check_length
 from .wiring import Chain, Wiring
 
 _FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as rows do
 _last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-# What stock generate hands to every decoding method and our loop makes for itself.
-_OURS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
 
 def last_stats(model: PreTrainedModel) -> SpeculationStats | None:
@@ -85,10 +84,13 @@ def run(
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
     config = SpeculationConfig.of(config)
     check_request(model, input_ids, settings, model_kwargs)
+    check_streamer(streamer, len(input_ids))
     prompts = Prompts(input_ids, model_kwargs.get("attention_mask"))
+    check_prompts(model, prompts, settings.max_length, model_kwargs)
     new_tokens = settings.max_length - input_ids.shape[1]
     check_length(model, max(prompts.lengths), new_tokens)
     found = resolve(model, levels, tokenizers, config)
+    stop = Stopping(criteria, getattr(settings, "_eos_token_tensor", None), prompts)
     wiring = Wiring(
         model,
         tokenizer,
@@ -97,6 +99,7 @@ def run(
         processors=processors,
         prompts=prompts,
         capacity=max(prompts.lengths) + min(new_tokens, _FIRST_CAPACITY),
+        ends=frozenset(stop.eos),
     )
     chain = wiring.build(found)
     record = Record(settings, streamer, len(prompts.rows))
@@ -114,7 +117,7 @@ def run(
                 num_draft_tokens=chain.num_draft_tokens,
                 emit=record,
                 cached=cached,
-                stop=Stopping(criteria, getattr(settings, "_eos_token_tensor", None), prompts),
+                stop=stop,
             )
         wanted = keep_cache or settings.return_dict_in_generate or cached
         cache = _return_cache(chain, model_kwargs.get("past_key_values"), cached, rows) if wanted else None
@@ -124,39 +127,18 @@ def run(
     return record.result(prompts, rows, stats, cache)
 
 
-def check_request(model, input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
-    check_model(model, "the target")
-    if settings.num_beams and settings.num_beams > 1:
-        raise ValueError(
-            f"num_beams={settings.num_beams} with assistant_models: beam search cannot be drafted for; pass "
-            "num_beams=1, or leave assistant_models out"
-        )
-    if input_ids.numel() == 0:
-        raise ValueError(
-            "assistant_models needs input_ids with at least one token per row (inputs_embeds is not supported)"
-        )
-    for option in ("output_attentions", "output_hidden_states"):
-        if getattr(settings, option, None):
-            raise ValueError(
-                f"{option}=True is not available with assistant_models: the checked positions of a round are "
-                "not those of single steps; leave one of the two out"
-            )
-    if model_kwargs.get("use_cache") is False:
-        raise ValueError("use_cache=False with assistant_models: speculation needs the cache")
-    extra = sorted(k for k, v in model_kwargs.items() if k not in _OURS and v is not None)
-    if extra:
-        raise ValueError(
-            f"model inputs {', '.join(extra)} are not supported with assistant_models: only input_ids and "
-            "attention_mask are"
-        )
-
-
 def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> int:
     """Start the target's cache; take over what a user's cache already holds of a single prompt."""
     chain.target.start(len(prompts.rows), device)
     length = given.get_seq_length() if given is not None else 0
     if not length:
         return 0
+    hidden = prompts.input_ids.shape[1] - prompts.lengths[0]
+    if hidden:
+        raise ValueError(
+            f"past_key_values holds {length} tokens, and the attention_mask hides {hidden} of the prompt: whether "
+            "they are in the cache cannot be known; leave out past_key_values, or the masked tokens"
+        )
     plain = isinstance(given, DynamicCache) and all(type(layer) is DynamicLayer for layer in given.layers)
     if len(prompts.rows) > 1 or not plain:
         raise ValueError(

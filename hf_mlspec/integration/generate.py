@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -40,6 +41,8 @@ def enabled() -> bool:
 
 
 def _hooked_generate(stock):
+    names = list(inspect.signature(stock).parameters)[1:-1]  # between self and **kwargs
+
     @functools.wraps(stock)
     def generate(self, *args, assistant_models=None, assistant_tokenizers=None, speculation_config=None, **kwargs):
         given = {
@@ -49,11 +52,14 @@ def _hooked_generate(stock):
         }
         if assistant_models is None or kwargs.get("custom_generate") is not None:
             return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+        positional = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or positional.keys() & kwargs.keys():
+            return stock(self, *args, **kwargs)  # which says what is wrong with them
+        kwargs |= positional
         _check_call(self, kwargs)
-        args, kwargs = _expand(self, args, kwargs)
         proxy = _Proxy(self, assistant_models, assistant_tokenizers, SpeculationConfig.of(speculation_config))
         proxy.keep_cache = kwargs.get("past_key_values") is not None  # a user's own cache comes back filled
-        return stock(self, *args, assistant_model=proxy, **kwargs)
+        return stock(self, **{**_expand(self, kwargs), "assistant_model": proxy})
 
     generate._mlspec = True
     return generate
@@ -144,15 +150,13 @@ def _option(model, kwargs: dict, name: str):
     return None
 
 
-def _expand(model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _expand(model, kwargs: dict) -> dict:
     """num_return_sequences: repeat the rows here, since stock preparation refuses it beside an assistant."""
     copies = _option(model, kwargs, "num_return_sequences")
     if not copies or copies == 1:
-        return args, kwargs
+        return kwargs
     kwargs = {**kwargs, "num_return_sequences": 1}
-    if args and args[0] is not None:
-        args = (args[0].repeat_interleave(copies, dim=0), *args[1:])
     for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name].repeat_interleave(copies, dim=0)
-    return args, kwargs
+    return kwargs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import nn
@@ -46,6 +47,9 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
             f"assistant_tokenizers takes one entry per level (None where it is the target's): got "
             f"{tokenizers!r} for {len(levels)} levels"
         )
+    for index, tokenizer in enumerate(tokenizers):
+        if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+            raise TypeError(f"assistant_tokenizers[{index}] is a {type(tokenizer).__name__}, not a tokenizer or None")
     device = next(target.parameters()).device
     resolved = []
     for index, (level, tokenizer) in enumerate(zip(levels, tokenizers, strict=True)):
@@ -64,6 +68,11 @@ def _resolve(target: nn.Module, level, config: SpeculationConfig) -> Level:
     if isinstance(level, nn.Module):
         return Level(_name(level), model=level, shape_of_target=_is_view(level, target))
     if isinstance(level, Drafter):
+        largest, size = getattr(level, "largest_token", -1), target.config.get_text_config().vocab_size
+        if largest >= size:
+            raise ValueError(
+                f"level {level.name} holds token {largest}, the target has {size}: it was made with another tokenizer"
+            )
         return Level(level.name, drafter=level)
     raise TypeError(f"a level is a model, a path, a word or a drafter such as NGram, got {type(level).__name__}")
 
@@ -94,11 +103,19 @@ def _load(target: nn.Module, word: Word, cast: dict):
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"level {word.path!r} cannot be loaded as a causal language model: {error}") from error
     model = model.to(next(target.parameters()).device).eval()
+    return (direct_cast(model, "mxfp4", **cast) if word.cast else model), _load_tokenizer(word.path)
+
+
+def _load_tokenizer(path: str):
+    """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked for it."""
+    folder = Path(path)
+    # Without files, some tokenizer classes come back empty instead of failing.
+    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(word.path)
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError):
-        tokenizer = None  # then the sizes of the vocabularies decide, or the user is asked for it
-    return (direct_cast(model, "mxfp4", **cast) if word.cast else model), tokenizer
+        return None
 
 
 def _name(model: nn.Module) -> str:

@@ -21,6 +21,10 @@ def check_model(model: nn.Module, name: str) -> None:
     if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
         raise TypeError(f"{name} ({kind}) is no causal language model: load it with AutoModelForCausalLM")
     config = model.config.get_text_config()
+    if config is model.config and any(vars(module).get("is_causal") is False for module in model.modules()):
+        raise TypeError(
+            f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language model"
+        )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if model._is_stateful or not kinds <= LAYER_TYPES or getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(
@@ -50,6 +54,15 @@ def check_device(model: nn.Module, name: str, device: torch.device) -> None:
 def max_positions(model: nn.Module) -> int | None:
     """Tokens the model's positions reach, None where its config names no bound."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def sliding_window(model: nn.Module) -> int | None:
+    """Tokens a layer with a sliding window attends to, None where every layer sees the whole row."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:

@@ -21,6 +21,8 @@ from .config import (
     CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS,
     NUM_DRAFT_TOKENS,
     SpeculationConfig,
+    check_num_draft_tokens,
+    check_threshold,
 )
 from .levels import Level
 from .processing import Prompts, split_processors, warp_of
@@ -76,10 +78,11 @@ class Wiring:
         processors: LogitsProcessorList,
         prompts: Prompts,
         capacity: int,
+        ends: frozenset[int] = frozenset(),
     ):
         self.config, self.do_sample, self.processors, self.prompts = config, do_sample, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
-        self.model, self.tokenizer, self.capacity = target, tokenizer, capacity
+        self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
         self.vocab_size = _vocab_size(target)
 
     def build(self, levels: list[Level]) -> Chain:
@@ -171,16 +174,23 @@ class Wiring:
             warp=warp,
             process=process,
             prompt_lengths=self.prompts.lengths,
+            ends=self.ends if in_target_vocabulary else frozenset(),
         )
 
     def _num_draft_tokens(self, level: Level, index: int) -> int:
-        own = getattr(getattr(level.model, "generation_config", None), "num_assistant_tokens", None)
-        return self.config.of_level("num_draft_tokens", index, self.count) or own or NUM_DRAFT_TOKENS
+        given = self.config.of_level("num_draft_tokens", index, self.count)
+        if given is None:
+            given = getattr(getattr(level.model, "generation_config", None), "num_assistant_tokens", None)
+            check_num_draft_tokens(given, f"generation_config.num_assistant_tokens of level {level.name} is {given!r}")
+        return NUM_DRAFT_TOKENS if given is None else given
 
     def _threshold(self, level: Level, index: int, same: bool) -> float:
         given = self.config.of_level("confidence_threshold", index, self.count)
         if given is None:
             given = getattr(level.model.generation_config, "assistant_confidence_threshold", None)
+            check_threshold(
+                given, f"generation_config.assistant_confidence_threshold of level {level.name} is {given!r}"
+            )
         default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
         return default if given is None else given
 

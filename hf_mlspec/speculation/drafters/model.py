@@ -122,8 +122,8 @@ class ModelDrafter:
 
     def _refuse_nan(self, logits: Tensor) -> None:
         self._fresh = False
-        if bool(torch.isnan(logits).any()):
+        if not bool(torch.isfinite(logits.amax())):
             raise FloatingPointError(
-                f"the logits of level {self.name} are NaN: its weights hold NaN or Inf, or its "
+                f"the logits of level {self.name} are NaN or Inf: its weights hold NaN or Inf, or its "
                 f"arithmetic overflows in {logits.dtype}; check the checkpoint or its dtype"
             )

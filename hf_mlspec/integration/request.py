@@ -1,0 +1,97 @@
+"""Can this call of generate be served? What cannot is refused before anything is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+
+from .processing import Prompts
+from .suitability import check_model, sliding_window
+
+# What stock generate hands to every decoding method and our loop makes for itself.
+_OURS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+# Drafting of transformers' own that a user may have asked for.
+_STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
+
+
+def check_request(model, input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
+    """Raise TypeError or ValueError for a target, an option or an input that cannot go with assistant_models."""
+    check_model(model, "the target")
+    if settings.num_beams and settings.num_beams > 1:
+        raise ValueError(
+            f"num_beams={settings.num_beams} with assistant_models: beam search cannot be drafted for; pass "
+            "num_beams=1, or leave assistant_models out"
+        )
+    if input_ids.numel() == 0:
+        raise ValueError(
+            "assistant_models needs input_ids with at least one token per row (inputs_embeds is not supported)"
+        )
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(settings, option, None):
+            raise ValueError(
+                f"{option}=True is not available with assistant_models: the checked positions of a round are "
+                "not those of single steps; leave one of the two out"
+            )
+    for option in _STOCK_DRAFTS:
+        if getattr(settings, option, None) is not None:
+            raise ValueError(
+                f"{option} and assistant_models were both given: leave {option} out, levels like 'prompt_lookup' and "
+                "'early_exit:4' do the same"
+            )
+    _check_cache(settings, model_kwargs)
+    extra = sorted(k for k, v in model_kwargs.items() if k not in _OURS and v is not None)
+    if extra:
+        raise ValueError(
+            f"model inputs {', '.join(extra)} are not supported with assistant_models: only input_ids and "
+            "attention_mask are"
+        )
+
+
+def _check_cache(settings: GenerationConfig, model_kwargs: dict) -> None:
+    if model_kwargs.get("use_cache") is False:
+        raise ValueError("use_cache=False with assistant_models: speculation needs the cache; leave use_cache out")
+    kind = settings.cache_implementation
+    if kind not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={kind!r} with assistant_models: rows of different lengths need a cache of their "
+            "own kind; leave cache_implementation out"
+        )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and not isinstance(cache, DynamicCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, with assistant_models it must be a DynamicCache: rows of "
+            "different lengths need a cache of their own kind"
+        )
+
+
+def check_streamer(streamer, batch: int) -> None:
+    """Raise ValueError for a streamer of several rows, which gain different numbers of tokens in a round."""
+    if streamer is not None and batch > 1:
+        raise ValueError(
+            f"a streamer with {batch} rows: rows gain different numbers of tokens in a round, so only one row can be "
+            "streamed with assistant_models"
+        )
+
+
+def check_prompts(model, prompts: Prompts, max_length: int, model_kwargs: dict) -> None:
+    """Raise ValueError where stock generate would see other positions, or another window, than our rows have."""
+    window = sliding_window(model)
+    if prompts.has_holes and window and max_length > window:
+        raise ValueError(
+            f"attention_mask hides tokens inside a prompt, and {type(model).__name__} attends to a sliding window of "
+            f"{window} tokens, less than the {max_length} asked for: transformers counts the hidden ones as part of "
+            "the window; remove them from input_ids"
+        )
+    given = model_kwargs.get("position_ids")
+    if given is None:
+        return
+    width = prompts.input_ids.shape[1]
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(prompts.input_ids) if mask is None else mask
+    own = mask.long().cumsum(-1) - 1
+    if given.shape[-1] < width or bool(((given[..., :width] != own) & mask.bool()).any()):
+        raise ValueError(
+            "position_ids other than those the attention_mask implies are not supported with assistant_models: leave "
+            "position_ids out"
+        )
