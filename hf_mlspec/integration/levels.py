@@ -107,7 +107,7 @@ def _load(target: nn.Module, word: Word, cast: dict):
 
 
 def _load_tokenizer(path: str):
-    """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked for it."""
+    """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked."""
     folder = Path(path)
     # Without files, some tokenizer classes come back empty instead of failing.
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):

@@ -85,6 +85,6 @@ def _check_rotation(model: nn.Module, tokens: int) -> None:
         border = one.get("original_max_position_embeddings") or max_positions(model)
         if one.get("rope_type") in ("dynamic", "longrope") and border and tokens > border:
             raise ValueError(
-                f"rope_type {one['rope_type']!r} changes its frequencies past {border} tokens, so a block of tokens would "
-                f"not be scored as single tokens are: keep prompt and new tokens ({tokens} now) within {border}"
+                f"rope_type {one['rope_type']!r} changes its frequencies past {border} tokens, so a block of tokens "
+                f"would not be scored as single tokens are: keep prompt and new tokens ({tokens} now) within {border}"
             )

@@ -163,6 +163,7 @@ class Wiring:
             follow=follow,
             capacity=self.capacity,
             num_embeddings=model.get_input_embeddings().num_embeddings,
+            num_positions=max_positions(model),
         )
 
     def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:

@@ -14,7 +14,6 @@ from .checker import Checker, Verdict
 from .draft import Draft, Drafter, Rows
 from .stats import LevelStats
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -69,17 +68,18 @@ class CheckedDrafter:
         probs: list[Tensor] = []  # rounds of [batch, 1 + k, vocab]
         alive = [limit > 0 for limit in limits]
         seen = [list(row) for row in rows]
-        places: list[list[tuple[int, int]]] = [[] for _ in rows]  # per row and settled token: (round, position)
+        places: list[list[int]] = [[] for _ in rows]  # per row and settled token: its column in all of probs
+        columns = 0
         while any(alive):
-            room = [limit - len(done) - 1 if a else 0 for limit, done, a in zip(limits, settled, alive, strict=True)]
-            verdict = self._round(seen, [min(max(r, 0), self.num_draft_tokens) for r in room], alive)
+            verdict = self._round(seen, self._room(limits, settled, alive), alive)
             for r, tokens in enumerate(verdict.tokens):
                 if alive[r]:
                     settled[r] += tokens
                     seen[r] += tokens
-                    places[r] += [(len(probs), j) for j in range(len(tokens))]
+                    places[r] += range(columns, columns + len(tokens))
             if verdict.probs is not None:
                 probs.append(verdict.probs)
+                columns += verdict.probs.shape[1]
             confident = self._confident(verdict)
             alive = [
                 a and ok and len(done) < limit
@@ -87,8 +87,13 @@ class CheckedDrafter:
             ]
         self.stats.forwards, self.stats.seconds = self.checker.runner.forwards, self.checker.runner.seconds
         draft = Draft.from_lists(settled, self.checker.runner.device)
-        draft.probs = _gather(probs, places, draft.tokens.shape) if probs else None
+        draft.probs = _gather(probs, places, draft) if probs else None
         return draft
+
+    def _room(self, limits: list[int], settled: Rows, alive: list[bool]) -> list[int]:
+        """Tokens the inner level may guess: the check adds one more."""
+        left = [limit - len(done) - 1 if a else 0 for limit, done, a in zip(limits, settled, alive, strict=True)]
+        return [min(max(n, 0), self.num_draft_tokens) for n in left]
 
     def _rested(self, rows: Rows, limits: list[int]) -> list[int]:
         """No tokens for rows that outgrow the positions of the checker."""
@@ -102,7 +107,8 @@ class CheckedDrafter:
             logger.warning(
                 "level %s reaches %d tokens only: it rests on longer rows (said once)", self.name, self.max_positions
             )
-        return [limit if len(row) + width <= self.max_positions else 0 for row, limit in zip(rows, limits, strict=True)]
+        fits = [len(row) + width <= self.max_positions for row in rows]
+        return [limit if ok else 0 for limit, ok in zip(limits, fits, strict=True)]
 
     def _round(self, seen: Rows, limits: list[int], alive: list[bool]) -> Verdict:
         """One inner round. Rows that are done ride along: nothing of theirs is drafted, kept or counted."""
@@ -126,10 +132,10 @@ class CheckedDrafter:
         return [min(line[:n]) >= self.threshold for line, n in zip(each, tokens.lengths, strict=True)]
 
 
-def _gather(probs: list[Tensor], places: list[list[tuple[int, int]]], shape: torch.Size) -> Tensor:
-    """The checker's distribution behind every settled token: float32 `[batch, k, vocab]`."""
-    out = probs[0].new_zeros(*shape, probs[0].shape[-1])
-    for r, row in enumerate(places):
-        for t, (round_, j) in enumerate(row):
-            out[r, t] = probs[round_][r, j]
-    return out
+def _gather(probs: list[Tensor], places: list[list[int]], draft: Draft) -> Tensor:
+    """The checker's distribution behind every settled token: float32 `[batch, k, vocab]`.
+
+    places: per row and settled token its column in the rounds laid side by side.
+    """
+    columns = Draft.from_lists(places, draft.tokens.device).tokens
+    return torch.cat(probs, dim=1).gather(1, columns[..., None].expand(-1, -1, probs[0].shape[-1]))

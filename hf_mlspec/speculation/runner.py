@@ -21,7 +21,8 @@ class Runner:
     follow:  the runner whose cache this one writes into, or None for a cache of its own (law 4).
     forward: what computes logits; `hf_mlspec.nn.decoder.bare_forward(model)` or None for the model's own forward.
     capacity: tokens a row is expected to hold. num_embeddings: ids the model can embed; larger ones (padding rows
-        that only the level above has) are read as the last.
+        that only the level above has) are read as the last. num_positions: positions the model knows; only padding
+        beside longer rows, and rows whose logits nobody reads, may lie beyond.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Runner:
         forward: Callable | None = None,
         capacity: int = 0,
         num_embeddings: int | None = None,
+        num_positions: int | None = None,
     ):
         self.model, self.follow, self.capacity = model, follow, capacity
-        self.num_embeddings = num_embeddings
+        self.num_embeddings, self.num_positions = num_embeddings, num_positions
         self.forward = forward or _own_forward(model)
         self.cache: RaggedCache | None = None
         self.lengths: list[int] = []
@@ -108,8 +110,11 @@ class Runner:
             wanted = wanted.clamp(max=tokens.shape[1] - 1)
             window, gather = torch.unique(wanted, return_inverse=True)
             window, gather = window.to(self.device), gather.to(self.device)
+        positions = plan.positions
+        if self.num_positions is not None and plan.end > self.num_positions:
+            positions = positions.clamp(max=self.num_positions - 1)
         with planned(plan):
-            logits = self.forward(tokens, plan.positions, self.cache, window)
+            logits = self.forward(tokens, positions, self.cache, window)
         if gather is not None:
             logits = logits[torch.arange(len(first), device=logits.device)[:, None], gather.to(logits.device)]
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
