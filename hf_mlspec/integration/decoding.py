@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,79 +53,100 @@ def generate(
 
     Raises TypeError or ValueError for levels and options that cannot work, before anything is computed.
     """
-    return run(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
+    call = Call(
+        input_ids=input_ids,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        settings=generation_config,
+        model_kwargs=model_kwargs,
         levels=assistant_models if assistant_models is not None else [],
         tokenizers=assistant_tokenizers,
         config=speculation_config,
         tokenizer=target_tokenizer,
-        model_kwargs=model_kwargs,
     )
+    return run(model, call)
 
 
-def run(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    settings: GenerationConfig,
-    *,
-    levels: list,
-    tokenizers: list | None,
-    config: SpeculationConfig | dict | None,
-    tokenizer=None,
-    streamer=None,
-    keep_cache: bool = False,
-    model_kwargs: dict,
-) -> GenerateDecoderOnlyOutput | Tensor:
+@dataclass
+class Call:
+    """What stock generate prepared, and what the user said of the levels.
+
+    input_ids: int64 `[batch, width]`. keep_cache: the user's own past_key_values is to come back filled.
+    """
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    settings: GenerationConfig
+    model_kwargs: dict
+    levels: list
+    tokenizers: list | None = None
+    config: SpeculationConfig | dict | None = None
+    tokenizer: object | None = None
+    streamer: object | None = None
+    keep_cache: bool = False
+
+    @property
+    def new_tokens(self) -> int:
+        """The most a row may gain."""
+        return self.settings.max_length - self.input_ids.shape[1]
+
+
+def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
-    config = SpeculationConfig.of(config)
-    check_request(model, input_ids, settings, model_kwargs)
-    check_streamer(streamer, len(input_ids))
-    prompts = Prompts(input_ids, model_kwargs.get("attention_mask"))
-    check_prompts(model, prompts, settings.max_length, model_kwargs)
-    new_tokens = settings.max_length - input_ids.shape[1]
-    check_length(model, max(prompts.lengths), new_tokens)
-    found = resolve(model, levels, tokenizers, config)
-    stop = Stopping(criteria, getattr(settings, "_eos_token_tensor", None), prompts)
-    wiring = Wiring(
-        model,
-        tokenizer,
-        config,
-        do_sample=bool(settings.do_sample),
-        processors=processors,
-        prompts=prompts,
-        capacity=max(prompts.lengths) + min(new_tokens, _FIRST_CAPACITY),
-        ends=frozenset(stop.eos),
-    )
-    chain = wiring.build(found)
-    record = Record(settings, streamer, len(prompts.rows))
+    check_request(model, call.input_ids, call.settings, call.model_kwargs)
+    check_streamer(call.streamer, len(call.input_ids))
+    prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"))
+    check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
+    check_length(model, max(prompts.lengths), call.new_tokens)
+    stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
+    chain = _chain(model, call, prompts, stop)
+    record = Record(call.settings, call.streamer, len(prompts.rows))
     rows = [list(row) for row in prompts.rows]
     _last[model] = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch the counts grow
     with ragged_attention_on(chain.models):
-        with torch.inference_mode():
-            cached = _load_cache(chain, model_kwargs.get("past_key_values"), prompts, input_ids.device)
-            stats = decode(
-                chain.target,
-                chain.drafter,
-                rows,
-                [new_tokens] * len(rows),
-                device=input_ids.device,
-                num_draft_tokens=chain.num_draft_tokens,
-                emit=record,
-                cached=cached,
-                stop=stop,
-            )
-        wanted = keep_cache or settings.return_dict_in_generate or cached
-        cache = _return_cache(chain, model_kwargs.get("past_key_values"), cached, rows) if wanted else None
+        stats, cache = _decode(chain, call, prompts, rows, stop, record)
     _last[model] = chain.finish(stats)
-    if streamer is not None:
-        streamer.end()
+    if call.streamer is not None:
+        call.streamer.end()
     return record.result(prompts, rows, stats, cache)
+
+
+def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping) -> Chain:
+    config = SpeculationConfig.of(call.config)
+    levels = resolve(model, call.levels, call.tokenizers, config)
+    wiring = Wiring(
+        model,
+        call.tokenizer,
+        config,
+        do_sample=bool(call.settings.do_sample),
+        processors=call.processors,
+        prompts=prompts,
+        capacity=max(prompts.lengths) + min(call.new_tokens, _FIRST_CAPACITY),
+        ends=frozenset(stop.eos),
+    )
+    return wiring.build(levels)
+
+
+def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stopping, record: Record):
+    """Extend the rows; the counts, and the cache a user asked to have back."""
+    given = call.model_kwargs.get("past_key_values")
+    device = call.input_ids.device
+    with torch.inference_mode():
+        cached = _load_cache(chain, given, prompts, device)
+        stats = decode(
+            chain.target,
+            chain.drafter,
+            rows,
+            [call.new_tokens] * len(rows),
+            num_draft_tokens=chain.num_draft_tokens,
+            stop=stop,
+            emit=record,
+            device=device,
+            cached=cached,
+        )
+    wanted = call.keep_cache or call.settings.return_dict_in_generate or cached
+    return stats, _return_cache(chain, given, cached, rows) if wanted else None
 
 
 def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> int:

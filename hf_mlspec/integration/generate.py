@@ -8,7 +8,7 @@ import inspect
 from transformers import GenerationMixin, PreTrainedModel
 
 from .config import SpeculationConfig
-from .decoding import run
+from .decoding import Call, run
 from .suitability import check_model
 
 
@@ -68,50 +68,29 @@ def _hooked_generate(stock):
 def _hooked_decoding(stock):
     @functools.wraps(stock)
     def _assisted_decoding(
-        self,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        assistant_model=None,
-        streamer=None,
-        synced_gpus=False,
-        inputs_tensor=None,
-        tokenizer=None,
-        assistant_tokenizer=None,
-        **model_kwargs,
+        self, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model=None, **kwargs
     ):
         if not isinstance(assistant_model, _Proxy):
-            return stock(
-                self,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                assistant_model=assistant_model,
-                streamer=streamer,
-                synced_gpus=synced_gpus,
-                tokenizer=tokenizer,
-                inputs_tensor=inputs_tensor,
-                assistant_tokenizer=assistant_tokenizer,
-                **model_kwargs,
-            )
-        if synced_gpus:
+            given = (input_ids, logits_processor, stopping_criteria, generation_config)
+            return stock(self, *given, assistant_model=assistant_model, **kwargs)
+        if kwargs.pop("synced_gpus", False):
             raise ValueError("synced_gpus=True (DeepSpeed ZeRO-3 or FSDP) is not supported with assistant_models")
-        return run(
-            self,
+        for unused in ("inputs_tensor", "assistant_tokenizer"):
+            kwargs.pop(unused, None)
+        call = Call(
             input_ids,
             logits_processor,
             stopping_criteria,
             generation_config,
+            tokenizer=kwargs.pop("tokenizer", None),
+            streamer=kwargs.pop("streamer", None),
+            model_kwargs=kwargs,
             levels=assistant_model.levels,
             tokenizers=assistant_model.tokenizers,
             config=assistant_model.speculation_config,
             keep_cache=assistant_model.keep_cache,
-            tokenizer=tokenizer,
-            streamer=streamer,
-            model_kwargs=model_kwargs,
         )
+        return run(self, call)
 
     return _assisted_decoding
 

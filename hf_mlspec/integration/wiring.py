@@ -100,14 +100,7 @@ class Wiring:
         """The drafter of level `index` in the vocabulary of the level above it."""
         level, last = levels[index], index + 1 == len(levels)
         if level.drafter is not None:
-            if not last:
-                raise ValueError(
-                    f"level {index} ({level.name}) checks nothing, so no level can stand below it: put "
-                    f"it last, after {', '.join(below.name for below in levels[index + 1 :])}"
-                )
-            chain.levels.append(level.drafter)
-            chain.runners.append(None)
-            return level.drafter
+            return self._lookup(chain, levels, index)
         size = _vocab_size(level.model)
         same = level.shape_of_target or same_vocabulary(
             level.name, size, level.tokenizer, above.vocab_size, above.tokenizer
@@ -124,23 +117,32 @@ class Wiring:
         if last:
             drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold, max_positions=most)
         else:
-            below = _Above(
-                above.tokenizer if same else level.tokenizer,
-                sampler.vocab_size,
-                above.is_targets and same,
-                runner,
-                shares,
-            )
-            inner = self._drafter(chain, levels, index + 1, below)
+            tokenizer = above.tokenizer if same else level.tokenizer
+            below = _Above(tokenizer, sampler.vocab_size, above.is_targets and same, runner, shares)
             drafter = CheckedDrafter(
                 Checker(runner, sampler, level.name),
-                inner,
+                self._drafter(chain, levels, index + 1, below),
                 threshold=threshold,
                 num_draft_tokens=self._num_draft_tokens(levels[index + 1], index + 1),
                 max_positions=most,
             )
         chain.levels[place] = drafter if same else self._across(drafter, level, above, size)
         return chain.levels[place]
+
+    def _lookup(self, chain: Chain, levels: list[Level], index: int) -> Drafter:
+        """A level without a model: it drafts in whatever vocabulary stands above it."""
+        level, rest = levels[index], levels[index + 1 :]
+        if rest:
+            raise ValueError(
+                f"level {index} ({level.name}) checks nothing, so no level can stand below it: put it last, after "
+                f"{', '.join(below.name for below in rest)}"
+            )
+        threshold = self.config.of_level("confidence_threshold", index, self.count)
+        if threshold is not None and hasattr(level.drafter, "threshold"):
+            level.drafter.threshold = threshold
+        chain.levels.append(level.drafter)
+        chain.runners.append(None)
+        return level.drafter
 
     def _across(self, drafter: Drafter, level: Level, above: _Above, size: int) -> Drafter:
         by_vocabulary = self.config.common_vocabulary

@@ -13,7 +13,7 @@ from .stats import SpeculationStats
 
 # (row number, row before, settled tokens) -> (how many of them count, whether the row is finished)
 Stop = Callable[[int, list[int], list[int]], tuple[int, bool]]
-# (row numbers, the tokens that counted, the verdict they came from, their indices in its batch)
+# (row numbers, the tokens that counted, the verdict they came from)
 Emit = Callable[[list[int], Rows, Verdict], None]
 
 
@@ -31,62 +31,60 @@ def decode(
 ) -> SpeculationStats:
     """Extend every row until `stop` says so; `rows` grow in place.
 
-    budgets: tokens each row may still gain. num_draft_tokens: the most a draft may hold. cached: leading tokens of a
-        single
-    row whose keys and values the target's cache already holds.
+    budgets: tokens each row may still gain. num_draft_tokens: the most a draft may hold. cached: leading tokens of
+    a single row whose keys and values the target's cache, started by the caller, already holds.
     """
-    begin = time.perf_counter()
-    stats = SpeculationStats()
+    begin, stats = time.perf_counter(), SpeculationStats()
     if drafter:
         drafter.start(len(rows), device)
     target.runner.lengths = [cached] * len(rows)
-    numbers, ends = list(range(len(rows))), [len(row) + b for row, b in zip(rows, budgets, strict=True)]
-    active = list(rows)
-    # A level that writes into the target's cache needs the prompt there first; others draft before the target's
-    # prefill.
+    active = _Active(rows, budgets)
+    # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
     ready = drafter is not None and not getattr(drafter, "follows", False)
-    while active:
-        limits = [min(num_draft_tokens, end - len(row) - 1) for row, end in zip(active, ends, strict=True)]
-        draft = drafter.propose(active, limits) if ready else _no_draft(active, device)
-        verdict = target.check(active, draft)
+    while active.rows:
+        draft = drafter.propose(active.rows, active.limits(num_draft_tokens)) if ready else active.no_draft(device)
+        verdict = target.check(active.rows, draft)
         stats.target_passes += 1
-        stats.row_passes += len(active)
-        if drafter and ready:
+        stats.row_passes += len(active.rows)
+        if ready:
             drafter.stats.settle(draft.lengths, verdict.accepted)
-            drafter.rollback([len(row) + a for row, a in zip(active, verdict.accepted, strict=True)])
+            drafter.rollback([len(row) + a for row, a in zip(active.rows, verdict.accepted, strict=True)])
         ready = drafter is not None
-        going = _keep(numbers, active, ends, verdict, stop, emit, stats)
-        if len(going) < len(active):
-            active, numbers, ends = ([line[r] for r in going] for line in (active, numbers, ends))
-            if active:
-                target.select(going)
-                if drafter:
-                    drafter.select(going)
+        going = active.settle(verdict, stop, emit, stats)
+        if len(going) < len(active.rows):
+            active.select(going)
+            for level in filter(None, (target, drafter) if going else ()):
+                level.select(going)
     stats.seconds, stats.target_seconds = time.perf_counter() - begin, target.runner.seconds
     return stats
 
 
-def _keep(
-    numbers: list[int],
-    active: Rows,
-    ends: list[int],
-    verdict: Verdict,
-    stop: Stop,
-    emit: Emit,
-    stats: SpeculationStats,
-) -> list[int]:
-    """Append what counts of every row's settled tokens; the indices of the rows that go on."""
-    going, kept = [], []
-    for r, (number, row, tokens) in enumerate(zip(numbers, active, verdict.tokens, strict=True)):
-        count, finished = stop(number, row, tokens[: ends[r] - len(row)])
-        kept.append(tokens[:count])
-        row += tokens[:count]
-        if not finished and len(row) < ends[r]:
-            going.append(r)
-    stats.new_tokens += sum(map(len, kept))
-    emit(numbers, kept, verdict)
-    return going
+class _Active:
+    """The rows that have not stopped: their numbers in the batch, their tokens, and the length each may reach."""
 
+    def __init__(self, rows: Rows, budgets: list[int]):
+        self.rows, self.numbers = list(rows), list(range(len(rows)))
+        self.ends = [len(row) + budget for row, budget in zip(rows, budgets, strict=True)]
 
-def _no_draft(rows: Rows, device: torch.device) -> Draft:
-    return Draft.from_lists([[] for _ in rows], device)
+    def limits(self, num_draft_tokens: int) -> list[int]:
+        """Tokens worth drafting: a check adds one more."""
+        return [min(num_draft_tokens, end - len(row) - 1) for row, end in zip(self.rows, self.ends, strict=True)]
+
+    def no_draft(self, device: torch.device) -> Draft:
+        return Draft.from_lists([[] for _ in self.rows], device)
+
+    def settle(self, verdict: Verdict, stop: Stop, emit: Emit, stats: SpeculationStats) -> list[int]:
+        """Append what counts of every row's settled tokens; the indices of the rows that go on."""
+        going, kept = [], []
+        for r, (row, tokens) in enumerate(zip(self.rows, verdict.tokens, strict=True)):
+            count, finished = stop(self.numbers[r], row, tokens[: self.ends[r] - len(row)])
+            kept.append(tokens[:count])
+            row += tokens[:count]
+            if not finished and len(row) < self.ends[r]:
+                going.append(r)
+        stats.new_tokens += sum(map(len, kept))
+        emit(self.numbers, kept, verdict)
+        return going
+
+    def select(self, keep: list[int]) -> None:
+        self.rows, self.numbers, self.ends = ([line[r] for r in keep] for line in (self.rows, self.numbers, self.ends))
