@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -94,6 +95,24 @@ def test_every_item_is_reported_twice(model, tokenizer):
     hf_mlspec.compare(model, tokenizer, PROMPTS[:2], ["prompt_lookup"], max_new_tokens=4,
                       on_item=lambda item, comparison: seen.append((item.index, item.reference_ids is None)))
     assert seen == [(0, True), (1, True), (0, False), (1, False)]
+
+
+def test_showing_the_text_is_no_part_of_the_seconds(model, tokenizer):
+    class SlowScreen:
+        calls = 0
+
+        def put(self, value):
+            self.calls += 1
+            time.sleep(0.2)
+
+        def end(self):
+            time.sleep(0.2)
+
+    screen = SlowScreen()
+    started = time.perf_counter()
+    found = hf_mlspec.compare(model, tokenizer, PROMPTS[:1], ["prompt_lookup"], max_new_tokens=6, streamer=screen)
+    assert screen.calls >= 2
+    assert found.chain_seconds < time.perf_counter() - started - 0.2 * (screen.calls + 1)
 
 
 def test_ties_are_told_from_differences():

@@ -40,7 +40,7 @@ def compare(
     run = _Run(model, tokenizer, rows, max_new_tokens, batch_size, on_item)
     if warm_up:
         run.warm_up([chain] if reference_ids is not None else [chain, alone])
-    run.write_with_chain(chain | ({} if streamer is None else {"streamer": streamer}))
+    run.write_with_chain(chain, None if streamer is None else _TimedStreamer(streamer))
     if reference_ids is not None:
         run.compare_from(0, reference_ids)
     else:
@@ -74,11 +74,12 @@ class _Run:
         for how in ways:
             self._generate(self.rows[:1], how, min(2, self.max_new_tokens))
 
-    def write_with_chain(self, how: dict[str, Any]) -> None:
+    def write_with_chain(self, how: dict[str, Any], streamer: _TimedStreamer | None) -> None:
+        how = how if streamer is None else {**how, "streamer": streamer}
         for start in self.starts:
             rows = self.rows[start : start + self.batch_size]
             written, seconds, stats = self._generate(rows, how, self.max_new_tokens)
-            self.comparison.chain_seconds += seconds
+            self.comparison.chain_seconds += seconds - (streamer.take_seconds() if streamer else 0.0)
             if stats is not None:
                 accumulate(self.comparison.speculation, stats)
             for offset, (row, ids) in enumerate(zip(rows, written, strict=True)):
@@ -122,6 +123,27 @@ class _Run:
         written = output.sequences[:, width:].tolist()
         seconds = time.perf_counter() - started
         return [_until_end(row, self.eos) for row in written], seconds, getattr(output, "speculation", None)
+
+
+class _TimedStreamer:
+    """A streamer that knows how long showing took, which is no part of decoding."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer, self.seconds = streamer, 0.0
+
+    def put(self, value: Any) -> None:
+        started = time.perf_counter()
+        self.streamer.put(value)
+        self.seconds += time.perf_counter() - started
+
+    def end(self) -> None:
+        started = time.perf_counter()
+        self.streamer.end()
+        self.seconds += time.perf_counter() - started
+
+    def take_seconds(self) -> float:
+        taken, self.seconds = self.seconds, 0.0
+        return taken
 
 
 @torch.inference_mode()

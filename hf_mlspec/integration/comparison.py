@@ -48,7 +48,7 @@ class Comparison:
     items:         one per prompt, in their order.
     speculation:   counts and seconds of the chain, summed over all calls of generate.
     chain_seconds: wall time inside generate with the chain; alone_seconds: with the target alone (0.0 where
-                   `reference_ids` were given). The call that builds the levels is not part of it.
+                   `reference_ids` were given). Building levels and the streamer's own time are not part of it.
     """
 
     items: list[Item] = field(default_factory=list)
