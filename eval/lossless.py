@@ -99,7 +99,10 @@ class Store:
         self.references: dict[tuple[str, int, int], list[list[int]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob(f"{plan['name']}-*.jsonl")):
-            for line in file.read_text(encoding="utf-8").splitlines():
+            text = file.read_text(encoding="utf-8")
+            if text and not text.endswith("\n"):
+                sys.exit(f"{file} ends in the middle of a line, as an interrupted write leaves it: remove that line")
+            for line in text.splitlines():
                 self._take(json.loads(line), file)
 
     def _take(self, entry: dict[str, Any], file: Path) -> None:
@@ -162,7 +165,7 @@ def report(plan: dict[str, Any], store: Store) -> Iterator[str]:
                 if done:
                     yield _row(chain, data, batch_size, done)
                     listed += [(chain, data, batch_size, d) for entry in done for d in entry["differences"]]
-    yield f"\n{len(listed)} differences" + (":" if listed else ".")
+    yield f"\n{len(listed)} difference{'s' * (len(listed) != 1)}" + (":" if listed else ".")
     for chain, data, batch_size, d in listed:
         yield (f"- {_names(chain)}, {data['name']}, batch {batch_size}, prompt {d['prompt']}, "
                f"new token {d['position']}: alone {d['expected']}, chain {d['got']}, gap {d['gap']:.2g}, "
@@ -189,7 +192,7 @@ def _names(chain: list[str]) -> str:
     return " <- ".join("demo target" if level == "{demo}" else Path(level).name for level in chain)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("plan", type=Path, help="TOML file: target, chains, data files, batch sizes")
     parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} stands for in the plan")
@@ -199,7 +202,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="threads of this process; with N shards: cores / N")
     parser.add_argument("--report", action="store_true", help="print the Markdown table and stop")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     plan = read_plan(args.plan)
     places = Places(args.models, args.data, hf_mlspec.demo_pair()[0])
     store = Store(args.results, plan, args.shard)

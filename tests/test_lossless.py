@@ -1,0 +1,94 @@
+"""Does eval/lossless.py cover every batch once, go on where it stopped, and report what it found?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+PROGRAM = Path(__file__).resolve().parents[1] / "eval" / "lossless.py"
+PLAN = """
+name = "toy"
+target = "{models}"
+dtype = "float32"
+max_new_tokens = 6
+batch_sizes = [1, 2]
+chains = [["mxfp4"], ["prompt_lookup"]]
+
+[[data]]
+name = "words"
+file = "{data}/words.jsonl"
+count = 3
+"""
+
+
+@pytest.fixture
+def lossless(tmp_path, saved_model, monkeypatch, capsys):
+    """Runs the program on three prompts; its exit status and what it prints."""
+    spec = importlib.util.spec_from_file_location("lossless", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lossless", program)
+    spec.loader.exec_module(program)
+    (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
+    lines = [{"prompt": "def f("}, {"prompt": "a"}, {"question": "How many?"}, {"prompt": "not asked for"}]
+    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+
+    def run(*options: str) -> tuple[int, str]:
+        places = ["--models", str(saved_model), "--data", str(tmp_path), "--results", str(tmp_path / "results")]
+        status = program.main([str(tmp_path / "plan.toml"), *places, "--device", "cpu", *options])
+        return status, capsys.readouterr().out
+
+    run.results = tmp_path / "results"
+    return run
+
+
+def entries(folder: Path) -> list[dict]:
+    return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def test_shards_cover_everything_once_and_a_second_run_does_nothing(lossless):
+    assert lossless("--shard", "0/2")[0] == 0
+    first = entries(lossless.results)
+    lossless("--shard", "1/2")
+    both = entries(lossless.results)
+    assert 0 < len(first) < len(both) == 2 * (3 + 2)
+    assert len({(e["batch_size"], e["batch"], tuple(e["chain"])) for e in both}) == len(both)
+    assert sum("reference_ids" in e for e in both) == 3 + 2  # the target alone: once per batch, not per chain
+    lossless()
+    assert entries(lossless.results) == both
+    rows = [line for line in lossless("--report")[1].splitlines() if line.startswith(("| mxfp4", "| prompt_lookup"))]
+    assert [row.split(" | ")[:6] for row in rows] == [
+        [f"| {chain}", "words", batch, "3", "18", "0"] for chain in ("mxfp4", "prompt_lookup") for batch in "12"]
+
+
+def test_a_difference_is_reported(lossless):
+    lossless()
+    file = next(lossless.results.glob("*.jsonl"))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    known = next(line for line in lines if "reference_ids" in line and line["batch_size"] == 1)
+    known["reference_ids"][0][2] ^= 1
+    file.write_text(json.dumps(known) + "\n")  # the rest is decoded again, and held against one wrong id
+    assert lossless()[0] == 1
+    report = lossless("--report")[1]
+    assert f"prompt {known['batch']}, new token 2: alone {known['reference_ids'][0][2]}" in report
+    assert "1 difference:" in report
+
+
+def test_results_of_another_run_are_not_mixed_in(lossless, tmp_path):
+    lossless()
+    plan = tmp_path / "plan.toml"
+    plan.write_text(plan.read_text().replace("max_new_tokens = 6", "max_new_tokens = 7"), encoding="utf-8")
+    with pytest.raises(SystemExit, match="rename the plan"):
+        lossless()
+
+
+def test_an_interrupted_write_is_noticed(lossless):
+    lossless()
+    file = next(lossless.results.glob("*.jsonl"))
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(SystemExit, match="in the middle of a line"):
+        lossless()
