@@ -110,3 +110,25 @@ def letters(extra: int = 0) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="left"
     )
+
+
+def alone(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options) -> list[list[int]]:
+    """What stock generate writes after every prompt, one unpadded prompt at a time: new tokens up to the end."""
+    written = []
+    for line, flags in zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True):
+        prompt = line[flags][None]
+        row = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options)
+        written.append(row[0, prompt.shape[1] :].tolist())
+    return written
+
+
+def together(model: PreTrainedModel, inputs: dict[str, torch.Tensor], levels: list, **options) -> list[list[int]]:
+    """What a chain writes after every prompt of a batch: new tokens, without the filling after the end."""
+    out = model.generate(**inputs, do_sample=False, assistant_models=levels, **options)
+    width = inputs["input_ids"].shape[1]
+    assert torch.equal(out[:, :width], inputs["input_ids"])
+    return [_until_end(row) for row in out[:, width:].tolist()]
+
+
+def _until_end(row: list[int]) -> list[int]:
+    return row[: row.index(EOS) + 1] if EOS in row else row
