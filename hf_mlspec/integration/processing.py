@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 from transformers.generation import (
@@ -78,6 +80,8 @@ class Prompts:
 def split_processors(processors: LogitsProcessorList, prompts: Prompts):
     """(warp, process) for `Sampler`: one of them is None, or both.
 
+    A processor is called with equally long prefixes, of some rows of the batch and in their order, not always of all.
+
     Raises ValueError for processors whose state a rejected guess would spoil.
     """
     for processor in processors:
@@ -98,7 +102,7 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
             if isinstance(processor, PrefixConstrainedLogitsProcessor):
                 scores = _constrain(processor, ids, scores, numbers)
             else:
-                scores = processor(ids, scores)
+                scores = _for_rows(processor, numbers)(ids, scores)
         return scores
 
     return None, process
@@ -117,6 +121,16 @@ def warp_of(processors: LogitsProcessorList):
         return flat.view(scores.shape)
 
     return warp
+
+
+def _for_rows(processor, numbers: list[int]):
+    """A processor that ignores a padding of its own length in every row, for the rows that are scored together."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor):
+        return processor
+    part = copy.copy(processor)
+    part.prompt_ignore_length = ignored[numbers]
+    return part
 
 
 def _constrain(processor, ids: Tensor, scores: Tensor, numbers: list[int]) -> Tensor:
