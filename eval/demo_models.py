@@ -1,4 +1,4 @@
-"""How are the demo pair's tokenizer, target and draft trained, given the text?
+"""How are the demo target and its draft trained, given the tokens?
 
 The target is trained on windows of code and prose. In the last third every second step reads MXFP4-rounded weights
 (straight-through: the gradient is applied to the unrounded ones), so that its direct cast chooses the same tokens more
@@ -12,17 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from demo_tokens import Streams, windows
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAD, EOS = "<|pad|>", "<|eos|>"
-# Words with one leading sign or space, numbers of up to three digits, signs with their line ends, runs of spaces.
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-         r"|\s+(?!\S)|\s+")
-PROSE_SHARE = 0.3  # of the training windows; of the text it is about a seventh
 NOISE_FROM = 0.65  # of the target's training; from here on every second step reads rounded weights
 TARGET_PART, WRITING_PART, DRAFT_PART = 0.62, 0.10, 0.28  # of the minutes
 WRITTEN_LENGTH = 320  # tokens a written text has, its prompt of 32, 64 or 128 included
@@ -76,53 +70,11 @@ class Progress:
             self.done += 1
 
 
-def train_tokenizer(texts: Iterator[str], recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Byte-level BPE without a normalizer: decode(encode(text)) is the text, byte for byte."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=recipe.vocab_size, special_tokens=[PAD, EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS, bos_token=EOS,
-                                   clean_up_tokenization_spaces=False, model_max_length=recipe.window)
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> torch.Tensor:
-    """One int16 stream ``[tokens]`` of the texts in a random order, an EOS behind each."""
-    order = np.random.default_rng(seed).permutation(len(texts))
-    parts = []
-    for first in range(0, len(order), 1024):
-        batch = tokenizer.backend_tokenizer.encode_batch([texts[i] for i in order[first : first + 1024]])
-        parts += [np.array([*text.ids, tokenizer.eos_token_id], dtype=np.int16) for text in batch]
-    return torch.from_numpy(np.concatenate(parts))
-
-
 def new_model(shape: dict, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, device: str) -> LlamaForCausalLM:
     eos = tokenizer.eos_token_id
     return LlamaForCausalLM(LlamaConfig(
         **shape, vocab_size=recipe.vocab_size, max_position_embeddings=recipe.window, tie_word_embeddings=True,
         rms_norm_eps=1e-6, pad_token_id=tokenizer.pad_token_id, bos_token_id=eos, eos_token_id=eos)).to(device)
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Texts as token streams: int16 ``[tokens]`` on the training device."""
-
-    code: torch.Tensor
-    prose: torch.Tensor
-
-    def windows(self, rows: int, length: int) -> torch.Tensor:
-        """int64 ``[rows, length]``: random windows, `PROSE_SHARE` of them prose."""
-        prose = max(1, round(rows * PROSE_SHARE))
-        return torch.cat([windows(self.code, rows - prose, length), windows(self.prose, prose, length)])
-
-
-def windows(stream: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    starts = torch.randint(len(stream) - length, (rows, 1), device=stream.device)
-    return stream[starts + torch.arange(length, device=stream.device)].long()
 
 
 def mxfp4_rounded(weight: torch.Tensor) -> torch.Tensor:

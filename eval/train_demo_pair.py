@@ -6,7 +6,7 @@
 
 Writes FOLDER/target, FOLDER/draft (each with the tokenizer), LICENSE-NOTE.md and training.json, which says how many
 steps the minutes allowed; --target-steps, --written-batches and --draft-steps repeat them. The text is
-demo_corpus.py's, the training demo_models.py's, the measurement demo_acceptance.py's.
+demo_corpus.py's, its tokens demo_tokens.py's, the training demo_models.py's, the measurement demo_acceptance.py's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import demo_acceptance
 import demo_corpus
 import torch
 import transformers
-from demo_models import Recipe, Streams, distil, encode, new_model, smoke_recipe, train_target, train_tokenizer, write
+from demo_models import Recipe, distil, new_model, smoke_recipe, train_target, write
+from demo_tokens import Streams, encode, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 NOTE = """# Licence of the demo pair
@@ -63,7 +64,7 @@ def make_pair(
 ) -> dict:
     """Trains both models and saves them; -> what training.json says."""
     torch.manual_seed(recipe.seed)
-    tokenizer = train_tokenizer(sample_texts(documents, recipe.tokenizer_bytes), recipe)
+    tokenizer = train_tokenizer(sample_texts(documents, recipe.tokenizer_bytes), recipe.vocab_size, recipe.window)
     trained = {kind: [d.text for d in documents if d.kind == kind and not d.held_out] for kind in ("code", "prose")}
     streams = Streams(*(encode(tokenizer, texts, recipe.seed).to(device) for texts in trained.values()))
     print(f"{len(streams.code):,} tokens of code, {len(streams.prose):,} of prose", flush=True)
