@@ -1,0 +1,121 @@
+"""Does sampling through generate follow the target's own distribution, with warpers and processors?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import letters, near, prompts, tiny
+from scipy.stats import chisquare
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_mlspec import SpeculationConfig
+from hf_mlspec.integration.vocabulary import padding_apart
+
+TARGET = tiny(seed=2, vocab_size=6, initializer_range=0.15)
+NEAR = near(TARGET, 0.1)
+FAR = tiny(seed=9, vocab_size=6, initializer_range=0.15)
+PROMPT = torch.tensor([[3, 4, 5, 3]])
+ROWS = 2500
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.8, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize("lengths", [[8], [8, 4, 6]])
+def test_the_target_alone_with_a_seed_is_stocks_sample(options, lengths):
+    target = tiny(seed=2)
+    options = {"do_sample": True, "max_new_tokens": 15, "eos_token_id": None, **options}
+    torch.manual_seed(3)
+    stock = target.generate(**prompts(lengths), **options)
+    torch.manual_seed(3)
+    assert torch.equal(target.generate(**prompts(lengths), **options, assistant_models=[]), stock)
+
+
+class Favour(LogitsProcessor):
+    """Depends on the last token: what follows it is likelier."""
+
+    def __call__(self, input_ids, scores):
+        following = (input_ids[:, -1:] + 1) % scores.shape[1]
+        return scores.scatter_add(1, following, torch.ones_like(scores[:, :1]))
+
+
+def exact(options: dict, length: int) -> dict[tuple[int, ...], float]:
+    """The probability of every continuation, from stock generate's own scores."""
+    probabilities = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for sequence, probability in probabilities.items():
+            ids = torch.cat([PROMPT, torch.tensor([sequence], dtype=torch.long)], dim=1)
+            out = TARGET.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=1, eos_token_id=None,
+                return_dict_in_generate=True, output_scores=True, **options,
+            )  # fmt: skip
+            following = torch.softmax(out.scores[0][0].double(), dim=-1).tolist()
+            longer |= {(*sequence, token): probability * p for token, p in enumerate(following) if p > 0}
+        probabilities = longer
+    return probabilities
+
+
+CHAINS = {
+    "a model unlike it": [FAR],
+    "first layers": ["early_exit:1"],
+    "a model, first layers": [NEAR, "early_exit:1"],
+    "a model, another, lookup": [NEAR, FAR, "prompt_lookup"],
+}
+OPTIONS = {
+    "warped": {"temperature": 0.8, "top_k": 4, "top_p": 0.9},
+    "processed": {"logits_processor": LogitsProcessorList([Favour()]), "temperature": 1.2},
+}
+EXACT: dict = {}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_distribution(chain, name):
+    if name not in EXACT:
+        EXACT[name] = exact(OPTIONS[name], 3)
+    torch.manual_seed(17)
+    batch = PROMPT.expand(ROWS, -1)
+    out = TARGET.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        do_sample=True,
+        max_new_tokens=5,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        assistant_models=CHAINS[chain],
+        speculation_config=SpeculationConfig(num_draft_tokens=4, confidence_threshold=0.2),
+        **OPTIONS[name],
+    )
+    places = {sequence: i for i, sequence in enumerate(EXACT[name])}
+    seen = torch.zeros(len(places))
+    for row in out.sequences[:, 4:7].tolist():
+        seen[places[tuple(row)]] += 1  # a KeyError: a sequence of probability 0
+    expected = torch.tensor(list(EXACT[name].values()), dtype=torch.float64) * ROWS
+    often = expected >= 5
+    seen = torch.cat([seen[often], seen[~often].sum(0, keepdim=True)])
+    expected = torch.cat([expected[often], expected[~often].sum(0, keepdim=True)])
+    if expected[-1] < 5:
+        seen[0], expected[0] = seen[0] + seen[-1], expected[0] + expected[-1]
+        seen, expected = seen[:-1], expected[:-1]
+    assert chisquare(seen.numpy(), (expected * (ROWS / expected.sum())).numpy()).pvalue > 1e-3
+    assert 0 < out.speculation.levels[0].accepted < out.speculation.levels[0].drafted
+
+
+def test_seeds_make_it_repeatable():
+    written = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
+        written.append(TARGET.generate(PROMPT, **options, assistant_models=[NEAR, FAR]).tolist())
+    assert written[0] == written[1] != written[2]
+
+
+def test_a_model_with_another_tokenizer_in_sampling():
+    tokenizer, other = letters(), letters(extra=200)
+    target, level = tiny(seed=2), tiny(seed=2, vocab_size=264)
+    assert not padding_apart(64, 264)
+    for common in (True, False):
+        out = target.generate(
+            **prompts([8, 3]), do_sample=True, max_new_tokens=12, tokenizer=tokenizer, assistant_tokenizers=[other],
+            assistant_models=[level], speculation_config={"common_vocabulary": common}, eos_token_id=None,
+        )  # fmt: skip
+        assert out.shape == (2, 20)
