@@ -93,7 +93,8 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
     model, tokenizer = _keep(target, key, (place.device, target.dtype), lambda: _load(target, word, cast))
-    return Level(text, model=model, tokenizer=tokenizer)
+    name = Path(word.path).name or text
+    return Level(f"{name}@mxfp4" if word.cast else name, model=model, tokenizer=tokenizer)
 
 
 def _load(target: nn.Module, word: Word, cast: dict):

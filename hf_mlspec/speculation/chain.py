@@ -6,6 +6,7 @@ ML-SpecQD, section 3: the quantized draft of the target is itself sped up by a s
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .draft import Draft, Drafter, Rows
 from .stats import LevelStats
 
 logger = logging.getLogger(__name__)
+_said: weakref.WeakSet = weakref.WeakSet()  # models whose rest was mentioned
 
 
 class CheckedDrafter:
@@ -38,7 +40,7 @@ class CheckedDrafter:
     ):
         self.checker, self.inner = checker, inner
         self.num_draft_tokens, self.threshold = num_draft_tokens, threshold
-        self.max_positions, self._said_rest = max_positions, False
+        self.max_positions = max_positions
         self.name = checker.name
         self.stats = LevelStats(self.name)
 
@@ -102,8 +104,8 @@ class CheckedDrafter:
         width = max(limits)
         if all(len(row) + width <= self.max_positions for row in rows):
             return limits
-        if not self._said_rest:
-            self._said_rest = True
+        if self.checker.runner.model not in _said:
+            _said.add(self.checker.runner.model)
             logger.warning(
                 "level %s reaches %d tokens only: it rests on longer rows (said once)", self.name, self.max_positions
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 ATTENTION = "mlspec_ragged"
 _running = threading.local()
 _switching = threading.Lock()
-_switched: dict[int, tuple[int, str | None]] = {}  # id of a config -> (threads inside, attention it came with)
+_switched: dict[int, tuple[int, object]] = {}  # id of a config -> (threads inside, attention it came with)
 # What some architectures hand to their attention and this one does not compute.
 _UNKNOWN_TERMS = ("position_bias", "indices", "block_indices", "sinks")
 _UNSAID = -1
@@ -77,22 +77,42 @@ def ragged_attention_on(models: list):
 
     Several threads may be inside with one model; the last one out restores it.
     """
-    configs = {id(c): c for c in (model.config.get_text_config() for model in models)}
+    places: list = list({id(c): c for c in (model.config.get_text_config() for model in models)}.values())
+    if any(model.device.type == "cuda" for model in models):
+        places.append(_CudnnAttention)
     with _switching:
-        for key, config in configs.items():
-            users, before = _switched.get(key, (0, config._attn_implementation_internal))
-            _switched[key] = users + 1, before
-            config._attn_implementation_internal = ATTENTION
+        for place in places:
+            users, before = _switched.get(id(place), (0, place._attn_implementation_internal))
+            _switched[id(place)] = users + 1, before
+            place._attn_implementation_internal = ATTENTION
     try:
         yield
     finally:
         with _switching:
-            for key, config in configs.items():
-                users, before = _switched.pop(key)
+            for place in places:
+                users, before = _switched.pop(id(place))
                 if users > 1:
-                    _switched[key] = users - 1, before
+                    _switched[id(place)] = users - 1, before
                 else:
-                    config._attn_implementation_internal = before
+                    place._attn_implementation_internal = before
+
+
+class _CudnnSwitch:
+    """torch's flag for cuDNN attention, in the form of a config: off while ragged attention is on.
+
+    cuDNN builds a plan for every new shape, and here the number of keys grows with every round.
+    """
+
+    @property
+    def _attn_implementation_internal(self) -> bool:
+        return torch.backends.cuda.cudnn_sdp_enabled()
+
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, value: bool | str) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(value is True)
+
+
+_CudnnAttention = _CudnnSwitch()
 
 
 def attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..sampling import Sampler
 from ..stats import LevelStats
 
 logger = logging.getLogger(__name__)
+_said: weakref.WeakSet = weakref.WeakSet()  # models whose window was mentioned
 
 
 class ModelDrafter:
@@ -32,7 +34,6 @@ class ModelDrafter:
         self.threshold, self.max_positions = threshold, max_positions
         self.allowed: Tensor | None = None
         self.stats = LevelStats(name)
-        self._said_window = False
 
     @property
     def follows(self) -> bool:
@@ -110,8 +111,8 @@ class ModelDrafter:
             if seen < 1 or seen + width > self.max_positions:
                 self.dropped[r] = max(len(row) - max(self.max_positions // 2, 1), 0)
                 self.runner.lengths[r] = 0
-                if not self._said_window:
-                    self._said_window = True
+                if self.runner.model not in _said:
+                    _said.add(self.runner.model)
                     logger.warning(
                         "level %s sees at most %d tokens: it drafts from a window over the end of longer "
                         "rows (said once)",
