@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import string
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -132,3 +133,15 @@ def together(model: PreTrainedModel, inputs: dict[str, torch.Tensor], levels: li
 
 def _until_end(row: list[int]) -> list[int]:
     return row[: row.index(EOS) + 1] if EOS in row else row
+
+
+def refused(error: type[Exception], words: str, inputs: dict, target: PreTrainedModel, **options) -> None:
+    """The call of generate raises this error with these words, and no forward pass of the target has run."""
+    forwards = []
+    handle = target.register_forward_pre_hook(lambda *args: forwards.append(1))
+    try:
+        with pytest.raises(error, match=words):
+            target.generate(**{**inputs, "max_new_tokens": 5, **options})
+    finally:
+        handle.remove()
+    assert not forwards

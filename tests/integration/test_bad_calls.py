@@ -1,0 +1,143 @@
+"""Are calls that cannot work refused with one specific error, before any model runs?"""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from models import letters, near, prompts, tiny
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from hf_mlspec import SpeculationConfig
+
+TARGET = tiny(seed=2)
+NEAR = near(TARGET, 0.02)
+INPUTS = prompts([6])
+PAIR = prompts([6, 4])
+
+
+def refused(error: type[Exception], words: str, inputs: dict | None = None, target=TARGET, **options) -> None:
+    """`models.refused` for the target and the prompt of this file."""
+    models.refused(error, words, INPUTS if inputs is None else inputs, target, **options)
+
+
+CALLS = {
+    "beams": ({"num_beams": 2}, r"num_beams=2 with assistant_models.*num_beams=1"),
+    "beams in a config": ({"generation_config": GenerationConfig(num_beams=3)}, r"num_beams=3"),
+    "both arguments": ({"assistant_model": NEAR}, r"assistant_models and assistant_model were both given"),
+    "both tokenizers": ({"assistant_tokenizer": letters()}, r"assistant_models and assistant_tokenizer were both"),
+    "synced": ({"synced_gpus": True}, r"synced_gpus=True .* not supported"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, r"output_attentions=True is not"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, r"output_hidden_states=True"),
+    "a static cache": ({"cache_implementation": "static"}, r"cache_implementation='static'.*leave cache_imp"),
+    "an offloaded cache": ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded'"),
+    "a user's static cache": (
+        {"past_key_values": StaticCache(config=TARGET.config, max_cache_len=64)},
+        r"past_key_values is a StaticCache.*DynamicCache",
+    ),
+    "no cache": ({"use_cache": False}, r"use_cache=False.*leave use_cache out"),
+    "stock's lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens and assistant_models were both"),
+    "stock's early exit": ({"assistant_early_exit": 1}, r"assistant_early_exit and assistant_models were both"),
+    "positions": ({"position_ids": torch.arange(6)[None] + 7}, r"position_ids other than.*leave position_ids out"),
+    "too many new tokens": ({"max_new_tokens": 600}, r"6 prompt .*600 new ones.*512.*max_new_tokens=506 or less"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_options(name):
+    options, words = CALLS[name]
+    refused(ValueError, words, assistant_models=[NEAR], **options)
+
+
+def test_beams_by_position():
+    with pytest.raises(ValueError, match="num_beams=2 with assistant_models"):
+        TARGET.generate(INPUTS["input_ids"], GenerationConfig(num_beams=2), assistant_models=[NEAR])
+
+
+PROMPTS = {
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 4, 32).double()}, r"inputs_embeds is not supported"),
+    "a row that is masked": (
+        {**PAIR, "attention_mask": PAIR["attention_mask"] * torch.tensor([[1], [0]])},
+        r"prompt 1 of the batch has no token",
+    ),
+    "a mask too short": ({**PAIR, "attention_mask": PAIR["attention_mask"][:, 1:]}, r"\[2, 5\] .*\[2, 6\].*one flag"),
+    "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"at least one token per row"),
+    "beyond the positions": (prompts([520]), r"520 prompt tokens.*512 positions.*shorten the prompt"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_inputs(name):
+    inputs, words = PROMPTS[name]
+    refused(ValueError, words, inputs=inputs, assistant_models=[NEAR])
+
+
+def test_positions_that_are_the_masks_own_are_fine():
+    positions = (PAIR["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    stock = TARGET.generate(**PAIR, **options)
+    assert torch.equal(TARGET.generate(**PAIR, **options, position_ids=positions, assistant_models=[NEAR]), stock)
+
+
+def test_unknown_model_inputs():
+    options = {"cache_params": None, "token_type_ids": torch.zeros(1, 6)}
+    with pytest.raises(ValueError, match="token_type_ids"):
+        TARGET.generate(**INPUTS, **options, assistant_models=[NEAR])
+
+
+NUMBERS = {
+    "num_draft_tokens": [0, -1, True, "3", 2.0, [4, -1]],
+    "confidence_threshold": [1, 1.5, -0.1, True, "x", float("nan"), [0.2, 2]],
+    "max_ngram": [0, -2, "3", True, None],
+    "ngram_order": [1, 0, 2.5],
+    "cast_rule": ["nearest", None],
+}
+SWITCHES = {"shared_cache": ["yes", None, 1], "cast_head": [3], "materialize": [None], "common_vocabulary": ["x", 0]}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NUMBERS for value in NUMBERS[name]])
+def test_config_values(name, value):
+    kind = {"confidence_threshold": r"a probability in \[0, 1\)", "cast_rule": "choose one of ocp_floor"}
+    with pytest.raises(ValueError, match=kind.get(name, rf"{name} is .*integer")):
+        SpeculationConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in SWITCHES for value in SWITCHES[name]])
+def test_config_switches(name, value):
+    with pytest.raises(TypeError, match=f"{name} is .*must be True or False"):
+        SpeculationConfig(**{name: value})
+
+
+def test_config_itself():
+    one = {"assistant_models": [NEAR]}
+    refused(ValueError, r"no option drafts; it has num_draft_tokens, confid", speculation_config={"drafts": 1}, **one)
+    refused(TypeError, r"SpeculationConfig or a dict, got int", speculation_config=3, **one)
+    for name in ("num_draft_tokens", "confidence_threshold"):
+        lists = SpeculationConfig(**{name: [0.5, 0.5] if name == "confidence_threshold" else [4, 4]})
+        refused(ValueError, rf"{name} has 2 entries for 1 levels", assistant_models=[NEAR], speculation_config=lists)
+
+
+def test_a_sliding_cache_cannot_be_continued():
+    target = tiny("mistral")
+    cache = DynamicCache(config=target.config)
+    target.generate(**INPUTS, max_new_tokens=3, past_key_values=cache)
+    refused(
+        ValueError, r"cannot be continued.*without sliding layers", target=target, past_key_values=cache,
+        assistant_models=[NEAR],
+    )  # fmt: skip
+
+
+def test_rotary_embeddings_that_change_with_length():
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny(rope_parameters=scaling, max_position_embeddings=64)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    inputs = prompts([30])
+    stock = target.generate(**inputs, **options)
+    assert torch.equal(target.generate(**inputs, **options, assistant_models=["early_exit:1"]), stock)
+
+
+def test_rotary_embeddings_that_would_change_within_a_row():
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    target = tiny("phi3", rope_parameters=scaling, original_max_position_embeddings=40)
+    refused(ValueError, r"'longrope' changes .* past 40 tokens.*within 40", inputs=prompts([38]), target=target,
+            assistant_models=["early_exit:1"])  # fmt: skip
