@@ -4,8 +4,8 @@
     python eval/bench_decode.py --target FOLDER --draft FOLDER --prompts HumanEval.jsonl --count 10
 
 Each prompt is decoded by every contender in turn, so that all meet the same state of the machine; a contender's ratio
-is the median over prompts and repeats of (time of the peer / its time) on the same prompt and repeat. Every line of the
-JSON file carries machine, commit and a bandwidth probe taken in the same process.
+is the median over prompts and repeats of (time of the peer / its time) on the same prompt and repeat. Every line of
+the JSON file carries machine, commit and a bandwidth probe taken in the same process.
 """
 
 from __future__ import annotations
