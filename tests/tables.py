@@ -31,7 +31,7 @@ class TableRunner:
     follow = None
 
     def __init__(self, probs: Tensor):
-        self.logits = probs.log()
+        self.logits, self.model = probs.log(), self
         self.device, self.lengths, self.forwards, self.seconds = CPU, [], 0, 0.0
 
     def start(self, batch: int, device: torch.device) -> None:
