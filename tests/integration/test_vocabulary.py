@@ -1,0 +1,101 @@
+"""When do two levels speak the same vocabulary, and does a chain stay lossless where they do not?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import alone, letters, near, prompts, tiny, together
+
+import hf_mlspec
+from hf_mlspec.integration import config
+from hf_mlspec.integration.vocabulary import padding_apart, same_vocabulary
+
+TARGET = tiny(seed=2)
+TOKENIZER, OTHER = letters(), letters(extra=200)
+INPUTS = prompts([8, 3, 12])
+
+
+@pytest.mark.parametrize(
+    ("size", "other", "expected"),
+    [(151936, 152064, True), (32000, 32000, True), (32000, 32128, True), (50257, 50304, True), (32000, 50257, False),
+     (64, 65, True), (64, 66, False), (100_000, 101_024, True), (100_000, 101_025, False)],
+)  # fmt: skip
+def test_padding_apart(size, other, expected):
+    assert padding_apart(size, other) is expected
+    assert padding_apart(other, size) is expected
+
+
+def test_tokenizers_decide_where_both_are_known():
+    assert same_vocabulary("level", 64, TOKENIZER, 64, TOKENIZER)
+    assert same_vocabulary("level", 64, letters(), 900, TOKENIZER)
+    assert not same_vocabulary("level", 64, OTHER, 64, TOKENIZER)
+
+
+def test_sizes_decide_where_one_is_unknown():
+    assert same_vocabulary("level", 64, None, 64, TOKENIZER)
+    assert same_vocabulary("level", 64, OTHER, 64, None)
+    with pytest.raises(ValueError, match=r"level small .*264.*64.*the tokenizer of small in assistant_tokenizers"):
+        same_vocabulary("small", 264, None, 64, TOKENIZER)
+    with pytest.raises(ValueError, match=r"needs tokenizer=<the target's tokenizer>"):
+        same_vocabulary("small", 264, OTHER, 64, None)
+
+
+def padded(rows: int):
+    """The target with more or fewer rows of padding in its vocabulary."""
+    level = near(TARGET, 0.0)
+    level.resize_token_embeddings(rows, mean_resizing=False)
+    return level
+
+
+@pytest.mark.parametrize("rows", [63, 64, 65])
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_padding_rows_just_work(rows, do_sample):
+    level = padded(rows)
+    for chain in ([level], [level, "early_exit:1"], ["early_exit:1", level], [level, "prompt_lookup"]):
+        torch.manual_seed(1)
+        out = TARGET.generate(**INPUTS, max_new_tokens=20, do_sample=do_sample, assistant_models=chain)
+        assert out.max() < 64
+        if not do_sample:
+            assert together(TARGET, INPUTS, chain, max_new_tokens=20) == alone(TARGET, INPUTS, max_new_tokens=20)
+    TARGET.generate(**INPUTS, max_new_tokens=20, do_sample=False, assistant_models=[level])
+    # 63 rows lack a token that the target writes.
+    assert hf_mlspec.last_stats(TARGET).levels[0].acceptance > (0.9 if rows > 63 else 0.5)
+
+
+def test_prompt_tokens_a_level_does_not_know():
+    """Ids of the target's padding rows reach a level with fewer rows as its last one: no error, no effect."""
+    target = padded(66)
+    level = tiny(seed=2, vocab_size=65)
+    inputs = {"input_ids": torch.tensor([[5, 65, 6, 65, 7]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
+    assert together(target, inputs, [level], max_new_tokens=15) == alone(target, inputs, max_new_tokens=15)
+
+
+@pytest.mark.parametrize("common", [None, True, False])
+@pytest.mark.parametrize("chain", ["one", "above a model", "above first layers", "below a model"])
+def test_another_tokenizer_is_lossless(chain, common):
+    stranger = tiny(seed=2, vocab_size=264)
+    chains = {
+        "one": ([stranger], [OTHER]),
+        "above a model": ([stranger, near(stranger)], [OTHER, OTHER]),
+        "above first layers": ([stranger, near(TARGET)], [OTHER, TOKENIZER]),
+        "below a model": ([near(TARGET), stranger], [None, OTHER]),
+    }
+    levels, tokenizers = chains[chain]
+    options = {"tokenizer": TOKENIZER, "assistant_tokenizers": tokenizers}
+    if common and len(levels) > 1 and chain != "below a model":
+        with pytest.raises((TypeError, ValueError), match="common vocabulary"):
+            together(TARGET, INPUTS, levels, **options, speculation_config={"common_vocabulary": True})
+        return
+    written = together(
+        TARGET, INPUTS, levels, max_new_tokens=15, **options, speculation_config={"common_vocabulary": common}
+    )
+    assert written == alone(TARGET, INPUTS, max_new_tokens=15)
+    assert hf_mlspec.last_stats(TARGET).levels[0].drafted > 0
+
+
+def test_the_threshold_is_stricter_across_tokenizers():
+    level = tiny(seed=2, vocab_size=264, initializer_range=0.05)  # unsure of everything
+    together(TARGET, prompts([8]), [level], max_new_tokens=15, tokenizer=TOKENIZER, assistant_tokenizers=[OTHER])
+    assert config.CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS == 0.65 > config.CONFIDENCE_THRESHOLD == 0.4
+    stats = hf_mlspec.last_stats(TARGET).levels[0]
+    assert stats.forwards == stats.rounds  # one token a round: the first was below the threshold
