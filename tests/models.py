@@ -65,8 +65,10 @@ def tiny(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float
     torch.manual_seed(seed)
     config = config_class(**{**shape, **own, **ids, **options})
     # The grouped matrix product that transformers prefers for experts knows no float64.
-    experts = {"experts_implementation": "eager"} if kind == "gpt_oss" else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **experts)
+    special = {"experts_implementation": "eager"} if kind == "gpt_oss" else {}
+    if kind == "gemma2":  # the SDPA that transformers 5.17 would choose leaves the soft cap out
+        special = {"attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **special)
     if kind == "qwen2":
         randomize_biases(model)
     return model.eval()
