@@ -26,9 +26,9 @@ class _Lane(CacheLayerMixin):
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, owner: RaggedCache):
+    def __init__(self, capacity: int):
         super().__init__()
-        self.owner = owner
+        self.capacity = capacity  # a number and not the cache: a cycle would keep its memory until the next gc
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -39,7 +39,7 @@ class _Lane(CacheLayerMixin):
 
     def _zeros(self, states: Tensor) -> Tensor:
         batch, heads, _, dim = states.shape
-        return states.new_zeros(batch, heads, self.owner.capacity, dim)
+        return states.new_zeros(batch, heads, self.capacity, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         plan = running_plan()
@@ -86,8 +86,8 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, num_layers: int, capacity: int = _GROWTH):
-        self.capacity = capacity + -capacity % _GROWTH
-        super().__init__(layers=[_Lane(self) for _ in range(num_layers)])
+        capacity += -capacity % _GROWTH
+        super().__init__(layers=[_Lane(capacity) for _ in range(num_layers)])
 
     def select(self, keep: list[int]) -> None:
         """Keep the rows of these indices only, in this order."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from models import tiny
 
 from hf_mlspec.nn.decoder import bare_forward
-from hf_mlspec.speculation.ragged_attention import ragged_attention_on
+from hf_mlspec.speculation.ragged_attention import Plan, planned, ragged_attention_on
+from hf_mlspec.speculation.ragged_cache import RaggedCache
 from hf_mlspec.speculation.runner import Runner
 
 CPU = torch.device("cpu")
@@ -142,3 +146,17 @@ def test_hooked_trained_and_other_models_keep_their_own_forward():
     model.forward = model.forward
     assert bare_forward(model) is None
     assert bare_forward(tiny("gemma3")) is None
+
+
+def test_a_caches_memory_goes_with_its_last_user():
+    cache = RaggedCache(2)
+    with planned(Plan([0], 3, CPU)):
+        for layer in range(2):
+            cache.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8), layer)
+    keys = weakref.ref(cache.layers[0].keys)
+    gc.disable()  # a cycle would wait for the collector, and so would a GPU full of keys and values
+    try:
+        del cache
+        assert keys() is None
+    finally:
+        gc.enable()
