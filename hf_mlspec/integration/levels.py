@@ -6,7 +6,6 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,6 +14,7 @@ from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
 from .config import SpeculationConfig, Word, parse_level
+from .load import LOAD_ERRORS
 from .suitability import check_device, check_model
 
 _built: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # target -> {key: (fingerprint, what was built)}
@@ -52,36 +52,40 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
             raise TypeError(f"assistant_tokenizers[{index}] is a {type(tokenizer).__name__}, not a tokenizer or None")
     device = next(target.parameters()).device
     resolved = []
+    vocab_size = _vocab_size(target)  # of the nearest model above
     for index, (level, tokenizer) in enumerate(zip(levels, tokenizers, strict=True)):
-        found = _resolve(target, level, config)
+        found = _resolve(target, level, config, vocab_size)
         found.tokenizer = tokenizer or found.tokenizer
         if found.model is not None:
             check_model(found.model, f"level {index} ({found.name})")
             check_device(found.model, f"level {index} ({found.name})", device)
+            vocab_size = _vocab_size(found.model)
         resolved.append(found)
     return resolved
 
 
-def _resolve(target: nn.Module, level, config: SpeculationConfig) -> Level:
+def _resolve(target: nn.Module, level, config: SpeculationConfig, vocab_size: int) -> Level:
     if isinstance(level, str):
-        return _from_word(target, level, parse_level(level), config)
+        return _from_word(target, level, parse_level(level), config, vocab_size)
     if isinstance(level, nn.Module):
         return Level(_name(level), model=level, shape_of_target=_is_view(level, target))
     if isinstance(level, Drafter):
-        largest, size = getattr(level, "largest_token", -1), target.config.get_text_config().vocab_size
-        if largest >= size:
+        largest = getattr(level, "largest_token", -1)
+        if largest >= vocab_size:
             raise ValueError(
-                f"level {level.name} holds token {largest}, the target has {size}: it was made with another tokenizer"
+                f"level {level.name} holds token {largest}, the model above it has {vocab_size}: it was made with "
+                "another tokenizer"
             )
         return Level(level.name, drafter=level)
     raise TypeError(f"a level is a model, a path, a word or a drafter such as NGram, got {type(level).__name__}")
 
 
-def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConfig) -> Level:
+def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConfig, vocab_size: int) -> Level:
     if word.kind == "prompt_lookup":
         return Level(text, drafter=PromptLookup(max_ngram=config.max_ngram))
     if word.kind == "ngram":
-        table = _keep(target, (text, config.ngram_order), None, lambda: NGram(order=config.ngram_order))
+        key = (text, config.ngram_order, vocab_size)  # one table counts one vocabulary
+        table = _keep(target, key, None, lambda: NGram(order=config.ngram_order))
         return Level(text, drafter=table)
     cast = {"rule": config.cast_rule, "cast_head": config.cast_head, "materialize": config.materialize}
     key = (text, *cast.values())
@@ -101,7 +105,7 @@ def _load(target: nn.Module, word: Word, cast: dict):
     """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it."""
     try:
         model = AutoModelForCausalLM.from_pretrained(word.path, dtype=target.dtype)
-    except (OSError, ValueError, SafetensorError) as error:
+    except LOAD_ERRORS as error:
         raise ValueError(f"level {word.path!r} cannot be loaded as a causal language model: {error}") from error
     model = model.to(next(target.parameters()).device).eval()
     return (direct_cast(model, "mxfp4", **cast) if word.cast else model), _load_tokenizer(word.path)
@@ -117,6 +121,10 @@ def _load_tokenizer(path: str):
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _vocab_size(model: nn.Module) -> int:
+    return getattr(model.config.get_text_config(), "vocab_size", 0)
 
 
 def _name(model: nn.Module) -> str:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_ERRORS = (OSError, ValueError, KeyError, SafetensorError)  # of from_pretrained, for what is no checkpoint
 
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tuple[Any, Any]:
@@ -24,7 +26,7 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tu
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except LOAD_ERRORS as error:
         first_line = str(error).strip().splitlines()[0]
         raise ValueError(f"{path!r} holds no causal language model with its tokenizer: {first_line}") from error
     return model.to(device).eval(), tokenizer

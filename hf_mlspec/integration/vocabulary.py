@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 # Models of one family round their vocabulary up differently (Qwen2.5: 151936 and 152064 rows for 151665 tokens).
 _MOST_PADDING_ROWS = 1024
 _MOST_PADDING_SHARE = 0.02
@@ -16,7 +18,8 @@ def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_
     Raises ValueError if the vocabularies differ and a tokenizer is missing.
     """
     if tokenizer is not None and checker_tokenizer is not None:
-        return tokenizer is checker_tokenizer or tokenizer.get_vocab() == checker_tokenizer.get_vocab()
+        sizes = len(tokenizer), len(checker_tokenizer)
+        return tokenizer is checker_tokenizer or _equal(tokenizer, checker_tokenizer, *sizes)
     if padding_apart(size, checker_size):
         return True
     missing = []
@@ -28,6 +31,12 @@ def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_
         f"level {name} has a vocabulary of {size} tokens, the level that checks it {checker_size}: to translate "
         f"between them generate needs {' and '.join(missing)}"
     )
+
+
+@lru_cache(maxsize=16)
+def _equal(tokenizer, other, _tokens: int, _others: int) -> bool:
+    """Kept for the next call: reading 150,000 tokens twice takes longer than drafting a sentence."""
+    return tokenizer.get_vocab() == other.get_vocab()
 
 
 def padding_apart(size: int, other: int) -> bool:

@@ -13,6 +13,7 @@ from ..speculation.checker import Checker
 from ..speculation.draft import Drafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.drafters.model import ModelDrafter
+from ..speculation.drafters.ngram import NGram
 from ..speculation.runner import Runner
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats
@@ -138,11 +139,13 @@ class Wiring:
                 f"{', '.join(below.name for below in rest)}"
             )
         threshold = self.config.of_level("confidence_threshold", index, self.count)
-        if threshold is not None and hasattr(level.drafter, "threshold"):
-            level.drafter.threshold = threshold
-        chain.levels.append(level.drafter)
+        drafter = level.drafter
+        if isinstance(drafter, NGram):
+            drafter = drafter.fork()  # the table is everyone's, rows and threshold are this call's
+            drafter.threshold = drafter.threshold if threshold is None else threshold
+        chain.levels.append(drafter)
         chain.runners.append(None)
-        return level.drafter
+        return drafter
 
     def _across(self, drafter: Drafter, level: Level, above: _Above, size: int) -> Drafter:
         by_vocabulary = self.config.common_vocabulary

@@ -98,7 +98,7 @@ MODELS = {
         ValueError,
         r"vocabulary of 300 tokens.*64.*tokenizer=.*assistant_tokenizers",
     ),
-    "a table of another tokenizer": (far_table, ValueError, r"holds token 98, the target has 64"),
+    "a table of another tokenizer": (far_table, ValueError, r"holds token 98, the model above it has 64"),
     "own count": (lambda: own_settings(num_assistant_tokens=-1), ValueError, r"num_assistant_tokens of .* is -1"),
     "own zero": (lambda: own_settings(num_assistant_tokens=0), ValueError, r"num_assistant_tokens of level .* is 0"),
     "own threshold": (

@@ -31,6 +31,14 @@ def test_tokenizers_decide_where_both_are_known():
     assert not same_vocabulary("level", 64, OTHER, 64, TOKENIZER)
 
 
+def test_two_tokenizers_are_compared_once(monkeypatch):
+    tokenizer, other, reads = letters(), letters(), []
+    for one in (tokenizer, other):
+        monkeypatch.setattr(one, "get_vocab", lambda: reads.append(1) or {"a": 0})
+    assert [same_vocabulary("level", 64, tokenizer, 64, other) for _ in range(3)] == [True] * 3
+    assert len(reads) == 2
+
+
 def test_sizes_decide_where_one_is_unknown():
     assert same_vocabulary("level", 64, None, 64, TOKENIZER)
     assert same_vocabulary("level", 64, OTHER, 64, None)

@@ -6,6 +6,7 @@ grows while decoding, or is trained beforehand.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterable
@@ -38,8 +39,8 @@ class NGram:
     max_entries: bound on the (context, successor) pairs kept, 0.2 to 0.5 KB each; beyond it the context that was
                  counted longest ago is forgotten with all its successors (see NGramTable).
 
-    What it learned stays over `start`: one instance may serve many calls of generate. Tokens that a check took back
-    are uncounted. One table serves all rows of a batch.
+    What it learned stays over `start`: one instance may serve many calls of generate, each through a fork. Tokens that
+    a check took back are uncounted. One table serves all rows of a batch.
     """
 
     def __init__(self, order: int = 4, *, threshold: float = 0.4, max_entries: int = 200_000,
@@ -62,6 +63,16 @@ class NGram:
             ngram.learn(tokenizer(part, add_special_tokens=False)["input_ids"])
         return ngram
 
+    def fork(self) -> NGram:
+        """Another drafter over the same table, with rows, counts and a threshold of its own: one a call of generate.
+
+        Forks in several threads may run at a time.
+        """
+        other = copy.copy(self)
+        other.stats = LevelStats(self.name)
+        other.start(0, self._device)
+        return other
+
     def learn(self, tokens: list[int]) -> None:
         """Count a sequence that belongs to no row."""
         for i in range(1, len(tokens)):
@@ -70,7 +81,7 @@ class NGram:
     @property
     def largest_token(self) -> int:
         """The largest token id in the table, -1 where it is empty: a draft never holds a larger one."""
-        return max((token for successors in self.table.contexts.values() for token in successors.counts), default=-1)
+        return self.table.largest_token
 
     def start(self, batch: int, device: torch.device) -> None:
         """Forget the rows, not what was learned from them; `batch` rows follow, drafts go to `device`."""

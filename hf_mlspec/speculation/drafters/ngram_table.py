@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import torch
 from torch import Tensor
 
 Context = tuple[int, ...]
+# Calls of generate in several threads may count into one table. Not a part of it: tables are copied and pickled.
+_changing = threading.Lock()
 
 
 class Successors:
@@ -62,6 +65,10 @@ class NGramTable:
 
     def add(self, context: Context, token: int) -> None:
         """Count `token` once after `context`."""
+        with _changing:
+            self._add(context, token)
+
+    def _add(self, context: Context, token: int) -> None:
         successors = self.contexts.get(context)
         if successors is None:
             successors = self.contexts[context] = Successors()
@@ -74,6 +81,10 @@ class NGramTable:
 
     def remove(self, context: Context, token: int) -> None:
         """Take back one count; nothing where it was evicted."""
+        with _changing:
+            self._remove(context, token)
+
+    def _remove(self, context: Context, token: int) -> None:
         successors = self.contexts.get(context)
         if successors is None or token not in successors.counts:
             return
@@ -84,8 +95,15 @@ class NGramTable:
 
     def best(self, context: Context) -> tuple[int, float] | None:
         """The most frequent successor and its share, None for an unknown context."""
-        successors = self.contexts.get(context)
-        return successors.most_frequent() if successors else None
+        with _changing:
+            successors = self.contexts.get(context)
+            return successors.most_frequent() if successors else None
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id that follows any context, -1 in an empty table."""
+        with _changing:
+            return max((max(successors.counts) for successors in self.contexts.values()), default=-1)
 
     def to_tensors(self, width: int) -> dict[str, Tensor]:
         """contexts int64 [C, width] left-padded with -1, followers int64 [C], tokens int64 [E], counts int64 [E]."""
