@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 import hf_mlspec
 from hf_mlspec.cli import main, verify
@@ -224,6 +226,38 @@ def test_a_folder_without_a_model_is_refused(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     line = refusal(capsys, "generate", "--model", tmp_path, "--prompt", "x")
     assert "holds no causal language model" in line
+
+
+def with_nan(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data[0] = float("nan")
+    model.save_pretrained(folder)
+
+
+def torn(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+
+
+def an_encoder(folder):
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertLMHeadModel(BertConfig(vocab_size=258, **shape)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("place", ["--model", "--level"])
+@pytest.mark.parametrize(("spoil", "message"), [
+    (with_nan, "are NaN"), (torn, "causal language model"), (an_encoder, "is an encoder")])
+def test_a_spoilt_model_is_refused(capsys, saved_model, tmp_path, place, spoil, message):
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(saved_model, spoilt)
+    spoil(spoilt)
+    capsys.readouterr()
+    folders = {"--model": saved_model, "--level": "prompt_lookup"} | {place: spoilt}
+    words = [str(word) for pair in folders.items() for word in pair]
+    assert main(["generate", *words, "--prompt", "ab", "--max-new-tokens", "4", "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err.splitlines()[-1]
 
 
 def test_traceback_shows_where_an_error_came_from():

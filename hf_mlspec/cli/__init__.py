@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"mlspec {args.command}: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, FloatingPointError, OSError) as error:
         if args.traceback:
             raise
         print(f"mlspec {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
