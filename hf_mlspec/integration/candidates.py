@@ -47,7 +47,7 @@ class ChainCandidateGenerator(CandidateGenerator):
             raise ValueError("ChainCandidateGenerator needs at least one level to draw candidates from")
         check_request(model, torch.ones(1, 1), settings, {})
         self.max_length = settings.max_length
-        self._prompts = None
+        self._prompts, self._settled = None, []
         found = resolve(model, levels, assistant_tokenizers, config)
 
         def build(prompts: Prompts):
@@ -74,11 +74,12 @@ class ChainCandidateGenerator(CandidateGenerator):
 
         The logits are None for point masses.
         """
-        if self._prompts is None:
+        row = input_ids[0].tolist()
+        if self._prompts is None or row[: len(self._settled)] != self._settled:  # another text: a new call of generate
             self._prompts = Prompts(input_ids, None)
             self._chain = self._build(self._prompts)
             self._chain.drafter.start(1, input_ids.device)
-        row = input_ids[0].tolist()
+        self._settled = row
         room = len(row) + self._chain.num_draft_tokens if self.max_length is None else self.max_length - 1
         limit = max(min(self._chain.num_draft_tokens, room - len(row)), 0)
         with ragged_attention_on(self._chain.models[1:]), torch.inference_mode():
@@ -96,3 +97,4 @@ class ChainCandidateGenerator(CandidateGenerator):
         matches = min(int(num_matches), self._drafted)
         self._chain.drafter.stats.settle([self._drafted], [matches])
         self._chain.drafter.rollback([input_ids.shape[1] - 1])
+        self._settled = input_ids[0].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 
@@ -134,7 +135,11 @@ def _expand(model, kwargs: dict) -> dict:
     copies = _option(model, kwargs, "num_return_sequences")
     if not copies or copies == 1:
         return kwargs
-    kwargs = {**kwargs, "num_return_sequences": 1}
+    if kwargs.get("generation_config") is not None:
+        kwargs = {**kwargs, "generation_config": copy.deepcopy(kwargs["generation_config"])}
+        kwargs["generation_config"].num_return_sequences = 1
+    if kwargs.get("generation_config") is None or kwargs.get("num_return_sequences") is not None:
+        kwargs = {**kwargs, "num_return_sequences": 1}  # beside a generation_config a keyword is deprecated
     for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name].repeat_interleave(copies, dim=0)

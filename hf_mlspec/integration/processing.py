@@ -42,13 +42,12 @@ class Prompts:
     """The prompts as generate got them, and as rows without padding.
 
     input_ids: int64 `[batch, width]`. attention_mask: `[batch, width]` or None. Masked tokens are left out of the
-        rows: stock
-    attention does not see them and stock position ids do not count them.
+    rows: stock attention does not see them and stock position ids do not count them.
     """
 
     def __init__(self, input_ids: Tensor, attention_mask: Tensor | None):
         self.input_ids = input_ids
-        lines = input_ids.tolist()
+        self._lines = lines = input_ids.tolist()
         if attention_mask is None:
             self.rows = lines
         else:
@@ -69,12 +68,7 @@ class Prompts:
 
     def whole(self, number: int, row: list[int]) -> list[int]:
         """Padded prompt and generated tokens, as stock generate would hold them."""
-        return self._lines()[number] + row[self.lengths[number] :]
-
-    def _lines(self) -> list[list[int]]:
-        if not hasattr(self, "_cached"):
-            self._cached = self.input_ids.tolist()
-        return self._cached
+        return self._lines[number] + row[self.lengths[number] :]
 
 
 def split_processors(processors: LogitsProcessorList, prompts: Prompts):

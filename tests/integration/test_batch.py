@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 import hf_mlspec
 from hf_mlspec import SpeculationConfig
+from hf_mlspec.integration.generate import _expand
 
 TARGET = tiny(seed=4)
 NEAR = near(TARGET, 0.02)
@@ -69,6 +70,14 @@ def test_num_return_sequences_repeats_rows(place):
     torch.manual_seed(7)
     assert torch.equal(out, TARGET.generate(**inputs, **options))
     assert len({tuple(row) for row in out.tolist()}) > 2
+
+
+def test_num_return_sequences_adds_no_keyword_beside_a_generation_config():
+    config = GenerationConfig(do_sample=True, num_return_sequences=3)
+    passed_on = _expand(TARGET, {**prompts([6, 4]), "generation_config": config})
+    assert "num_return_sequences" not in passed_on  # transformers deprecates the mixture
+    assert (passed_on["generation_config"].num_return_sequences, config.num_return_sequences) == (1, 3)
+    assert len(passed_on["input_ids"]) == 6
 
 
 def test_num_return_sequences_with_a_draft():

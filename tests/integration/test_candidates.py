@@ -107,6 +107,22 @@ def test_candidates_end_with_max_length():
     assert logits is None
 
 
+def test_another_text_starts_anew():
+    target = tiny(seed=2)
+    generator = ChainCandidateGenerator(
+        target,
+        [near(target, 0.0)],
+        generation_config=GenerationConfig(max_new_tokens=20, do_sample=False),
+        speculation_config={"confidence_threshold": 0.0},
+    )
+    for seed in (3, 4):
+        ids = prompts([8], seed=seed)["input_ids"]
+        guess, _ = generator.get_candidates(ids)
+        reference = target.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert torch.equal(guess, reference)
+        generator.update_candidate_strategy(torch.cat([guess, guess[:, -1:]], dim=1), None, 8)
+
+
 def test_without_levels_there_is_nothing_to_draw_from():
     with pytest.raises(ValueError, match="at least one level"):
         ChainCandidateGenerator(TARGET, [])
