@@ -92,7 +92,8 @@ def test_another_tokenizer_is_lossless(chain, common):
     options = {"tokenizer": TOKENIZER, "assistant_tokenizers": tokenizers}
     if common and len(levels) > 1 and chain != "below a model":
         with pytest.raises((TypeError, ValueError), match="common vocabulary"):
-            together(TARGET, INPUTS, levels, **options, speculation_config={"common_vocabulary": True})
+            common_vocabulary = {"common_vocabulary": True}
+            together(TARGET, INPUTS, levels, max_new_tokens=15, **options, speculation_config=common_vocabulary)
         return
     written = together(
         TARGET, INPUTS, levels, max_new_tokens=15, **options, speculation_config={"common_vocabulary": common}
