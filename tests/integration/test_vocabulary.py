@@ -91,9 +91,9 @@ def test_another_tokenizer_is_lossless(chain, common):
     levels, tokenizers = chains[chain]
     options = {"tokenizer": TOKENIZER, "assistant_tokenizers": tokenizers}
     if common and len(levels) > 1 and chain != "below a model":
+        options |= {"max_new_tokens": 15, "speculation_config": {"common_vocabulary": True}}
         with pytest.raises((TypeError, ValueError), match="common vocabulary"):
-            common_vocabulary = {"common_vocabulary": True}
-            together(TARGET, INPUTS, levels, max_new_tokens=15, **options, speculation_config=common_vocabulary)
+            together(TARGET, INPUTS, levels, **options)
         return
     written = together(
         TARGET, INPUTS, levels, max_new_tokens=15, **options, speculation_config={"common_vocabulary": common}
