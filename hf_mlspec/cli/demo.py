@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
@@ -38,9 +39,10 @@ def run_demo(args: argparse.Namespace) -> int:
     say(console, "levels below it: " + (", then ".join(names) or "none") + "\n")
     watch = _Watch(console, prompts, 2 * len(prompts))
     stream = LiveTable(console, tokenizer, model) if console.is_terminal else TextStream(console, tokenizer)
-    found = compare(model, tokenizer, [prompt["text"] for prompt in prompts], levels, on_item=watch,
-                    max_new_tokens=args.max_new_tokens, speculation_config=config,
-                    streamer=None if args.json else stream)
+    with closing(stream):  # an interrupt or an error too leaves the terminal with its cursor
+        found = compare(model, tokenizer, [prompt["text"] for prompt in prompts], levels, on_item=watch,
+                        max_new_tokens=args.max_new_tokens, speculation_config=config,
+                        streamer=None if args.json else stream)
     if args.json:
         print(json.dumps({"model": path, "levels": levels, "dtype": args.dtype, **found.to_dict()}))
     else:

@@ -35,6 +35,9 @@ class TextStream:
         self.finish()
         self._forget()
 
+    def close(self) -> None:
+        """Leave the terminal as it was, wherever the text stopped."""
+
     def write(self, piece: str) -> None:
         self.console.file.write(piece)
         self.console.file.flush()
@@ -55,6 +58,9 @@ class LiveTable(TextStream):
         super().__init__(console, tokenizer)
         self.model, self.finished = model, Comparison().speculation
         self.live = Live(console=console, auto_refresh=False, transient=True)
+
+    def close(self) -> None:
+        self.live.stop()
 
     def write(self, piece: str) -> None:
         if not self.live.is_started:

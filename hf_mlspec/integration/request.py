@@ -75,7 +75,9 @@ def check_streamer(streamer, batch: int) -> None:
 
 
 def check_prompts(model, prompts: Prompts, max_length: int, model_kwargs: dict) -> None:
-    """Raise ValueError where stock generate would see other positions, or another window, than our rows have."""
+    """Raise ValueError for a token the model cannot embed, and where stock generate would see other positions, or
+    another window, than our rows have."""
+    _check_ids(model, prompts)
     window = sliding_window(model)
     if prompts.has_holes and window and max_length > window:
         raise ValueError(
@@ -95,3 +97,15 @@ def check_prompts(model, prompts: Prompts, max_length: int, model_kwargs: dict) 
             "position_ids other than those the attention_mask implies are not supported with assistant_models: leave "
             "position_ids out"
         )
+
+
+def _check_ids(model, prompts: Prompts) -> None:
+    """Levels read ids beyond their table as padding rows; in the user's own prompt such an id is a mistake."""
+    size = model.get_input_embeddings().num_embeddings
+    for number, row in enumerate(prompts.rows):
+        wrong = next((token for token in row if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt {number} holds token {wrong}, and {type(model).__name__} embeds 0 to {size - 1}: encode the "
+                "prompt with the target's own tokenizer"
+            )

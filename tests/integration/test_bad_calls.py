@@ -55,6 +55,8 @@ def test_beams_by_position():
 
 
 PROMPTS = {
+    "an id of another vocabulary": ({"input_ids": torch.tensor([[5, 9], [5, 64]])}, r"prompt 1 .*token 64, .*0 to 63"),
+    "a negative id": ({"input_ids": torch.tensor([[5, -1]])}, r"prompt 0 holds token -1"),
     "embeddings": ({"inputs_embeds": torch.zeros(1, 4, 32).double()}, r"inputs_embeds is not supported"),
     "a row that is masked": (
         {**PAIR, "attention_mask": PAIR["attention_mask"] * torch.tensor([[1], [0]])},
