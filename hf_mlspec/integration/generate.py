@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
 from .config import SpeculationConfig
 from .decoding import Call, run
 from .suitability import check_model
+
+_hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
 
 class _Proxy:
@@ -23,22 +26,24 @@ class _Proxy:
 
 def enable() -> None:
     """Let generate of transformers take `assistant_models=[...]`. Done by `import hf_mlspec`; idempotent."""
-    if getattr(GenerationMixin.generate, "_mlspec", False):
+    if _hooks:
         return
-    GenerationMixin.generate = _hooked_generate(GenerationMixin.generate)
-    GenerationMixin._assisted_decoding = _hooked_decoding(GenerationMixin._assisted_decoding)
+    for name, hooked in (("generate", _hooked_generate), ("_assisted_decoding", _hooked_decoding)):
+        _hooks[name] = hooked(getattr(GenerationMixin, name))
+        setattr(GenerationMixin, name, _hooks[name])
 
 
 def disable() -> None:
-    """Give transformers its own generate back."""
-    if getattr(GenerationMixin.generate, "_mlspec", False):
-        GenerationMixin.generate = GenerationMixin.generate.__wrapped__
-        GenerationMixin._assisted_decoding = GenerationMixin._assisted_decoding.__wrapped__
+    """Give transformers its own generate back; beneath a wrapper of someone else, a hook that hands everything on."""
+    for name, hook in _hooks.items():
+        if getattr(GenerationMixin, name) is hook:
+            setattr(GenerationMixin, name, hook.__wrapped__)
+    _hooks.clear()
 
 
 def enabled() -> bool:
     """Whether the hook is in place."""
-    return getattr(GenerationMixin.generate, "_mlspec", False)
+    return bool(_hooks)
 
 
 def _hooked_generate(stock):
@@ -51,7 +56,8 @@ def _hooked_generate(stock):
             "assistant_tokenizers": assistant_tokenizers,
             "speculation_config": speculation_config,
         }
-        if assistant_models is None or kwargs.get("custom_generate") is not None:
+        bypassed = _hooks.get("generate") is not generate or kwargs.get("custom_generate") is not None
+        if assistant_models is None or bypassed:
             return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         positional = dict(zip(names, args, strict=False))
         if len(args) > len(names) or positional.keys() & kwargs.keys():
@@ -62,7 +68,6 @@ def _hooked_generate(stock):
         proxy.keep_cache = kwargs.get("past_key_values") is not None  # a user's own cache comes back filled
         return stock(self, **{**_expand(self, kwargs), "assistant_model": proxy})
 
-    generate._mlspec = True
     return generate
 
 

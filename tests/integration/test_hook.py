@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -52,6 +53,31 @@ def test_enable_is_idempotent_and_disable_restores():
     assert once[0].__wrapped__ is stock[0]
     hf_mlspec.disable()
     assert (GenerationMixin.generate, GenerationMixin._assisted_decoding) == stock
+
+
+def test_a_wrapper_of_someone_else_stays_in_place():
+    stock, hook = GenerationMixin.generate.__wrapped__, GenerationMixin.generate
+    seen = []
+
+    @functools.wraps(hook)
+    def traced(self, *args, **kwargs):
+        seen.append(1)
+        return hook(self, *args, **kwargs)
+
+    GenerationMixin.generate = traced
+    try:
+        first = TARGET.generate(**INPUTS, max_new_tokens=5, do_sample=False, assistant_models=[NEAR])
+        hf_mlspec.disable()
+        assert not hf_mlspec.enabled()
+        with pytest.raises(ValueError, match="assistant_models"):
+            TARGET.generate(**INPUTS, assistant_models=[NEAR])
+        hf_mlspec.enable()
+        again = TARGET.generate(**INPUTS, max_new_tokens=5, do_sample=False, assistant_models=[NEAR])
+        assert torch.equal(first, again)
+        assert len(seen) == 3
+    finally:
+        hf_mlspec.disable()
+        GenerationMixin.generate = stock
 
 
 def test_disabled_generate_knows_no_levels():
