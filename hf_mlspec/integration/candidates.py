@@ -90,7 +90,7 @@ class ChainCandidateGenerator(CandidateGenerator):
     def _as_candidates(self, input_ids: Tensor, draft: Draft) -> tuple[Tensor, Tensor | None]:
         count = draft.lengths[0]
         tokens = torch.cat([input_ids, draft.tokens[:, :count].to(input_ids)], dim=1)
-        return tokens, draft.probs[:, :count].log().clone() if draft.probs is not None and count else None
+        return tokens, draft.probs[:, :count].log() if draft.probs is not None and count else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Stock decoding settled `num_matches` candidates and one more token; input_ids holds them all."""

@@ -89,7 +89,7 @@ class Call:
     @property
     def new_tokens(self) -> int:
         """The most a row may gain."""
-        return self.settings.max_length - self.input_ids.shape[1]
+        return int(self.settings.max_length) - self.input_ids.shape[1]
 
 
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:

@@ -45,11 +45,14 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
     if not isinstance(tokenizers, (list, tuple)) or len(tokenizers) != len(levels):
         raise ValueError(
             f"assistant_tokenizers takes one entry per level (None where it is the target's): got "
-            f"{tokenizers!r} for {len(levels)} levels"
+            f"{len(tokenizers) if isinstance(tokenizers, (list, tuple)) else type(tokenizers).__name__} for "
+            f"{len(levels)} levels"
         )
     for index, tokenizer in enumerate(tokenizers):
         if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
             raise TypeError(f"assistant_tokenizers[{index}] is a {type(tokenizer).__name__}, not a tokenizer or None")
+    words = [parse_level(level) if isinstance(level, str) else None for level in levels]  # before anything is built
+    _check_order(levels, words)
     device = next(target.parameters()).device
     resolved = []
     vocab_size = _vocab_size(target)  # of the nearest model above
@@ -62,6 +65,17 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
             vocab_size = _vocab_size(found.model)
         resolved.append(found)
     return resolved
+
+
+def _check_order(levels: list, words: list[Word | None]) -> None:
+    """Raise ValueError if a level stands below one that cannot check it."""
+    for index, (level, word) in enumerate(zip(levels[:-1], words, strict=False)):
+        if isinstance(level, Drafter) or (word is not None and word.kind in ("prompt_lookup", "ngram")):
+            name = level if isinstance(level, str) else level.name
+            raise ValueError(
+                f"level {index} ({name}) checks nothing, so no level can stand below it: put it last, after the "
+                f"{len(levels) - index - 1} that follow it"
+            )
 
 
 def _resolve(target: nn.Module, level, config: SpeculationConfig, vocab_size: int) -> Level:

@@ -28,7 +28,8 @@ class Record:
         for store, values in ((self.scores, verdict.scores), (self.logits, verdict.logits)):
             if store is not None:
                 for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
-                    store[number] += values[r, : len(tokens)].float().unbind(0)
+                    # A copy: views would keep the rejected positions of every round alive.
+                    store[number] += values[r, : len(tokens)].to(torch.float32, copy=True).unbind(0)
 
     def result(self, prompts: Prompts, rows: Rows, stats: SpeculationStats, cache):
         new = [row[n:] for row, n in zip(rows, prompts.lengths, strict=True)]

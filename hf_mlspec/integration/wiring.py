@@ -132,14 +132,8 @@ class Wiring:
 
     def _lookup(self, chain: Chain, levels: list[Level], index: int) -> Drafter:
         """A level without a model: it drafts in whatever vocabulary stands above it."""
-        level, rest = levels[index], levels[index + 1 :]
-        if rest:
-            raise ValueError(
-                f"level {index} ({level.name}) checks nothing, so no level can stand below it: put it last, after "
-                f"{', '.join(below.name for below in rest)}"
-            )
         threshold = self.config.of_level("confidence_threshold", index, self.count)
-        drafter = level.drafter
+        drafter = levels[index].drafter
         if isinstance(drafter, NGram):
             drafter = drafter.fork()  # the table is everyone's, rows and threshold are this call's
             drafter.threshold = drafter.threshold if threshold is None else threshold

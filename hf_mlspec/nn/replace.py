@@ -121,6 +121,12 @@ def _require_castable(model: PreTrainedModel, format: str, rule: str) -> None:
         raise ValueError(
             f"direct_cast: the model is already quantized ({method}); load the original floating-point checkpoint"
         )
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
+    if adapted:
+        raise ValueError(
+            f"direct_cast: {len(adapted)} layers carry adapters, the first is {adapted[0]}: merge them first "
+            "(peft: model.merge_and_unload())"
+        )
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if offloaded:
         raise ValueError(

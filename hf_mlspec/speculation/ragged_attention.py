@@ -167,8 +167,8 @@ def _refuse(module, plan: Plan | None, attention_mask, kwargs: dict) -> None:
     kind = type(module).__name__
     if plan is None:
         raise RuntimeError(
-            f"{kind} ran while another thread generates with assistant_models on the same model: wait for it, or give "
-            "each thread a model of its own"
+            f"{kind} ran outside the loop while the same model generates with assistant_models, from another thread "
+            "or from a processor, criterion or streamer of that call: wait for it, or use a model of its own there"
         )
     term = "a mask of its own" if attention_mask is not None else next(t for t in _UNKNOWN_TERMS if t in kwargs)
     raise ValueError(

@@ -75,7 +75,7 @@ def _write(lane: Tensor, states: Tensor, plan: Plan) -> Tensor:
         lane[:, :, plan.starts[0] : plan.end] = states
     else:
         index = plan.positions.to(states.device)[:, None, :, None].expand(states.shape)
-        lane.scatter_(2, index, states)
+        lane.scatter_(2, index, states.to(lane.dtype))  # under autocast prefill and steps may differ in dtype
     return lane
 
 

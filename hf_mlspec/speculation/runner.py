@@ -72,10 +72,9 @@ class Runner:
     def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
         """Score what the cache lacks of every row, followed by its draft.
 
-        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. Returns logits `[batch, k + 1,
-            vocab]`:
-        position j follows row r and the first j drafted tokens (beyond drafted[r]: meaningless). The cache then
-        holds all of it.
+        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. Returns logits
+        `[batch, k + 1, vocab]`: position j follows row r and its first j drafted tokens (beyond drafted[r]:
+        meaningless). The cache then holds all of it.
         """
         # A row's last token is always scored, cached or not: its logits are what the caller wants.
         self.lengths = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
@@ -125,7 +124,6 @@ class Runner:
 
 def _own_forward(model: nn.Module) -> Callable:
     """The model's own forward as (tokens, positions, cache, kept) -> logits."""
-    last = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0) - 1
     takes_kept = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(tokens: Tensor, positions: Tensor, cache: RaggedCache, kept) -> Tensor:
@@ -133,9 +131,6 @@ def _own_forward(model: nn.Module) -> Callable:
         if takes_kept:
             index = torch.arange(tokens.shape[1], device=tokens.device)[kept] if isinstance(kept, slice) else kept
             options["logits_to_keep"] = index
-        if last >= 0:
-            # Padding behind a row's end may lie beyond a table of learned positions.
-            positions = positions.clamp(max=last)
         out = model(
             input_ids=tokens,
             position_ids=positions,

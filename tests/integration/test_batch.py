@@ -125,3 +125,12 @@ def test_without_a_pad_token_the_end_fills():
         **inputs, do_sample=False, max_new_tokens=25, eos_token_id=EOS + 4, assistant_models=["early_exit:1"]
     )
     assert torch.equal(ours, stock)
+
+
+def test_autocast_with_rows_of_different_lengths():
+    model = tiny(dtype=torch.float32)
+    batch = prompts([5, 11, 8])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model.generate(**batch, max_new_tokens=8, do_sample=False, assistant_models=["mxfp4"])
+    assert out.shape[0] == 3
+    assert torch.equal(out[:, : batch["input_ids"].shape[1]], batch["input_ids"])

@@ -208,3 +208,13 @@ def test_a_device_hook_moves_to_the_new_layer(tiny_model, ids):
     draft = direct_cast(model)
     assert draft.lm_head._hf_hook is not None
     assert torch.equal(draft(ids).logits, direct_cast(tiny_model("llama"))(ids).logits)
+
+
+def test_layers_with_adapters_are_refused(tiny_model):
+    model = tiny_model("llama")
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    adapter = nn.Module()  # the shape of a LoRA layer: the linear it adapts, and what it adds
+    adapter.base_layer, adapter.lora_A = layer, nn.Linear(layer.in_features, 2, bias=False)
+    model.set_submodule("model.layers.0.mlp.up_proj", adapter)
+    with pytest.raises(ValueError, match=r"1 layers carry adapters.*up_proj.*merge"):
+        direct_cast(model)
