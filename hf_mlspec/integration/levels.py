@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..nn.replace import direct_cast, early_exit
 from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
 from .config import SpeculationConfig, Word, parse_level
-from .load import LOAD_ERRORS
+from .load import read_model, read_tokenizer
 from .suitability import check_device, check_model
 
 _built: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # target -> {key: (fingerprint, what was built)}
@@ -118,22 +117,24 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
 def _load(target: nn.Module, word: Word, cast: dict):
     """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(word.path, dtype=target.dtype)
-    except LOAD_ERRORS as error:
+        model = read_model(word.path, target.dtype)
+    except ValueError as error:
         raise ValueError(f"level {word.path!r} cannot be loaded as a causal language model: {error}") from error
+    tokenizer = _load_tokenizer(word.path)
     model = model.to(next(target.parameters()).device).eval()
-    return (direct_cast(model, "mxfp4", **cast) if word.cast else model), _load_tokenizer(word.path)
+    return (direct_cast(model, "mxfp4", **cast) if word.cast else model), tokenizer
 
 
 def _load_tokenizer(path: str):
     """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked."""
     folder = Path(path)
-    # Without files, some tokenizer classes come back empty instead of failing.
-    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
-        return None
+    if folder.is_dir():
+        # Without files, some tokenizer classes come back empty instead of failing.
+        there = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+        return read_tokenizer(path) if there else None
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError):
+        return read_tokenizer(path)
+    except ValueError:  # a hub name: its files cannot be listed, and one without a tokenizer is a fine level
         return None
 
 

@@ -10,7 +10,8 @@ import transformers
 from safetensors import SafetensorError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOAD_ERRORS = (OSError, ValueError, KeyError, SafetensorError)  # of from_pretrained, for what is no checkpoint
+# Of from_pretrained, for what is no checkpoint; RuntimeError: weights that cannot be converted.
+LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tuple[Any, Any]:
@@ -23,13 +24,40 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tu
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not Path(path).is_dir():
         raise ValueError(f"model folder {path!r} does not exist; give a folder written by save_pretrained")
+    model = read_model(path, DTYPES[dtype])
+    return model.to(device).eval(), read_tokenizer(path)
+
+
+def read_model(path: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The causal language model of a folder or hub name, on the CPU. ValueError, in one line, where there is none."""
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
     except LOAD_ERRORS as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path!r} holds no causal language model with its tokenizer: {first_line}") from error
-    return model.to(device).eval(), tokenizer
+        raise ValueError(f"{path!r} holds no causal language model: {first_line(error)}") from error
+    if found["mismatched_keys"]:
+        name, stored, expected = min(found["mismatched_keys"])
+        raise ValueError(
+            f"the weights in {path!r} do not fit its config.json: {name} is {list(stored)} there and {list(expected)} "
+            f"by the config ({len(found['mismatched_keys'])} weights differ); restore the config.json they came with"
+        )
+    return model
+
+
+def read_tokenizer(path: str) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. ValueError, in one line, where there is none that can be read."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the tokenizers library raises bare Exceptions for a file it cannot parse
+        said = f"{path!r} holds no tokenizer that can be read: {first_line(error)}; restore its files"
+        raise ValueError(said) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the lists that transformers appends; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def hide_progress_bars() -> None:
