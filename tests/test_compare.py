@@ -122,6 +122,7 @@ def test_ties_are_told_from_differences():
     found = Comparison([item(0, 1e-7), item(1, 1e-2)])
     assert [d.gap_float64 for d in found.beyond_ties(1e-5)] == [1e-2]
     assert len(found.beyond_ties(0.0)) == 2
+    assert len(Comparison([item(0, float("nan"))]).beyond_ties(1e9)) == 1
 
 
 def test_the_result_is_json(model, tokenizer):
@@ -130,6 +131,12 @@ def test_the_result_is_json(model, tokenizer):
     assert (told["prompts"], told["identical"], told["different"]) == (1, 0, 1)
     assert told["speculation"]["levels"][0]["name"] == "mxfp4"
     assert told["items"][0]["difference"]["expected"] in (1, 2, 3, 4)
+
+
+def test_a_long_prompt_is_named_before_anything_is_decoded(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(type(model), "generate", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match="prompt 2 of 3: 509 prompt tokens and up to 8 new ones exceed the 512"):
+        hf_mlspec.compare(model, tokenizer, ["a", "b", "c" * 509], ["mxfp4"], max_new_tokens=8)
 
 
 @pytest.mark.parametrize(("change", "message"), [

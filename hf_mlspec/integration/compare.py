@@ -11,6 +11,7 @@ import torch
 
 from ..speculation.stats import SpeculationStats
 from .comparison import Comparison, Difference, Item, accumulate
+from .suitability import check_length, check_model
 
 OnItem = Callable[[Item, Comparison], None]
 
@@ -30,10 +31,12 @@ def compare(
     streamer: receives the chain's tokens as they settle; batch_size 1 only.
     warm_up: decode two tokens of the first prompt both ways first, so that building levels is not part of the seconds.
     on_item: called with each item and the comparison so far: after the chain wrote it, and again once it is compared.
-    Raises ValueError for empty prompts, a prompt of no tokens and arguments out of range, before anything is decoded.
+    Raises ValueError for empty prompts, a prompt of no tokens or too many and arguments out of range, before anything
+    is decoded.
     """
     _validate(prompts, max_new_tokens, batch_size, reference, reference_ids, streamer)
     rows = _encode(tokenizer, prompts)
+    _check_lengths(model, rows, max_new_tokens)
     chain = {"assistant_models": list(levels), "assistant_tokenizers": assistant_tokenizers, "tokenizer": tokenizer,
              "speculation_config": speculation_config}
     alone = {"assistant_models": []} if reference == "ours" else {}
@@ -169,6 +172,15 @@ def _encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
         if not row:
             raise ValueError(f"prompt {index} of {len(rows)} has no tokens; remove it or write something in it")
     return rows
+
+
+def _check_lengths(model: Any, rows: list[list[int]], max_new_tokens: int) -> None:
+    check_model(model, "the target")
+    for index, row in enumerate(rows):
+        try:
+            check_length(model, len(row), max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"prompt {index} of {len(rows)}: {error}") from error
 
 
 def _validate(prompts: Sequence[str], max_new_tokens: int, batch_size: int, reference: str,

@@ -72,8 +72,8 @@ class Comparison:
                    for item in self.items)
 
     def beyond_ties(self, gap: float) -> list[Difference]:
-        """The differences where the float64 logits of the two best tokens are `gap` or more apart."""
-        return [difference for difference in self.differences if difference.gap_float64 >= gap]
+        """The differences where the float64 logits of the two best tokens are `gap` or more apart, or no number."""
+        return [difference for difference in self.differences if not difference.gap_float64 < gap]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, for JSON."""
