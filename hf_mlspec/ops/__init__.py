@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .library import kernel_table
+from .library import KernelError, kernel_table, why_not_compiled
 
-__all__ = ["kernel_table", "mxfp4_linear"]
+__all__ = ["KernelError", "kernel_table", "mxfp4_linear", "why_not_compiled"]
 
 _mxfp4_linear = torch.ops.mlspec.mxfp4_linear.default
 
@@ -17,7 +17,7 @@ def mxfp4_linear(
     """``x [..., in]`` (float32, bfloat16, float16) times an MXFP4 weight -> ``[..., out]`` in x.dtype.
 
     weight_packed uint8 ``[out, in / 2]``, weight_scale uint8 ``[out, in / 32]`` (formats/mxfp4.py), bias ``[out]`` or
-    None. Sums are float32. TypeError/ValueError for operands that do not fit; RuntimeError without a kernel under
+    None. Sums are float32. TypeError/ValueError for operands that do not fit; KernelError without a kernel under
     MLSPEC_REQUIRE_KERNELS=1.
     """
     return _mxfp4_linear(x, weight_packed, weight_scale, bias)

@@ -18,6 +18,10 @@ _OPS = torch.library.Library("mlspec", "DEF")
 _warned: set[tuple[str, str]] = set()
 
 
+class KernelError(RuntimeError):
+    """What the environment asks of the kernels (MLSPEC_REQUIRE_KERNELS, MLSPEC_CPU_ISA) cannot be had."""
+
+
 def _define() -> None:
     for name, signature in schema.SCHEMAS.items():
         _OPS.define(name + signature)
@@ -39,7 +43,7 @@ def _fallback(name: str):
 def _announce_missing(op: str, device: str) -> None:
     message = f"no compiled kernel for {op} on {device}: {_reason(device)}"
     if os.environ.get(REQUIRE_VARIABLE) == "1":
-        raise RuntimeError(f"{message}; {REQUIRE_VARIABLE}=1 forbids the reference path")
+        raise KernelError(f"{message}; {REQUIRE_VARIABLE}=1 forbids the reference path")
     if not _warned:
         _warned.add((op, device))
         warnings.warn(f"{message}. Running the slower plain-torch reference path.", RuntimeWarning, stacklevel=4)
@@ -48,7 +52,12 @@ def _announce_missing(op: str, device: str) -> None:
 def _reason(device: str) -> str:
     if device != "cpu":
         return "this version has kernels for cpu only, move the model there or accept the reference path"
-    return f"{LOAD_ERROR or 'the compiled library holds none'}; build it in the source tree with `{BUILD_COMMAND}`"
+    return why_not_compiled() or f"the compiled library holds none; build it again with `{BUILD_COMMAND}`"
+
+
+def why_not_compiled() -> str | None:
+    """Why there is no compiled library, and the remedy; None where it is loaded."""
+    return LOAD_ERROR and f"{LOAD_ERROR}; build it in the source tree with `{BUILD_COMMAND}`"
 
 
 def _load() -> str | None:
@@ -64,11 +73,16 @@ def _load() -> str | None:
 
 
 def kernel_of(op: str, device: str) -> str:
-    """``"avx512"``, ``"avx2"``, ``"generic"`` or ``"reference"``."""
+    """``"avx512"``, ``"avx2"``, ``"generic"`` or ``"reference"``; KernelError for an unknown MLSPEC_CPU_ISA."""
     key = {"cpu": "CPU", "cuda": "CUDA"}[device]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mlspec::{op}", key):
         return "reference"
-    return torch.ops.mlspec.cpu_isa() if device == "cpu" else "cuda"
+    if device == "cuda":
+        return "cuda"
+    try:
+        return torch.ops.mlspec.cpu_isa()
+    except RuntimeError as error:
+        raise KernelError(str(error).splitlines()[0]) from error
 
 
 def kernel_table() -> list[tuple[str, str, str]]:

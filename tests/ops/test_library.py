@@ -42,7 +42,7 @@ def test_the_reference_path_says_so_once_and_names_the_remedy():
 @pytest.mark.usefixtures("nothing_said")
 def test_required_kernels_make_it_an_error(monkeypatch):
     monkeypatch.setenv(library.REQUIRE_VARIABLE, "1")
-    with pytest.raises(RuntimeError, match=r"no compiled kernel for mxfp4_linear on cpu.*MLSPEC_REQUIRE_KERNELS=1"):
+    with pytest.raises(ops.KernelError, match=r"no compiled kernel for mxfp4_linear on cpu.*MLSPEC_REQUIRE_KERNELS=1"):
         REFERENCE(*OPERANDS)
 
 
