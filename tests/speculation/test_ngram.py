@@ -124,6 +124,11 @@ def test_start_forgets_rows_and_keeps_what_was_learned():
     assert isinstance(ngram, Drafter)
 
 
+def test_from_text_with_its_arguments_swapped_says_so():
+    with pytest.raises(TypeError, match="a text, then its tokenizer: got Words, then str"):
+        NGram.from_text(Words(), "1 2 3")
+
+
 def test_from_text_counts_each_text_on_its_own():
     one = NGram.from_text("1 2 3", Words(), order=3)
     assert contents(one) == by_definition([[1, 2, 3]], 3)

@@ -58,6 +58,9 @@ class NGram:
     def from_text(cls, text: str | Iterable[str], tokenizer: Any, order: int = 4, *, threshold: float = 0.4,
                   max_entries: int = 200_000, name: str = "ngram") -> NGram:
         """Count a text, or each text of an iterable on its own, in the tokens of `tokenizer` without special ones."""
+        if callable(text) or not callable(tokenizer):
+            raise TypeError(f"NGram.from_text takes a text, then its tokenizer: got {type(text).__name__}, then "
+                            f"{type(tokenizer).__name__}")
         ngram = cls(order, threshold=threshold, max_entries=max_entries, name=name)
         for part in [text] if isinstance(text, str) else text:
             ngram.learn(tokenizer(part, add_special_tokens=False)["input_ids"])
