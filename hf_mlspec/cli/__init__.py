@@ -8,6 +8,7 @@ import warnings
 from typing import Any, NoReturn
 
 from ..integration.generate import enable
+from ..ops import KernelError
 from .demo import add_demo
 from .generate import add_generate
 from .info import add_info
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"mlspec {args.command}: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, FloatingPointError, OSError) as error:
+    except (ValueError, TypeError, FloatingPointError, OSError, KernelError) as error:
         if args.traceback:
             raise
         print(f"mlspec {args.command}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from ..integration.compare import compare
 from ..integration.config import SpeculationConfig
-from .request import add_chain_options, chain_config, load_target
+from .request import add_chain_options, chain_config, load_target, seed
 from .stream import TextStream
 from .tables import LEVEL_COLUMNS, describe, level_rows, say, show, show_comparison
 
@@ -24,7 +25,7 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("--compare", action="store_true",
                         help="decode with the target alone too; exit status 1 if any id differs")
     parser.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
-    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("seed", int)):
+    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("seed", seed)):
         parser.add_argument(f"--{name}", type=kind, help="with --do-sample")
     parser.set_defaults(run=run_generate)
 
@@ -41,8 +42,14 @@ def run_generate(args: argparse.Namespace) -> int:
     config = chain_config(args)
     model, tokenizer = load_target(args.model, args)
     stream = None if args.json else TextStream(Console(), tokenizer)
-    if args.compare:
-        return _compared(args, model, tokenizer, config, stream)
+    with nullcontext() if stream is None else closing(stream):  # an error begins on a line of its own
+        if args.compare:
+            return _compared(args, model, tokenizer, config, stream)
+        return _written(args, model, tokenizer, config, stream, sampling)
+
+
+def _written(args: argparse.Namespace, model: Any, tokenizer: Any, config: SpeculationConfig,
+             stream: TextStream | None, sampling: dict[str, Any]) -> int:
     if args.seed is not None:
         torch.manual_seed(args.seed)
     inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)

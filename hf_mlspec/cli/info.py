@@ -26,9 +26,11 @@ def add_info(commands: Any) -> None:
 
 
 def run_info(args: argparse.Namespace) -> int:
+    kernels, problem = _kernels()
     found = {"versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
              "devices": _devices(),
-             "kernels": [{"op": op, "device": device, "kernel": kernel} for op, device, kernel in ops.kernel_table()],
+             "kernels": [{"op": op, "device": device, "kernel": kernel} for op, device, kernel in kernels],
+             "kernels_problem": problem,
              "hook": "on" if enabled() else "off",
              "MLSPEC_REQUIRE_KERNELS": os.environ.get("MLSPEC_REQUIRE_KERNELS", "not set")}
     if args.json:
@@ -37,12 +39,20 @@ def run_info(args: argparse.Namespace) -> int:
     console = Console()
     show(console, "versions", ("", "version"), list(found["versions"].items()))
     show(console, "devices", ("", "what"), list(found["devices"].items()))
-    kernels = [(f"{row['op']} on {row['device']}", row["kernel"]) for row in found["kernels"]]
-    show(console, "kernels", ("", "kernel"), kernels)
+    rows = [(f"{op} on {device}", kernel) for op, device, kernel in kernels]
+    show(console, "kernels", ("", "kernel"), [*rows, *([("problem", problem)] if problem else [])])
     state = [("generate takes assistant_models", found["hook"]),
              ("MLSPEC_REQUIRE_KERNELS", found["MLSPEC_REQUIRE_KERNELS"])]
     show(console, "state", ("", "value"), state)
     return 0
+
+
+def _kernels() -> tuple[list[tuple[str, str, str]], str | None]:
+    """The kernel of every op, and why there are none or only plain torch."""
+    try:
+        return ops.kernel_table(), ops.why_not_compiled()
+    except ops.KernelError as error:
+        return [], str(error)
 
 
 def _version(name: str) -> str:

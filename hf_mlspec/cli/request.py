@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import ops
 from ..integration.config import SpeculationConfig, parse_level
 from ..integration.load import DTYPES, hide_progress_bars, load_causal_lm
 
@@ -21,7 +22,7 @@ def read_prompts(path: str, limit: int | None = None) -> list[str]:
     Raises ValueError naming file, line and remedy.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ValueError(f"prompts file {path!r} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -39,11 +40,13 @@ def _from_json(path: str, number: int, line: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {number}: no JSON ({error.msg}); .jsonl has one object a line") from error
     names = list(entry) if isinstance(entry, dict) else []
-    prompt = next((entry[name] for name in PROMPT_FIELDS if name in names), None)
-    if not isinstance(prompt, str) or not prompt:
+    field = next((name for name in PROMPT_FIELDS if name in names), None)
+    if field is None:
         raise ValueError(f"{path}, line {number}: no text under {' or '.join(map(repr, PROMPT_FIELDS))}; "
                          f"it has {names or type(entry).__name__}")
-    return prompt
+    if not isinstance(entry[field], str) or not entry[field]:
+        raise ValueError(f"{path}, line {number}: {field!r} is {entry[field]!r}, not a text; write one in quotes")
+    return entry[field]
 
 
 def add_chain_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -81,6 +84,7 @@ def load_target(path: str, args: argparse.Namespace) -> tuple[Any, Any]:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {args.device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    ops.kernel_table()  # an instruction set that is unknown is refused before a model is loaded
     return load_causal_lm(path, args.dtype, args.device)
 
 
@@ -89,6 +93,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def seed(text: str) -> int:
+    """An argparse type: what torch.manual_seed takes."""
+    value = int(text)
+    if not 0 <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"{value} is not in 0 to 2**64 - 1")
     return value
 
 

@@ -14,7 +14,10 @@ from .tables import LEVEL_COLUMNS, level_rows, table
 
 
 class TextStream:
-    """A streamer for generate: prints the prompt, then each piece of text as soon as its tokens are settled."""
+    """A streamer for generate: prints the text, piece by piece, as soon as its tokens are settled.
+
+    The prompt comes with the first piece: until then the call may still be refused.
+    """
 
     def __init__(self, console: Console, tokenizer: Any) -> None:
         self.console, self.tokenizer = console, tokenizer
@@ -24,19 +27,21 @@ class TextStream:
         """Token ids, int64 of any shape; the first call of a text carries its prompt."""
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if text.endswith("\ufffd"):
-            return  # the middle of a character: its last bytes come with the next token
         if self.prompt is None:
             self.prompt = text
-        self.text, piece = text, text[len(self.text) :]
-        self.write(piece)
+        elif not text.endswith("\ufffd"):  # the middle of a character: its last bytes come with the next token
+            self._show(text)
 
     def end(self) -> None:
+        if not self.text:
+            self._show(self.prompt or "")  # nothing but special tokens followed it
         self.finish()
         self._forget()
 
     def close(self) -> None:
         """Leave the terminal as it was, wherever the text stopped."""
+        if self.text:
+            self.finish()
 
     def write(self, piece: str) -> None:
         self.console.file.write(piece)
@@ -44,6 +49,10 @@ class TextStream:
 
     def finish(self) -> None:
         self.console.file.write("\n\n")
+
+    def _show(self, text: str) -> None:
+        self.text, piece = text, text[len(self.text) :]
+        self.write(piece)
 
     def _forget(self) -> None:
         self.ids: list[int] = []

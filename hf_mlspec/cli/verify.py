@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import Any
 
 from rich.console import Console
@@ -27,7 +28,7 @@ def add_verify(commands: Any) -> None:
                         help="prompts decoded together (default %(default)s)")
     parser.add_argument("--reference", choices=["ours", "stock"], default="ours",
                         help="the target alone through our loop or through transformers' own (default %(default)s)")
-    parser.add_argument("--tolerate-ties", type=float, metavar="GAP",
+    parser.add_argument("--tolerate-ties", type=_gap, metavar="GAP",
                         help="float32 only: a difference whose two best float64 logits lie closer than GAP is listed, "
                              "but does not fail")
     add_chain_options(parser, max_new_tokens=128)
@@ -55,6 +56,16 @@ def run_verify(args: argparse.Namespace) -> int:
     else:
         _show(Console(), found, args.tolerate_ties)
     return 1 if failing else 0
+
+
+def _gap(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is no distance of two logits, a finite number of 0 or more")
+    return value
+
+
+_gap.__name__ = "number"  # argparse: "invalid number value"
 
 
 def _show(console: Console, found: Comparison, tolerance: float | None) -> None:

@@ -1,0 +1,164 @@
+"""Does mlspec refuse in one line, with exit status 2, what cannot work?"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
+
+import hf_mlspec
+from hf_mlspec.cli import main
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("def area(radius):\nOnce upon a time\n", encoding="utf-8")
+    return str(path)
+
+
+def refusal(capsys, *argv: object) -> str:
+    """The one line on stderr of a command that exits with 2."""
+    try:
+        status = main([str(word) for word in argv])
+    except SystemExit as end:  # argparse
+        status = end.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("p.txt", b"\n \n", "holds no prompts"), ("p.txt", b"\xff\xfe", "is not UTF-8 text: byte 0"),
+    ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: no JSON"), ("p.jsonl", b'{"text": "a"}', "it has ['text']"),
+    ("p.jsonl", b"[1]", "it has list"), ("p.jsonl", b'{"prompt": 3}', "line 1: 'prompt' is 3, not a text")])
+def test_a_bad_prompts_file_is_refused(capsys, tmp_path, saved_model, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert message in refusal(capsys, "verify", saved_model, "--level", "mxfp4", "--prompts", tmp_path / name)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (["--level", "mxfp5"], "level 'mxfp5' is neither an existing folder nor a known word"),
+    (["--level", "./nowhere@mxfp4"], "'./nowhere@mxfp4'"), ([], "no --level given"),
+    (["--level", "early_exit:0"], "early_exit"), (["--level", "early_exit:x"], "early_exit"),
+    (["--level", "mxfp4", "--max-new-tokens", "0"], "0 is not 1 or more"),
+    (["--level", "mxfp4", "--max-new-tokens", "100000"], "512"),
+    (["--level", "mxfp4", "--num-draft-tokens", "-1"], "num_draft_tokens"),
+    (["--level", "mxfp4", "--num-draft-tokens", "4,2"], "num_draft_tokens has 2 entries for 1 levels"),
+    (["--level", "mxfp4", "--num-draft-tokens", "many"], "--num-draft-tokens"),
+    (["--level", "mxfp4", "--confidence-threshold", "2"], "confidence_threshold"),
+    (["--level", "mxfp4", "--dtype", "int8"], "int8"), (["--level", "mxfp4", "--device", "abacus"], "device 'abacus'"),
+    *[(["--level", "mxfp4", "--tolerate-ties", gap], f"{gap} is no distance") for gap in ("nan", "inf", "-1")],
+    (["--level", "mxfp4", "--dtype", "bfloat16", "--tolerate-ties", "1e-5"], "not bfloat16")])
+def test_a_bad_option_is_refused(capsys, saved_model, prompts, change, message):
+    assert message in refusal(capsys, "verify", saved_model, "--prompts", prompts, *change)
+
+
+def test_a_missing_prompts_file_is_refused(capsys, saved_model):
+    line = refusal(capsys, "verify", saved_model, "--level", "mxfp4", "--prompts", "nowhere.txt")
+    assert line == "mlspec verify: prompts file 'nowhere.txt' cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["demo", "--model", "./nowhere"], "model folder './nowhere' does not exist"),
+    (["dance"], "dance"), ([], "demo |"),
+    (["generate", "--prompt", "x"], "--model"),
+    (["generate", "--model", "MODEL", "--prompt", ""], "--prompt is empty"),
+    (["generate", "--model", "MODEL", "--prompt", "x", "--top-k", "3"], "top_k does nothing without --do-sample"),
+    (["generate", "--model", "MODEL", "--prompt", "x", "--do-sample", "--seed", str(2**64)], "2**64 - 1"),
+    (["generate", "--model", "MODEL", "--prompt", "x", "--level", "early_exit:9"], "early_exit"),
+    (["generate", "--model", "MODEL", "--prompt", "x", "--do-sample", "--compare"], "drop --do-sample")])
+def test_a_bad_call_is_refused(capsys, saved_model, argv, message):
+    assert message in refusal(capsys, *[str(saved_model) if word == "MODEL" else word for word in argv])
+
+
+def test_a_folder_without_a_model_is_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    line = refusal(capsys, "generate", "--model", tmp_path, "--prompt", "x")
+    assert "holds no causal language model" in line
+
+
+def another_width(folder):
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    (folder / "config.json").write_text(text.replace('"hidden_size": 96', '"hidden_size": 48'), encoding="utf-8")
+
+
+def half_a_tokenizer(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "mod', encoding="utf-8")
+
+
+def an_encoder_decoder(folder):
+    shape = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 258}
+    T5ForConditionalGeneration(T5Config(**shape)).save_pretrained(folder)
+
+
+def with_nan(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data[0] = float("nan")
+    model.save_pretrained(folder)
+
+
+def torn(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+
+
+def an_encoder(folder):
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertLMHeadModel(BertConfig(vocab_size=258, **shape)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("place", ["--model", "--level"])
+@pytest.mark.parametrize(("spoil", "message"), [
+    (with_nan, "are NaN"), (torn, "causal language model"), (an_encoder, "is an encoder"),
+    (another_width, "[258, 96] there and [258, 48] by the config"), (half_a_tokenizer, "no tokenizer that can"),
+    (an_encoder_decoder, "causal language model")])
+def test_a_spoilt_model_is_refused(capsys, saved_model, tmp_path, place, spoil, message):
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(saved_model, spoilt)
+    spoil(spoilt)
+    capsys.readouterr()
+    folders = {"--model": saved_model, "--level": "prompt_lookup"} | {place: spoilt}
+    words = [str(word) for pair in folders.items() for word in pair]
+    assert main(["generate", *words, "--prompt", "ab", "--max-new-tokens", "4", "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    last = told.err.splitlines()[-1]
+    assert message in last
+    assert len(last) < 500
+
+
+@pytest.fixture
+def unknown_isa(monkeypatch):
+    """The compiled library refuses the instruction set: it reads MLSPEC_CPU_ISA once, so here it only says so."""
+    def refuse():
+        raise RuntimeError("MLSPEC_CPU_ISA=abc is unknown, choose one of avx2, generic\nin C++")
+
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: key == "CPU")
+    monkeypatch.setattr(torch.ops.mlspec, "cpu_isa", refuse)
+
+
+@pytest.mark.usefixtures("unknown_isa")
+def test_an_unknown_instruction_set_is_refused_and_info_says_why(capsys, saved_model):
+    line = refusal(capsys, "generate", "--model", saved_model, "--prompt", "x", "--level", "mxfp4")
+    assert line == "mlspec generate: MLSPEC_CPU_ISA=abc is unknown, choose one of avx2, generic\n"
+    assert main(["info"]) == 0
+    assert "  problem: MLSPEC_CPU_ISA=abc is unknown" in capsys.readouterr().out
+
+
+def test_kernels_that_are_required_and_missing_are_one_line(capsys, monkeypatch, saved_model):
+    def missing(*_):
+        raise hf_mlspec.ops.KernelError("no compiled kernel")
+
+    monkeypatch.setattr(hf_mlspec.ops, "_mxfp4_linear", missing)
+    assert main(["generate", "--model", str(saved_model), "--prompt", "x", "--level", "mxfp4", "--json"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "mlspec generate: no compiled kernel"
+
+
+def test_traceback_shows_where_an_error_came_from():
+    with pytest.raises(ValueError, match="nowhere"):
+        main(["--traceback", "demo", "--model", "./nowhere"])
