@@ -1,7 +1,7 @@
 """Does every block of code in the README run as it stands there?
 
 A ```python or ```bash block runs unless a comment right above it says why not: `<!-- not run: reason -->`. Python
-blocks share one interpreter, in their order; bash blocks run in a folder that holds a prompts.txt.
+blocks share one interpreter, in their order; a bash block runs in an empty folder.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ def test_python_blocks_run(tmp_path, environment):
 
 @pytest.mark.parametrize("block", runnable("bash"), ids=lambda block: f"line {block.line}")
 def test_bash_block_runs(tmp_path, environment, block):
-    (tmp_path / "prompts.txt").write_text("def mean(values):\nOnce upon a time\n", encoding="utf-8")
     assert run(["bash", "-euo", "pipefail", "-c", block.code], tmp_path, environment)
 
 
