@@ -44,6 +44,7 @@ def test_a_chain_equals_its_target(model, tokenizer, batch_size, reference):
     assert [item.prompt_tokens for item in found.items] == [len(prompt) for prompt in PROMPTS]
     assert found.speculation.levels[0].drafted > 0
     assert found.speculation.new_tokens == found.tokens_compared
+    assert found.speculation.target_cache_bytes > 0
     assert found.chain_seconds > 0
     assert found.alone_seconds > 0
 

@@ -86,10 +86,12 @@ class Comparison:
 
 
 def accumulate(total: SpeculationStats, part: SpeculationStats) -> None:
-    """Add the counts and seconds of one call of generate to those of earlier calls with the same levels."""
+    """Add the counts and seconds of one call of generate to those of earlier calls; of caches the largest counts."""
     if not total.levels:
         total.levels = [LevelStats(level.name) for level in part.levels]
+    total.target_cache_bytes = max(total.target_cache_bytes, part.target_cache_bytes)
     for into, level in zip(total.levels, part.levels, strict=True):
+        into.cache_bytes = max(into.cache_bytes, level.cache_bytes)
         for name in ("drafted", "accepted", "tested", "rounds", "forwards", "seconds"):
             setattr(into, name, getattr(into, name) + getattr(level, name))
     for name in ("new_tokens", "target_passes", "row_passes", "seconds", "target_seconds"):
