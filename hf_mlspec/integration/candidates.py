@@ -14,7 +14,7 @@ from ..speculation.ragged_attention import ragged_attention_on
 from .config import SpeculationConfig
 from .levels import resolve
 from .processing import Prompts
-from .request import check_request
+from .request import check_request, check_target
 from .wiring import Wiring
 
 
@@ -45,7 +45,8 @@ class ChainCandidateGenerator(CandidateGenerator):
         config = replace(SpeculationConfig.of(speculation_config), shared_cache=False)
         if not levels:
             raise ValueError("ChainCandidateGenerator needs at least one level to draw candidates from")
-        check_request(model, torch.ones(1, 1), settings, {})
+        check_target(model, settings.num_beams)
+        check_request(torch.ones(1, 1), settings, {})
         self.max_length = settings.max_length
         self._prompts, self._settled = None, []
         found = resolve(model, levels, assistant_tokenizers, config)

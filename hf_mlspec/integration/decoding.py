@@ -19,7 +19,7 @@ from .config import SpeculationConfig
 from .levels import resolve
 from .processing import Prompts, Stopping
 from .record import Record
-from .request import check_prompts, check_request, check_streamer
+from .request import check_prompts, check_request, check_streamer, check_target
 from .suitability import check_length
 from .wiring import Chain, Wiring
 
@@ -53,6 +53,7 @@ def generate(
 
     Raises TypeError or ValueError for levels and options that cannot work, before anything is computed.
     """
+    check_target(model, generation_config.num_beams)
     call = Call(
         input_ids=input_ids,
         processors=logits_processor,
@@ -94,7 +95,7 @@ class Call:
 
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
-    check_request(model, call.input_ids, call.settings, call.model_kwargs)
+    check_request(call.input_ids, call.settings, call.model_kwargs)
     check_streamer(call.streamer, len(call.input_ids))
     prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
@@ -149,6 +150,11 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
     return stats, _return_cache(chain, given, cached, rows) if wanted else None
 
 
+def _is_plain(cache) -> bool:
+    """Whether a cache holds every slot of every layer."""
+    return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
 def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> int:
     """Start the target's cache; take over what a user's cache already holds of a single prompt."""
     chain.target.start(len(prompts.rows), device)
@@ -161,8 +167,7 @@ def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> 
             f"past_key_values holds {length} tokens, and the attention_mask hides {hidden} of the prompt: whether "
             "they are in the cache cannot be known; leave out past_key_values, or the masked tokens"
         )
-    plain = isinstance(given, DynamicCache) and all(type(layer) is DynamicLayer for layer in given.layers)
-    if len(prompts.rows) > 1 or not plain:
+    if len(prompts.rows) > 1 or not _is_plain(given):
         raise ValueError(
             f"a filled {type(given).__name__} for {len(prompts.rows)} rows cannot be continued with "
             "assistant_models: pass a DynamicCache without sliding layers and one row, or the whole prompt"
@@ -174,8 +179,7 @@ def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> 
 
 def _return_cache(chain: Chain, given, cached: int, rows: Rows):
     """The cache stock generate would hand back: for one row, keys and values of all tokens but the last."""
-    plain = isinstance(given, DynamicCache) and all(type(layer) is DynamicLayer for layer in given.layers)
-    if len(rows) > 1 or not plain:
+    if len(rows) > 1 or not _is_plain(given):
         return None
     if given.get_seq_length() > cached:
         given.crop(cached - given.get_seq_length())

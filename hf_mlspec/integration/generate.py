@@ -11,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from .config import SpeculationConfig
 from .decoding import Call, run
-from .suitability import check_model
+from .request import check_target
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
@@ -114,13 +114,7 @@ def _check_call(model, kwargs: dict) -> None:
                 f"assistant_models and {name} were both given: put every level into assistant_models "
                 "and its tokenizer into assistant_tokenizers"
             )
-    check_model(model, "the target")
-    beams = _option(model, kwargs, "num_beams")
-    if beams and beams > 1:
-        raise ValueError(
-            f"num_beams={beams} with assistant_models: beam search cannot be drafted for; pass num_beams=1, "
-            "or leave assistant_models out"
-        )
+    check_target(model, _option(model, kwargs, "num_beams"))
 
 
 def _option(model, kwargs: dict, name: str):

@@ -14,7 +14,7 @@ from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
 from .config import SpeculationConfig, Word, parse_level
 from .load import read_model, read_tokenizer
-from .suitability import check_device, check_model
+from .suitability import check_device, check_model, vocab_size
 
 _built: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # target -> {key: (fingerprint, what was built)}
 
@@ -54,14 +54,14 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
     _check_order(levels, words)
     device = next(target.parameters()).device
     resolved = []
-    vocab_size = _vocab_size(target)  # of the nearest model above
-    for index, (level, tokenizer) in enumerate(zip(levels, tokenizers, strict=True)):
-        found = _resolve(target, level, config, vocab_size)
+    vocabulary = vocab_size(target)  # of the nearest model above
+    for index, (level, word, tokenizer) in enumerate(zip(levels, words, tokenizers, strict=True)):
+        found = _resolve(target, level, word, config, vocabulary)
         found.tokenizer = tokenizer or found.tokenizer
         if found.model is not None:
             check_model(found.model, f"level {index} ({found.name})")
             check_device(found.model, f"level {index} ({found.name})", device)
-            vocab_size = _vocab_size(found.model)
+            vocabulary = vocab_size(found.model)
         resolved.append(found)
     return resolved
 
@@ -77,27 +77,27 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
             )
 
 
-def _resolve(target: nn.Module, level, config: SpeculationConfig, vocab_size: int) -> Level:
-    if isinstance(level, str):
-        return _from_word(target, level, parse_level(level), config, vocab_size)
+def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationConfig, vocabulary: int) -> Level:
+    if word is not None:
+        return _from_word(target, level, word, config, vocabulary)
     if isinstance(level, nn.Module):
         return Level(_name(level), model=level, shape_of_target=_is_view(level, target))
     if isinstance(level, Drafter):
         largest = getattr(level, "largest_token", -1)
-        if largest >= vocab_size:
+        if largest >= vocabulary:
             raise ValueError(
-                f"level {level.name} holds token {largest}, the model above it has {vocab_size}: it was made with "
+                f"level {level.name} holds token {largest}, the model above it has {vocabulary}: it was made with "
                 "another tokenizer"
             )
         return Level(level.name, drafter=level)
     raise TypeError(f"a level is a model, a path, a word or a drafter such as NGram, got {type(level).__name__}")
 
 
-def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConfig, vocab_size: int) -> Level:
+def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConfig, vocabulary: int) -> Level:
     if word.kind == "prompt_lookup":
         return Level(text, drafter=PromptLookup(max_ngram=config.max_ngram))
     if word.kind == "ngram":
-        key = (text, config.ngram_order, vocab_size)  # one table counts one vocabulary
+        key = (text, config.ngram_order, vocabulary)  # one table counts one vocabulary
         table = _keep(target, key, None, lambda: NGram(order=config.ngram_order))
         return Level(text, drafter=table)
     cast = {"rule": config.cast_rule, "cast_head": config.cast_head, "materialize": config.materialize}
@@ -136,10 +136,6 @@ def _load_tokenizer(path: str):
         return read_tokenizer(path)
     except ValueError:  # a hub name: its files cannot be listed, and one without a tokenizer is a fine level
         return None
-
-
-def _vocab_size(model: nn.Module) -> int:
-    return getattr(model.config.get_text_config(), "vocab_size", 0)
 
 
 def _name(model: nn.Module) -> str:

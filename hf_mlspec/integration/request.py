@@ -15,14 +15,18 @@ _OURS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logi
 _STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 
 
-def check_request(model, input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
-    """Raise TypeError or ValueError for a target, an option or an input that cannot go with assistant_models."""
+def check_target(model, num_beams: int | None) -> None:
+    """Raise TypeError or ValueError for a target or a search that levels cannot draft for."""
     check_model(model, "the target")
-    if settings.num_beams and settings.num_beams > 1:
+    if num_beams and num_beams > 1:
         raise ValueError(
-            f"num_beams={settings.num_beams} with assistant_models: beam search cannot be drafted for; pass "
-            "num_beams=1, or leave assistant_models out"
+            f"num_beams={num_beams} with assistant_models: beam search cannot be drafted for; pass num_beams=1, or "
+            "leave assistant_models out"
         )
+
+
+def check_request(input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
+    """Raise ValueError for an option or an input that cannot go with assistant_models; the target is checked."""
     if input_ids.numel() == 0:
         raise ValueError(
             "assistant_models needs input_ids with at least one token per row (inputs_embeds is not supported)"

@@ -51,6 +51,11 @@ def check_device(model: nn.Module, name: str, device: torch.device) -> None:
         raise ValueError(f"{name} is on {here}, the target on {device}: move it with .to({str(device)!r})")
 
 
+def vocab_size(model: nn.Module) -> int:
+    """Entries of a model's logits."""
+    return getattr(model.config.get_text_config(), "vocab_size", 0)
+
+
 def max_positions(model: nn.Module) -> int | None:
     """Tokens the model's positions reach, None where its config names no bound."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -27,7 +27,7 @@ from .config import (
 )
 from .levels import Level
 from .processing import Prompts, split_processors, warp_of
-from .suitability import max_positions
+from .suitability import max_positions, vocab_size
 from .vocabulary import same_vocabulary
 
 
@@ -84,7 +84,7 @@ class Wiring:
         self.config, self.do_sample, self.processors, self.prompts = config, do_sample, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
-        self.vocab_size = _vocab_size(target)
+        self.vocab_size = vocab_size(target)
 
     def build(self, levels: list[Level]) -> Chain:
         runner = self._runner(self.model)
@@ -102,7 +102,7 @@ class Wiring:
         level, last = levels[index], index + 1 == len(levels)
         if level.drafter is not None:
             return self._lookup(chain, levels, index)
-        size = _vocab_size(level.model)
+        size = vocab_size(level.model)
         same = level.shape_of_target or same_vocabulary(
             level.name, size, level.tokenizer, above.vocab_size, above.tokenizer
         )
@@ -193,8 +193,3 @@ class Wiring:
             )
         default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
         return default if given is None else given
-
-
-def _vocab_size(model: nn.Module) -> int:
-    """Entries of a model's logits."""
-    return model.config.get_text_config().vocab_size
