@@ -1,0 +1,183 @@
+// What does an operation over one row do? Written once over Vec (16 floats); the last Vec of a row may be partial.
+//
+// Included inside the anonymous namespace of row_ops_<isa>.cpp, after row_ops_math.h.
+
+// f(offset, lanes) for every Vec of n elements; lanes is kLanes but in the last.
+template <class F>
+inline void for_each_vec(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, std::integral_constant<int, kLanes>());
+  if (i < n) f(i, static_cast<int>(n - i));
+}
+
+inline Vec load(const float* p, std::integral_constant<int, kLanes>) { return Vec::load(p); }
+inline Vec load(const float* p, int lanes) { return Vec::load_first(p, lanes); }
+inline void store(Vec v, float* p, std::integral_constant<int, kLanes>) { v.store(p); }
+inline void store(Vec v, float* p, int lanes) { v.store_first(p, lanes); }
+
+template <class F>
+inline void map(const float* x, int64_t n, float* y, F&& f) {
+  for_each_vec(n, [&](int64_t i, auto lanes) { store(f(load(x + i, lanes)), y + i, lanes); });
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* y) {
+  Vec sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) {
+      const Vec v = Vec::load(x + i + j * kLanes);
+      sums[j] = fma(v, v, sums[j]);
+    }
+  for_each_vec(n - i, [&](int64_t offset, auto lanes) {
+    const Vec v = load(x + i + offset, lanes);
+    sums[0] = fma(v, v, sums[0]);
+  });
+  const float mean = Vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n);
+  const Vec factor = Vec::all(1.f / std::sqrt(mean + eps));
+  for_each_vec(n, [&](int64_t offset, auto lanes) {
+    store(load(x + offset, lanes) * factor * load(weight + offset, lanes), y + offset, lanes);
+  });
+}
+
+void add(const float* x, int64_t n, float* y) {
+  for_each_vec(n, [&](int64_t i, auto lanes) { store(load(y + i, lanes) + load(x + i, lanes), y + i, lanes); });
+}
+
+struct Bfloat16 {
+  static Vec widen(const uint16_t* p) { return Vec::load_bfloat16(p); }
+  static void narrow(Vec v, uint16_t* p) { v.store_bfloat16(p); }
+};
+
+struct Float16 {
+  static Vec widen(const uint16_t* p) { return Vec::load_float16(p); }
+  static void narrow(Vec v, uint16_t* p) { v.store_float16(p); }
+};
+
+template <class Half>
+inline Vec widen_first(const uint16_t* p, int lanes) {
+  uint16_t padded[kLanes] = {};
+  std::memcpy(padded, p, 2 * lanes);
+  return Half::widen(padded);
+}
+
+template <class Half>
+inline void widen_row(const uint16_t* x, float multiplier, int64_t n, float* y) {
+  const Vec factor = Vec::all(multiplier);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) (Half::widen(x + i) * factor).store(y + i);
+  if (i < n) (widen_first<Half>(x + i, n - i) * factor).store_first(y + i, n - i);
+}
+
+template <class Half>
+inline void narrow_row(const float* x, int64_t n, uint16_t* y) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) Half::narrow(Vec::load(x + i), y + i);
+  if (i == n) return;
+  uint16_t padded[kLanes];
+  Half::narrow(Vec::load_first(x + i, n - i), padded);
+  std::memcpy(y + i, padded, 2 * (n - i));
+}
+
+void widen(const void* x, mlspec_dtype dtype, float multiplier, int64_t n, float* y) {
+  const Vec factor = Vec::all(multiplier);
+  if (dtype == MLSPEC_BFLOAT16) return widen_row<Bfloat16>(static_cast<const uint16_t*>(x), multiplier, n, y);
+  if (dtype == MLSPEC_FLOAT16) return widen_row<Float16>(static_cast<const uint16_t*>(x), multiplier, n, y);
+  map(static_cast<const float*>(x), n, y, [&](Vec v) { return v * factor; });
+}
+
+void narrow(const float* x, mlspec_dtype dtype, int64_t n, void* y) {
+  if (dtype == MLSPEC_BFLOAT16) return narrow_row<Bfloat16>(x, n, static_cast<uint16_t*>(y));
+  if (dtype == MLSPEC_FLOAT16) return narrow_row<Float16>(x, n, static_cast<uint16_t*>(y));
+  std::memmove(y, x, 4 * n);
+}
+
+template <class F>
+inline void map_mul(const float* gate, const float* up, int64_t n, float* y, F&& f) {
+  for_each_vec(n, [&](int64_t i, auto lanes) { store(f(load(gate + i, lanes)) * load(up + i, lanes), y + i, lanes); });
+}
+
+inline Vec silu(Vec x) { return x / (Vec::all(1.f) + exp(Vec::zero() - x)); }
+
+// 0.5 x (1 + tanh u) = x / (1 + e^(-2u)), which loses nothing where tanh u is near -1.
+inline Vec gelu_tanh(Vec x) {
+  constexpr float kTwoRootTwoOverPi = 1.59576912f;
+  const Vec inner = fma(Vec::all(0.044715f * kTwoRootTwoOverPi), x * x, Vec::all(kTwoRootTwoOverPi)) * x;
+  return x / (Vec::all(1.f) + exp(Vec::zero() - inner));
+}
+
+inline Vec gelu(Vec x) { return x * normal_cdf(x); }
+inline Vec relu(Vec x) { return max(Vec::zero(), x); }  // NaN stays NaN
+
+void activate_mul(const float* gate, const float* up, mlspec_activation kind, int64_t n, float* y) {
+  switch (kind) {
+    case MLSPEC_SILU: return map_mul(gate, up, n, y, [](Vec v) { return silu(v); });
+    case MLSPEC_GELU_TANH: return map_mul(gate, up, n, y, [](Vec v) { return gelu_tanh(v); });
+    case MLSPEC_GELU: return map_mul(gate, up, n, y, [](Vec v) { return gelu(v); });
+    case MLSPEC_RELU: return map_mul(gate, up, n, y, [](Vec v) { return relu(v); });
+  }
+}
+
+void rope(float* head, const float* cos, const float* sin, int64_t rotary_dim) {
+  const int64_t half = rotary_dim / 2;
+  for_each_vec(half, [&](int64_t i, auto lanes) {
+    const Vec first = load(head + i, lanes), second = load(head + half + i, lanes);
+    const Vec c = load(cos + i, lanes), s = load(sin + i, lanes);
+    store(neg_fma(second, s, first * c), head + i, lanes);
+    store(fma(first, s, second * c), head + half + i, lanes);
+  });
+}
+
+inline Vec cap_softly(Vec x, Vec cap) { return cap * tanh(x / cap); }
+
+void softcap(float* x, float cap, int64_t n) {
+  const Vec limit = Vec::all(cap);
+  map(x, n, x, [&](Vec v) { return cap_softly(v, limit); });
+}
+
+// The largest of n >= 1 values, or NaN where one of them is.
+inline float largest_of(const float* x, int64_t n) {
+  const Vec lowest = Vec::all(-INFINITY);
+  Vec most[4] = {lowest, lowest, lowest, lowest}, odd_one = Vec::zero();  // odd_one: a NaN, if there is any
+  const auto visit = [&](Vec v, Vec& so_far) {
+    so_far = max(v, so_far);
+    odd_one = select(is_nan(v), v, odd_one);
+  };
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) visit(Vec::load(x + i + j * kLanes), most[j]);
+  for (; i < n; ++i) visit(Vec::all(x[i]), most[0]);
+  if (bits(is_nan(odd_one))) return NAN;
+  return Vec::largest(max(max(most[0], most[1]), max(most[2], most[3])));
+}
+
+inline int64_t first_equal(const float* x, int64_t n, float value) {
+  const Vec wanted = Vec::all(value);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    if (const uint32_t found = bits(equal(Vec::load(x + i), wanted))) return i + __builtin_ctz(found);
+  while (i < n && x[i] != value) ++i;
+  return i;
+}
+
+inline float log_sum_exp_of(const float* x, int64_t n, float largest) {
+  if (std::isinf(largest)) return largest;
+  const Vec shift = Vec::all(largest);
+  Vec sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) sums[j] = sums[j] + exp(Vec::load(x + i + j * kLanes) - shift);
+  for_each_vec(n - i, [&](int64_t offset, auto lanes) {
+    const Vec v = exp(load(x + i + offset, lanes) - shift);
+    sums[0] = sums[0] + select(Vec::lanes_between(0, lanes), v, Vec::zero());
+  });
+  return largest + std::log(Vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3])));
+}
+
+int64_t argmax(const float* x, int64_t n, float* largest, float* log_sum_exp) {
+  const float most = largest_of(x, n);
+  *largest = most;
+  if (log_sum_exp) *log_sum_exp = most;
+  if (std::isnan(most)) return -1;
+  if (log_sum_exp) *log_sum_exp = log_sum_exp_of(x, n, most);
+  return first_equal(x, n, most);
+}
