@@ -1,0 +1,154 @@
+// How does a 4-bit weight meet int8 activations? One algorithm for every instruction set and both formats.
+//
+// Included by each int8_linear_<isa>.cpp inside its anonymous namespace, after `Isa`, so that every function here
+// is compiled for that instruction set and shared with no other file. A lane is an output; per scale group and token
+//   dots = -zero * sum(x) + sum(code * x), exact;  acc = fma(float(dots), weight scale * x scale, acc), group by group.
+// Isa has Int and Float (vectors of kLanes = 16 / kVectors lanes), kSigned (its dot product takes signed codes),
+// kMaxTokens, tiles_for(tokens), prefetch(p) and
+//   broadcast(i), load_bytes(p) (kLanes bytes to int32), minus(i) (-i in the lower int16, zero above),
+//   low_products(a, b) (int16 a, zero above, times int16 b),
+//   zeros(), fma(a, b, c), times(v, scalar), half(v) (v / 2, Inf to NaN), power(i) (i << 23 as floats), to_float(i),
+//   load_float16(p), store(p, v), Unpack<Format> and add_block<Format, N>(unpack, weight, x, x_stride, dots).
+
+constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
+constexpr int kLanes = 16 / Isa::kVectors;
+
+// E2M1 doubled is exact in int8; an unsigned operand carries 12 more, taken back 12 * sum(x) at a time.
+constexpr int kMxfp4Offset = Isa::kSigned ? 0 : 12;
+
+struct Mxfp4 {
+  static constexpr int kLargestCode = 24;
+  static constexpr bool kUsesTable = true;
+  static constexpr int8_t value(int code) {
+    constexpr int magnitude[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    return static_cast<int8_t>((code < 8 ? magnitude[code] : -magnitude[code - 8]) + kMxfp4Offset);
+  }
+  static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
+  static Isa::Int start(const mlspec_linear_args&, int64_t, int32_t x_sum) {
+    if constexpr (kMxfp4Offset == 0) return Isa::broadcast(0);
+    return Isa::low_products(Isa::broadcast(-kMxfp4Offset & 0xFFFF), Isa::broadcast(x_sum));
+  }
+  // at: index of the first lane's scale. 2^(byte - 128): a half belongs to the doubled codes. Byte 0 is 0, 255 is NaN.
+  static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {
+    return Isa::half(Isa::power(Isa::load_bytes(static_cast<const uint8_t*>(a.scale) + at)));
+  }
+};
+
+struct Int4 {
+  static constexpr int kLargestCode = 15;
+  static constexpr bool kUsesTable = false;  // the code is the operand
+  static constexpr int8_t value(int code) { return static_cast<int8_t>(code); }
+  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
+  static Isa::Int start(const mlspec_linear_args& a, int64_t at, int32_t x_sum) {
+    const Isa::Int minus_zero = a.zero ? Isa::minus(Isa::load_bytes(a.zero + at)) : Isa::broadcast(-8 & 0xFFFF);
+    return Isa::low_products(minus_zero, Isa::broadcast(x_sum));
+  }
+  static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {
+    return Isa::load_float16(static_cast<const uint16_t*>(a.scale) + at);
+  }
+};
+
+template <int kCount>
+inline void add_to_row(const float* __restrict sums, const float* __restrict bias, bool accumulate, int count,
+                       float* __restrict y) {
+  const int n = kCount ? kCount : count;
+  for (int r = 0; r < n; ++r) {
+    const float value = bias ? sums[r] + bias[r] : sums[r];
+    y[r] = accumulate ? y[r] + value : value;
+  }
+}
+
+template <int N>
+inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token,
+                       const Isa::Float (&acc)[Isa::kVectors][N]) {
+  const int64_t first = tile * kTileOutputs, left = a.out_features - first;
+  const float* bias = a.bias ? a.bias + first : nullptr;
+  for (int t = 0; t < N; ++t) {
+    alignas(64) float sums[kTileOutputs];
+    for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums + v * kLanes, acc[v][t]);
+    float* y = a.y + (token + t) * a.y_stride + first;
+    if (left >= kTileOutputs) {
+      add_to_row<kTileOutputs>(sums, bias, a.accumulate, kTileOutputs, y);
+    } else {
+      add_to_row<0>(sums, bias, a.accumulate, static_cast<int>(left), y);
+    }
+  }
+}
+
+// T tiles of 16 outputs times N tokens, over all of in_features.
+template <class Format, int T, int N>
+void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
+  using Int = Isa::Int;
+  constexpr int V = Isa::kVectors;
+  const int64_t in = a.in_features, blocks = in / kBlockCodes;
+  const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
+  const int8_t* x = mlspec_acts_codes(a.acts) + token * in;
+  const float* x_scale = mlspec_acts_scales(a.acts) + token * groups;
+  const int32_t* x_sum = mlspec_acts_sums(a.acts) + token * groups;
+  const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes;
+  const int64_t tile_bytes = blocks * kTileBlockBytes;
+  const typename Isa::template Unpack<Format> unpack;
+  typename Isa::Float acc[T][V][N];
+  for (auto& tile_acc : acc) for (auto& row : tile_acc) for (auto& sum : row) sum = Isa::zeros();
+  for (int64_t g = 0; g < groups; ++g, ++x_scale, ++x_sum) {
+    Int dots[T][V][N];
+#pragma GCC unroll 4
+    for (int i = 0; i < T * V; ++i) {
+      const int64_t at = ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes;
+#pragma GCC unroll 16
+      for (int t = 0; t < N; ++t) dots[i / V][i % V][t] = Format::start(a, at, x_sum[t * groups]);
+    }
+    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += kBlockCodes) {
+#pragma GCC unroll 4
+      for (int i = 0; i < T * V; ++i) {
+        const uint8_t* w = weight + i / V * tile_bytes;
+        if (i % V == 0) Isa::prefetch(w);
+        Isa::template add_block<Format, N>(unpack, w + i % V * kLanes * 4, x, in, dots[i / V][i % V]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < T * V; ++i) {
+      const auto scale = Format::scale(a, ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes);
+#pragma GCC unroll 16
+      for (int t = 0; t < N; ++t) {
+        auto& sum = acc[i / V][i % V][t];
+        sum = Isa::fma(Isa::to_float(dots[i / V][i % V][t]), Isa::times(scale, x_scale[t * groups]), sum);
+      }
+    }
+  }
+  for (int i = 0; i < T; ++i) store_tile<N>(a, tile + i, token, acc[i]);
+}
+
+template <class Format, int N>
+void multiply_tiles(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token) {
+  constexpr int T = Isa::tiles_for(N);
+  for (; tile + T <= tile_end; tile += T) multiply<Format, T, N>(a, tile, token);
+  if constexpr (T > 1) {
+    for (; tile < tile_end; ++tile) multiply<Format, 1, N>(a, tile, token);
+  }
+}
+
+using TileFunction = void (*)(const mlspec_linear_args&, int64_t tile, int64_t tile_end, int64_t token);
+
+template <class Format, int... N>
+constexpr auto widths(std::integer_sequence<int, N...>) {
+  return std::array<TileFunction, sizeof...(N)>{multiply_tiles<Format, N + 1>...};
+}
+
+// Tokens are cut into near-equal parts of at most kMaxTokens (17 = 9 + 8). A panel of outputs stays in L2 while the
+// parts pass; where there is one part, the panel is everything.
+template <class Format>
+void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
+  static constexpr auto kWidths = widths<Format>(std::make_integer_sequence<int, Isa::kMaxTokens>());
+  constexpr int64_t kPanelBytes = 256 * 1024;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kTileBlockBytes;
+  const int64_t parts = (tokens + Isa::kMaxTokens - 1) / Isa::kMaxTokens;
+  const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
+  const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(2, kPanelBytes / tile_bytes);
+  for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t begin = part * tokens / parts, end = (part + 1) * tokens / parts;
+      kWidths[end - begin - 1](a, tile, std::min(tile + panel, tile_end), begin);
+    }
+  }
+}
