@@ -21,9 +21,10 @@ struct SlotRange {
 struct QueryBlock {
   alignas(64) float queries[kMaxQueries * kMaxHeadDim];  // [query][padded], scores are their products with keys
   alignas(64) float outputs[kMaxQueries * kMaxHeadDim];  // [query][padded], not yet divided by the sum
+  alignas(64) float addends[kMaxQueries * kMaxHeadDim];  // [query][padded]: what the chunk at hand adds to outputs
   alignas(64) float rows[kSlots * kMaxHeadDim];          // [slot][padded]: keys or values of 16 slots
   alignas(64) float scores[kMaxQueries * kChunk];        // [query][slot of the chunk]; weights after the softmax
-  float largest[kMaxQueries], sum[kMaxQueries];
+  float largest[kMaxQueries], sum[kMaxQueries], rescale[kMaxQueries];
   SlotRange visible[kMaxQueries];
   int num_queries;
   int64_t padded;  // head_dim rounded up to whole Vecs; the rest is zero
@@ -96,7 +97,7 @@ inline void score_slots(const float* query, const float* rows, int64_t padded, f
   }
 }
 
-// Turns the scores of one chunk into weights and moves the running maximum, sum and output of query i to match them.
+// Turns the scores of one chunk into weights and moves the running maximum and sum of query i on.
 inline void update_softmax(const mlspec_attention_args& args, int i, int64_t chunk, QueryBlock& block) {
   const SlotRange seen = block.visible[i].within(chunk, chunk + kChunk);
   if (seen.empty()) return;
@@ -119,16 +120,15 @@ inline void update_softmax(const mlspec_attention_args& args, int i, int64_t chu
   const float sum = Vec::sum((weights[0] + weights[1]) + (weights[2] + weights[3]));
   block.sum[i] = Vec::first(fma(Vec::all(block.sum[i]), rescale, Vec::all(sum)));
   block.largest[i] = largest;
-  float* output = block.outputs + i * block.padded;
-  for (int64_t d = 0; d < block.padded; d += kLanes) (Vec::load(output + d) * rescale).store(output + d);
+  block.rescale[i] = Vec::first(rescale);
 }
 
-// outputs[kQueries][kVecs * 16] += weights[kQueries][begin..end) * rows[begin..end)
+// addends[kQueries][kVecs * 16] += weights[kQueries][begin..end) * rows[begin..end)
 template <int kQueries, int kVecs>
-inline void add_values(const float* weights, const float* rows, int64_t padded, int begin, int end, float* outputs) {
+inline void add_values(const float* weights, const float* rows, int64_t padded, int begin, int end, float* addends) {
   Vec sums[kQueries][kVecs];
   for (int i = 0; i < kQueries; ++i)
-    for (int j = 0; j < kVecs; ++j) sums[i][j] = Vec::load(outputs + i * padded + j * kLanes);
+    for (int j = 0; j < kVecs; ++j) sums[i][j] = Vec::load(addends + i * padded + j * kLanes);
   for (int s = begin; s < end; ++s) {
     Vec values[kVecs];
 #pragma GCC unroll 4
@@ -141,17 +141,17 @@ inline void add_values(const float* weights, const float* rows, int64_t padded, 
     }
   }
   for (int i = 0; i < kQueries; ++i)
-    for (int j = 0; j < kVecs; ++j) sums[i][j].store(outputs + i * padded + j * kLanes);
+    for (int j = 0; j < kVecs; ++j) sums[i][j].store(addends + i * padded + j * kLanes);
 }
 
 template <int kQueries>
 inline void add_values_of(const float* weights, QueryBlock& block, int first_query, int begin, int end) {
   const int64_t padded = block.padded;
-  float* outputs = block.outputs + first_query * padded;
+  float* addends = block.addends + first_query * padded;
   int64_t d = 0;
   for (; d + Vec::kTile * kLanes <= padded; d += Vec::kTile * kLanes)
-    add_values<kQueries, Vec::kTile>(weights, block.rows + d, padded, begin, end, outputs + d);
-  for (; d < padded; d += kLanes) add_values<kQueries, 1>(weights, block.rows + d, padded, begin, end, outputs + d);
+    add_values<kQueries, Vec::kTile>(weights, block.rows + d, padded, begin, end, addends + d);
+  for (; d < padded; d += kLanes) add_values<kQueries, 1>(weights, block.rows + d, padded, begin, end, addends + d);
 }
 
 // Values of the 16 slots from `first` on for a tile of queries: first what only some of them see, one by one, then what all see.
@@ -174,6 +174,17 @@ inline void add_visible(int first_query, int64_t chunk, int64_t first, QueryBloc
   for (int i = 0; i < kQueries; ++i) add_alone(i, shared.end, first + kSlots);
 }
 
+// The outputs so far, brought to the new maximum, plus the chunk's.
+inline void add_chunk(int64_t chunk, QueryBlock& block) {
+  for (int i = 0; i < block.num_queries; ++i) {
+    if (block.visible[i].within(chunk, chunk + kChunk).empty()) continue;
+    const Vec rescale = Vec::all(block.rescale[i]);
+    float *output = block.outputs + i * block.padded, *addend = block.addends + i * block.padded;
+    for (int64_t d = 0; d < block.padded; d += kLanes)
+      fma(Vec::load(output + d), rescale, Vec::load(addend + d)).store(output + d);
+  }
+}
+
 inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, SlotRange seen, QueryBlock& block) {
   seen = seen.within(chunk, chunk + kChunk);
   const int64_t first_slots = seen.begin / kSlots * kSlots;
@@ -183,12 +194,14 @@ inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, SlotR
       score_slots(block.queries + i * block.padded, block.rows, block.padded, block.scores + i * kChunk + (first - chunk));
   }
   for (int i = 0; i < block.num_queries; ++i) update_softmax(args, i, chunk, block);
+  std::memset(block.addends, 0, sizeof(float) * block.num_queries * block.padded);
   for (int64_t first = first_slots; first < seen.end; first += kSlots) {
     widen_slots(args, args.values, first, seen, block);
     int i = 0;
     for (; i + Vec::kTile <= block.num_queries; i += Vec::kTile) add_visible<Vec::kTile>(i, chunk, first, block);
     for (; i < block.num_queries; ++i) add_visible<1>(i, chunk, first, block);
   }
+  add_chunk(chunk, block);
 }
 
 void attend_block(const mlspec_attention_args& args, int64_t first, int64_t count, QueryBlock& block) {

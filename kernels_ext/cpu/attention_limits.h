@@ -1,4 +1,4 @@
-// How large may a head be? Whoever calls mlspec_row_ops::attention checks this; its buffers are on the stack (about 250 KiB).
+// How large may a head be? Whoever calls mlspec_row_ops::attention checks this; its buffers are on the stack (about 350 KiB).
 #pragma once
 #include <cstdint>
 

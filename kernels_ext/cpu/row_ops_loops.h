@@ -32,8 +32,8 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* 
     const Vec v = load(x + i + offset, lanes);
     sums[0] = fma(v, v, sums[0]);
   });
-  const float mean = Vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n);
-  const Vec factor = Vec::all(1.f / std::sqrt(mean + eps));
+  const double mean = Vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<double>(n);
+  const Vec factor = Vec::all(static_cast<float>(1. / std::sqrt(mean + eps)));
   for_each_vec(n, [&](int64_t offset, auto lanes) {
     store(load(x + offset, lanes) * factor * load(weight + offset, lanes), y + offset, lanes);
   });

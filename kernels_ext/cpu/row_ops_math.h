@@ -21,13 +21,15 @@ inline Vec exp(Vec x) {
 
 inline Vec tanh(Vec x) {
   const Vec one = Vec::all(1.f), size = abs(x), square = x * x;
-  Vec p = fma(Vec::all(-0.00559102f), square, Vec::all(0.0205388237f));
-  p = fma(p, square, Vec::all(-0.0537096597f));
-  p = fma(p, square, Vec::all(0.133310929f));
-  p = fma(p, square, Vec::all(-0.333332688f));
+  Vec p = fma(Vec::all(-0.000341109320f), square, Vec::all(0.00224438123f));
+  p = fma(p, square, Vec::all(-0.00787327159f));
+  p = fma(p, square, Vec::all(0.0214411337f));
+  p = fma(p, square, Vec::all(-0.0538655184f));
+  p = fma(p, square, Vec::all(0.133321404f));
+  p = fma(p, square, Vec::all(-0.333332866f));
   const Vec small = fma(p * square, x, x);
   const Vec large = one - Vec::all(2.f) / (exp(size + size) + one);
-  return select(less(size, Vec::all(0.625f)), small, copy_sign(large, x));
+  return select(less(size, one), small, copy_sign(large, x));
 }
 
 // P(X <= x) of the standard normal distribution, accurate in both tails: erfc(z) = e^(-z^2) t P(t), t = 1 / (1 + 0.45 z).
