@@ -16,6 +16,8 @@ constexpr int kLanes = 16 / Isa::kVectors;
 // E2M1 doubled is exact in int8; an unsigned operand carries 12 more, taken back 12 * sum(x) at a time.
 constexpr int kMxfp4Offset = Isa::kSigned ? 0 : 12;
 
+constexpr int kVaries = -1;  // an offset that differs between outputs
+
 struct Mxfp4 {
   static constexpr int kLargestCode = 24;
   static constexpr bool kUsesTable = true;
@@ -24,10 +26,8 @@ struct Mxfp4 {
     return static_cast<int8_t>((code < 8 ? magnitude[code] : -magnitude[code - 8]) + kMxfp4Offset);
   }
   static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
-  static Isa::Int start(const mlspec_linear_args&, int64_t, int32_t x_sum) {
-    if constexpr (kMxfp4Offset == 0) return Isa::broadcast(0);
-    return Isa::low_products(Isa::broadcast(-kMxfp4Offset & 0xFFFF), Isa::broadcast(x_sum));
-  }
+  static int offset(const mlspec_linear_args&) { return kMxfp4Offset; }
+  static Isa::Int minus_zero(const mlspec_linear_args&, int64_t) { return Isa::broadcast(-kMxfp4Offset & 0xFFFF); }
   // at: index of the first lane's scale. 2^(byte - 128): a half belongs to the doubled codes. Byte 0 is 0, 255 is NaN.
   static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {
     return Isa::half(Isa::power(Isa::load_bytes(static_cast<const uint8_t*>(a.scale) + at)));
@@ -39,9 +39,9 @@ struct Int4 {
   static constexpr bool kUsesTable = false;  // the code is the operand
   static constexpr int8_t value(int code) { return static_cast<int8_t>(code); }
   static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
-  static Isa::Int start(const mlspec_linear_args& a, int64_t at, int32_t x_sum) {
-    const Isa::Int minus_zero = a.zero ? Isa::minus(Isa::load_bytes(a.zero + at)) : Isa::broadcast(-8 & 0xFFFF);
-    return Isa::low_products(minus_zero, Isa::broadcast(x_sum));
+  static int offset(const mlspec_linear_args& a) { return a.zero ? kVaries : 8; }
+  static Isa::Int minus_zero(const mlspec_linear_args& a, int64_t at) {
+    return a.zero ? Isa::minus(Isa::load_bytes(a.zero + at)) : Isa::broadcast(-8 & 0xFFFF);
   }
   static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {
     return Isa::load_float16(static_cast<const uint16_t*>(a.scale) + at);
@@ -63,8 +63,10 @@ inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token,
                        const Isa::Float (&acc)[Isa::kVectors][N]) {
   const int64_t first = tile * kTileOutputs, left = a.out_features - first;
   const float* bias = a.bias ? a.bias + first : nullptr;
+#pragma GCC unroll 16
   for (int t = 0; t < N; ++t) {
     alignas(64) float sums[kTileOutputs];
+#pragma GCC unroll 2
     for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums + v * kLanes, acc[v][t]);
     float* y = a.y + (token + t) * a.y_stride + first;
     if (left >= kTileOutputs) {
@@ -75,9 +77,23 @@ inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token,
   }
 }
 
+// -offset * sum(x): read where it could be prepared (one vector operation less a block and token), else multiplied here.
+template <class Format, int N>
+inline __attribute__((always_inline)) void start_dots(const mlspec_linear_args& a, int64_t at, const int32_t* starts,
+                                                      const int32_t* x_sum, int64_t stride, Isa::Int (&dots)[N]) {
+  if (starts) {
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) dots[t] = Isa::broadcast(starts[t * stride]);
+  } else {
+    const Isa::Int minus_zero = Format::minus_zero(a, at);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) dots[t] = Isa::low_products(minus_zero, Isa::broadcast(x_sum[t * stride]));
+  }
+}
+
 // T tiles of 16 outputs times N tokens, over all of in_features.
 template <class Format, int T, int N>
-void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
+void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token, const int32_t* starts) {
   using Int = Isa::Int;
   constexpr int V = Isa::kVectors;
   const int64_t in = a.in_features, blocks = in / kBlockCodes;
@@ -89,14 +105,17 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
   const int64_t tile_bytes = blocks * kTileBlockBytes;
   const typename Isa::template Unpack<Format> unpack;
   typename Isa::Float acc[T][V][N];
-  for (auto& tile_acc : acc) for (auto& row : tile_acc) for (auto& sum : row) sum = Isa::zeros();
+#pragma GCC unroll 4
+  for (int i = 0; i < T * V; ++i) {
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) acc[i / V][i % V][t] = Isa::zeros();
+  }
   for (int64_t g = 0; g < groups; ++g, ++x_scale, ++x_sum) {
     Int dots[T][V][N];
 #pragma GCC unroll 4
     for (int i = 0; i < T * V; ++i) {
       const int64_t at = ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes;
-#pragma GCC unroll 16
-      for (int t = 0; t < N; ++t) dots[i / V][i % V][t] = Format::start(a, at, x_sum[t * groups]);
+      start_dots<Format, N>(a, at, starts ? starts + g : nullptr, x_sum, groups, dots[i / V][i % V]);
     }
     for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += kBlockCodes) {
 #pragma GCC unroll 4
@@ -116,23 +135,38 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
       }
     }
   }
+#pragma GCC unroll 2
   for (int i = 0; i < T; ++i) store_tile<N>(a, tile + i, token, acc[i]);
 }
 
 template <class Format, int N>
-void multiply_tiles(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token) {
+void multiply_tiles(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token,
+                    const int32_t* starts) {
   constexpr int T = Isa::tiles_for(N);
-  for (; tile + T <= tile_end; tile += T) multiply<Format, T, N>(a, tile, token);
+  for (; tile + T <= tile_end; tile += T) multiply<Format, T, N>(a, tile, token, starts);
   if constexpr (T > 1) {
-    for (; tile < tile_end; ++tile) multiply<Format, 1, N>(a, tile, token);
+    for (; tile < tile_end; ++tile) multiply<Format, 1, N>(a, tile, token, starts);
   }
 }
 
-using TileFunction = void (*)(const mlspec_linear_args&, int64_t tile, int64_t tile_end, int64_t token);
+using TileFunction = void (*)(const mlspec_linear_args&, int64_t tile, int64_t tile_end, int64_t token,
+                              const int32_t* starts);
 
 template <class Format, int... N>
 constexpr auto widths(std::integer_sequence<int, N...>) {
   return std::array<TileFunction, sizeof...(N)>{multiply_tiles<Format, N + 1>...};
+}
+
+constexpr int64_t kMaxStarts = 16384;  // 64 KiB of stack: 12 tokens of 43,690 elements in groups of 32
+
+// starts[token][group] of one part, or null where offsets vary or the part does not fit.
+template <class Format>
+const int32_t* prepare_starts(const mlspec_linear_args& a, int64_t token, int64_t tokens, int32_t* starts) {
+  const int64_t groups = mlspec_groups(a.acts), offset = Format::offset(a);
+  if (offset == kVaries || tokens * groups > kMaxStarts) return nullptr;
+  const int32_t* x_sum = mlspec_acts_sums(a.acts) + token * groups;
+  for (int64_t i = 0; i < tokens * groups; ++i) starts[i] = static_cast<int32_t>(-offset) * x_sum[i];
+  return starts;
 }
 
 // Tokens are cut into near-equal parts of at most kMaxTokens (17 = 9 + 8). A panel of outputs stays in L2 while the
@@ -145,10 +179,12 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   const int64_t parts = (tokens + Isa::kMaxTokens - 1) / Isa::kMaxTokens;
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
   const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(2, kPanelBytes / tile_bytes);
+  alignas(64) int32_t space[kMaxStarts];
   for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t begin = part * tokens / parts, end = (part + 1) * tokens / parts;
-      kWidths[end - begin - 1](a, tile, std::min(tile + panel, tile_end), begin);
+      const int32_t* starts = prepare_starts<Format>(a, begin, end - begin, space);
+      kWidths[end - begin - 1](a, tile, std::min(tile + panel, tile_end), begin, starts);
     }
   }
 }

@@ -62,14 +62,14 @@ struct Isa {
       const __m512i bytes = _mm512_loadu_si512(weight + 64 * j);
       const __m512i low = unpack.low(bytes), high = unpack.high(bytes);
 #pragma GCC unroll 16
-      for (int t = 0; t < N; ++t) dots[t] = _mm512_dpbusd_epi32(dots[t], low, x_dword(x + t * x_stride + 8 * j));
+      for (int t = 0; t < N; ++t) dot(dots[t], low, x + t * x_stride + 8 * j);
 #pragma GCC unroll 16
-      for (int t = 0; t < N; ++t) dots[t] = _mm512_dpbusd_epi32(dots[t], high, x_dword(x + t * x_stride + 8 * j + 4));
+      for (int t = 0; t < N; ++t) dot(dots[t], high, x + t * x_stride + 8 * j + 4);
     }
   }
-  static __m512i x_dword(const int8_t* x) {
+  static void dot(__m512i& dots, __m512i codes, const int8_t* x) {
     int32_t four;
     std::memcpy(&four, x, 4);
-    return _mm512_set1_epi32(four);
+    dots = _mm512_dpbusd_epi32(dots, codes, _mm512_set1_epi32(four));
   }
 };
