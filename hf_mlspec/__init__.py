@@ -12,6 +12,7 @@ from .integration.decoding import generate, last_stats
 from .integration.generate import disable, enable, enabled
 from .integration.levels import clear
 from .integration.quantizer import MLSpecConfig
+from .nn.fused import prepare, restore
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
@@ -38,7 +39,9 @@ __all__ = [
     "enabled",
     "generate",
     "last_stats",
+    "prepare",
     "resident_bytes",
+    "restore",
 ]
 
 enable()

@@ -30,6 +30,9 @@ class SpeculationConfig:
         at the memory of a full copy.
     max_ngram: longest suffix that "prompt_lookup" looks for.
     ngram_order: longest n-gram of the table behind "ngram", at least 2.
+    prepare: on the CPU, run target and levels through compiled, batch-invariant steps where the architecture is known:
+        the chain then returns the same ids as the prepared target alone, always. False: module by module, except
+        models given to `hf_mlspec.prepare`.
     common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their
         probabilities (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling,
         by text when greedy.
@@ -44,6 +47,7 @@ class SpeculationConfig:
     max_ngram: int = 3
     ngram_order: int = 4
     common_vocabulary: bool | None = None
+    prepare: bool = True
 
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):
@@ -54,7 +58,7 @@ class SpeculationConfig:
             value = getattr(self, name)
             if not _is_count(value, least):
                 raise ValueError(f"{name} is {value!r}, it must be an integer of at least {least}")
-        for name in ("shared_cache", "cast_head", "materialize", "common_vocabulary"):
+        for name in ("shared_cache", "cast_head", "materialize", "prepare", "common_vocabulary"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "common_vocabulary"):
                 raise TypeError(f"{name} is {value!r}, it must be True or False")

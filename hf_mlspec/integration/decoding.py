@@ -125,6 +125,7 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping)
         prompts=prompts,
         capacity=max(prompts.lengths) + min(call.new_tokens, _FIRST_CAPACITY),
         ends=frozenset(stop.eos),
+        keep_logits=bool(call.settings.output_scores or call.settings.output_logits),
     )
     return wiring.build(levels)
 

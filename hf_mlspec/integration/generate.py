@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..nn.fused import is_prepared
 from .config import SpeculationConfig
 from .decoding import Call, run
-from .request import check_target
+from .request import check_target, served
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
@@ -57,6 +58,8 @@ def _hooked_generate(stock):
             "speculation_config": speculation_config,
         }
         bypassed = _hooks.get("generate") is not generate or kwargs.get("custom_generate") is not None
+        if assistant_models is None and is_prepared(self) and not bypassed and served(self, args, kwargs):
+            assistant_models = given["assistant_models"] = []
         if assistant_models is None or bypassed:
             return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         positional = dict(zip(names, args, strict=False))

@@ -15,6 +15,29 @@ _OURS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logi
 _STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 
 
+# Arguments of a plain generate call that our loop serves as stock generate would; a prepared model takes it then.
+_SERVED = {
+    "inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer",
+    "tokenizer", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "temperature", "top_k",
+    "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "eos_token_id",
+    "pad_token_id", "bos_token_id", "stop_strings", "num_return_sequences", "return_dict_in_generate",
+    "output_scores", "output_logits", "use_cache", "num_beams", "suppress_tokens", "sequence_bias",
+}  # fmt: skip
+
+
+def served(model, args: tuple, kwargs: dict) -> bool:
+    """Whether a plain call of generate on a prepared model can decode through its compiled steps."""
+    settings = kwargs.get("generation_config") or model.generation_config
+    values = {name: kwargs.get(name, getattr(settings, name, None)) for name in ("num_beams", "use_cache")}
+    if len(args) > 1 or not set(kwargs) <= _SERVED or (values["num_beams"] or 1) > 1 or values["use_cache"] is False:
+        return False
+    rows = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+    several = isinstance(rows, Tensor) and len(rows) > 1 and kwargs.get("streamer") is not None
+    unserved = (*_STOCK_DRAFTS, "cache_implementation", "constraints", "force_words_ids", "penalty_alpha")
+    asked = [name for name in unserved if getattr(settings, name, None) not in (None, False, "dynamic")]
+    return isinstance(rows, Tensor) and not several and not asked
+
+
 def check_target(model, num_beams: int | None) -> None:
     """Raise TypeError or ValueError for a target or a search that levels cannot draft for."""
     check_model(model, "the target")

@@ -8,12 +8,14 @@ from torch import nn
 from transformers.generation import LogitsProcessorList
 
 from ..nn.decoder import bare_forward
+from ..nn.fused import fused_decoder, is_prepared
 from ..speculation.chain import CheckedDrafter
 from ..speculation.checker import Checker
 from ..speculation.draft import Drafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.drafters.ngram import NGram
+from ..speculation.fused_runner import FusedRunner
 from ..speculation.runner import Runner
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats
@@ -35,15 +37,15 @@ from .vocabulary import same_vocabulary
 class Chain:
     """A target and the levels below it, ready to decode.
 
-    levels: the outermost drafter of each level, from the target down. runners: theirs, None for lookups. models: all
-    whose attention runs ragged.
+    levels: the outermost drafter of each level, from the target down. runners: theirs, None for lookups. models: those
+    that run module by module, with ragged attention.
     """
 
     target: Checker
     drafter: Drafter | None = None
     num_draft_tokens: int = 0
     levels: list[Drafter] = field(default_factory=list)
-    runners: list[Runner | None] = field(default_factory=list)
+    runners: list[Runner | FusedRunner | None] = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)
 
     def finish(self, stats: SpeculationStats) -> SpeculationStats:
@@ -62,7 +64,7 @@ class _Above:
     tokenizer: object | None
     vocab_size: int
     is_targets: bool  # its vocabulary is the target's
-    runner: Runner
+    runner: Runner | FusedRunner
     in_target_cache: bool
 
 
@@ -80,15 +82,17 @@ class Wiring:
         prompts: Prompts,
         capacity: int,
         ends: frozenset[int] = frozenset(),
+        keep_logits: bool = True,
     ):
         self.config, self.do_sample, self.processors, self.prompts = config, do_sample, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
-        self.vocab_size = vocab_size(target)
+        self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
 
     def build(self, levels: list[Level]) -> Chain:
         runner = self._runner(self.model)
-        chain = Chain(Checker(runner, self._sampler(True), "the target"), models=[self.model])
+        target = Checker(runner, self._sampler(True), "the target", keep_logits=self.keep_logits)
+        chain = Chain(target, models=_by_module(runner))
         self.count = len(levels)
         if levels:
             chain.drafter = self._drafter(
@@ -107,8 +111,10 @@ class Wiring:
             level.name, size, level.tokenizer, above.vocab_size, above.tokenizer
         )
         shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
-        runner = self._runner(level.model, above.runner if shares else None)
-        chain.models.append(level.model)
+        runner = self._runner(level.model)
+        if shares and isinstance(runner, FusedRunner) == isinstance(above.runner, FusedRunner):
+            runner.follow = above.runner
+        chain.models += _by_module(runner)
         sampler = self._sampler(above.is_targets and same, above.vocab_size if same else size)
         threshold = self._threshold(level, index, same)
         place = len(chain.levels)
@@ -119,9 +125,11 @@ class Wiring:
             drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold, max_positions=most)
         else:
             tokenizer = above.tokenizer if same else level.tokenizer
-            below = _Above(tokenizer, sampler.vocab_size, above.is_targets and same, runner, shares)
+            below = _Above(
+                tokenizer, sampler.vocab_size, above.is_targets and same, runner, runner.follow is not None
+            )
             drafter = CheckedDrafter(
-                Checker(runner, sampler, level.name),
+                Checker(runner, sampler, level.name, keep_logits=False),
                 self._drafter(chain, levels, index + 1, below),
                 threshold=threshold,
                 num_draft_tokens=self._num_draft_tokens(levels[index + 1], index + 1),
@@ -155,11 +163,14 @@ class Wiring:
             name=level.name,
         )
 
-    def _runner(self, model: nn.Module, follow: Runner | None = None) -> Runner:
+    def _runner(self, model: nn.Module) -> Runner | FusedRunner:
+        """A compiled decoder over the model where there is one, else its modules."""
+        decoder = fused_decoder(model) if self.config.prepare or is_prepared(model) else None
+        if decoder is not None:
+            return FusedRunner(model, decoder, capacity=self.capacity)
         return Runner(
             model,
             forward=bare_forward(model),
-            follow=follow,
             capacity=self.capacity,
             num_embeddings=model.get_input_embeddings().num_embeddings,
             num_positions=max_positions(model),
@@ -193,3 +204,8 @@ class Wiring:
             )
         default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
         return default if given is None else given
+
+
+def _by_module(runner: Runner | FusedRunner) -> list[nn.Module]:
+    """The models whose attention has to be switched while the chain runs."""
+    return [runner.model] if isinstance(runner, Runner) else []

@@ -11,8 +11,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from .checker import Checker, Verdict
+from .checker import Checker, Verdict, nan_error
 from .draft import Draft, Drafter, Rows
+from .drafters.model import ModelDrafter
 from .stats import LevelStats
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class CheckedDrafter:
         self.checker.runner.sync()
         self.stats.rounds += 1
         limits = self._rested(rows, limits)
+        if self._runs_fused(rows, limits):
+            return self._propose_fused(rows, limits)
         settled: Rows = [[] for _ in rows]
         probs: list[Tensor] = []  # rounds of [batch, 1 + k, vocab]
         alive = [limit > 0 for limit in limits]
@@ -92,6 +95,35 @@ class CheckedDrafter:
         draft.probs = _gather(probs, places, draft) if probs else None
         return draft
 
+    def _runs_fused(self, rows: Rows, limits: list[int]) -> bool:
+        """Whether both levels are compiled decoders that decide greedily: then all rounds are one call."""
+        inner = self.inner
+        return (
+            self.checker.fused_greedy
+            and isinstance(inner, ModelDrafter)
+            and inner.fused_greedy
+            and inner.whole(rows, limits)
+        )
+
+    def _propose_fused(self, rows: Rows, limits: list[int]) -> Draft:
+        inner, runner = self.inner, self.checker.runner
+        inner.runner.sync()
+        settled, checks, rounds = runner.draft_checked(
+            inner.runner,
+            rows,
+            limits,
+            num_draft_tokens=self.num_draft_tokens,
+            tiny_threshold=inner.threshold,
+            threshold=self.threshold,
+        )
+        if any(-1 in row for row in settled):
+            raise nan_error(f"level {self.name}", runner.decoder.dtype)
+        inner.settle_fused([])
+        inner.stats.rounds += rounds
+        inner.stats.settle(checks[::2], checks[1::2])
+        self.stats.forwards, self.stats.seconds = runner.forwards, runner.seconds
+        return Draft.from_lists(settled)
+
     def _room(self, limits: list[int], settled: Rows, alive: list[bool]) -> list[int]:
         """Tokens the inner level may guess: the check adds one more."""
         left = [limit - len(done) - 1 if a else 0 for limit, done, a in zip(limits, settled, alive, strict=True)]
@@ -116,7 +148,7 @@ class CheckedDrafter:
         """One inner round. Rows that are done ride along: nothing of theirs is drafted, kept or counted."""
         before = list(self.checker.runner.lengths)
         draft = self.inner.propose(seen, limits)
-        verdict = self.checker.check(seen, draft)
+        verdict = self.checker.check(seen, draft, want_confidence=self.threshold > 0)
         lengths = self.checker.runner.lengths
         self.checker.runner.lengths = [n if a else b for n, b, a in zip(lengths, before, alive, strict=True)]
         self.inner.rollback([len(row) + a for row, a in zip(seen, verdict.accepted, strict=True)])
@@ -127,6 +159,9 @@ class CheckedDrafter:
         """Per row: was every token settled in this round at least as probable as the threshold?"""
         if self.threshold <= 0:
             return [True] * len(verdict.tokens)
+        if verdict.confidence is not None:
+            lines = zip(verdict.confidence, verdict.tokens, strict=True)
+            return [min(line[: len(tokens)]) >= self.threshold for line, tokens in lines]
         probs = self.checker.sampler.probabilities(verdict.scores) if verdict.probs is None else verdict.probs
         tokens = Draft.from_lists(verdict.tokens, probs.device)
         width = tokens.tokens.shape[1]

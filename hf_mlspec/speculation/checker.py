@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .acceptance import accept_greedy, accept_sampled
 from .draft import Draft, Rows
+from .fused_runner import FusedRunner
 from .runner import Runner
 from .sampling import Sampler
 
@@ -20,21 +21,28 @@ class Verdict:
     tokens:   per row the accepted drafted tokens and the one the checker put after them (so at least one).
     accepted: per row how many of them were drafted.
     probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each settled position; None when greedy.
-    logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors.
+    logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a fused greedy
+        check that was not asked for them.
+    confidence: per row the checker's probabilities of the settled tokens, where a fused check was asked for them.
     """
 
     tokens: Rows
     accepted: list[int]
     probs: Tensor | None
-    logits: Tensor
-    scores: Tensor
+    logits: Tensor | None
+    scores: Tensor | None
+    confidence: list[list[float]] | None = None
 
 
 class Checker:
-    """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`."""
+    """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
-    def __init__(self, runner: Runner, sampler: Sampler, name: str):
-        self.runner, self.sampler, self.name = runner, sampler, name
+    keep_logits: verdicts carry logits and scores even where nothing of the check needs them.
+    """
+
+    def __init__(self, runner: Runner | FusedRunner, sampler: Sampler, name: str, *, keep_logits: bool = True):
+        self.runner, self.sampler, self.name, self.keep_logits = runner, sampler, name, keep_logits
+        self.fused_greedy = runner_is_greedy(runner, sampler)
 
     def start(self, batch: int, device: torch.device) -> None:
         self.runner.start(batch, device)
@@ -44,11 +52,13 @@ class Checker:
         self.runner.select(keep)
         self.sampler.select(keep)
 
-    def check(self, rows: Rows, draft: Draft) -> Verdict:
+    def check(self, rows: Rows, draft: Draft, want_confidence: bool = False) -> Verdict:
         """Score every row with its draft in one forward pass and settle; the cache keeps what turned out true.
 
         Raises FloatingPointError if the logits hold NaN.
         """
+        if self.fused_greedy and not self.keep_logits:
+            return self._check_fused(rows, draft, want_confidence)
         guess = draft.tokens if draft.tokens.shape[1] else None
         logits = self.runner.feed(rows, guess, draft.lengths)
         scores = self.sampler.scores(logits, rows, guess, draft.lengths)
@@ -57,14 +67,22 @@ class Checker:
         # The one host synchronisation of the check.
         values = columns.tolist()
         if any(line[0] for line in values):
-            raise FloatingPointError(
-                f"the logits of {self.name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in "
-                f"{logits.dtype}; check the checkpoint, or load it in bfloat16 or float32"
-            )
+            raise nan_error(self.name, logits.dtype)
         accepted = [line[1] for line in values]
         tokens = [line[2 : 3 + a] for line, a in zip(values, accepted, strict=True)]
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, probs, logits, scores)
+
+    def _check_fused(self, rows: Rows, draft: Draft, want_confidence: bool) -> Verdict:
+        """Greedy without processors: the compiled step hands up its argmax, and no logits leave it."""
+        guesses = draft.rows()
+        scores = self.runner.score(rows, guesses, want_confidence=want_confidence)
+        accepted = [_agreement(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
+        tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
+        if any(-1 in line for line in tokens):
+            raise nan_error(self.name, self.runner.decoder.dtype)
+        self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
+        return Verdict(tokens, accepted, None, None, None, scores.confidence)
 
     def _greedy(self, draft: Draft, scores: Tensor) -> tuple[Tensor, None]:
         top, best = scores.max(dim=-1)
@@ -79,6 +97,29 @@ class Checker:
         accepted, after = accept_sampled(draft.tokens, _column(draft, probs), draft.probs, probs, uniforms, noise)
         tokens = torch.cat([draft.tokens, after[:, None]], dim=1).scatter(1, accepted[:, None], after[:, None])
         return torch.cat([_nan_seen(probs[..., 0]), accepted[:, None], tokens], dim=1), probs
+
+
+def runner_is_greedy(runner: Runner | FusedRunner, sampler: Sampler) -> bool:
+    """Whether the greedy tokens of a compiled step are those the sampler would take."""
+    if not isinstance(runner, FusedRunner) or sampler.do_sample:
+        return False
+    return sampler.process is None and sampler.warp is None and runner.decoder.vocab_size <= sampler.vocab_size
+
+
+def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:
+    """What NaN logits of a level mean."""
+    return FloatingPointError(
+        f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}; check the "
+        "checkpoint, or load it in bfloat16 or float32"
+    )
+
+
+def _agreement(guess: list[int], best: list[int]) -> int:
+    """How many leading guesses are what the checker would have said."""
+    for count, (drafted, said) in enumerate(zip(guess, best, strict=False)):
+        if drafted != said:
+            return count
+    return len(guess)
 
 
 def _column(draft: Draft, like: Tensor) -> Tensor:

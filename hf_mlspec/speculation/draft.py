@@ -35,6 +35,12 @@ class Draft:
         tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
         return cls(tokens, [len(row) for row in rows])
 
+    def rows(self) -> Rows:
+        """The proposed tokens of every row as a list."""
+        if not any(self.lengths):
+            return [[] for _ in self.lengths]
+        return [line[:n] for line, n in zip(self.tokens.tolist(), self.lengths, strict=True)]
+
 
 @runtime_checkable
 class Drafter(Protocol):

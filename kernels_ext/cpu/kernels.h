@@ -1,39 +1,141 @@
-// What can the CPU kernels do? Plain C signatures, no torch: the bindings check operands and split work over threads.
+// What can the CPU kernels do? Plain C signatures without torch: bindings and decoder check operands and share out work.
+//
+// Every function below computes the part of an output it is told to compute, on the calling thread, and allocates
+// nothing on the heap. Law of all of them: a row's bits depend on that row and on the weights only, never on the other
+// rows of the call, on num_rows, on the range of outputs of one call, or on the thread.
 #pragma once
 #include <cstdint>
 
 extern "C" {
 
-// Output features that a thread takes at a time: a whole number of tiles of 1, 2 or 4 rows.
-enum { MLSPEC_FEATURE_GROUP = 8 };
-
 enum mlspec_dtype { MLSPEC_FLOAT32 = 0, MLSPEC_BFLOAT16 = 1, MLSPEC_FLOAT16 = 2 };
 
-// y[n][out] = x[n][in] * W[out][in]^T + bias, W in MXFP4, sums in float32.
-struct mlspec_mxfp4_linear_args {
-  const uint8_t* weight_packed;  // [out][in / 2], low nibble first
-  const uint8_t* weight_scale;   // [out][in / 32], E8M0
-  const float* split_x;          // [n][in / 32][even: 16 | odd: 16], written by split_x below
-  const float* bias;             // [out] or null
-  void* y;                       // [n][out]
-  int64_t in_features, out_features, num_rows;
-  mlspec_dtype y_dtype;
+// How a linear wants its activations.
+enum mlspec_acts_kind {
+  MLSPEC_ACTS_F32 = 0,         // float [n][in]
+  MLSPEC_ACTS_BF16 = 1,        // bfloat16 [n][in], rounded to nearest even
+  MLSPEC_ACTS_BF16_TILES = 2,  // bfloat16 for AMX: [n / 16][in / 32][16 pairs][16 rows][2], zero-padded in both
+  MLSPEC_ACTS_INT = 3,         // int8 codes [n][in], float scales [n][in / group], int32 sums of codes [n][in / group]
 };
 
-// The order of every sum is fixed by in_features: lane l adds, block after block, elements 2l then 2l+1; the 16 lanes
-// are then halved four times. Neither the other rows, nor the tile of the row, nor the thread count changes a bit.
-#define MLSPEC_DECLARE(isa)                                                                                        \
-  /* x rows [row_begin, row_end) -> float32, even and odd elements of each block apart */                          \
-  void mlspec_split_x_##isa(const void* x, mlspec_dtype dtype, int64_t in_features, int64_t row_begin,             \
-                            int64_t row_end, float* split_x);                                                      \
-  /* output features [out_begin, out_end) of every row */                                                          \
-  void mlspec_mxfp4_linear_##isa(const mlspec_mxfp4_linear_args* args, int64_t out_begin, int64_t out_end);
+struct mlspec_acts {
+  mlspec_acts_kind kind;
+  int64_t num_rows, in_features;
+  int64_t group;  // INT: elements that share a scale: 32, 64 or 128 (the last group may be short); else 0
+  int64_t bits;   // INT: 8 (codes -127..127) or 4 (codes -7..7); else 0
+  void* data;     // 64-byte aligned, mlspec_acts_bytes(...) long
+};
 
-MLSPEC_DECLARE(generic)
-#if defined(__x86_64__)
-MLSPEC_DECLARE(avx2)
-MLSPEC_DECLARE(avx512)
-#endif
-#undef MLSPEC_DECLARE
+// The three arrays of ACTS_INT lie one behind the other, each 64-byte aligned.
+static inline int64_t mlspec_align64(int64_t bytes) { return (bytes + 63) & ~int64_t(63); }
+static inline int64_t mlspec_groups(const struct mlspec_acts* a) { return (a->in_features + a->group - 1) / a->group; }
+static inline int8_t* mlspec_acts_codes(const struct mlspec_acts* a) { return (int8_t*)a->data; }
+static inline float* mlspec_acts_scales(const struct mlspec_acts* a) {
+  return (float*)((char*)a->data + mlspec_align64(a->num_rows * a->in_features));
+}
+static inline int32_t* mlspec_acts_sums(const struct mlspec_acts* a) {
+  return (int32_t*)((char*)mlspec_acts_scales(a) + mlspec_align64(a->num_rows * mlspec_groups(a) * 4));
+}
+static inline int64_t mlspec_acts_bytes(const struct mlspec_acts* a) {  // data is not read
+  const int64_t n = a->num_rows, in = a->in_features;
+  switch (a->kind) {
+    case MLSPEC_ACTS_F32: return mlspec_align64(n * in * 4);
+    case MLSPEC_ACTS_BF16: return mlspec_align64(n * in * 2);
+    case MLSPEC_ACTS_BF16_TILES: return ((n + 15) / 16) * ((in + 31) / 32) * 1024;
+    default: return mlspec_align64(n * in) + 2 * mlspec_align64(n * mlspec_groups(a) * 4);
+  }
+}
+
+// y[n][out] (+)= x[n][in] * W[out][in]^T + bias, sums in float32.
+struct mlspec_linear_args {
+  const void* weight;     // bf16_linear: bfloat16 [out][in]; f32_linear: float [out][in]; 4 bit: tiles, below
+  const void* scale;      // mxfp4: uint8 E8M0 [ceil(out / 16)][in / 32][16]; int4: float16 [ceil(out / 16)][in / group][16]
+  const uint8_t* zero;    // int4: [ceil(out / 16)][in / group][16], or null: 8 everywhere
+  int64_t group;          // int4: 32, 64 or 128, divides in
+  const float* bias;      // [out] or null
+  const struct mlspec_acts* acts;
+  float* y;               // y[n * y_stride + m]
+  int64_t y_stride;
+  int32_t accumulate;     // 1: y += x W^T + bias
+  int64_t in_features, out_features;
+};
+// Output features [out_begin, out_end) of every row; out_begin is a multiple of 16, out_end too or it is out_features.
+typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t out_begin, int64_t out_end);
+
+// 4-bit tiles: [ceil(out / 16)][in / 32][4][16][4] bytes. Byte (t, b, j, r, i) belongs to output 16 t + r; its low nibble is
+// element 32 b + 8 j + i, its high nibble element 32 b + 8 j + 4 + i. So 64 bytes, shifted and masked, are two operands
+// of vpdpbusd whose lane r is an output. Outputs beyond the last are zero bytes with zero scales.
+// mxfp4: E2M1 codes; value = table[code] * 2^(scale - 127), scale byte 0 counts as zero. With ACTS_INT (group 32, 8 bits):
+//   acc = fma(float(sum of 2 * table[code] * x code), 2^(scale - 128) * x scale, acc), block after block: every
+//   instruction set gives the same bits.
+// int4: codes 0..15, value = (code - zero) * scale. With ACTS_INT (group as the weight's, bits 8 or 4):
+//   acc = fma(float(sum of (code - zero) * x code over the group), scale * x scale, acc): the same bits everywhere.
+// With ACTS_BF16 both multiply exactly and sum in float32 in an order set by in_features (and the instruction set).
+
+// Rows [row_begin, row_end), elements [k_begin, k_end) of x into acts; k_begin is a multiple of 32 and of acts->group, k_end too
+// or it is in_features. INT: scale = max|x| / (127 or 7); code = round to nearest even of x * ((127 or 7) / max|x|), zero for an
+// all-zero group; NaN or Inf in a group makes its scale NaN.
+struct mlspec_pack_args {
+  const float* x;  // x[n * x_stride + k]
+  int64_t x_stride;
+  const struct mlspec_acts* acts;
+};
+typedef void (*mlspec_pack_fn)(const struct mlspec_pack_args* args, int64_t row_begin, int64_t row_end, int64_t k_begin,
+                               int64_t k_end);
+
+enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2, MLSPEC_RELU = 3 };
+
+// Causal attention of the queries that share one key head, of one row of the batch. Keys are visited in chunks of 64
+// absolute slots in ascending order with an online softmax, so a query's bits depend on its position and on the cache only.
+struct mlspec_attention_args {
+  const float* q;           // query of token t and head h: q + t * q_token_stride + h * head_dim, already rotated
+  int64_t q_token_stride;
+  int64_t num_tokens, num_heads;  // heads that share this key head
+  int64_t first_position;   // token t sits in slot first_position + t and sees slots up to its own
+  const void* keys;         // [slots][head_dim]
+  const void* values;       // [slots][head_dim]
+  mlspec_dtype kv_dtype;    // FLOAT32 or BFLOAT16
+  int64_t head_dim;         // any
+  int64_t window;           // 0, or: token at p sees slots > p - window only
+  float scale;              // multiplies the scores
+  float softcap;            // 0, or: score = softcap * tanh(score / softcap)
+  float* out;               // out + t * out_token_stride + h * head_dim
+  int64_t out_token_stride;
+};
+
+// Functions over one row; n: its elements.
+struct mlspec_row_ops {
+  void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);  // y may be x
+  void (*add)(const float* x, int64_t n, float* y);                                        // y += x
+  void (*widen)(const void* x, mlspec_dtype dtype, float multiplier, int64_t n, float* y);
+  void (*narrow)(const float* x, mlspec_dtype dtype, int64_t n, void* y);                  // round to nearest even
+  void (*activate_mul)(const float* gate, const float* up, mlspec_activation kind, int64_t n, float* y);
+  // Rotates the first rotary_dim elements of a head in place, halves against each other; cos, sin: [rotary_dim / 2]
+  void (*rope)(float* head, const float* cos, const float* sin, int64_t rotary_dim);
+  void (*softcap)(float* x, float cap, int64_t n);
+  // Index of the largest value, the first of equals; NaN anywhere gives -1. log_sum_exp may be null.
+  int64_t (*argmax)(const float* x, int64_t n, float* largest, float* log_sum_exp);
+  void (*attention)(const struct mlspec_attention_args* args);
+};
 
 }  // extern "C"
+
+namespace mlspec {
+
+// Everything one instruction set serves. A set without a variant of its own names the next lower one's.
+struct CpuKernels {
+  const char* isa;  // "generic", "avx2", "avxvnni", "avxvnniint8", "avx512vnni", "avx512bf16" or "amx"
+  mlspec_pack_fn pack_rows;           // all four kinds
+  mlspec_acts_kind bf16_linear_acts;  // ACTS_BF16 or ACTS_BF16_TILES
+  mlspec_linear_fn bf16_linear;
+  mlspec_linear_fn f32_linear;        // ACTS_F32
+  mlspec_linear_fn mxfp4_linear_int8, mxfp4_linear_bf16;
+  mlspec_linear_fn int4_linear_int8, int4_linear_bf16;  // _int8 takes both widths of ACTS_INT
+  mlspec_row_ops row;
+};
+
+// The best set that the processor and the operating system support, or the one MLSPEC_CPU_ISA names; chosen once.
+// Throws std::runtime_error when that name is unknown or not supported here.
+const CpuKernels& cpu_kernels();
+
+}  // namespace mlspec

@@ -8,7 +8,9 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..checker import nan_error, runner_is_greedy
 from ..draft import Draft, Rows
+from ..fused_runner import FusedRunner
 from ..runner import Runner
 from ..sampling import Sampler
 from ..stats import LevelStats
@@ -27,7 +29,13 @@ class ModelDrafter:
     """
 
     def __init__(
-        self, runner: Runner, sampler: Sampler, name: str, *, threshold: float = 0.0, max_positions: int | None = None
+        self,
+        runner: Runner | FusedRunner,
+        sampler: Sampler,
+        name: str,
+        *,
+        threshold: float = 0.0,
+        max_positions: int | None = None,
     ):
         self.runner, self.sampler, self.name = runner, sampler, name
         self.threshold, self.max_positions = threshold, max_positions
@@ -65,12 +73,37 @@ class ModelDrafter:
             limits = [min(limit, width) for limit in limits]
         if width == 0:
             return Draft.from_lists([[] for _ in rows], self.runner.device)
+        if self.fused_greedy:
+            return self._propose_fused(self._window(rows, width), limits)
         logits = self.runner.feed(self._window(rows, width))
         if self._fresh:
             self._refuse_nan(logits)
         draft = self._draft(rows, limits, logits)
         self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
         return draft
+
+    @property
+    def fused_greedy(self) -> bool:
+        """Whether a whole draft is one compiled call."""
+        return self.allowed is None and runner_is_greedy(self.runner, self.sampler)
+
+    def _propose_fused(self, rows: Rows, limits: list[int]) -> Draft:
+        drafted = self.runner.draft(rows, limits, self.threshold)
+        self.settle_fused(drafted)
+        return Draft.from_lists(drafted)
+
+    def settle_fused(self, drafted: Rows) -> None:
+        """Count a draft made in compiled code; FloatingPointError if its logits were NaN."""
+        if any(-1 in row for row in drafted):
+            raise nan_error(f"level {self.name}", self.runner.decoder.dtype)
+        self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
+
+    def whole(self, rows: Rows, limits: list[int]) -> bool:
+        """Whether the model sees every row and its draft from the first token on."""
+        if self.max_positions is None:
+            return True
+        longest = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
+        return longest <= self.max_positions and not any(self.dropped)
 
     def _draft(self, rows: Rows, limits: list[int], logits: Tensor) -> Draft:
         batch = len(rows)

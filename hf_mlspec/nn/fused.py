@@ -1,0 +1,172 @@
+"""How does a whole model become one compiled call, on the very tensors it has?
+
+`prepare` builds a compiled decoder over a model's weights and remembers it; `restore` forgets it. Modules and parameters
+stay as they are: BF16 and float32 weights are read in place, packed weights are put into the kernels' order in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops.compiled_decoder import compiled_decoder, has_compiled_decoder, set_linear
+from . import architecture
+from .architecture import UnknownArchitecture
+
+logger = logging.getLogger(__name__)
+_FIRST_POSITIONS = 1024
+
+
+class FusedDecoder:
+    """A model's compiled decoder: `handle` has one call per step (kernels_ext/bindings_decoder.cpp).
+
+    vocab_size: entries of its logits. dtype: of its keys and values.
+    """
+
+    def __init__(self, model: nn.Module):
+        """UnknownArchitecture where the compiled decoder cannot run the model; KernelError without kernels."""
+        found = architecture.read(model)
+        self.sizes, self.dtype = found.sizes, found.dtype
+        self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
+        self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
+        self._most, self.positions = _rotary_border(model), 0
+        self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm)
+        self.reserve_positions(_FIRST_POSITIONS)
+        for layer in found.layers:
+            self.handle.add_layer(layer.norms, layer.window, layer.rope_table)
+            for name, weight in layer.linears.items():
+                set_linear(self.handle, name, weight)
+        set_linear(self.handle, "head", found.head)
+
+    def reserve_positions(self, count: int) -> None:
+        """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
+        if count <= self.positions:
+            return
+        self.positions = max(count, 2 * self.positions, _FIRST_POSITIONS)
+        if self._most is not None:
+            self.positions = min(self.positions, self._most)
+        for index, table in enumerate(architecture.rope_tables(self._rotary, self._kinds, self.positions)):
+            self.handle.set_rope(index, *table)
+
+    def new_kv(self, batch: int, slots: int) -> Tensor:
+        """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]`, zeros."""
+        sizes = self.sizes
+        shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
+        return torch.zeros(shape, dtype=self.dtype)
+
+
+class KernelLinear(nn.Linear):
+    """An nn.Linear served by the compiled kernels; what `prepare` makes of the linears of an unknown architecture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        linear = ops.bf16_linear if self.weight.dtype == torch.bfloat16 else ops.f32_linear
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass
+class _Prepared:
+    fingerprint: tuple
+    decoder: FusedDecoder | None  # None: an unknown architecture, linear by linear
+    asked: bool  # by the user, not by a call with levels
+
+
+_prepared: weakref.WeakKeyDictionary[nn.Module, _Prepared] = weakref.WeakKeyDictionary()
+_said: set[str] = set()
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Let `model` decode through compiled steps, batch-invariant: a token's bits never depend on the rest of the call.
+
+    Returns the model. No weight is copied. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one
+    compiled call per step; of other architectures each linear runs through its kernel, said once. From then on plain
+    `model.generate` decodes this way too where it can (greedy and sampling). A later change of the weights is noticed.
+    RuntimeError when no kernels are built (with the command that builds them), ValueError when the model is not on
+    the CPU or its weights are neither bfloat16 nor float32.
+    """
+    if not has_compiled_decoder():
+        raise ops.KernelError(f"prepare needs the compiled kernels: {ops.why_not_compiled()}")
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        raise ValueError(f"prepare: the model is on {device}; this version has compiled decoders for the CPU only")
+    try:
+        decoder = FusedDecoder(model)
+    except UnknownArchitecture as error:
+        _serve_linears(model, error)
+        decoder = None
+    _prepared[model] = _Prepared(_fingerprint(model), decoder, True)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `prepare`; ValueError if the model is not prepared."""
+    entry = _prepared.pop(model, None)
+    if entry is None:
+        raise ValueError(f"restore: this {type(model).__name__} is not prepared")
+    for module in model.modules():
+        if type(module) is KernelLinear:
+            module.__class__ = nn.Linear
+    return model
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether the user called `prepare` on the model."""
+    entry = _prepared.get(model)
+    return entry is not None and entry.asked
+
+
+def fused_decoder(model: nn.Module) -> FusedDecoder | None:
+    """The compiled decoder of a model, built when first asked for and again when its weights changed.
+
+    None where there is none: no kernels, an architecture it does not know (said once), autocast.
+    """
+    if not has_compiled_decoder() or torch.is_autocast_enabled("cpu"):
+        return None
+    entry = _prepared.get(model)
+    try:
+        architecture.require_known(model)
+        if entry is None or entry.decoder is None or entry.fingerprint != _fingerprint(model):
+            decoder = FusedDecoder(model)
+            entry = _Prepared(_fingerprint(model), decoder, entry is not None and entry.asked)
+            _prepared[model] = entry
+    except UnknownArchitecture as error:
+        _say(model, f"{error}: it runs module by module")
+        return None
+    return entry.decoder
+
+
+def _serve_linears(model: nn.Module, reason: UnknownArchitecture) -> None:
+    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    odd = next((m for m in linears if m.weight.dtype not in (torch.bfloat16, torch.float32)), None)
+    if odd is not None:
+        raise ValueError(f"prepare: weights are {odd.weight.dtype}; load the model in bfloat16 or float32")
+    for linear in linears:
+        linear.__class__ = KernelLinear
+    _say(model, f"{reason}: its {len(linears)} linear layers run through the compiled kernels one by one")
+
+
+def _say(model: nn.Module, message: str) -> None:
+    """Once per class of model and message."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning("%s", message)
+
+
+def _fingerprint(model: nn.Module) -> tuple:
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
+
+
+def _rotary_border(model: nn.Module) -> int | None:
+    """The length past which a rotary embedding changes its frequencies, None where it never does."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    borders = [
+        one.get("original_max_position_embeddings") or model.config.max_position_embeddings
+        for one in (rope, *(value for value in rope.values() if isinstance(value, dict)))
+        if one.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(borders, default=None)

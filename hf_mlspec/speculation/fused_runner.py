@@ -1,0 +1,230 @@
+"""What scores tokens in one compiled call: a fused decoder, the cache it writes, and how much of that cache is true.
+
+The same protocol as `Runner`, and greedy rounds that stay inside compiled code: `score`, `draft`, `draft_checked`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..nn.fused import FusedDecoder
+from .draft import Rows
+
+_GROWTH = 256  # slots; a cache grows by half, to a multiple of this
+
+
+class FusedCache:
+    """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length."""
+
+    def __init__(self, decoder: FusedDecoder, batch: int, capacity: int):
+        self.kv = decoder.new_kv(batch, capacity - capacity % -_GROWTH)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots a row."""
+        have = self.kv.shape[4]
+        if slots > have:
+            more = max(slots - have, have // 2)
+            more -= (have + more) % -_GROWTH
+            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, more))
+
+    def select(self, keep: list[int]) -> None:
+        """Keep the rows of these indices only, in this order."""
+        self.kv = self.kv[:, :, keep].contiguous()
+
+    def load(self, other, length: int) -> None:
+        """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
+        self.reserve(length)
+        for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
+            keys[:, :, :length] = layer.keys[:, :, :length]
+            values[:, :, :length] = layer.values[:, :, :length]
+
+    def extend(self, other, start: int, end: int) -> None:
+        """Append slots `start` .. `end` of every layer to a plain transformers cache (batch 1)."""
+        for index, (keys, values) in enumerate(self.kv):
+            other.update(keys[:, :, start:end].clone(), values[:, :, start:end].clone(), index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.kv.nbytes
+
+
+@dataclass
+class Scores:
+    """What a fused decoder said of the last kept positions of every row.
+
+    best: per row the greedy successor of each position, -1 where the logits hold NaN. confidence: per row their
+    probabilities, None unless asked for. logits: float32 `[sum of kept, vocab]`, rows behind each other, or None.
+    """
+
+    best: Rows
+    confidence: list[list[float]] | None
+    logits: Tensor | None
+
+
+class FusedRunner:
+    """A fused decoder over a cache of its own, or over its leader's (`follow`, law 4). See `Runner`."""
+
+    def __init__(self, model, decoder: FusedDecoder, *, follow: FusedRunner | None = None, capacity: int = 0):
+        self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
+        self.cache: FusedCache | None = None
+        self.lengths: list[int] = []
+        self.forwards, self.seconds = 0, 0.0
+        self.device = torch.device("cpu")
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
+        self.lengths = [0] * batch
+        self.forwards, self.seconds = 0, 0.0
+        self.cache = self.follow.cache if self.follow else FusedCache(self.decoder, batch, max(self.capacity, _GROWTH))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values this runner holds itself."""
+        return 0 if self.follow or self.cache is None else self.cache.nbytes
+
+    def sync(self) -> None:
+        """A follower's lengths are its leader's: what the leader checked, it also wrote."""
+        if self.follow:
+            self.lengths = list(self.follow.lengths)
+
+    def rollback(self, lengths: list[int]) -> None:
+        """No more than `lengths[r]` tokens of row r are true."""
+        self.lengths = [min(have, true) for have, true in zip(self.lengths, lengths, strict=True)]
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with these rows only. A follower's cache is its leader's business."""
+        self.lengths = [self.lengths[r] for r in keep]
+        if not self.follow:
+            self.cache.select(keep)
+
+    def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
+        """Score rows and drafts as `Runner.feed` does: logits `[batch, k + 1, vocab]`, zeros beyond drafted[r]."""
+        drafted = drafted or [0] * len(rows)
+        width = draft.shape[1] if draft is not None else 0
+        guesses = [line[:n] for line, n in zip(draft.tolist(), drafted, strict=True)] if width else [[]] * len(rows)
+        logits = self.score(rows, guesses, want_logits=True).logits
+        if all(n == width for n in drafted):
+            return logits.view(len(rows), width + 1, -1)
+        out = logits.new_zeros(len(rows), width + 1, logits.shape[-1])
+        first = 0
+        for r, n in enumerate(drafted):
+            out[r, : n + 1] = logits[first : first + n + 1]
+            first += n + 1
+        return out
+
+    def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
+        """Feed tokens `[batch, q]` behind what the cache holds; logits of the last `kept`, as `Runner.step`."""
+        self._reserve(max(self.lengths) + tokens.shape[1])
+        flat, batch = tokens.flatten().tolist(), len(self.lengths)
+        if set(counts) != {tokens.shape[1]} or {f + kept for f in first} != {tokens.shape[1]}:
+            raise ValueError(f"a fused step takes whole rows: {counts} of {tokens.shape[1]} tokens, {kept} kept")
+        begin = time.perf_counter()
+        _, _, logits = self.decoder.handle.score(
+            self.cache.kv, flat, counts, self.lengths, [kept] * batch, False, True
+        )
+        self._count(1, time.perf_counter() - begin)
+        self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
+        return logits.view(batch, kept, -1)
+
+    def score(self, rows: Rows, guesses: Rows, *, want_confidence: bool = False, want_logits: bool = False) -> Scores:
+        """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token."""
+        starts = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+        fed = [row[have:] + guess for row, have, guess in zip(rows, starts, guesses, strict=True)]
+        kept = [len(guess) + 1 for guess in guesses]
+        tokens, counts = _flat(fed)
+        self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
+        begin = time.perf_counter()
+        best, confidence, logits = self.decoder.handle.score(
+            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits
+        )
+        self._count(1, time.perf_counter() - begin)
+        self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        return Scores(
+            _split(best.tolist(), kept),
+            _split(confidence.tolist(), kept) if want_confidence else None,
+            logits if want_logits else None,
+        )
+
+    def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
+        """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`."""
+        starts = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+        tokens, counts = _flat([row[have:] for row, have in zip(rows, starts, strict=True)])
+        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True)))
+        begin = time.perf_counter()
+        drafted, forwards, _ = self.decoder.handle.draft(self.cache.kv, tokens, counts, starts, limits, threshold)
+        self._count(forwards, time.perf_counter() - begin)
+        self.lengths = [
+            len(row) + len(new) - 1 if new else have
+            for row, new, have in zip(rows, drafted, self.lengths, strict=True)
+        ]
+        return drafted
+
+    def draft_checked(
+        self,
+        tiny: FusedRunner,
+        rows: Rows,
+        limits: list[int],
+        *,
+        num_draft_tokens: int,
+        tiny_threshold: float,
+        threshold: float,
+    ) -> tuple[Rows, list[int], int]:
+        """Rounds of `tiny` drafting and this runner checking, in one call (ML-SpecQD, section 3).
+
+        Returns the settled tokens of every row, (drafted, accepted) of every row and round behind each other, and the
+        number of rounds.
+        """
+        own, small = (
+            [min(have, len(row) - 1) for row, have in zip(rows, runner.lengths, strict=True)]
+            for runner in (self, tiny)
+        )
+        bases = [min(pair) for pair in zip(own, small, strict=True)]
+        tokens, counts = _flat([row[base:] for row, base in zip(rows, bases, strict=True)])
+        end = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
+        self._reserve(end)
+        tiny._reserve(end)
+        begin = time.perf_counter()
+        settled, inner, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
+            self.decoder.handle.draft_checked(
+                self.cache.kv,
+                own,
+                tiny.decoder.handle,
+                tiny.cache.kv,
+                small,
+                tokens,
+                counts,
+                bases,
+                limits,
+                num_draft_tokens,
+                tiny_threshold,
+                threshold,
+            )
+        )
+        tiny._count(tiny_forwards, tiny_seconds)
+        self._count(forwards, time.perf_counter() - begin - tiny_seconds)
+        return settled, inner, rounds
+
+    def _reserve(self, slots: int) -> None:
+        self.cache.reserve(slots)
+        self.decoder.reserve_positions(slots)
+
+    def _count(self, forwards: int, seconds: float) -> None:
+        self.forwards += forwards
+        self.seconds += seconds
+
+
+def _flat(rows: Rows) -> tuple[list[int], list[int]]:
+    return [token for row in rows for token in row], [len(row) for row in rows]
+
+
+def _split(values: list, counts: list[int]) -> list[list]:
+    out, first = [], 0
+    for count in counts:
+        out.append(values[first : first + count])
+        first += count
+    return out

@@ -1,0 +1,264 @@
+// How does Python hold a compiled decoder? A class of torch.classes: built once from a model's tensors, one call per step.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <map>
+#include <string>
+
+#include "cpu/decoder_rounds.h"
+
+namespace {
+
+using at::Tensor;
+using mlspec::DecoderLayer;
+using Ints = std::vector<int64_t>;
+using MaybeTensor = std::optional<Tensor>;
+
+mlspec_dtype storage_dtype(const Tensor& tensor, const char* what) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return MLSPEC_FLOAT32;
+    case at::kBFloat16: return MLSPEC_BFLOAT16;
+    default: TORCH_CHECK_TYPE(false, what, " is ", tensor.scalar_type(), ", expected float32 or bfloat16");
+  }
+}
+
+void check_plain(const Tensor& tensor, const std::string& what, at::ScalarType dtype, at::IntArrayRef shape) {
+  TORCH_CHECK(tensor.is_cpu(), what, " is on ", tensor.device(), ", the compiled decoder runs on the CPU");
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, what, " is ", tensor.scalar_type(), ", expected ", dtype);
+  TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.is_contiguous(), what, " has shape ", tensor.sizes(),
+                    tensor.is_contiguous() ? "" : " (not contiguous)", ", expected contiguous ", shape);
+}
+
+class DecoderObject : public torch::CustomClassHolder {
+ public:
+  DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm) {
+    TORCH_CHECK_VALUE(dims.size() == 10 && numbers.size() == 5, "Decoder takes 10 sizes and 5 numbers, got ",
+                      dims.size(), " and ", numbers.size());
+    mlspec::DecoderShape& s = decoder_.shape;
+    s.hidden = dims[0], s.heads = dims[1], s.kv_heads = dims[2], s.head_dim = dims[3], s.intermediate = dims[4];
+    s.vocab = dims[5], s.embeddings = dims[6], s.rotary_dim = dims[7];
+    s.activation = static_cast<mlspec_activation>(dims[8]);
+    s.kv_dtype = dims[9] ? MLSPEC_BFLOAT16 : MLSPEC_FLOAT32;
+    s.positions = 0;
+    s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
+    s.attention_softcap = numbers[3], s.logit_softcap = numbers[4];
+    TORCH_CHECK_VALUE(s.hidden > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 && s.vocab > 0 &&
+                          s.rotary_dim > 0 && s.rotary_dim <= s.head_dim && s.rotary_dim % 2 == 0,
+                      "Decoder: impossible sizes ", at::IntArrayRef(dims));
+    s.embedding_dtype = storage_dtype(embedding, "the embedding");
+    check_plain(embedding, "the embedding", embedding.scalar_type(), {s.embeddings, s.hidden});
+    decoder_.embedding = hold(embedding);
+    decoder_.final_norm = norm(final_norm, "the final norm", s.hidden);
+  }
+
+  // cos, sin: float32 [positions, rotary_dim / 2]; table `index` is added or replaced.
+  void set_rope(int64_t index, const Tensor& cos, const Tensor& sin) {
+    const int64_t half = decoder_.shape.rotary_dim / 2;
+    check_plain(cos, "cos", at::kFloat, {cos.size(0), half});
+    check_plain(sin, "sin", at::kFloat, {cos.size(0), half});
+    const int64_t known = decoder_.ropes.size();
+    TORCH_CHECK_INDEX(index >= 0 && index <= known, "rope table ", index, " of ", known);
+    if (index == known) {
+      decoder_.ropes.emplace_back();
+      rope_tensors_.emplace_back();
+    }
+    rope_tensors_[index] = {cos, sin};
+    decoder_.ropes[index] = {cos.const_data_ptr<float>(), sin.const_data_ptr<float>()};
+    int64_t least = cos.size(0);
+    for (const auto& pair : rope_tensors_) least = std::min(least, pair.first.size(0));
+    decoder_.shape.positions = least;
+  }
+
+  // norms: attention, mlp, attention_out, mlp_out, q, k; float32 with any +1 added.
+  void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table) {
+    TORCH_CHECK_VALUE(norms.size() == 6 && norms[0] && norms[1], "a layer has 6 norms, the first two always there");
+    TORCH_CHECK_INDEX(rope_table >= 0 && rope_table < static_cast<int64_t>(decoder_.ropes.size()), "rope table ", rope_table);
+    const auto& s = decoder_.shape;
+    DecoderLayer layer;
+    layer.attention_norm = norm(norms[0], "attention_norm", s.hidden);
+    layer.mlp_norm = norm(norms[1], "mlp_norm", s.hidden);
+    layer.attention_out_norm = norm(norms[2], "attention_out_norm", s.hidden);
+    layer.mlp_out_norm = norm(norms[3], "mlp_out_norm", s.hidden);
+    layer.q_norm = norm(norms[4], "q_norm", s.head_dim);
+    layer.k_norm = norm(norms[5], "k_norm", s.head_dim);
+    layer.window = window;
+    layer.rope_table = rope_table;
+    decoder_.layers.push_back(layer);
+  }
+
+  // name: q, k, v, o, gate, up, down of the newest layer, or head. format: mlspec::WeightFormat.
+  void set_linear(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
+                  const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
+    mlspec::Linear linear;
+    linear.format = static_cast<mlspec::WeightFormat>(format);
+    linear.in_features = in, linear.out_features = out, linear.group = group, linear.activation_bits = bits;
+    const int64_t tiles = (out + 15) / 16, blocks = in / 32;
+    const std::string what = name + ".weight";
+    switch (linear.format) {
+      case mlspec::WeightFormat::kBf16: check_plain(weight, what, at::kBFloat16, {out, in}); break;
+      case mlspec::WeightFormat::kF32: check_plain(weight, what, at::kFloat, {out, in}); break;
+      case mlspec::WeightFormat::kMxfp4:
+        TORCH_CHECK_VALUE(in % 32 == 0 && scale, what, ": MXFP4 takes scales and in_features a multiple of 32, not ", in);
+        check_plain(weight, what, at::kByte, {tiles, blocks, 256});
+        check_plain(*scale, name + ".scale", at::kByte, {tiles, blocks, 16});
+        break;
+      case mlspec::WeightFormat::kInt4:
+        TORCH_CHECK_VALUE(scale && group > 0 && group % 32 == 0 && in % group == 0, what, ": group ", group, " of ", in);
+        check_plain(weight, what, at::kByte, {tiles, blocks, 256});
+        check_plain(*scale, name + ".scale", at::kHalf, {tiles, in / group, 16});
+        if (zero) check_plain(*zero, name + ".zero", at::kByte, {tiles, in / group, 16});
+        break;
+      default: TORCH_CHECK_VALUE(false, what, ": unknown format ", format);
+    }
+    linear.weight = hold(weight);
+    if (scale) linear.scale = hold(*scale);
+    if (zero) linear.zero = static_cast<const uint8_t*>(hold(*zero));
+    linear.bias = norm(bias, name + ".bias", out);
+    place(name) = linear;
+  }
+
+  // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them.
+  // -> best int64 [sum of kept] (-1: NaN), confidence float32 (empty unless wanted), logits float32 (empty unless wanted)
+  std::tuple<Tensor, Tensor, Tensor> score(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
+                                           const Ints& kept, bool want_confidence, bool want_logits) {
+    mlspec::Level level{&decoder_, checked(kv), starts, 0, 0};
+    const auto rows = split(tokens, counts, starts);
+    check_room(level, rows, kept, Ints(rows.size(), 0));
+    int64_t total = 0;
+    for (size_t r = 0; r < kept.size(); ++r) {
+      TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
+      total += kept[r];
+    }
+    Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    const mlspec::Scored scored = mlspec::score(at::get_num_threads(), level, rows, kept, want_confidence,
+                                                want_logits ? logits.mutable_data_ptr<float>() : nullptr);
+    return {as_tensor(scored.best, at::kLong), as_tensor(scored.confidence, at::kFloat), logits};
+  }
+
+  // -> drafted tokens per row, forward passes, seconds in them
+  std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
+                                                       const Ints& starts, const Ints& limits, double threshold) {
+    mlspec::Level level{&decoder_, checked(kv), starts, 0, 0};
+    const auto rows = split(tokens, counts, starts);
+    check_room(level, rows, Ints(rows.size(), 1), limits);
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    auto drafted = mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
+    return {std::move(drafted), level.forwards, level.seconds};
+  }
+
+  // -> settled tokens per row; (drafted, accepted) per row and round, flat; lengths of the middle, of the tiny level;
+  //    rounds, forwards of both; seconds of both
+  std::tuple<std::vector<Ints>, Ints, Ints, Ints, Ints, std::vector<double>> draft_checked(
+      const Tensor& kv, const Ints& lengths, const c10::intrusive_ptr<DecoderObject>& tiny, const Tensor& tiny_kv,
+      const Ints& tiny_lengths, const Ints& tokens, const Ints& counts, const Ints& bases, const Ints& limits,
+      int64_t num_draft_tokens, double tiny_threshold, double middle_threshold) {
+    mlspec::Level middle{&decoder_, checked(kv), lengths, 0, 0};
+    mlspec::Level small{&tiny->decoder_, tiny->checked(tiny_kv), tiny_lengths, 0, 0};
+    TORCH_CHECK_VALUE(tiny.get() != this, "the tiny level is the middle one");
+    const auto rows = split(tokens, counts, bases);
+    check_room(middle, rows, Ints(rows.size(), 1), limits);
+    tiny->check_room(small, rows, Ints(rows.size(), 1), limits);
+    mlspec::CheckedOptions options{num_draft_tokens, static_cast<float>(tiny_threshold), static_cast<float>(middle_threshold)};
+    std::scoped_lock lock(decoder_.busy, tiny->decoder_.busy);
+    auto out = mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);
+    Ints inner;
+    for (const auto& [drafted, accepted] : out.inner) inner.insert(inner.end(), {drafted, accepted});
+    return {std::move(out.settled), std::move(inner), middle.lengths, small.lengths,
+            Ints{out.rounds, middle.forwards, small.forwards}, std::vector<double>{middle.seconds, small.seconds}};
+  }
+
+ private:
+  const void* hold(const Tensor& tensor) {
+    held_.push_back(tensor);
+    return tensor.const_data_ptr();
+  }
+
+  const float* norm(const MaybeTensor& weight, const std::string& what, int64_t size) {
+    if (!weight) return nullptr;
+    check_plain(*weight, what, at::kFloat, {size});
+    return static_cast<const float*>(hold(*weight));
+  }
+
+  mlspec::Linear& place(const std::string& name) {
+    if (name == "head") return decoder_.head;
+    static const std::map<std::string, mlspec::Linear DecoderLayer::*> places = {
+        {"q", &DecoderLayer::q},       {"k", &DecoderLayer::k},   {"v", &DecoderLayer::v},      {"o", &DecoderLayer::o},
+        {"gate", &DecoderLayer::gate}, {"up", &DecoderLayer::up}, {"down", &DecoderLayer::down}};
+    const auto found = places.find(name);
+    TORCH_CHECK_VALUE(found != places.end() && !decoder_.layers.empty(), "a layer has no linear ", name);
+    return decoder_.layers.back().*(found->second);
+  }
+
+  mlspec::RaggedKv checked(const Tensor& kv) const {
+    const auto& s = decoder_.shape;
+    const int64_t layers = decoder_.layers.size();
+    TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
+                          kv.size(5) == s.head_dim && kv.is_contiguous() && kv.is_cpu(),
+                      "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
+                      ", slots, ", s.head_dim, "] on the CPU");
+    TORCH_CHECK_TYPE(storage_dtype(kv, "the cache") == s.kv_dtype, "the cache is ", kv.scalar_type(),
+                     ", which is not what the model writes");
+    return {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4)};
+  }
+
+  static std::vector<mlspec::TokenRow> split(const Ints& tokens, const Ints& counts, const Ints& bases) {
+    std::vector<mlspec::TokenRow> rows(counts.size());
+    int64_t at = 0;
+    TORCH_CHECK_VALUE(counts.size() == bases.size(), counts.size(), " rows and ", bases.size(), " starts");
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const int64_t left = static_cast<int64_t>(tokens.size()) - at;
+      TORCH_CHECK_VALUE(counts[r] >= 0 && counts[r] <= left && bases[r] >= 0, "row ", r, " has ", counts[r],
+                        " tokens from slot ", bases[r], " on, ", left, " are left");
+      rows[r] = {bases[r], Ints(tokens.begin() + at, tokens.begin() + at + counts[r])};
+      at += counts[r];
+    }
+    TORCH_CHECK_VALUE(at == static_cast<int64_t>(tokens.size()), tokens.size(), " tokens for ", at, " places");
+    return rows;
+  }
+
+  // Nothing may be written beyond the cache or rotated beyond the tables; every row is asked for with all it may gain.
+  void check_room(const mlspec::Level& level, const std::vector<mlspec::TokenRow>& rows, const Ints& kept,
+                  const Ints& limits) const {
+    TORCH_CHECK_VALUE(static_cast<int64_t>(rows.size()) == level.kv.batch && kept.size() == rows.size() &&
+                          limits.size() == rows.size() && level.lengths.size() == rows.size(),
+                      "the cache has ", level.kv.batch, " rows; got ", rows.size(), " rows, ", kept.size(), " counts, ",
+                      limits.size(), " limits, ", level.lengths.size(), " lengths");
+    const int64_t room = std::min(level.kv.slots, decoder_.shape.positions);
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const int64_t end = rows[r].end() + std::max<int64_t>(limits[r], 0);
+      TORCH_CHECK_INDEX(end <= room, "row ", r, " grows to ", end, " tokens, the cache has ", level.kv.slots,
+                        " slots and the rotary tables ", decoder_.shape.positions, " positions");
+      const bool busy = kept[r] > 0 && (limits[r] > 0 || limits == Ints(rows.size(), 0));
+      TORCH_CHECK_VALUE(!busy || (!rows[r].tokens.empty() && level.lengths[r] >= rows[r].base), "row ", r, " has ",
+                        rows[r].tokens.size(), " tokens from ", rows[r].base, " on, the cache holds ", level.lengths[r]);
+    }
+  }
+
+  template <class T>
+  static Tensor as_tensor(const std::vector<T>& values, at::ScalarType dtype) {
+    Tensor out = at::empty({static_cast<int64_t>(values.size())}, dtype);
+    std::copy(values.begin(), values.end(), static_cast<T*>(out.mutable_data_ptr()));
+    return out;
+  }
+
+  mlspec::Decoder decoder_;
+  std::vector<Tensor> held_;
+  std::vector<std::pair<Tensor, Tensor>> rope_tensors_;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(mlspec, m) {
+  m.class_<DecoderObject>("Decoder")
+      .def(torch::init<Ints, std::vector<double>, Tensor, Tensor>())
+      .def("set_rope", &DecoderObject::set_rope)
+      .def("add_layer", &DecoderObject::add_layer)
+      .def("set_linear", &DecoderObject::set_linear)
+      .def("score", &DecoderObject::score)
+      .def("draft", &DecoderObject::draft)
+      .def("draft_checked", &DecoderObject::draft_checked);
+}

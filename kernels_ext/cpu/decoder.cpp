@@ -1,0 +1,298 @@
+// How does a pass go through the decoder? Phases shared out over a team, each sum in the order its kernel fixes.
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+namespace mlspec {
+namespace {
+
+// Memory that grows and is never read before it is written, aligned for the kernels.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { release(); }
+  void reserve(int64_t count) {
+    if (count <= count_) return;
+    release();
+    data_ = static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64)));
+    std::memset(static_cast<void*>(data_), 0, count * sizeof(T));
+    count_ = count;
+  }
+  T* data() const { return data_; }
+
+ private:
+  void release() { ::operator delete(data_, std::align_val_t(64)); }
+  T* data_ = nullptr;
+  int64_t count_ = 0;
+};
+
+constexpr int64_t kTile = 16;    // outputs of one weight tile
+constexpr int64_t kChunk = 512;  // elements of one piece of the activation product: a multiple of every group
+
+int64_t bytes_per_tile(const Linear& linear) {
+  const int64_t bits = linear.format == WeightFormat::kBf16 ? 16 : linear.format == WeightFormat::kF32 ? 32 : 4;
+  return kTile * linear.in_features * bits / 8;
+}
+
+}  // namespace
+
+struct Decoder::Workspace {
+  Buffer<float> hidden;    // [n][hidden], the residual stream
+  Buffer<float> qkv;       // [n][(heads + 2 kv_heads) * head_dim]
+  Buffer<float> context;   // [n][heads * head_dim]
+  Buffer<float> gate_up;   // [n][2 * intermediate]
+  Buffer<float> block;     // [n][hidden], a block's output where a norm follows it
+  Buffer<float> scored;    // [kept][hidden]
+  Buffer<float> logits;    // [kept][vocab]
+  Buffer<float> rows;      // [threads][longest row]
+  Buffer<char> acts;       // activations as the next linear wants them
+  int64_t row_stride = 0;
+};
+
+mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
+  mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.in_features, 0, 0, work_ ? work_->acts.data() : nullptr};
+  if (next.format == WeightFormat::kF32) {
+    acts.kind = MLSPEC_ACTS_F32;
+  } else if (next.format == WeightFormat::kBf16) {
+    acts.kind = cpu_kernels().bf16_linear_acts;
+  } else if (next.activation_bits < 16) {
+    acts.kind = MLSPEC_ACTS_INT;
+    acts.group = next.format == WeightFormat::kMxfp4 ? 32 : next.group;
+    acts.bits = next.activation_bits;
+  }
+  return acts;
+}
+
+void Decoder::prepare(Pass& pass, int threads) {
+  if (!work_) work_ = std::make_shared<Workspace>();
+  Workspace& w = *work_;
+  const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
+  w.hidden.reserve(n * shape.hidden);
+  w.block.reserve(n * shape.hidden);
+  w.qkv.reserve(n * (context + 2 * shape.kv_heads * shape.head_dim));
+  w.context.reserve(n * context);
+  w.gate_up.reserve(n * 2 * shape.intermediate);
+  w.scored.reserve(kept * shape.hidden);
+  w.row_stride = std::max(shape.hidden, kChunk) + kTile;
+  w.rows.reserve(threads * w.row_stride);
+  int64_t bytes = 0;
+  const auto measure = [&](const Linear& next, int64_t rows) {
+    const mlspec_acts acts = acts_for(next, rows);
+    bytes = std::max(bytes, mlspec_acts_bytes(&acts));
+  };
+  for (const DecoderLayer& layer : layers)
+    for (const Linear* next : {&layer.q, &layer.o, &layer.gate, &layer.down}) measure(*next, n);
+  measure(head, kept);
+  w.acts.reserve(bytes);
+  pass.best.resize(kept);
+  pass.confidence.resize(pass.want_confidence ? kept : 0);
+  if (!pass.logits) {
+    w.logits.reserve(kept * shape.vocab);
+    pass.logits = w.logits.data();
+  }
+}
+
+// y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y.
+void Decoder::multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
+                       int64_t rows) {
+  const CpuKernels& kernels = cpu_kernels();
+  const mlspec_acts acts = acts_for(*parts[0], rows);
+  mlspec_linear_args args[3];
+  mlspec_linear_fn compute[3];
+  int64_t first[4] = {0}, bytes = 0, column = 0;
+  for (int i = 0; i < count; ++i) {
+    const Linear& part = *parts[i];
+    args[i] = {part.weight, part.scale, part.zero, part.group, part.bias, &acts, y + column, stride, accumulate,
+               part.in_features, part.out_features};
+    const bool integer = acts.kind == MLSPEC_ACTS_INT;
+    switch (part.format) {
+      case WeightFormat::kBf16: compute[i] = kernels.bf16_linear; break;
+      case WeightFormat::kF32: compute[i] = kernels.f32_linear; break;
+      case WeightFormat::kMxfp4: compute[i] = integer ? kernels.mxfp4_linear_int8 : kernels.mxfp4_linear_bf16; break;
+      case WeightFormat::kInt4: compute[i] = integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16; break;
+    }
+    const int64_t tiles = (part.out_features + kTile - 1) / kTile;
+    first[i + 1] = first[i] + tiles;
+    bytes += tiles * bytes_per_tile(part);
+    column += part.out_features;
+  }
+  // Pieces long enough for the prefetcher, and enough of them for threads of unlike speed to finish together.
+  const int64_t piece = std::clamp<int64_t>(bytes / (team.size() * 16), 1 << 14, 1 << 18);
+  const int64_t grain = std::max<int64_t>(1, piece * first[count] / std::max<int64_t>(bytes, 1));
+  team.share(first[count], grain, [&](int64_t begin, int64_t end) {
+    for (int i = 0; i < count; ++i) {
+      const int64_t lo = std::max(begin, first[i]) - first[i], hi = std::min(end, first[i + 1]) - first[i];
+      if (lo < hi) compute[i](&args[i], lo * kTile, std::min(hi * kTile, args[i].out_features));
+    }
+  });
+}
+
+// hidden += norm(block) where the layer before asks for it; then the acts of `next` = norm(hidden).
+void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear& next) {
+  const CpuKernels& kernels = cpu_kernels();
+  const mlspec_acts acts = acts_for(next, rows);
+  Workspace& w = *work_;
+  float* const normed = w.rows.data() + team.index() * w.row_stride;
+  team.share(rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      float* const hidden = w.hidden.data() + n * shape.hidden;
+      if (out_norm) {
+        kernels.row.rms_norm(w.block.data() + n * shape.hidden, out_norm, shape.norm_eps, shape.hidden, normed);
+        kernels.row.add(normed, shape.hidden, hidden);
+      }
+      kernels.row.rms_norm(hidden, norm, shape.norm_eps, shape.hidden, normed);
+      const mlspec_pack_args pack{normed, 0, &acts};
+      kernels.pack_rows(&pack, n, n + 1, 0, shape.hidden);
+    }
+  });
+}
+
+// Heads of every token: per-head norms, rotation, keys and values into the cache; then attention and its packing.
+void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
+  const CpuKernels& kernels = cpu_kernels();
+  const DecoderLayer& layer = layers[index];
+  const int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * dim;
+  const int64_t stride = width + 2 * shape.kv_heads * dim, tokens = pass.tokens.size();
+  const int64_t element = shape.kv_dtype == MLSPEC_FLOAT32 ? 4 : 2;
+  Workspace& w = *work_;
+  char* const kv = static_cast<char*>(pass.kv.data);
+  const auto lane = [&](int64_t which, int64_t row, int64_t head) {
+    return kv + (((index * 2 + which) * pass.kv.batch + row) * shape.kv_heads + head) * pass.kv.slots * dim * element;
+  };
+  const RopeTable& rope = ropes[layer.rope_table];
+  const int64_t half = shape.rotary_dim / 2;
+  team.share(tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      float* const row = w.qkv.data() + n * stride;
+      const int64_t position = pass.positions[n];
+      for (int64_t h = 0; h < shape.heads + shape.kv_heads; ++h) {
+        const float* const norm = h < shape.heads ? layer.q_norm : layer.k_norm;
+        if (norm) kernels.row.rms_norm(row + h * dim, norm, shape.norm_eps, dim, row + h * dim);
+        kernels.row.rope(row + h * dim, rope.cos + position * half, rope.sin + position * half, shape.rotary_dim);
+      }
+      for (int64_t h = 0; h < 2 * shape.kv_heads; ++h) {
+        char* const slot = lane(h / shape.kv_heads, pass.rows[n], h % shape.kv_heads) + position * dim * element;
+        kernels.row.narrow(row + width + h * dim, shape.kv_dtype, dim, slot);
+      }
+    }
+  });
+  const mlspec_acts acts = acts_for(layer.o, tokens);
+  const int64_t share = group * dim;  // the elements of one key head's queries: packed where whole groups of a scale
+  const bool packs = share % std::max<int64_t>(32, acts.group) == 0;
+  const int64_t pieces = pass.blocks.size();
+  team.share(pieces * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const Segment& block = pass.blocks[item / shape.kv_heads];
+      const int64_t head = item % shape.kv_heads;
+      const float* const q = w.qkv.data() + block.first * stride + head * share;
+      float* const out = w.context.data() + block.first * width + head * share;
+      const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
+                                       lane(1, block.row, head), shape.kv_dtype, dim, layer.window,
+                                       shape.attention_scale, shape.attention_softcap, out, width};
+      kernels.row.attention(&args);
+      const mlspec_pack_args pack{w.context.data(), width, &acts};
+      if (packs) kernels.pack_rows(&pack, block.first, block.first + block.count, head * share, (head + 1) * share);
+    }
+  });
+  if (!packs) pack_rows(team, w.context.data(), width, tokens, layer.o);
+}
+
+void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
+  const mlspec_acts acts = acts_for(next, rows);
+  team.share(rows, 1, [&](int64_t begin, int64_t end) {
+    const mlspec_pack_args pack{x, stride, &acts};
+    cpu_kernels().pack_rows(&pack, begin, end, 0, next.in_features);
+  });
+}
+
+// acts of down = activation(gate) * up, in pieces of a row.
+void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
+  const CpuKernels& kernels = cpu_kernels();
+  const mlspec_acts acts = acts_for(down, rows);
+  Workspace& w = *work_;
+  const int64_t width = shape.intermediate, pieces = (width + kChunk - 1) / kChunk;
+  float* const product = w.rows.data() + team.index() * w.row_stride;
+  team.share(rows * pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t n = item / pieces, from = item % pieces * kChunk, to = std::min(from + kChunk, width);
+      const float* const gate = w.gate_up.data() + n * 2 * width;
+      kernels.row.activate_mul(gate + from, gate + width + from, shape.activation, to - from, product);
+      const mlspec_pack_args pack{product - from, 0, &acts};
+      kernels.pack_rows(&pack, n, n + 1, from, to);
+    }
+  });
+}
+
+void Decoder::forward(Team& team, Pass& pass) {
+  const CpuKernels& kernels = cpu_kernels();
+  Workspace& w = *work_;
+  const int64_t n = pass.tokens.size(), context = shape.heads * shape.head_dim;
+  const int64_t element = shape.embedding_dtype == MLSPEC_FLOAT32 ? 4 : 2;
+  const char* const table = static_cast<const char*>(embedding);
+  team.share(n, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      kernels.row.widen(table + pass.tokens[i] * shape.hidden * element, shape.embedding_dtype, shape.embedding_scale,
+                        shape.hidden, w.hidden.data() + i * shape.hidden);
+  });
+  const float* pending = nullptr;  // the norm that the last block's output still waits for
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const DecoderLayer& layer = layers[i];
+    normalize(team, n, pending, layer.attention_norm, layer.q);
+    const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
+    multiply(team, qkv, 3, w.qkv.data(), context + 2 * shape.kv_heads * shape.head_dim, false, n);
+    attention(team, pass, i);
+    const Linear* const o[] = {&layer.o};
+    pending = layer.attention_out_norm;
+    multiply(team, o, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
+    normalize(team, n, pending, layer.mlp_norm, layer.gate);
+    const Linear* const gate_up[] = {&layer.gate, &layer.up};
+    multiply(team, gate_up, 2, w.gate_up.data(), 2 * shape.intermediate, false, n);
+    activate(team, n, layer.down);
+    const Linear* const down[] = {&layer.down};
+    pending = layer.mlp_out_norm;
+    multiply(team, down, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
+  }
+  score(team, pass, pending);
+}
+
+// Final norm, head, soft cap and argmax of the kept tokens.
+void Decoder::score(Team& team, Pass& pass, const float* pending) {
+  const CpuKernels& kernels = cpu_kernels();
+  Workspace& w = *work_;
+  const int64_t kept = pass.kept.size();
+  const mlspec_acts acts = acts_for(head, kept);
+  float* const normed = w.rows.data() + team.index() * w.row_stride;
+  team.share(kept, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* const hidden = w.scored.data() + i * shape.hidden;
+      std::memcpy(hidden, w.hidden.data() + pass.kept[i] * shape.hidden, shape.hidden * sizeof(float));
+      if (pending) {
+        kernels.row.rms_norm(w.block.data() + pass.kept[i] * shape.hidden, pending, shape.norm_eps, shape.hidden, normed);
+        kernels.row.add(normed, shape.hidden, hidden);
+      }
+      kernels.row.rms_norm(hidden, final_norm, shape.norm_eps, shape.hidden, normed);
+      const mlspec_pack_args pack{normed, 0, &acts};
+      kernels.pack_rows(&pack, i, i + 1, 0, shape.hidden);
+    }
+  });
+  if (kept == 0) return;
+  const Linear* const parts[] = {&head};
+  multiply(team, parts, 1, pass.logits, shape.vocab, false, kept);
+  team.share(kept, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* const logits = pass.logits + i * shape.vocab;
+      float largest = 0, total = 0;
+      if (shape.logit_softcap > 0) kernels.row.softcap(logits, shape.logit_softcap, shape.vocab);
+      pass.best[i] = kernels.row.argmax(logits, shape.vocab, &largest, pass.want_confidence ? &total : nullptr);
+      if (pass.want_confidence) pass.confidence[i] = std::exp(largest - total);
+    }
+  });
+}
+
+}  // namespace mlspec

@@ -1,0 +1,201 @@
+// How do several passes become one call? One thread decides, the whole team computes, inside a single parallel region.
+#include "decoder_rounds.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace mlspec {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int64_t kBlockTokens = 32;  // queries of one row that one thread attends with at a time
+
+// Hands passes from the deciding thread to the team.
+class Driver {
+ public:
+  Driver(Team& team, Pass*& current) : team_(team), current_(current) {}
+  void execute(Level& level, Pass& pass) {
+    const Clock::time_point begin = Clock::now();
+    level.decoder->prepare(pass, team_.size());
+    current_ = &pass;
+    team_.barrier();
+    level.decoder->forward(team_, pass);
+    level.seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+    ++level.forwards;
+  }
+  void finish() {
+    current_ = nullptr;
+    team_.barrier();
+  }
+
+ private:
+  Team& team_;
+  Pass*& current_;
+};
+
+template <class Control>
+void drive(int threads, Control&& control) {
+  Pass* current = nullptr;
+  run(threads, [&](Team& team) {
+    if (team.index() == 0) {
+      Driver driver(team, current);
+      control(driver);
+      driver.finish();
+      return;
+    }
+    for (;;) {
+      team.barrier();
+      if (!current) return;
+      current->decoder->forward(team, *current);
+    }
+  });
+}
+
+// One pass after the other over the tokens that the level has not seen, at most kMaxTokens in each.
+class Feeder {
+ public:
+  Feeder(Driver& driver, Level& level, bool want_confidence, float* logits, Scored& out)
+      : driver_(driver), level_(level), logits_(logits), out_(out) {
+    pass_.decoder = level.decoder;
+    pass_.kv = level.kv;
+    pass_.want_confidence = want_confidence;
+  }
+
+  void add(int64_t row, int64_t position, int64_t token, bool kept) {
+    const int64_t index = pass_.tokens.size();
+    Segment* const last = pass_.blocks.empty() ? nullptr : &pass_.blocks.back();
+    if (last && last->row == row && last->count < kBlockTokens && last->start + last->count == position) {
+      ++last->count;
+    } else {
+      pass_.blocks.push_back({row, position, index, 1});
+    }
+    pass_.tokens.push_back(std::clamp<int64_t>(token, 0, level_.decoder->shape.embeddings - 1));
+    pass_.positions.push_back(position);
+    pass_.rows.push_back(row);
+    if (kept) pass_.kept.push_back(index);
+    if (index + 1 == Decoder::kMaxTokens) flush();
+  }
+
+  void flush() {
+    if (pass_.tokens.empty()) return;
+    pass_.logits = logits_;
+    driver_.execute(level_, pass_);
+    out_.best.insert(out_.best.end(), pass_.best.begin(), pass_.best.end());
+    out_.confidence.insert(out_.confidence.end(), pass_.confidence.begin(), pass_.confidence.end());
+    if (logits_) logits_ += pass_.kept.size() * level_.decoder->shape.vocab;
+    for (auto* list : {&pass_.tokens, &pass_.positions, &pass_.rows, &pass_.kept}) list->clear();
+    pass_.blocks.clear();
+  }
+
+ private:
+  Driver& driver_;
+  Level& level_;
+  float* logits_;
+  Scored& out_;
+  Pass pass_;
+};
+
+Scored feed(Driver& driver, Level& level, const std::vector<TokenRow>& rows, const std::vector<int64_t>& kept,
+            bool want_confidence, float* logits) {
+  Scored out;
+  Feeder feeder(driver, level, want_confidence, logits, out);
+  int64_t total = 0;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    out.offsets.push_back(total);
+    if (kept[r] == 0) continue;
+    total += kept[r];
+    const int64_t end = rows[r].end();
+    level.lengths[r] = std::min(level.lengths[r], end - kept[r]);  // a kept token is scored, cached or not
+    for (int64_t i = level.lengths[r]; i < end; ++i)
+      feeder.add(r, i, rows[r].tokens[i - rows[r].base], i >= end - kept[r]);
+    level.lengths[r] = end;
+  }
+  out.offsets.push_back(total);
+  feeder.flush();
+  return out;
+}
+
+std::vector<std::vector<int64_t>> draft_on(Driver& driver, Level& level, std::vector<TokenRow>& rows,
+                                           const std::vector<int64_t>& limits, float threshold) {
+  std::vector<std::vector<int64_t>> drafted(rows.size());
+  std::vector<int64_t> kept(rows.size());
+  for (size_t r = 0; r < rows.size(); ++r) kept[r] = limits[r] > 0;
+  while (std::any_of(kept.begin(), kept.end(), [](int64_t k) { return k > 0; })) {
+    const Scored scored = feed(driver, level, rows, kept, threshold > 0, nullptr);
+    for (size_t r = 0; r < rows.size(); ++r) {
+      if (!kept[r]) continue;
+      const int64_t token = scored.best[scored.offsets[r]];
+      drafted[r].push_back(token);
+      rows[r].tokens.push_back(token);
+      const bool sure = threshold <= 0 || scored.confidence[scored.offsets[r]] >= threshold;
+      kept[r] = sure && token >= 0 && static_cast<int64_t>(drafted[r].size()) < limits[r];
+    }
+  }
+  return drafted;
+}
+
+// One round of `middle` over `tiny` for the rows with room: extends rows by what was settled, clears `alive` where it ends.
+void check_round(Driver& driver, Level& middle, Level& tiny, std::vector<TokenRow>& rows,
+                 const std::vector<int64_t>& limits, const CheckedOptions& options, std::vector<char>& alive,
+                 CheckedDraft& out) {
+  const size_t batch = rows.size();
+  std::vector<int64_t> room(batch), kept(batch), before(batch);
+  for (size_t r = 0; r < batch; ++r) {
+    const int64_t left = limits[r] - static_cast<int64_t>(out.settled[r].size()) - 1;
+    room[r] = alive[r] ? std::clamp<int64_t>(left, 0, options.num_draft_tokens) : 0;
+    before[r] = rows[r].end();
+  }
+  const auto guesses = draft_on(driver, tiny, rows, room, options.tiny_threshold);
+  for (size_t r = 0; r < batch; ++r) kept[r] = alive[r] ? static_cast<int64_t>(guesses[r].size()) + 1 : 0;
+  const Scored scored = feed(driver, middle, rows, kept, options.middle_threshold > 0, nullptr);
+  for (size_t r = 0; r < batch; ++r) {
+    rows[r].tokens.resize(before[r] - rows[r].base);
+    if (!alive[r]) continue;
+    const int64_t* const best = scored.best.data() + scored.offsets[r];
+    int64_t accepted = 0;
+    const int64_t drafted = guesses[r].size();
+    while (accepted < drafted && guesses[r][accepted] == best[accepted] && best[accepted] >= 0) ++accepted;
+    bool sure = true;
+    for (int64_t j = 0; j <= accepted; ++j) {
+      out.settled[r].push_back(best[j]);
+      rows[r].tokens.push_back(best[j]);
+      if (options.middle_threshold > 0) sure &= scored.confidence[scored.offsets[r] + j] >= options.middle_threshold;
+    }
+    out.inner.emplace_back(drafted, accepted);
+    middle.lengths[r] = std::min(middle.lengths[r], before[r] + accepted);
+    tiny.lengths[r] = std::min(tiny.lengths[r], before[r] + accepted);
+    alive[r] = sure && best[accepted] >= 0 && static_cast<int64_t>(out.settled[r].size()) < limits[r];
+  }
+  ++out.rounds;
+}
+
+}  // namespace
+
+Scored score(int threads, Level& level, const std::vector<TokenRow>& rows, const std::vector<int64_t>& kept,
+             bool want_confidence, float* logits) {
+  Scored out;
+  drive(threads, [&](Driver& driver) { out = feed(driver, level, rows, kept, want_confidence, logits); });
+  return out;
+}
+
+std::vector<std::vector<int64_t>> draft(int threads, Level& level, std::vector<TokenRow> rows,
+                                        const std::vector<int64_t>& limits, float threshold) {
+  std::vector<std::vector<int64_t>> drafted;
+  drive(threads, [&](Driver& driver) { drafted = draft_on(driver, level, rows, limits, threshold); });
+  return drafted;
+}
+
+CheckedDraft draft_checked(int threads, Level& middle, Level& tiny, std::vector<TokenRow> rows,
+                           const std::vector<int64_t>& limits, const CheckedOptions& options) {
+  CheckedDraft out;
+  out.settled.resize(rows.size());
+  std::vector<char> alive(rows.size());
+  for (size_t r = 0; r < rows.size(); ++r) alive[r] = limits[r] > 0;
+  drive(threads, [&](Driver& driver) {
+    while (std::any_of(alive.begin(), alive.end(), [](char a) { return a != 0; }))
+      check_round(driver, middle, tiny, rows, limits, options, alive, out);
+  });
+  return out;
+}
+
+}  // namespace mlspec

@@ -1,0 +1,55 @@
+// How do several passes become one call? Scoring long rows, drafting token by token, and rounds of draft and check.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "decoder.h"
+
+namespace mlspec {
+
+// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly.
+struct Level {
+  Decoder* decoder = nullptr;
+  RaggedKv kv;
+  std::vector<int64_t> lengths;
+  int64_t forwards = 0;
+  double seconds = 0;
+};
+
+// A row from its token number `base` on.
+struct TokenRow {
+  int64_t base = 0;
+  std::vector<int64_t> tokens;
+  int64_t end() const { return base + static_cast<int64_t>(tokens.size()); }
+};
+
+// What follows the last tokens of every row: rows behind each other, offsets[r] .. offsets[r + 1].
+struct Scored {
+  std::vector<int64_t> offsets, best;  // best: -1 where logits hold NaN
+  std::vector<float> confidence;
+};
+
+// Feeds every row from lengths[r] to its end; scores its last kept[r] positions (0: the row rests).
+// logits: null, or float [sum of kept][vocab].
+Scored score(int threads, Level& level, const std::vector<TokenRow>& rows, const std::vector<int64_t>& kept,
+             bool want_confidence, float* logits);
+
+// Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`. Tokens of -1: NaN.
+std::vector<std::vector<int64_t>> draft(int threads, Level& level, std::vector<TokenRow> rows,
+                                        const std::vector<int64_t>& limits, float threshold);
+
+// The draft of a checked level: `tiny` guesses up to num_draft_tokens tokens, `middle` checks and corrects them, until a row
+// has limits[r] tokens or the middle level's threshold ends it. ML-SpecQD, section 3.
+struct CheckedDraft {
+  std::vector<std::vector<int64_t>> settled;
+  std::vector<std::pair<int64_t, int64_t>> inner;  // (drafted, accepted), one pair per row and round
+  int64_t rounds = 0;
+};
+struct CheckedOptions {
+  int64_t num_draft_tokens = 8;
+  float tiny_threshold = 0, middle_threshold = 0;
+};
+CheckedDraft draft_checked(int threads, Level& middle, Level& tiny, std::vector<TokenRow> rows,
+                           const std::vector<int64_t>& limits, const CheckedOptions& options);
+
+}  // namespace mlspec
