@@ -42,7 +42,7 @@ def quantize_rows(x: torch.Tensor, group_size: int, bits: int = 8) -> tuple[torc
     groups = _split_groups(x.to(torch.float32), group_size)  # [..., groups, group_size]
     amax = groups.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
-    factor = largest / amax
+    factor = torch.full_like(amax, largest) / amax  # number / tensor would be a reciprocal, rounded, times number
     coded = finite & factor.isfinite()  # neither NaN, Inf nor too small
     codes = torch.where(coded, groups * factor, 0.0).round().to(torch.int8)
     scales = torch.where(coded, amax / largest, torch.where(finite, 0.0, torch.nan))
