@@ -41,37 +41,21 @@ struct Isa : Zmm {
   };
 
   template <class Format>
-  struct Unpack {
-    __m512i table, order;  // vpermw reads the low 5 bits of an index
-    Unpack() {
-      alignas(64) uint16_t values[32];
-      for (int i = 0; i < 32; ++i) {
-        const float value = Format::value(i);  // at most 3 significant bits, or 5: exact in bfloat16
-        uint32_t bits;
-        std::memcpy(&bits, &value, 4);
-        values[i] = static_cast<uint16_t>(bits >> 16);
-      }
-      table = _mm512_load_si512(values);
-      order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
-    }
-    __m512bh look_up(__m512i words) const { return (__m512bh)_mm512_permutexvar_epi16(words, table); }
-  };
+  using Unpack = UnpackPairs<Format>;
 
-  // Four rows of 64 bytes. An output's bytes 0 1 2 3, in the order 0 2 1 3, are words whose lower and upper bytes index
-  // the pairs of elements (0, 1) and (2, 3), with their high nibbles (4, 5) and (6, 7).
   template <class Format, int N>
   static inline __attribute__((always_inline)) void add_block(const Unpack<Format>& unpack, const uint8_t* weight,
                                                               Zeros zeros, const Tokens<N>& tokens, Float (&dots)[N]) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      __m512i low, high;
-      split<Format>(_mm512_shuffle_epi8(_mm512_loadu_si512(weight + 64 * j), unpack.order), zeros, low, high);
-      const __m512bh pairs[4] = {unpack.look_up(low), unpack.look_up(_mm512_srli_epi16(low, 8)), unpack.look_up(high),
-                                 unpack.look_up(_mm512_srli_epi16(high, 8))};
+      __m512i pairs[4];
+      unpack.row(weight + 64 * j, zeros, pairs);
 #pragma GCC unroll 4
       for (int p = 0; p < 4; ++p) {
 #pragma GCC unroll 16
-        for (int t = 0; t < N; ++t) dots[t] = _mm512_dpbf16_ps(dots[t], pairs[p], tokens.pair(t, 8 * j + 2 * p));
+        for (int t = 0; t < N; ++t) {
+          dots[t] = _mm512_dpbf16_ps(dots[t], (__m512bh)pairs[p], tokens.pair(t, 8 * j + 2 * p));
+        }
       }
     }
   }

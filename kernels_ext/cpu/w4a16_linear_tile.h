@@ -4,47 +4,13 @@
 // compiled for that instruction set and shared with no other file. A lane is an output; per scale group and token
 //   dots = sum((code's value - zero) * x), every product exact, summed in float32 from 0;   acc = fma(dots, scale, acc).
 // Isa has Float (kLanes = 16 / kVectors floats), kMaxTokens, tiles_for(tokens), prefetch(p) and
-//   zeros(), fma(a, b, c), set(scalar), power(p) (kLanes bytes << 23 as floats), load_float16(p), store(p, v),
-//   Zeros and load_zeros(p) (what a block needs of kLanes zero points), Unpack<Format>, Tokens<N> with load(x, stride)
-//   (one block of N rows of x), add_block<Format, N>(unpack, weight, zeros, tokens, dots), and
-//   kValueFactor: its E2M1 values are this many times too large (2 where they are integers).
+//   zeros(), store(p, v), what w4a16_linear_formats.h names, Zeros and load_zeros(p) (what a block needs of kLanes zero
+//   points), Unpack<Format>, Tokens<N> with load(x, stride) (one block of N rows of x), and
+//   add_block<Format, N>(unpack, weight, zeros, tokens, dots).
 
-constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
+#include "w4a16_linear_formats.h"
+
 constexpr int kLanes = 16 / Isa::kVectors;
-
-// value(i), i in 0..31: the number that nibble i % 16 means; where there are zero points, that the difference i modulo 32 means.
-struct Mxfp4 {
-  static constexpr bool kHasZeros = false;
-  static constexpr float value(int i) {
-    constexpr float magnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-    return ((i & 8) ? -magnitude[i & 7] : magnitude[i & 7]) * Isa::kValueFactor;
-  }
-  static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
-  // 2^(byte - 127), byte 0 is 0; the fma keeps that (or halves it) and makes byte 255, Inf as floats go, NaN.
-  static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {
-    const Isa::Float power = Isa::power(static_cast<const uint8_t*>(a.scale) + at);
-    return Isa::fma(power, Isa::set(1.0f / Isa::kValueFactor - 1.0f), power);
-  }
-};
-
-template <bool HasZeros>
-struct Int4 {
-  static constexpr bool kHasZeros = HasZeros;
-  static constexpr float value(int i) {
-    return static_cast<float>(HasZeros ? (i < 16 ? i : i - 32) : (i & 15) - 8);
-  }
-  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
-  static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {
-    return Isa::load_float16(static_cast<const uint16_t*>(a.scale) + at);
-  }
-};
-
-inline void add_to_row(const float* sums, const float* bias, bool accumulate, int64_t count, float* y) {
-  for (int64_t r = 0; r < count; ++r) {
-    const float value = bias ? sums[r] + bias[r] : sums[r];
-    y[r] = accumulate ? y[r] + value : value;
-  }
-}
 
 template <int N>
 inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token, const Isa::Float (&acc)[Isa::kVectors][N]) {

@@ -1,6 +1,6 @@
-// What do both AVX-512 forms of w4a16_linear_tile.h share? Vectors of one whole tile row, 16 outputs, and its bytes.
+// What do the AVX-512 forms of the 4-bit linear share? Vectors of one whole tile row, 16 outputs, and its bytes.
 //
-// Included inside the anonymous namespace of w4a16_linear_{avx512vnni,avx512bf16}.cpp.
+// Included inside the anonymous namespace of w4a16_linear_{avx512vnni,avx512bf16,amx}.cpp.
 
 struct Zmm {
   using Float = __m512;
@@ -30,5 +30,32 @@ struct Zmm {
       low = _mm512_sub_epi8(_mm512_and_si512(low, mask), zeros);
       high = _mm512_sub_epi8(_mm512_and_si512(high, mask), zeros);
     }
+  }
+};
+
+// Nibbles to bfloat16, two neighbours of in_features in each lane: what vdpbf16ps and the B tile of tdpbf16ps take.
+template <class Format>
+struct UnpackPairs {
+  __m512i table, order;
+  UnpackPairs() {
+    alignas(64) uint16_t values[32];
+    for (int i = 0; i < 32; ++i) {
+      const float value = Format::value(i);  // 5 significant bits at most: exact in bfloat16
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      values[i] = static_cast<uint16_t>(bits >> 16);
+    }
+    table = _mm512_load_si512(values);
+    order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  }
+  // 64 bytes, eight elements of 16 outputs. An output's bytes 0 1 2 3, in the order 0 2 1 3, are words whose lower and
+  // upper bytes index elements (0, 1) and (2, 3), their high nibbles (4, 5) and (6, 7). vpermw reads 5 bits of an index.
+  void row(const uint8_t* weight, Zmm::Zeros zeros, __m512i (&pairs)[4]) const {
+    __m512i low, high;
+    Zmm::split<Format>(_mm512_shuffle_epi8(_mm512_loadu_si512(weight), order), zeros, low, high);
+    pairs[0] = _mm512_permutexvar_epi16(low, table);
+    pairs[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 8), table);
+    pairs[2] = _mm512_permutexvar_epi16(high, table);
+    pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 8), table);
   }
 };
