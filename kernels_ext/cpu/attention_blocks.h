@@ -22,7 +22,7 @@ struct QueryBlock {
   alignas(64) float queries[kMaxQueries * kMaxHeadDim];  // [query][padded], scores are their products with keys
   alignas(64) float outputs[kMaxQueries * kMaxHeadDim];  // [query][padded], not yet divided by the sum
   alignas(64) float addends[kMaxQueries * kMaxHeadDim];  // [query][padded]: what the chunk at hand adds to outputs
-  alignas(64) float rows[kSlots * kMaxHeadDim];          // [slot][padded]: keys or values of 16 slots
+  alignas(64) float rows[kSlots * kMaxHeadDim];          // [padded / 16][slot][16]: keys or values of 16 slots
   alignas(64) float scores[kMaxQueries * kChunk];        // [query][slot of the chunk]; weights after the softmax
   float largest[kMaxQueries], sum[kMaxQueries], rescale[kMaxQueries];
   SlotRange visible[kMaxQueries];
@@ -63,11 +63,11 @@ inline void widen_slot(const mlspec_attention_args& args, const void* cache, int
   const float* full = static_cast<const float*>(cache) + slot * n;
   const uint16_t* half = static_cast<const uint16_t*>(cache) + slot * n;
   if (args.kv_dtype == MLSPEC_FLOAT32) {
-    for (int64_t d = 0; d < whole; d += kLanes) Vec::load(full + d).store(row + d);
-    if (whole < n) Vec::load_first(full + whole, n - whole).store(row + whole);
+    for (int64_t d = 0; d < whole; d += kLanes) Vec::load(full + d).store(row + d * kSlots);
+    if (whole < n) Vec::load_first(full + whole, n - whole).store(row + whole * kSlots);
   } else {
-    for (int64_t d = 0; d < whole; d += kLanes) Vec::load_bfloat16(half + d).store(row + d);
-    if (whole < n) widen_first<Bfloat16>(half + whole, n - whole).store(row + whole);
+    for (int64_t d = 0; d < whole; d += kLanes) Vec::load_bfloat16(half + d).store(row + d * kSlots);
+    if (whole < n) widen_first<Bfloat16>(half + whole, n - whole).store(row + whole * kSlots);
   }
 }
 
@@ -75,10 +75,10 @@ inline void widen_slot(const mlspec_attention_args& args, const void* cache, int
 inline void widen_slots(const mlspec_attention_args& args, const void* cache, int64_t first, SlotRange seen,
                         QueryBlock& block) {
   for (int s = 0; s < kSlots; ++s) {
-    float* row = block.rows + s * block.padded;
+    float* row = block.rows + s * kLanes;
     const bool visible = seen.begin <= first + s && first + s < seen.end;
     if (visible) widen_slot(args, cache, first + s, row);
-    else std::memset(row, 0, sizeof(float) * block.padded);
+    for (int64_t d = 0; !visible && d < block.padded; d += kLanes) Vec::zero().store(row + d * kSlots);
   }
 }
 
@@ -91,7 +91,7 @@ inline void score_slots(const float* query, const float* rows, int64_t padded, f
     for (int64_t d = 0; d < padded; d += kLanes) {
       const Vec q = Vec::load(query + d);
 #pragma GCC unroll 16
-      for (int s = 0; s < Vec::kDots; ++s) sums[s] = fma(q, Vec::load(rows + (first + s) * padded + d), sums[s]);
+      for (int s = 0; s < Vec::kDots; ++s) sums[s] = fma(q, Vec::load(rows + d * kSlots + (first + s) * kLanes), sums[s]);
     }
     Vec::store_sums(sums, scores + first);
   }
@@ -132,7 +132,7 @@ inline void add_values(const float* weights, const float* rows, int64_t padded, 
   for (int s = begin; s < end; ++s) {
     Vec values[kVecs];
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) values[j] = Vec::load(rows + s * padded + j * kLanes);
+    for (int j = 0; j < kVecs; ++j) values[j] = Vec::load(rows + (j * kSlots + s) * kLanes);
 #pragma GCC unroll 4
     for (int i = 0; i < kQueries; ++i) {
       const Vec weight = Vec::all(weights[i * kChunk + s]);
@@ -150,8 +150,8 @@ inline void add_values_of(const float* weights, QueryBlock& block, int first_que
   float* addends = block.addends + first_query * padded;
   int64_t d = 0;
   for (; d + Vec::kTile * kLanes <= padded; d += Vec::kTile * kLanes)
-    add_values<kQueries, Vec::kTile>(weights, block.rows + d, padded, begin, end, addends + d);
-  for (; d < padded; d += kLanes) add_values<kQueries, 1>(weights, block.rows + d, padded, begin, end, addends + d);
+    add_values<kQueries, Vec::kTile>(weights, block.rows + d * kSlots, padded, begin, end, addends + d);
+  for (; d < padded; d += kLanes) add_values<kQueries, 1>(weights, block.rows + d * kSlots, padded, begin, end, addends + d);
 }
 
 // Values of the 16 slots from `first` on for a tile of queries: first what only some of them see, one by one, then what all see.
