@@ -72,21 +72,37 @@ struct Product {
       : a(args), in(a.in_features), blocks(in / kBlockCodes), group_blocks(Format::blocks_per_group(a)),
         groups(blocks / group_blocks) {}
 
-  // `count` of the T tiles of outputs times `rows` tokens, over all of in_features.
+  // kCount of the T tiles of outputs times `rows` tokens, over all of in_features. Blocks are unpacked one ahead: a tile
+  // load waits until what was stored there has left the store buffer.
   template <int kCount>
   void run(int64_t tile, int64_t token, int rows) {
     for (int i = 0; i < kCount; ++i) std::memset(acc[i], 0, rows * sizeof acc[i][0]);
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes;
     const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
+    for (int i = 0; i < kCount; ++i) unpack_block(tile + i, 0, weight + i * blocks * kTileBlockBytes, pairs[i]);
     int64_t block = 0;
     for (int64_t g = 0; g < groups; ++g) {
       clear_sums<0, kCount * M>();
-      for (int64_t b = 0; b < group_blocks; ++b, ++block, weight += kTileBlockBytes, x += kBlockCodes) {
-        add_block<0, kCount>(tile, g, weight, x, block % 2 * T);
+      for (int64_t b = 1; b <= group_blocks; ++b, x += kBlockCodes) {
+        const int64_t next = std::min(++block, blocks - 1);  // the last block is unpacked twice
+        add_block<0, kCount>(tile, b < group_blocks || block == blocks ? g : g + 1, weight + next * kTileBlockBytes, x, block % 2);
       }
       add_group<0, kCount>(tile, g, rows);
     }
     for (int i = 0; i < kCount; ++i) store_rows(tile + i, token, rows, acc[i]);
+  }
+
+  inline void unpack_block(int64_t tile, int64_t g, const uint8_t* bytes, uint16_t (*to)[2 * kTileOutputs]) const {
+    Isa::prefetch(bytes);
+    Isa::Zeros zeros;
+    if constexpr (Format::kHasZeros) zeros = Isa::load_zeros(a.zero + (tile * groups + g) * kTileOutputs);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      __m512i row[4];
+      unpack.row(bytes + 64 * j, zeros, row);
+#pragma GCC unroll 4
+      for (int p = 0; p < 4; ++p) _mm512_store_si512(to[4 * j + p], row[p]);
+    }
   }
 
   template <int kSum, int kEnd>
@@ -94,28 +110,19 @@ struct Product {
     if constexpr (kSum < kEnd) clear<kSum>(), clear_sums<kSum + 1, kEnd>();
   }
 
+  // Unpacks the next block into the half `next_half` of the buffer and multiplies the other half by x.
   template <int i, int kCount>
-  inline void add_block(int64_t tile, int64_t g, const uint8_t* weight, const uint16_t* x, int buffer) {
+  inline void add_block(int64_t tile, int64_t next_group, const uint8_t* next, const uint16_t* x, int next_half) {
     if constexpr (i < kCount) {
-      const uint8_t* bytes = weight + i * blocks * kTileBlockBytes;
-      Isa::prefetch(bytes);
-      Isa::Zeros zeros;
-      if constexpr (Format::kHasZeros) zeros = Isa::load_zeros(a.zero + ((tile + i) * groups + g) * kTileOutputs);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        __m512i row[4];
-        unpack.row(bytes + 64 * j, zeros, row);
-#pragma GCC unroll 4
-        for (int p = 0; p < 4; ++p) _mm512_store_si512(pairs[buffer + i][4 * j + p], row[p]);
-      }
-      load<kWeights>(pairs[buffer + i], 64);
+      unpack_block(tile + i, next_group, next + i * blocks * kTileBlockBytes, pairs[next_half * T + i]);
+      load<kWeights>(pairs[(1 - next_half) * T + i], 64);
       if constexpr (M == 2) {
         if constexpr (i == 0) load<kFullRows>(x, in * 2);
         multiply_add<i * M, kFullRows>();
       }
       if constexpr (i == 0) load<kLastRows>(x + (M - 1) * kTileRows * in, in * 2);
       multiply_add<i * M + M - 1, kLastRows>();
-      add_block<i + 1, kCount>(tile, g, weight, x, buffer);
+      add_block<i + 1, kCount>(tile, next_group, next, x, next_half);
     }
   }
 
