@@ -2,13 +2,13 @@
 //
 // Included by each int8_linear_<isa>.cpp inside its anonymous namespace, after `Isa`, so that every function here
 // is compiled for that instruction set and shared with no other file. A lane is an output; per scale group and token
-//   dots = -zero * sum(x) + sum(code * x), exact;  acc = fma(float(dots), weight scale * x scale, acc), group by group.
+//   dots = -zero * sum(x) + sum(code * x), exact;  acc = fma(float(dots), weight scale * x scale, acc) group by group.
 // Isa has Int and Float (vectors of kLanes = 16 / kVectors lanes), kSigned (its dot product takes signed codes),
-// kMaxTokens, tiles_for(tokens), prefetch(p) and
+// kMaxTokens, kMatrixTokens (from here on matrix_tiles computes), tiles_for(tokens), prefetch(p) and
 //   broadcast(i), load_bytes(p) (kLanes bytes to int32), minus(i) (-i in the lower int16, zero above),
 //   low_products(a, b) (int16 a, zero above, times int16 b),
 //   zeros(), fma(a, b, c), times(v, scalar), half(v) (v / 2, Inf to NaN), power(i) (i << 23 as floats), to_float(i),
-//   load_float16(p), store(p, v), Unpack<Format> and add_block<Format, N>(unpack, weight, x, x_stride, dots).
+//   load_float16(p), store(p, v), Unpack<Format> and add_block<Format, N>(unpack, weight, x, dots).
 
 constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
 constexpr int kLanes = 16 / Isa::kVectors;
@@ -58,6 +58,15 @@ inline void add_to_row(const float* __restrict sums, const float* __restrict bia
   }
 }
 
+// The activations of the tokens of one part, in the order of use: one stream and constant distances. Rows of 4096 bytes and
+// their multiples would share one set of the L1 cache.
+struct Part {
+  const int8_t* codes;         // [in / 32][N][32]
+  const float* scales;         // [groups][N]
+  const int32_t* corrections;  // [groups][N]: -offset * sum(x), or sum(x) where `prepared` is false
+  bool prepared;
+};
+
 template <int N>
 inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token,
                        const Isa::Float (&acc)[Isa::kVectors][N]) {
@@ -77,32 +86,27 @@ inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token,
   }
 }
 
-// -offset * sum(x): read where it could be prepared (one vector operation less a block and token), else multiplied here.
 template <class Format, int N>
-inline __attribute__((always_inline)) void start_dots(const mlspec_linear_args& a, int64_t at, const int32_t* starts,
-                                                      const int32_t* x_sum, int64_t stride, Isa::Int (&dots)[N]) {
-  if (starts) {
+inline __attribute__((always_inline)) void start_dots(const mlspec_linear_args& a, int64_t at, bool prepared,
+                                                      const int32_t* corrections, Isa::Int (&dots)[N]) {
+  if (prepared) {
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) dots[t] = Isa::broadcast(starts[t * stride]);
+    for (int t = 0; t < N; ++t) dots[t] = Isa::broadcast(corrections[t]);
   } else {
     const Isa::Int minus_zero = Format::minus_zero(a, at);
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) dots[t] = Isa::low_products(minus_zero, Isa::broadcast(x_sum[t * stride]));
+    for (int t = 0; t < N; ++t) dots[t] = Isa::low_products(minus_zero, Isa::broadcast(corrections[t]));
   }
 }
 
 // T tiles of 16 outputs times N tokens, over all of in_features.
 template <class Format, int T, int N>
-void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token, const int32_t* starts) {
-  using Int = Isa::Int;
+void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t token) {
   constexpr int V = Isa::kVectors;
-  const int64_t in = a.in_features, blocks = in / kBlockCodes;
+  const int64_t blocks = a.in_features / kBlockCodes, tile_bytes = blocks * kTileBlockBytes;
   const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
-  const int8_t* x = mlspec_acts_codes(a.acts) + token * in;
-  const float* x_scale = mlspec_acts_scales(a.acts) + token * groups;
-  const int32_t* x_sum = mlspec_acts_sums(a.acts) + token * groups;
-  const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes;
-  const int64_t tile_bytes = blocks * kTileBlockBytes;
+  const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
+  const int8_t* x = part.codes;
   const typename Isa::template Unpack<Format> unpack;
   typename Isa::Float acc[T][V][N];
 #pragma GCC unroll 4
@@ -110,19 +114,19 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token, const in
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) acc[i / V][i % V][t] = Isa::zeros();
   }
-  for (int64_t g = 0; g < groups; ++g, ++x_scale, ++x_sum) {
-    Int dots[T][V][N];
+  for (int64_t g = 0; g < groups; ++g) {
+    typename Isa::Int dots[T][V][N];
 #pragma GCC unroll 4
     for (int i = 0; i < T * V; ++i) {
       const int64_t at = ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes;
-      start_dots<Format, N>(a, at, starts ? starts + g : nullptr, x_sum, groups, dots[i / V][i % V]);
+      start_dots<Format, N>(a, at, part.prepared, part.corrections + g * N, dots[i / V][i % V]);
     }
-    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += kBlockCodes) {
+    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += N * kBlockCodes) {
 #pragma GCC unroll 4
       for (int i = 0; i < T * V; ++i) {
         const uint8_t* w = weight + i / V * tile_bytes;
         if (i % V == 0) Isa::prefetch(w);
-        Isa::template add_block<Format, N>(unpack, w + i % V * kLanes * 4, x, in, dots[i / V][i % V]);
+        Isa::template add_block<Format, N>(unpack, w + i % V * kLanes * 4, x, dots[i / V][i % V]);
       }
     }
 #pragma GCC unroll 4
@@ -131,7 +135,7 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token, const in
 #pragma GCC unroll 16
       for (int t = 0; t < N; ++t) {
         auto& sum = acc[i / V][i % V][t];
-        sum = Isa::fma(Isa::to_float(dots[i / V][i % V][t]), Isa::times(scale, x_scale[t * groups]), sum);
+        sum = Isa::fma(Isa::to_float(dots[i / V][i % V][t]), Isa::times(scale, part.scales[g * N + t]), sum);
       }
     }
   }
@@ -140,33 +144,63 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token, const in
 }
 
 template <class Format, int N>
-void multiply_tiles(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token,
-                    const int32_t* starts) {
-  constexpr int T = Isa::tiles_for(N);
-  for (; tile + T <= tile_end; tile += T) multiply<Format, T, N>(a, tile, token, starts);
-  if constexpr (T > 1) {
-    for (; tile < tile_end; ++tile) multiply<Format, 1, N>(a, tile, token, starts);
+void matrix_tiles(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t tile_end, int64_t token);
+
+template <class Format, int N>
+void multiply_tiles(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t tile_end, int64_t token) {
+  if constexpr (N >= Isa::kMatrixTokens) {
+    matrix_tiles<Format, N>(a, part, tile, tile_end, token);
+  } else {
+    constexpr int T = Isa::tiles_for(N);
+    for (; tile + T <= tile_end; tile += T) multiply<Format, T, N>(a, part, tile, token);
+    if constexpr (T > 1) {
+      for (; tile < tile_end; ++tile) multiply<Format, 1, N>(a, part, tile, token);
+    }
   }
 }
 
-using TileFunction = void (*)(const mlspec_linear_args&, int64_t tile, int64_t tile_end, int64_t token,
-                              const int32_t* starts);
+constexpr int64_t kPartBytes = 256 * 1024;  // of stack; 12 tokens of 17,400 elements
+
+// Fills space. One token is in order already, so that its length has no limit.
+template <class Format, int N>
+Part arrange(const mlspec_linear_args& a, int64_t token, char* space) {
+  const int64_t in = a.in_features, blocks = in / kBlockCodes, groups = mlspec_groups(a.acts);
+  const int64_t offset = Format::offset(a);
+  const int8_t* codes = mlspec_acts_codes(a.acts) + token * in;
+  const float* scales = mlspec_acts_scales(a.acts) + token * groups;
+  const int32_t* sums = mlspec_acts_sums(a.acts) + token * groups;
+  const bool fits = N * groups * 4 <= kPartBytes;
+  if (N == 1 && (offset == kVaries || !fits)) return {codes, scales, sums, false};
+  int32_t* corrections = reinterpret_cast<int32_t*>(space);
+  const int32_t factor = offset == kVaries ? 1 : static_cast<int32_t>(-offset);
+  for (int64_t g = 0; g < groups; ++g) {
+    for (int t = 0; t < N; ++t) corrections[g * N + t] = factor * sums[t * groups + g];
+  }
+  if (N == 1) return {codes, scales, corrections, true};
+  float* part_scales = reinterpret_cast<float*>(space + mlspec_align64(N * groups * 4));
+  for (int64_t g = 0; g < groups; ++g) {
+    for (int t = 0; t < N; ++t) part_scales[g * N + t] = scales[t * groups + g];
+  }
+  char* part_codes = space + 2 * mlspec_align64(N * groups * 4);
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int t = 0; t < N; ++t) {
+      std::memcpy(part_codes + (b * N + t) * kBlockCodes, codes + t * in + b * kBlockCodes, kBlockCodes);
+    }
+  }
+  return {reinterpret_cast<int8_t*>(part_codes), part_scales, corrections, offset != kVaries};
+}
+
+template <class Format, int N>
+void part_times_tiles(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token) {
+  alignas(64) char space[kPartBytes];
+  multiply_tiles<Format, N>(a, arrange<Format, N>(a, token, space), tile, tile_end, token);
+}
+
+using PartFunction = void (*)(const mlspec_linear_args&, int64_t tile, int64_t tile_end, int64_t token);
 
 template <class Format, int... N>
 constexpr auto widths(std::integer_sequence<int, N...>) {
-  return std::array<TileFunction, sizeof...(N)>{multiply_tiles<Format, N + 1>...};
-}
-
-constexpr int64_t kMaxStarts = 16384;  // 64 KiB of stack: 12 tokens of 43,690 elements in groups of 32
-
-// starts[token][group] of one part, or null where offsets vary or the part does not fit.
-template <class Format>
-const int32_t* prepare_starts(const mlspec_linear_args& a, int64_t token, int64_t tokens, int32_t* starts) {
-  const int64_t groups = mlspec_groups(a.acts), offset = Format::offset(a);
-  if (offset == kVaries || tokens * groups > kMaxStarts) return nullptr;
-  const int32_t* x_sum = mlspec_acts_sums(a.acts) + token * groups;
-  for (int64_t i = 0; i < tokens * groups; ++i) starts[i] = static_cast<int32_t>(-offset) * x_sum[i];
-  return starts;
+  return std::array<PartFunction, sizeof...(N)>{part_times_tiles<Format, N + 1>...};
 }
 
 // Tokens are cut into near-equal parts of at most kMaxTokens (17 = 9 + 8). A panel of outputs stays in L2 while the
@@ -174,17 +208,17 @@ const int32_t* prepare_starts(const mlspec_linear_args& a, int64_t token, int64_
 template <class Format>
 void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   static constexpr auto kWidths = widths<Format>(std::make_integer_sequence<int, Isa::kMaxTokens>());
-  constexpr int64_t kPanelBytes = 256 * 1024;
+  constexpr int64_t kPanelBytes = 512 * 1024;
   const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kTileBlockBytes;
-  const int64_t parts = (tokens + Isa::kMaxTokens - 1) / Isa::kMaxTokens;
+  const int64_t token_bytes = a.in_features + 8 * mlspec_groups(a.acts);
+  const int64_t most = std::clamp<int64_t>((kPartBytes - 256) / token_bytes, 1, Isa::kMaxTokens);
+  const int64_t parts = (tokens + most - 1) / most;
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
-  const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(2, kPanelBytes / tile_bytes);
-  alignas(64) int32_t space[kMaxStarts];
+  const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(4, kPanelBytes / tile_bytes);
   for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t begin = part * tokens / parts, end = (part + 1) * tokens / parts;
-      const int32_t* starts = prepare_starts<Format>(a, begin, end - begin, space);
-      kWidths[end - begin - 1](a, tile, std::min(tile + panel, tile_end), begin, starts);
+      kWidths[end - begin - 1](a, tile, std::min(tile + panel, tile_end), begin);
     }
   }
 }

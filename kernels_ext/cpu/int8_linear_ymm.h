@@ -6,7 +6,7 @@
 struct Isa {
   using Int = __m256i;
   using Float = __m256;
-  static constexpr int kVectors = 2, kMaxTokens = 6;
+  static constexpr int kVectors = 2, kMaxTokens = 6, kMatrixTokens = 7;
   static constexpr bool kSigned = Dot::kSigned;
   static constexpr int tiles_for(int) { return 1; }
 
@@ -47,7 +47,7 @@ struct Isa {
   // A block's eight operands stay in half of the 16 registers while the tokens pass.
   template <class Format, int N>
   static inline __attribute__((always_inline)) void add_block(const Unpack<Format>& unpack, const uint8_t* weight,
-                                                              const int8_t* x, int64_t x_stride, Int (&dots)[N]) {
+                                                              const int8_t* x, Int (&dots)[N]) {
     __m256i codes[8];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
@@ -56,6 +56,6 @@ struct Isa {
       codes[2 * j + 1] = unpack.high(bytes);
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) dots[t] = Dot::dot<Format>(dots[t], codes, x + t * x_stride);
+    for (int t = 0; t < N; ++t) dots[t] = Dot::dot<Format>(dots[t], codes, x + 32 * t);
   }
 };

@@ -6,7 +6,8 @@
 struct Isa {
   using Int = __m512i;
   using Float = __m512;
-  static constexpr int kVectors = 1, kMaxTokens = 12;
+  static constexpr int kVectors = 1, kMaxTokens = MLSPEC_INT8_MATRIX ? 16 : 12;
+  static constexpr int kMatrixTokens = MLSPEC_INT8_MATRIX ? MLSPEC_INT8_MATRIX : kMaxTokens + 1;
   static constexpr bool kSigned = false;
   static constexpr int tiles_for(int tokens) { return tokens <= 4 ? 2 : 1; }  // independent chains of dot products
 
@@ -56,15 +57,15 @@ struct Isa {
   // Four rows of 64 bytes: two operands each; every token's chain moves on before the next operand is needed.
   template <class Format, int N>
   static inline __attribute__((always_inline)) void add_block(const Unpack<Format>& unpack, const uint8_t* weight,
-                                                              const int8_t* x, int64_t x_stride, Int (&dots)[N]) {
+                                                              const int8_t* x, Int (&dots)[N]) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const __m512i bytes = _mm512_loadu_si512(weight + 64 * j);
       const __m512i low = unpack.low(bytes), high = unpack.high(bytes);
 #pragma GCC unroll 16
-      for (int t = 0; t < N; ++t) dot(dots[t], low, x + t * x_stride + 8 * j);
+      for (int t = 0; t < N; ++t) dot(dots[t], low, x + 32 * t + 8 * j);
 #pragma GCC unroll 16
-      for (int t = 0; t < N; ++t) dot(dots[t], high, x + t * x_stride + 8 * j + 4);
+      for (int t = 0; t < N; ++t) dot(dots[t], high, x + 32 * t + 8 * j + 4);
     }
   }
   static void dot(__m512i& dots, __m512i codes, const int8_t* x) {
