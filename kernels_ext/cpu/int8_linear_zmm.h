@@ -1,13 +1,13 @@
 // What does int8_linear_tile.h need of AVX-512? Vectors of one whole tile row: 16 outputs.
 //
 // Included inside the anonymous namespace of int8_linear_{avx512vnni,avx512bf16,amx}.cpp; MLSPEC_INT8_VBMI says that
-// vpermb is at hand.
+// vpermb is at hand, MLSPEC_INT8_MATRIX (0 or 1) that matrix_tiles is defined.
 
 struct Isa {
   using Int = __m512i;
   using Float = __m512;
   static constexpr int kVectors = 1, kMaxTokens = MLSPEC_INT8_MATRIX ? 16 : 12;
-  static constexpr int kMatrixTokens = MLSPEC_INT8_MATRIX ? MLSPEC_INT8_MATRIX : kMaxTokens + 1;
+  static constexpr bool kHasMatrix = MLSPEC_INT8_MATRIX;
   static constexpr bool kSigned = false;
   static constexpr int tiles_for(int tokens) { return tokens <= 4 ? 2 : 1; }  // independent chains of dot products
 
@@ -28,10 +28,7 @@ struct Isa {
   static void prefetch(const uint8_t* p) {
     for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)p + kPrefetchBytes + 64 * line, _MM_HINT_T0);
   }
-#if !defined(MLSPEC_PREFETCH)
-#define MLSPEC_PREFETCH 4096
-#endif
-  static constexpr int kPrefetchBytes = MLSPEC_PREFETCH;
+  static constexpr int kPrefetchBytes = 4096;  // 16 blocks ahead, into the next tile where this one ends
 
   template <class Format>
   struct Unpack {
