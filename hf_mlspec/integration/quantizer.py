@@ -36,14 +36,14 @@ class MLSpecQuantizer(HfQuantizer):
         kept = set(self.quantization_config.modules_to_not_convert)
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if type(module) is nn.Linear and name not in kept:
-                model.set_submodule(name, Mxfp4Linear.empty(module, name))
+                model.set_submodule(name, Mxfp4Linear.empty(module, name, self.quantization_config.activation_bits))
         guard = rf"(^|\.){re.escape(_guard_name(model))}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, module in _packed_layers(model):
-            weight = Mxfp4Weight(module.weight_packed, module.weight_scale, name)
+            weight = Mxfp4Weight(module.weight_packed, module.weight_scale, name)  # as read: nothing ran yet
             weight.validate(module.out_features, module.in_features)
         return model
 

@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..formats import mxfp4
 from ..precision import Precision
-from .linear import Mxfp4Linear
+from .linear import Mxfp4Linear, require_activation_bits
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -38,6 +38,7 @@ def direct_cast(
     rule: str = "ocp_floor",
     cast_head: bool = True,
     materialize: bool = False,
+    activation_bits: int | None = None,
 ) -> PreTrainedModel:
     """A draft of ``model``: the same model, its linear weights rounded to ``format``, all else shared (ML-SpecQD,
     section 3).
@@ -46,26 +47,30 @@ def direct_cast(
     the very tensors of ``model``, which is not touched. ``cast_head=False`` keeps the output head. A head tied to the
     embedding is cast alone: the draft's config then says ``tie_word_embeddings=False``. ``materialize=True`` also
     keeps the rounded weights in the model's dtype, for machines without kernels. ``rule`` is a rounding rule of
-    formats/mxfp4.py.
+    formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of these layers to int8, one scale per row and block
+    of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None is 8 on a CPU and 16 elsewhere.
 
     The result generates, moves between devices, and is saved and loaded like any model (with hf_mlspec imported).
     Layers that cannot be cast (in_features no multiple of 32, Conv1D, fused expert weights) are shared and named in
     one warning. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
-    unknown format or rule, a quantized or offloaded model, NaN or Inf weights, and when nothing can be cast.
+    unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, and when nothing can
+    be cast.
     """
     _require_castable(model, format, rule)
+    bits = activation_bits if activation_bits is not None else 8 if model.device.type == "cpu" else 16
+    require_activation_bits(bits)
     head = model.get_output_embeddings()
     kept = dict(_unfit_linears(model))
     if not cast_head:
         kept |= {name: "the output head" for name, module in model.named_modules() if module is head}
     _require_finite_floats(model, kept)
     draft = _share(model)
-    cast = _cast_linears(draft, kept, rule, model.dtype if materialize else None)
+    cast = _cast_linears(draft, kept, rule, bits, model.dtype if materialize else None)
     if not cast:
         raise ValueError(f"{type(model).__name__} holds no nn.Linear that can be cast: {_list(kept) or 'none at all'}")
     if head is not None and isinstance(draft.get_output_embeddings(), Mxfp4Linear):
         _untie_head(draft)
-    _attach_quantizer(draft, rule, sorted(kept))
+    _attach_quantizer(draft, rule, bits, sorted(kept))
     _tell_kept(model, {name: why for name, why in kept.items() if why != "the output head"})
     return draft
 
@@ -187,13 +192,13 @@ def _share(model: PreTrainedModel) -> PreTrainedModel:
     return view
 
 
-def _cast_linears(draft: nn.Module, kept: dict[str, str], rule: str, dense: torch.dtype | None) -> int:
+def _cast_linears(draft: nn.Module, kept: dict[str, str], rule: str, bits: int, dense: torch.dtype | None) -> int:
     done: dict[int, Mxfp4Linear] = {}
     for name, linear in list(_linears(draft)):
         if name in kept:
             continue
         if id(linear) not in done:
-            layer = Mxfp4Linear.from_linear(linear, rule, f"{name}.weight")
+            layer = Mxfp4Linear.from_linear(linear, rule, f"{name}.weight", bits)
             if hasattr(linear, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
                 add_hook_to_module(layer, linear._hf_hook)
             done[id(linear)] = layer if dense is None else layer.materialize(dense)
@@ -209,10 +214,11 @@ def _untie_head(draft: PreTrainedModel) -> None:
             module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def _attach_quantizer(draft: PreTrainedModel, rule: str, kept: list[str]) -> None:
+def _attach_quantizer(draft: PreTrainedModel, rule: str, bits: int, kept: list[str]) -> None:
     """What from_pretrained would have set: save_pretrained then writes quantization_config, and dtype casts are
     refused."""
-    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "modules_to_not_convert": kept}
+    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "activation_bits": bits}
+    settings["modules_to_not_convert"] = kept
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
     draft.hf_quantizer, draft.is_quantized = quantizer, True
     draft.quantization_method = quantizer.quantization_config.quant_method

@@ -33,7 +33,7 @@ def _define() -> None:
 def _fallback(name: str):
     compute = getattr(reference, name)
 
-    def run_reference(x: torch.Tensor, *operands: torch.Tensor | None) -> torch.Tensor:
+    def run_reference(x: torch.Tensor, *operands):
         _announce_missing(name, x.device.type)
         return compute(x, *operands)
 
@@ -73,7 +73,8 @@ def _load() -> str | None:
 
 
 def kernel_of(op: str, device: str) -> str:
-    """``"avx512"``, ``"avx2"``, ``"generic"`` or ``"reference"``; KernelError for an unknown MLSPEC_CPU_ISA."""
+    """An instruction set (``"avx512vnni"``, ``"generic"``) or ``"reference"``; KernelError for an unknown
+    MLSPEC_CPU_ISA."""
     key = {"cpu": "CPU", "cuda": "CUDA"}[device]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mlspec::{op}", key):
         return "reference"

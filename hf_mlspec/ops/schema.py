@@ -2,47 +2,110 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
-from ..formats.mxfp4 import BLOCK, INPUT_DTYPES
+from . import operands
 
 # name -> schema. C++ only adds implementations (TORCH_LIBRARY_IMPL), so Python and C++ cannot disagree about a
-# signature.
+# signature. "float" below: float32, bfloat16 or float16. Tiles: ops/tiles.py.
 SCHEMAS: dict[str, str] = {
-    # x [..., in] float32/bfloat16/float16; weight_packed uint8 [out, in / 2]; weight_scale uint8 [out, in / 32];
-    # bias [out] floating -> [..., out] in x.dtype, accumulated in float32.
-    "mxfp4_linear": "(Tensor x, Tensor weight_packed, Tensor weight_scale, Tensor? bias) -> Tensor",
+    # x float [..., in]; weight_tiles uint8 [ceil(out / 16), in / 32, 256]; scale_tiles uint8 [ceil(out / 16), in / 32,
+    # 16]; bias float [out]; activation_bits 8 or 16 -> [..., out] in x.dtype, summed in float32.
+    "mxfp4_linear": (
+        "(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int activation_bits)"
+        " -> Tensor"
+    ),
+    # the same with scale_tiles float16 and zero_tiles uint8 [ceil(out / 16), in / group_size, 16]; activation_bits 4,
+    # 8 or 16.
+    "int4_linear": (
+        "(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, Tensor? bias,"
+        " int group_size, int activation_bits) -> Tensor"
+    ),
+    # x float [..., in]; weight bfloat16 (float32) [out, in]; bias float [out] -> [..., out] in x.dtype.
+    "bf16_linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "f32_linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    # x float [..., in] -> codes int8 [..., in], scales float32 [..., ceil(in / group_size)].
+    "quantize_rows": "(Tensor x, int group_size, int bits) -> (Tensor, Tensor)",
+    # x, residual float [..., n]; weight float [n] -> normed, x + residual ([0] without a residual), both in x.dtype.
+    "rms_norm": "(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
+    # gate, up float, one shape -> silu(gate) * up.
+    "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
+    # q float [batch, tokens, heads, dim]; k, v [batch, tokens, kv_heads, dim]; cos, sin float32 [positions,
+    # rotary_dim / 2]; keys, values float32 or bfloat16 [batch, kv_heads, slots, dim] -> rotated q.
+    "rope_write": (
+        "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, int[] starts, Tensor(a!) keys, Tensor(b!) values)"
+        " -> Tensor"
+    ),
+    # the same q and cache; window 0 or slots a token sees; softcap 0 or the cap -> [batch, tokens, heads, dim].
+    "ragged_attention": (
+        "(Tensor q, Tensor keys, Tensor values, int[] starts, float scale, int window, float softcap) -> Tensor"
+    ),
 }
-# The instruction set the compiled CPU kernels chose, e.g. "avx512"; implemented by the compiled library only.
+# The instruction set the compiled CPU kernels chose, e.g. "avx512vnni"; implemented by the compiled library only.
 CPU_ISA_SCHEMA = "cpu_isa() -> str"
 
 
-def check_mxfp4_linear(
-    x: torch.Tensor, weight_packed: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """TypeError or ValueError naming what does not fit, with the numbers."""
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"mxfp4_linear: x is {x.dtype}, expected float32, bfloat16 or float16")
-    if weight_packed.dtype != torch.uint8 or weight_scale.dtype != torch.uint8:
-        raise TypeError(
-            f"mxfp4_linear: weight_packed is {weight_packed.dtype} and weight_scale {weight_scale.dtype}, both are "
-            "torch.uint8"
-        )
-    packed, scale = list(weight_packed.shape), list(weight_scale.shape)
-    if len(packed) != 2 or len(scale) != 2 or packed != [scale[0], scale[1] * (BLOCK // 2)]:
-        raise ValueError(
-            f"mxfp4_linear: weight_packed {packed} and weight_scale {scale} are not [out, in / 2] and [out, in / "
-            f"{BLOCK}]"
-        )
-    if x.ndim == 0 or x.shape[-1] != packed[1] * 2:
-        raise ValueError(f"mxfp4_linear: x has shape {list(x.shape)}, the weight takes in_features = {packed[1] * 2}")
-    if bias is not None and list(bias.shape) != [packed[0]]:
-        raise ValueError(f"mxfp4_linear: bias has shape {list(bias.shape)}, the weight has out_features = {packed[0]}")
+# The result's shape and dtype without computing it (torch.compile, meta tensors).
 
 
 def fake_mxfp4_linear(
-    x: torch.Tensor, weight_packed: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The result's shape and dtype without computing it (torch.compile, meta tensors)."""
-    check_mxfp4_linear(x, weight_packed, weight_scale, bias)
-    return x.new_empty((*x.shape[:-1], weight_packed.shape[0]))
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, activation_bits: int
+) -> Tensor:
+    operands.check_mxfp4_linear(x, weight_tiles, scale_tiles, out_features, bias, activation_bits)
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def fake_int4_linear(
+    x: Tensor,
+    weight_tiles: Tensor,
+    scale_tiles: Tensor,
+    zero_tiles: Tensor | None,
+    out_features: int,
+    bias: Tensor | None,
+    group_size: int,
+    activation_bits: int,
+) -> Tensor:
+    operands.check_int4_linear(
+        x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, group_size, activation_bits
+    )
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def fake_bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    operands.check_bf16_linear(x, weight, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def fake_f32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    operands.check_f32_linear(x, weight, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def fake_quantize_rows(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    operands.check_quantize_rows(x, group_size, bits)
+    groups = -(-x.shape[-1] // group_size)
+    return x.new_empty(x.shape, dtype=operands.INT8), x.new_empty((*x.shape[:-1], groups), dtype=operands.FLOAT32)
+
+
+def fake_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    operands.check_rms_norm(x, weight, residual)
+    return x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
+
+
+def fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    operands.check_silu_mul(gate, up)
+    return gate.new_empty(gate.shape)
+
+
+def fake_rope_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, starts: list[int], keys: Tensor, values: Tensor
+) -> Tensor:
+    operands.check_rope_write(q, k, v, cos, sin, starts, keys, values)
+    return q.new_empty(q.shape)
+
+
+def fake_ragged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: list[int], scale: float, window: int, softcap: float
+) -> Tensor:
+    operands.check_ragged_attention(q, keys, values, starts, window, softcap)
+    return q.new_empty(q.shape)

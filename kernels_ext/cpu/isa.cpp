@@ -1,47 +1,141 @@
-// Which instruction set do the kernels of this process use? Asked once: cpuid and the operating system's state mask.
-#include "isa.h"
-
+// Which instruction set do the kernels of this process use? Asked once: cpuid and what the operating system saves.
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+#define MLSPEC_DECLARE_PACK(isa) void mlspec_pack_rows_##isa(const mlspec_pack_args*, int64_t, int64_t, int64_t, int64_t);
+#define MLSPEC_DECLARE_LINEAR(name) void mlspec_##name(const mlspec_linear_args*, int64_t, int64_t);
+#define MLSPEC_DECLARE_DENSE(isa) MLSPEC_DECLARE_LINEAR(bf16_linear_##isa) MLSPEC_DECLARE_LINEAR(f32_linear_##isa)
+#define MLSPEC_DECLARE_INT8(isa) \
+  MLSPEC_DECLARE_LINEAR(mxfp4_linear_int8_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_int8_##isa)
+#define MLSPEC_DECLARE_W4A16(isa) \
+  MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa)
+#define MLSPEC_DECLARE_ROWS(isa) extern const mlspec_row_ops mlspec_row_ops_##isa;
+#define MLSPEC_DECLARE_ALL(isa)                                                            \
+  MLSPEC_DECLARE_PACK(isa) MLSPEC_DECLARE_DENSE(isa) MLSPEC_DECLARE_INT8(isa) MLSPEC_DECLARE_W4A16(isa) \
+  MLSPEC_DECLARE_ROWS(isa)
+
+extern "C" {
+MLSPEC_DECLARE_ALL(generic)
+#if defined(__x86_64__)
+MLSPEC_DECLARE_ALL(avx2)
+MLSPEC_DECLARE_INT8(avxvnni)
+MLSPEC_DECLARE_INT8(avxvnniint8)
+MLSPEC_DECLARE_ALL(avx512vnni)
+MLSPEC_DECLARE_LINEAR(bf16_linear_avx512bf16)
+MLSPEC_DECLARE_INT8(avx512bf16)
+MLSPEC_DECLARE_W4A16(avx512bf16)
+MLSPEC_DECLARE_PACK(amx)
+MLSPEC_DECLARE_LINEAR(bf16_linear_amx)
+MLSPEC_DECLARE_INT8(amx)
+MLSPEC_DECLARE_W4A16(amx)
+#endif
+}
 
 namespace mlspec {
 namespace {
 
-#define MLSPEC_KERNELS(isa) CpuKernels{#isa, mlspec_split_x_##isa, mlspec_mxfp4_linear_##isa}
+#if defined(__x86_64__)
+constexpr bool bit(unsigned word, int place) { return word >> place & 1; }
 
-struct Candidate {
-  CpuKernels kernels;
-  bool supported;
+// What the processor has and the operating system saves at a switch of threads.
+struct Machine {
+  bool avx2 = false, avxvnni = false, avxvnniint8 = false, avx512vnni = false, avx512bf16 = false, amx = false;
+
+  Machine() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27)) return;  // OSXSAVE: xgetbv exists
+    const bool fma_f16c = bit(c, 12) && bit(c, 29);
+    unsigned low = 0, high = 0;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (low & 0x6) != 0x6) return;
+    const unsigned highest_subleaf = a, b0 = b, c0 = c, d0 = d;
+    unsigned a1 = 0, d1 = 0;
+    if (highest_subleaf >= 1) __get_cpuid_count(7, 1, &a1, &b, &c, &d1);
+    avx2 = fma_f16c && bit(b0, 5);
+    avxvnni = avx2 && bit(a1, 4);
+    avxvnniint8 = avxvnni && bit(d1, 4);
+    const bool f_dq_bw_vl = bit(b0, 16) && bit(b0, 17) && bit(b0, 30) && bit(b0, 31);
+    avx512vnni = avx2 && (low & 0xE0) == 0xE0 && f_dq_bw_vl && bit(c0, 11);
+    avx512bf16 = avx512vnni && bit(a1, 5) && bit(c0, 1);  // BF16 and VBMI
+    amx = avx512bf16 && (low & 0x60000) == 0x60000 && bit(d0, 22) && bit(d0, 24) && bit(d0, 25);  // BF16, TILE, INT8
+  }
 };
 
-// __builtin_cpu_supports reads cpuid and, for AVX and AVX-512, XGETBV: registers the OS does not save count as absent.
-const Candidate* candidates(int* count) {
-  static const Candidate list[] = {
-#if defined(__x86_64__)
-      {MLSPEC_KERNELS(avx512), __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
-      {MLSPEC_KERNELS(avx2), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+const Machine& machine() {
+  static const Machine here;
+  return here;
+}
+
+// Linux grants the 8 KiB tile registers to a process that asks, and to all its threads with it.
+bool tiles_granted() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
 #endif
-      {MLSPEC_KERNELS(generic), true},
+}
+#endif
+
+struct Tier {
+  CpuKernels kernels;
+  bool (*supported)();
+};
+
+// The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear and f32_linear, int8, bf16, row ops.
+#define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, row)                                                      \
+  CpuKernels {                                                                                                          \
+    #name, mlspec_pack_rows_##pack, acts, mlspec_bf16_linear_##bf16, mlspec_f32_linear_##f32,                           \
+        mlspec_mxfp4_linear_int8_##int8, mlspec_mxfp4_linear_bf16_##w4a16, mlspec_int4_linear_int8_##int8,              \
+        mlspec_int4_linear_bf16_##w4a16, mlspec_row_ops_##row                                                           \
+  }
+
+// Ascending: the last one that is supported is the best. Not constant: mlspec_row_ops_* may be set at load time.
+const Tier* tiers(int* count) {
+  static const Tier list[] = {
+      {MLSPEC_TIER(generic, generic, MLSPEC_ACTS_BF16, generic, generic, generic, generic, generic), [] { return true; }},
+#if defined(__x86_64__)
+      {MLSPEC_TIER(avx2, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avx2, avx2, avx2), [] { return machine().avx2; }},
+      {MLSPEC_TIER(avxvnni, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnni, avx2, avx2), [] { return machine().avxvnni; }},
+      {MLSPEC_TIER(avxvnniint8, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnniint8, avx2, avx2),
+       [] { return machine().avxvnniint8; }},
+      {MLSPEC_TIER(avx512vnni, avx512vnni, MLSPEC_ACTS_BF16, avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx512vnni),
+       [] { return machine().avx512vnni; }},
+      {MLSPEC_TIER(avx512bf16, avx512vnni, MLSPEC_ACTS_BF16, avx512bf16, avx512vnni, avx512bf16, avx512bf16, avx512vnni),
+       [] { return machine().avx512bf16; }},
+      {MLSPEC_TIER(amx, amx, MLSPEC_ACTS_BF16_TILES, amx, avx512vnni, amx, amx, avx512vnni),
+       [] { return machine().amx && tiles_granted(); }},
+#endif
   };
   *count = sizeof(list) / sizeof(list[0]);
   return list;
 }
 
 CpuKernels choose() {
-  const char* wanted = std::getenv("MLSPEC_CPU_ISA");
+  const char* named = std::getenv("MLSPEC_CPU_ISA");
+  const std::string wanted = named ? named : "";
   int count = 0;
-  const Candidate* list = candidates(&count);
+  const Tier* list = tiers(&count);
   std::string known;
-  for (int i = 0; i < count; ++i) {
-    const bool named = wanted && *wanted && std::strcmp(wanted, list[i].kernels.isa) == 0;
-    if (list[i].supported && (named || !wanted || !*wanted)) return list[i].kernels;
-    if (named) throw std::runtime_error(std::string("MLSPEC_CPU_ISA=") + wanted + " is not supported by this CPU");
-    known += std::string(i ? ", " : "") + list[i].kernels.isa;
+  for (int i = count - 1; i >= 0; --i) {
+    if (wanted.empty() ? list[i].supported() : wanted == list[i].kernels.isa && list[i].supported())
+      return list[i].kernels;
+    if (wanted == list[i].kernels.isa)
+      throw std::runtime_error("MLSPEC_CPU_ISA=" + wanted + " is not supported by this CPU");
+    known = list[i].kernels.isa + (known.empty() ? "" : ", " + known);
   }
-  throw std::runtime_error(std::string("MLSPEC_CPU_ISA=") + wanted + " is unknown, choose one of " + known);
+  throw std::runtime_error("MLSPEC_CPU_ISA=" + wanted + " is unknown, choose one of " + known);
 }
 
 }  // namespace

@@ -1,0 +1,250 @@
+"""Which operands may an op have? The checks of fakes and references; the compiled bindings say the same words.
+
+TypeError for a dtype, ValueError for a shape, a number or a layout; each names the op, the operand and the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..formats.int4 import GROUP_SIZES
+from ..formats.mxfp4 import BLOCK
+from .tiles import TILE_BYTES, TILE_OUTPUTS
+
+FLOAT32, INT8 = torch.float32, torch.int8
+MAX_HEAD_DIM = 512  # of ragged_attention: a compiled kernel keeps its scores on the stack
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CACHE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _on_one_device(check: Callable[..., None]) -> Callable[..., None]:
+    """``check``, after its tensors were found on one device."""
+    names = tuple(inspect.signature(check).parameters)
+
+    @functools.wraps(check)
+    def check_devices_too(*operands) -> None:
+        tensors = [(n, t) for n, t in zip(names, operands, strict=True) if isinstance(t, Tensor)]
+        first, home = tensors[0]
+        for name, tensor in tensors:
+            if tensor.device != home.device:
+                raise ValueError(
+                    f"{check.__name__.removeprefix('check_')}: {name} is on {tensor.device}, {first} on {home.device}; "
+                    "move them to one device"
+                )
+        check(*operands)
+
+    return check_devices_too
+
+
+@_on_one_device
+def check_mxfp4_linear(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, activation_bits: int
+) -> None:
+    op = "mxfp4_linear"
+    in_features = _check_tiles(op, weight_tiles, out_features)
+    _check_part(op, "scale_tiles", scale_tiles, torch.uint8, [*weight_tiles.shape[:2], TILE_OUTPUTS])
+    _check_choice(op, "activation_bits", activation_bits, (8, 16))
+    _check_rows(op, x, bias, in_features, out_features)
+
+
+@_on_one_device
+def check_int4_linear(
+    x: Tensor,
+    weight_tiles: Tensor,
+    scale_tiles: Tensor,
+    zero_tiles: Tensor | None,
+    out_features: int,
+    bias: Tensor | None,
+    group_size: int,
+    activation_bits: int,
+) -> None:
+    op = "int4_linear"
+    in_features = _check_tiles(op, weight_tiles, out_features)
+    _check_choice(op, "group_size", group_size, GROUP_SIZES)
+    _check_choice(op, "activation_bits", activation_bits, (4, 8, 16))
+    if in_features % group_size:
+        raise ValueError(f"{op}: group_size {group_size} does not divide in_features = {in_features}")
+    groups = [weight_tiles.shape[0], in_features // group_size, TILE_OUTPUTS]
+    _check_part(op, "scale_tiles", scale_tiles, torch.float16, groups)
+    if zero_tiles is not None:
+        _check_part(op, "zero_tiles", zero_tiles, torch.uint8, groups)
+    _check_rows(op, x, bias, in_features, out_features)
+
+
+@_on_one_device
+def check_bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _check_dense("bf16_linear", x, weight, bias, torch.bfloat16)
+
+
+@_on_one_device
+def check_f32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _check_dense("f32_linear", x, weight, bias, torch.float32)
+
+
+@_on_one_device
+def check_quantize_rows(x: Tensor, group_size: int, bits: int) -> None:
+    op = "quantize_rows"
+    _check_float(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x is a scalar, it must have at least one axis")
+    _check_choice(op, "group_size", group_size, GROUP_SIZES)
+    _check_choice(op, "bits", bits, (4, 8))
+
+
+@_on_one_device
+def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    op = "rms_norm"
+    _check_float(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x is a scalar, it must have at least one axis")
+    _check_float(op, "weight", weight)
+    _check_shape(op, "weight", weight, x.shape[-1:])
+    if residual is not None:
+        _check_same(op, "residual", residual, "x", x)
+
+
+@_on_one_device
+def check_silu_mul(gate: Tensor, up: Tensor) -> None:
+    _check_float("silu_mul", "gate", gate)
+    _check_same("silu_mul", "up", up, "gate", gate)
+
+
+@_on_one_device
+def check_rope_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], keys: Tensor, values: Tensor
+) -> None:
+    op = "rope_write"
+    _check_cache(op, q, keys, values, starts)
+    batch, tokens = q.shape[:2]
+    _check_dtype(op, "cos", cos, torch.float32)
+    if cos.ndim != 2 or cos.shape[1] * 2 > q.shape[-1]:
+        raise ValueError(
+            f"{op}: cos has shape {list(cos.shape)}, expected [positions, rotary_dim / 2] with rotary_dim up to "
+            f"{q.shape[-1]}"
+        )
+    _check_same(op, "sin", sin, "cos", cos)
+    for row, start in enumerate(starts):
+        if start + tokens > cos.shape[0]:
+            raise ValueError(
+                f"{op}: row {row} reaches position {start + tokens - 1}, cos has positions 0 to {cos.shape[0] - 1}"
+            )
+    _check_dtype(op, "k", k, q.dtype)
+    _check_shape(op, "k", k, (batch, tokens, keys.shape[1], q.shape[-1]))
+    _check_same(op, "v", v, "k", k)
+
+
+@_on_one_device
+def check_ragged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int], window: int, softcap: float
+) -> None:
+    op = "ragged_attention"
+    _check_cache(op, q, keys, values, starts)
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"{op}: head_dim is {q.shape[-1]}, the kernel takes up to {MAX_HEAD_DIM}")
+    if window < 0 or not softcap >= 0:
+        raise ValueError(f"{op}: window is {window} and softcap {softcap}, both are 0 (none) or positive")
+
+
+def _check_tiles(op: str, tiles: Tensor, out_features: int) -> int:
+    """in_features of 4-bit weight tiles."""
+    _check_dtype(op, "weight_tiles", tiles, torch.uint8)
+    if tiles.ndim != 3 or tiles.shape[2] != TILE_BYTES:
+        raise ValueError(
+            f"{op}: weight_tiles has shape {list(tiles.shape)}, expected [out / 16, in / {BLOCK}, {TILE_BYTES}] from "
+            "prepack"
+        )
+    if out_features < 0 or -(-out_features // TILE_OUTPUTS) != tiles.shape[0]:
+        raise ValueError(
+            f"{op}: out_features is {out_features}, weight_tiles hold {tiles.shape[0]} tiles of {TILE_OUTPUTS}"
+        )
+    _check_contiguous(op, "weight_tiles", tiles)
+    return tiles.shape[1] * BLOCK
+
+
+def _check_part(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    _check_dtype(op, name, tensor, dtype)
+    _check_shape(op, name, tensor, shape)
+    _check_contiguous(op, name, tensor)
+
+
+def _check_dense(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    if weight.ndim != 2:
+        raise ValueError(f"{op}: weight has shape {list(weight.shape)}, expected [out, in]")
+    _check_part(op, "weight", weight, dtype, weight.shape)
+    _check_rows(op, x, bias, weight.shape[1], weight.shape[0])
+
+
+def _check_rows(op: str, x: Tensor, bias: Tensor | None, in_features: int, out_features: int) -> None:
+    _check_float(op, "x", x)
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, the weight takes in_features = {in_features}")
+    if bias is not None:
+        _check_float(op, "bias", bias)
+        _check_shape(op, "bias", bias, (out_features,))
+
+
+def _check_cache(op: str, q: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int]) -> None:
+    _check_float(op, "q", q)
+    for name, lanes in (("keys", keys), ("values", values)):
+        if lanes.dtype not in _CACHE_DTYPES:
+            raise TypeError(f"{op}: {name} is {lanes.dtype}, a cache is float32 or bfloat16")
+        if lanes.ndim != 4:
+            raise ValueError(f"{op}: {name} has shape {list(lanes.shape)}, expected [batch, kv_heads, slots, head_dim]")
+        if lanes.numel() and (lanes.stride(3) != 1 or lanes.stride(2) != lanes.shape[3]):
+            raise ValueError(
+                f"{op}: {name} of shape {list(lanes.shape)} is not contiguous in its last two axes (strides "
+                f"{list(lanes.stride())})"
+            )
+    _check_same(op, "values", values, "keys", keys)
+    batch, kv_heads, slots, dim = keys.shape
+    if q.ndim != 4 or q.shape[0] != batch or q.shape[3] != dim or not kv_heads or q.shape[2] % kv_heads:
+        raise ValueError(
+            f"{op}: q has shape {list(q.shape)}, the cache takes [{batch}, tokens, a multiple of {kv_heads} heads, "
+            f"{dim}]"
+        )
+    if len(starts) != batch:
+        raise ValueError(f"{op}: {len(starts)} starts for {batch} rows")
+    for row, start in enumerate(starts):
+        if not 0 <= start <= slots - q.shape[1]:
+            raise ValueError(
+                f"{op}: row {row} starts at {start} and has {q.shape[1]} tokens, the cache has slots 0 to {slots - 1}"
+            )
+
+
+def _check_float(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _FLOATS:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, expected float32, bfloat16 or float16")
+
+
+def _check_dtype(op: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, expected {dtype}")
+
+
+def _check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    if list(tensor.shape) != list(shape):
+        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+
+
+def _check_same(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, {like_name} is {like.dtype}")
+    _check_shape(op, name, tensor, like.shape)
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} of shape {list(tensor.shape)} is not contiguous (strides {list(tensor.stride())}); call "
+            ".contiguous() once and keep the result"
+        )
+
+
+def _check_choice(op: str, name: str, value: int, choices: Sequence[int]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {name} is {value}, choose one of {list(choices)}")

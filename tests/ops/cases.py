@@ -1,0 +1,287 @@
+"""What must every op compute, whatever the instruction set? Checks that run in the tests' own process and in others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_mlspec import ops
+from hf_mlspec.formats import activations, int4, mxfp4
+from hf_mlspec.formats.packing import unpack_nibbles
+from hf_mlspec.ops import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SHAPES = ((1, 32), (16, 64), (33, 96), (50, 1120), (130, 512))  # out, in: one block; no multiple of a tile, of a piece
+COUNTS = (*range(1, 65), 288, 640)
+
+
+@dataclass
+class Linear:
+    """A linear op with its weight. dense: float64 ``[out, in]``; seen: x as the kernel multiplies it, float64."""
+
+    name: str
+    call: Callable[..., Tensor]
+    refer: Callable[..., Tensor]
+    dense: Tensor
+    seen: Callable[[Tensor], Tensor]
+    integers: tuple[Tensor, Tensor, int, int] | None = None  # weight codes, float32 scales, group, activation bits
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mxfp4_case(out: int, size: int, bits: int) -> Linear:
+    packed, scale = mxfp4.quantize(seeded(out, size, seed=1) * 0.05)
+    tiles = ops.prepack_mxfp4(packed, scale)
+    doubled = mxfp4.dequantize(packed, torch.full_like(scale, 128)).to(torch.int8)
+    return Linear(
+        f"mxfp4 {bits}",
+        lambda x, bias=None: ops.mxfp4_linear(x, *tiles, out, bias, bits),
+        lambda x, bias=None: reference.mxfp4_linear(x, *tiles, out, bias, bits),
+        mxfp4.dequantize(packed, scale, torch.float64),
+        (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, 32, 8),
+        None if bits == 16 else (doubled, mxfp4.scale_values()[scale.int()] / 2, 32, 8),
+    )
+
+
+def int4_case(out: int, size: int, group: int, symmetric: bool, bits: int) -> Linear:
+    packed, scale, zero = int4.quantize(seeded(out, size, seed=2) * 0.05, group, symmetric)
+    tiles = ops.prepack_int4(packed, scale, zero)
+    codes = unpack_nibbles(packed).to(torch.int8).unflatten(-1, (-1, group))
+    codes = (codes - (8 if zero is None else zero.to(torch.int8).unsqueeze(-1))).flatten(-2)
+    return Linear(
+        f"int4 g{group} {'symmetric' if symmetric else 'asymmetric'} {bits}",
+        lambda x, bias=None: ops.int4_linear(x, *tiles, out, bias, group_size=group, activation_bits=bits),
+        lambda x, bias=None: reference.int4_linear(x, *tiles, out, bias, group, bits),
+        int4.dequantize(packed, scale, zero, torch.float64),
+        (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, group, bits),
+        None if bits == 16 else (codes, scale.float(), group, bits),
+    )
+
+
+def dense_case(out: int, size: int, dtype: torch.dtype) -> Linear:
+    weight = (seeded(out, size, seed=3) * 0.05).to(dtype)
+    op, refer = (
+        (ops.bf16_linear, reference.bf16_linear)
+        if dtype == torch.bfloat16
+        else (ops.f32_linear, reference.f32_linear)
+    )
+    return Linear(
+        f"{dtype} weight",
+        lambda x, bias=None: op(x, weight, bias),
+        lambda x, bias=None: refer(x, weight, bias),
+        weight.double(),
+        lambda x: x.to(dtype).double(),
+    )
+
+
+def linears(out: int, size: int) -> Iterator[Linear]:
+    yield from (mxfp4_case(out, size, bits) for bits in (8, 16))
+    for group in (32, 64, 128):
+        if size % group == 0:
+            yield from (int4_case(out, size, group, group != 64, bits) for bits in (4, 8, 16))
+    yield int4_case(out, size, 32, False, 8)
+    yield dense_case(out, size, torch.bfloat16)
+    yield dense_case(out, size, torch.float32)
+
+
+def quantized(x: Tensor, group: int, bits: int) -> Tensor:
+    return activations.dequantize_rows(*activations.quantize_rows(x, group, bits), group, torch.float64)
+
+
+def check_linear(case: Linear, x: Tensor, bias: Tensor | None) -> None:
+    """Within one rounding to the dtype and float32 sums of the exact value; reference and kernel alike."""
+    size = x.shape[-1]
+    seen = case.seen(x)
+    exact = seen @ case.dense.T + (0 if bias is None else bias.double())
+    magnitude = seen.abs() @ case.dense.abs().T + (0 if bias is None else bias.double().abs())
+    bound = ROUNDING[x.dtype] * exact.abs() + 2.0**-24 * (size / 16 + 8) * magnitude + 2.0**-25
+    for y in (case.call(x, bias), case.refer(x, bias)):
+        assert y.dtype == x.dtype
+        assert y.shape == (*x.shape[:-1], len(case.dense))
+        assert ((y.double() - exact).abs() <= bound).all(), (case.name, x.dtype, size)
+
+
+def check_integers(case: Linear, x: Tensor) -> None:
+    """Bit for bit: exact integer dot products of a group, then one fused multiply-add a group."""
+    codes, scale, group, bits = case.integers
+    x_codes, x_scale = activations.quantize_rows(x, group, bits)
+    sums = torch.zeros(len(x), len(codes))
+    for g in range(scale.shape[1]):
+        part = slice(g * group, (g + 1) * group)
+        dot = x_codes[:, part].double() @ codes[:, part].double().T
+        factor = x_scale[:, g, None] * scale[None, :, g]  # float32
+        sums = (sums.double() + dot * factor.double()).float()  # rounded once, but for a rare double rounding
+    assert torch.equal(case.call(x), sums), case.name
+
+
+def check_rows_stand_alone(case: Linear, size: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = seeded(max(COUNTS), size, seed=4).to(dtype)
+        whole = case.call(x)
+        alone = torch.cat([case.call(x[r : r + 1]) for r in range(72)])
+        assert torch.equal(whole[:72], alone), case.name
+        for n in COUNTS:
+            assert torch.equal(case.call(x[:n]), whole[:n]), (case.name, n)
+            assert torch.equal(case.call(x[-n:]), whole[-n:]), (case.name, n)
+
+
+def check_no_worse_than_torch(case: Linear, size: int, dtype: torch.dtype) -> None:
+    """Mean square error of float32 results against float64 at most twice that of torch's own float32 product."""
+    x = seeded(40, size, seed=5).to(dtype).float()
+    exact = x.double() @ case.dense.T
+    torch_error = (torch.nn.functional.linear(x, case.dense.float()).double() - exact).square().mean().sqrt()
+    error = (case.call(x).double() - exact).square().mean().sqrt()
+    assert error <= 2 * torch_error, (case.name, error / torch_error)
+
+
+def check_special_blocks() -> None:
+    """Every pair of codes under scales from the smallest to the largest; a NaN scale reaches its own output only."""
+    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 2)
+    x = torch.eye(64)
+    for code in (1, 100, 127, 200, 250):
+        scale = torch.full((16, 2), code, dtype=torch.uint8)
+        y = ops.mxfp4_linear(x, *ops.prepack_mxfp4(packed, scale), 16)
+        assert torch.equal(y.T, mxfp4.dequantize(packed, scale)), code
+    for bits in (8, 16):
+        scale = torch.full((16, 2), 127, dtype=torch.uint8)
+        scale[3, 1], scale[5] = 255, 0
+        y = ops.mxfp4_linear(x, *ops.prepack_mxfp4(packed, scale), 16, None, bits)
+        assert y[32:, 3].isnan().all()
+        assert not y[:, :3].isnan().any()
+        assert not y[:, 4:].isnan().any()
+        assert y[:, 5].abs().max() < 1e-37  # scale byte 0 may count as zero
+
+
+def check_bad_activations() -> None:
+    """NaN or Inf in a row spoils that row, and no other."""
+    for case in linears(17, 64):
+        x = seeded(5, 64)
+        clean = case.call(x)
+        for bad in (torch.nan, torch.inf):
+            x[2, 40] = bad
+            y = case.call(x)
+            assert not y[2].isfinite().any(), (case.name, bad)
+            assert torch.equal(y[[0, 1, 3, 4]], clean[[0, 1, 3, 4]]), case.name
+
+
+def check_quantize_rows() -> None:
+    for dtype in DTYPES:
+        for rows, size in ((1, 32), (3, 40), (65, 512), (2, 1121)):
+            x = seeded(rows, size, seed=6).to(dtype)
+            x[0, :20] = 0
+            for group in (32, 64, 128):
+                for bits in (4, 8):
+                    codes, scales = ops.quantize_rows(x, group, bits)
+                    expected = activations.quantize_rows(x, group, bits)
+                    assert torch.equal(codes, expected[0]), (dtype, size, group, bits)
+                    assert torch.equal(scales, expected[1]), (dtype, size, group, bits)
+    special = torch.zeros(3, 64)
+    special[1, 3], special[2, 40] = torch.nan, -torch.inf
+    codes, scales = ops.quantize_rows(special, 32, 8)
+    assert scales.isnan().tolist() == [[False, False], [True, False], [False, True]]
+    assert codes.eq(0).all()
+
+
+def _close(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    """Errors against float64 at most twice the reference's, and never more than a rounding and a little."""
+    scale = exact.abs().max().item() or 1.0
+    floor = 4 * ROUNDING[ours.dtype] * scale
+    error, other = ((y.double() - exact).abs().max().item() for y in (ours, theirs))
+    assert error <= max(2 * other, floor), (error, other)
+
+
+def check_rms_norm() -> None:
+    for dtype in DTYPES:
+        for n in (1, 31, 64, 1000):
+            x, residual, weight = seeded(6, n).to(dtype), seeded(6, n, seed=1).to(dtype), seeded(n, seed=2)
+            for other in (None, residual):
+                normed, total = ops.rms_norm(x, weight, 1e-5, other)
+                expected, expected_total = reference.rms_norm(x, weight, 1e-5, other)
+                assert torch.equal(total, x if other is None else expected_total)
+                wide = total.double()
+                exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+                _close(normed, expected, exact)
+                single = torch.cat([ops.rms_norm(x[r : r + 1], weight, 1e-5)[0] for r in range(6)])
+                assert other is not None or torch.equal(normed, single)
+
+
+def check_silu_mul() -> None:
+    for dtype in DTYPES:
+        for n in (1, 7, 513, 2048):
+            gate, up = seeded(3, n).to(dtype) * 4, seeded(3, n, seed=1).to(dtype)
+            exact = torch.nn.functional.silu(gate.double()) * up.double()
+            y = ops.silu_mul(gate, up)
+            _close(y, reference.silu_mul(gate, up), exact)
+            assert torch.equal(ops.silu_mul(gate[1:2], up[1:2]), y[1:2])
+
+
+def cache_operands(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int = 40, heads: int = 6, kv_heads: int = 2, tokens=5):
+    batch, slots = 3, 150
+    q = seeded(batch, tokens, heads, dim).to(dtype)
+    k, v = (seeded(batch, tokens, kv_heads, dim, seed=s).to(dtype) for s in (1, 2))
+    keys, values = (seeded(batch, kv_heads, slots, dim, seed=s).to(kv_dtype) for s in (3, 4))
+    angle = seeded(slots + 3, dim // 2 - 2, seed=5)
+    return q, k, v, angle.cos(), angle.sin(), [0, slots - tokens, 70], keys, values
+
+
+def check_rope_write() -> None:
+    for dtype in DTYPES:
+        for kv_dtype in (torch.float32, torch.bfloat16):
+            q, k, v, cos, sin, starts, keys, values = cache_operands(dtype, kv_dtype)
+            ours, theirs = (keys.clone(), values.clone()), (keys.clone(), values.clone())
+            rotated = ops.rope_write(q, k, v, cos, sin, starts, *ours)
+            expected = reference.rope_write(q, k, v, cos, sin, starts, *theirs)
+            step = 2 * ROUNDING[dtype]
+            assert torch.allclose(rotated.float(), expected.float(), rtol=step, atol=4e-7)
+            assert torch.allclose(ours[0].float(), theirs[0].float(), rtol=2 * ROUNDING[kv_dtype], atol=4e-7)
+            assert torch.equal(ours[1], theirs[1])
+            for row, start in enumerate(starts):  # sentinels: every other slot is as it was
+                others = [s for s in range(keys.shape[2]) if not start <= s < start + q.shape[1]]
+                assert torch.equal(ours[0][row, :, others], keys[row, :, others])
+                assert torch.equal(ours[1][row, :, others], values[row, :, others])
+
+
+def check_ragged_attention() -> None:
+    for dtype in DTYPES:
+        for kv_dtype in (torch.float32, torch.bfloat16):
+            for dim, heads, kv_heads, tokens in ((40, 6, 2, 5), (64, 4, 4, 1), (128, 8, 1, 19), (33, 3, 1, 9)):
+                operands = cache_operands(dtype, kv_dtype, dim, heads, kv_heads, tokens)
+                q, starts, keys, values = operands[0], *operands[5:]
+                for window, cap in ((0, 0.0), (7, 0.0), (0, 5.0), (80, 2.0)):
+                    y = ops.ragged_attention(q, keys, values, starts, dim**-0.5, window, cap)
+                    expected = reference.ragged_attention(q, keys, values, starts, dim**-0.5, window, cap)
+                    assert torch.allclose(y.float(), expected.float(), rtol=4 * ROUNDING[dtype], atol=1e-5)
+                    for t in range(tokens):  # one by one, and each row alone
+                        one = ops.ragged_attention(
+                            q[:, t : t + 1], keys, values, [s + t for s in starts], dim**-0.5, window, cap
+                        )
+                        assert torch.equal(one, y[:, t : t + 1]), (dim, tokens, t)
+                    last = ops.ragged_attention(q[2:], keys[2:], values[2:], starts[2:], dim**-0.5, window, cap)
+                    assert torch.equal(last, y[2:])
+
+
+def check_all() -> str:
+    """Everything above, on small operands; -> a digest of what every instruction set must compute alike."""
+    digest = hashlib.sha256()
+    for out, size in SHAPES[:4]:
+        x, bias = seeded(10, size, seed=7), seeded(out, seed=8)
+        for case in linears(out, size):
+            for dtype in DTYPES:
+                check_linear(case, x.to(dtype), bias.to(dtype))
+            if case.integers is not None:
+                check_integers(case, x)
+                digest.update(case.call(x).numpy().tobytes())
+    for case in linears(33, 96):
+        check_rows_stand_alone(case, 96)
+    for check in (check_special_blocks, check_bad_activations, check_quantize_rows, check_rms_norm, check_silu_mul):
+        check()
+    check_rope_write()
+    check_ragged_attention()
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""Is every operand that does not fit refused by name, before anything is computed, by kernel and reference alike?"""
+
+import cases
+import pytest
+import torch
+
+from hf_mlspec import ops
+from hf_mlspec.formats import int4, mxfp4
+from hf_mlspec.ops import reference
+
+F16, U8 = torch.float16, torch.uint8
+
+
+def good(op: str) -> dict:
+    """Operands that fit, by the names of the schema."""
+    x = torch.zeros(2, 64)
+    if op == "mxfp4_linear":
+        tiles = ops.prepack_mxfp4(*mxfp4.quantize(torch.ones(8, 64)))
+        return dict(zip(("x", "weight_tiles", "scale_tiles", "out_features", "bias", "activation_bits"),
+                        (x, *tiles, 8, None, 16), strict=True))  # fmt: skip
+    if op == "int4_linear":
+        tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
+        names = ("x", "weight_tiles", "scale_tiles", "zero_tiles", "out_features", "bias", "group_size", "activation_bits")
+        return dict(zip(names, (x, *tiles, 8, None, 32, 8), strict=True))
+    if op in ("bf16_linear", "f32_linear"):
+        dtype = torch.bfloat16 if op == "bf16_linear" else torch.float32
+        return {"x": x, "weight": torch.zeros(8, 64, dtype=dtype), "bias": None}
+    if op == "quantize_rows":
+        return {"x": x, "group_size": 32, "bits": 8}
+    if op == "rms_norm":
+        return {"x": x, "weight": torch.ones(64), "eps": 1e-5, "residual": x}
+    if op == "silu_mul":
+        return {"gate": x, "up": x}
+    q, k, v, cos, sin, starts, keys, values = cases.cache_operands(torch.float32, torch.float32)
+    if op == "rope_write":
+        return {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "starts": starts, "keys": keys, "values": values}
+    return {"q": q, "keys": keys, "values": values, "starts": starts, "scale": 1.0, "window": 0, "softcap": 0.0}
+
+
+OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm", "silu_mul",
+       "rope_write", "ragged_attention")  # fmt: skip
+BAD = [
+    ("mxfp4_linear", {"x": torch.zeros(2, 96)}, ValueError, r"x has shape \[2, 96\], the weight takes in_features = 64"),
+    ("mxfp4_linear", {"x": torch.tensor(1.0)}, ValueError, r"x has shape \[\]"),
+    ("mxfp4_linear", {"x": torch.zeros(2, 64, dtype=torch.float64)}, TypeError, "expected float32, bfloat16 or float16"),
+    ("mxfp4_linear", {"weight_tiles": torch.zeros(8, 32, dtype=U8)}, ValueError, r"weight_tiles has shape \[8, 32\].*prepack"),
+    ("mxfp4_linear", {"weight_tiles": torch.zeros(1, 2, 256)}, TypeError, "weight_tiles is"),
+    ("mxfp4_linear", {"weight_tiles": torch.zeros(1, 256, 2, dtype=U8).transpose(1, 2)}, ValueError, "weight_tiles .*not contiguous"),
+    ("mxfp4_linear", {"scale_tiles": torch.zeros(1, 3, 16, dtype=U8)}, ValueError, r"scale_tiles has shape \[1, 3, 16\], expected \[1, 2, 16\]"),
+    ("mxfp4_linear", {"scale_tiles": torch.zeros(1, 2, 16)}, TypeError, "scale_tiles is"),
+    ("mxfp4_linear", {"out_features": 17}, ValueError, "out_features is 17, weight_tiles hold 1 tiles of 16"),
+    ("mxfp4_linear", {"out_features": -1}, ValueError, "out_features is -1"),
+    ("mxfp4_linear", {"bias": torch.zeros(9)}, ValueError, r"bias has shape \[9\], expected \[8\]"),
+    ("mxfp4_linear", {"bias": torch.zeros(8, dtype=torch.int64)}, TypeError, "bias is"),
+    ("mxfp4_linear", {"activation_bits": 4}, ValueError, r"activation_bits is 4, choose one of \[8, 16\]"),
+    ("int4_linear", {"group_size": 16}, ValueError, r"group_size is 16, choose one of \[32, 64, 128\]"),
+    ("int4_linear", {"group_size": 128}, ValueError, "group_size 128 does not divide in_features = 64"),
+    ("int4_linear", {"activation_bits": 5}, ValueError, r"activation_bits is 5, choose one of \[4, 8, 16\]"),
+    ("int4_linear", {"zero_tiles": torch.zeros(1, 1, 16, dtype=U8)}, ValueError, r"zero_tiles has shape \[1, 1, 16\]"),
+    ("int4_linear", {"scale_tiles": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}, TypeError, "scale_tiles is"),
+    ("bf16_linear", {"weight": torch.zeros(8, 64)}, TypeError, "weight is"),
+    ("bf16_linear", {"weight": torch.zeros(64, 8, dtype=torch.bfloat16).T}, ValueError, "weight .*not contiguous"),
+    ("f32_linear", {"weight": torch.zeros(64)}, ValueError, r"weight has shape \[64\], expected \[out, in\]"),
+    ("quantize_rows", {"bits": 2}, ValueError, r"bits is 2, choose one of \[4, 8\]"),
+    ("quantize_rows", {"group_size": 0}, ValueError, "group_size is 0"),
+    ("quantize_rows", {"x": torch.tensor(1.0)}, ValueError, "x is a scalar"),
+    ("rms_norm", {"weight": torch.ones(63)}, ValueError, r"weight has shape \[63\], expected \[64\]"),
+    ("rms_norm", {"residual": torch.zeros(1, 64)}, ValueError, r"residual has shape \[1, 64\], expected \[2, 64\]"),
+    ("rms_norm", {"residual": torch.zeros(2, 64, dtype=F16)}, TypeError, "residual is"),
+    ("silu_mul", {"up": torch.zeros(2, 32)}, ValueError, r"up has shape \[2, 32\], expected \[2, 64\]"),
+    ("rope_write", {"starts": [0, 146, 70]}, ValueError, "row 1 starts at 146 and has 5 tokens, the cache has slots 0 to 149"),
+    ("rope_write", {"starts": [0, 1, -1]}, ValueError, "row 2 starts at -1"),
+    ("rope_write", {"starts": [0, 1]}, ValueError, "2 starts for 3 rows"),
+    ("rope_write", {"k": torch.zeros(3, 5, 3, 40)}, ValueError, r"k has shape \[3, 5, 3, 40\], expected \[3, 5, 2, 40\]"),
+    ("rope_write", {"v": torch.zeros(3, 5, 2, 40, dtype=F16)}, TypeError, "v is"),
+    ("rope_write", {"cos": torch.zeros(9, 18)}, ValueError, r"sin has shape|row 0|row 1 reaches position"),
+    ("rope_write", {"cos": torch.zeros(9, 21)}, ValueError, r"cos has shape \[9, 21\].*rotary_dim up to 40"),
+    ("rope_write", {"cos": torch.zeros(9, 18), "sin": torch.zeros(9, 18)}, ValueError, "row 1 reaches position 149, cos has positions 0 to 8"),
+    ("rope_write", {"keys": torch.zeros(3, 2, 150, 40, dtype=F16)}, TypeError, "a cache is float32 or bfloat16"),
+    ("rope_write", {"keys": torch.zeros(3, 2, 40, 150).transpose(2, 3)}, ValueError, "keys .* not contiguous in its last two axes"),
+    ("rope_write", {"values": torch.zeros(3, 2, 149, 40)}, ValueError, r"values has shape \[3, 2, 149, 40\], expected \[3, 2, 150, 40\]"),
+    ("ragged_attention", {"q": torch.zeros(3, 5, 5, 40)}, ValueError, r"q has shape \[3, 5, 5, 40\], the cache takes"),
+    ("ragged_attention", {"q": torch.zeros(3, 151, 2, 40)}, ValueError, "row 0 starts at 0 and has 151 tokens"),
+    ("ragged_attention", {"window": -1}, ValueError, "window is -1"),
+    ("ragged_attention", {"softcap": float("nan")}, ValueError, "softcap nan"),
+    ("ragged_attention", {"q": torch.zeros(1, 1, 1, 520), "keys": torch.zeros(1, 1, 8, 520), "values": torch.zeros(1, 1, 8, 520), "starts": [0]},
+     ValueError, "head_dim is 520, the kernel takes up to 512"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("op", "change", "error", "message"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD])
+def test_operands_that_do_not_fit(op, change, error, message, compiled):
+    operands = {**good(op), **change}
+    function = getattr(torch.ops.mlspec, op).default if compiled else getattr(reference, op)
+    with pytest.raises(error, match=rf"{op}: .*({message})"):
+        function(*operands.values())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_operands_on_two_devices_are_refused(op):
+    operands = good(op)
+    last = [name for name, value in operands.items() if isinstance(value, torch.Tensor)][-1]
+    if sum(isinstance(value, torch.Tensor) for value in operands.values()) == 1:
+        assert op == "quantize_rows"
+        return
+    with pytest.raises(ValueError, match=rf"{op}: {last} is on meta, \w+ on cpu; move them to one device"):
+        getattr(torch.ops.mlspec, op).default(*{**operands, last: operands[last].to("meta")}.values())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op):
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    operands = tuple(good(op).values())
+    result = torch.library.opcheck(getattr(torch.ops.mlspec, op).default, operands, test_utils=checks)
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_tensors_give_the_shapes_only(op):
+    operands = good(op)
+    computed = getattr(torch.ops.mlspec, op).default(*operands.values())
+    moved = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in operands.values()]
+    shapes = getattr(torch.ops.mlspec, op).default(*moved)
+    pairs = zip(computed, shapes, strict=True) if isinstance(computed, tuple) else [(computed, shapes)]
+    for real, meta in pairs:
+        assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")

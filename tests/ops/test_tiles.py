@@ -1,0 +1,67 @@
+"""Is a prepacked weight the weight, in the order the kernels read?"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mlspec import ops
+from hf_mlspec.formats.packing import unpack_nibbles
+
+
+def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_code_is_where_the_layout_says():
+    out, size = 35, 96
+    packed, scale = random_bytes(out, size // 2), random_bytes(out, size // 32, seed=1)
+    tiles, scale_tiles = ops.prepack_mxfp4(packed, scale)
+    assert (tiles.shape, scale_tiles.shape) == ((3, 3, 256), (3, 3, 16))
+    codes = unpack_nibbles(packed)
+    for o, k in ((0, 0), (34, 95), (17, 36), (15, 31), (16, 32), (7, 60)):
+        (t, r), (b, inside) = divmod(o, 16), divmod(k, 32)
+        j, rest = divmod(inside, 8)
+        byte = int(tiles[t, b, 64 * j + 4 * r + rest % 4])
+        assert (byte >> 4 if rest >= 4 else byte & 15) == codes[o, k]
+        assert scale_tiles[t, b, r] == scale[o, b]
+    assert tiles[2].view(3, 4, 16, 4)[:, :, 3:].eq(0).all()  # outputs 35 to 47
+    assert scale_tiles[2, :, 3:].eq(0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 5), st.integers(0, 1000))
+def test_round_trips(out, blocks, seed):
+    packed, scale = random_bytes(out, blocks * 16, seed=seed), random_bytes(out, blocks, seed=seed + 1)
+    back = ops.unprepack_mxfp4(*ops.prepack_mxfp4(packed, scale), out)
+    assert torch.equal(back[0], packed)
+    assert torch.equal(back[1], scale)
+    for group in (1, 2, 4):  # blocks of 32 that share a scale
+        if blocks % group == 0:
+            wide = random_bytes(out, blocks // group * 2, seed=seed).view(torch.float16)
+            for zero in (None, random_bytes(out, blocks // group, seed=seed + 2) & 15):
+                again = ops.unprepack_int4(*ops.prepack_int4(packed, wide, zero), out)
+                assert torch.equal(again[0], packed)
+                assert torch.equal(again[1].view(torch.int16), wide.view(torch.int16))
+                assert again[2] is None if zero is None else torch.equal(again[2], zero)
+
+
+def test_tiles_in_several_chunks(monkeypatch):
+    packed, scale = random_bytes(200, 48), random_bytes(200, 3)
+    whole = ops.prepack_mxfp4(packed, scale)
+    monkeypatch.setattr(ops.tiles, "_CHUNK", 2 * 16 * 96)
+    for cut, uncut in zip(ops.prepack_mxfp4(packed, scale), whole, strict=True):
+        assert torch.equal(cut, uncut)
+    assert torch.equal(ops.unprepack_mxfp4(*whole, 200)[0], packed)
+
+
+def test_what_is_no_weight_is_refused():
+    packed, scale = random_bytes(8, 32), random_bytes(8, 2)
+    with pytest.raises(TypeError, match=r"weight_packed is torch\.int8"):
+        ops.prepack_mxfp4(packed.view(torch.int8), scale)
+    with pytest.raises(ValueError, match=r"weight_packed \[8, 32\] and weight_scale \[8, 3\]"):
+        ops.prepack_mxfp4(packed, random_bytes(8, 3))
+    with pytest.raises(ValueError, match="in a multiple of 32"):
+        ops.prepack_int4(random_bytes(8, 20), torch.zeros(8, 1, dtype=torch.float16))
+    with pytest.raises(ValueError, match="not the tiles of 17 outputs"):
+        ops.unprepack_mxfp4(*ops.prepack_mxfp4(packed, scale), 17)
