@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_mlspec
 
 TIE = 1e-5  # two float64 logits closer than this are a tie: float32 sums in another order may turn it around
-FIELDS = ("prompt", "question")  # of HumanEval and GSM8K
+FIELDS = ("prompt", "question", "turns")  # of HumanEval, GSM8K and MT-Bench, of which the first turn is taken
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def read_prompts(data: dict[str, Any], places: Places) -> list[str]:
     entries = [json.loads(line) for line in lines]
     if len(entries) < data["count"]:
         sys.exit(f"{data['file']} holds {len(entries)} prompts, the plan asks for {data['count']}")
-    return [next(entry[field] for field in FIELDS if field in entry) for entry in entries]
+    found = [next(entry[field] for field in FIELDS if field in entry) for entry in entries]
+    return [text if isinstance(text, str) else text[0] for text in found]
 
 
 def units(plan: dict[str, Any], shard: int, shards: int) -> Iterator[Unit]:
@@ -143,7 +144,8 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
             levels = [places.fill(level) for level in unit.chain]
             found = hf_mlspec.compare(
                 model, tokenizer, batch, levels, max_new_tokens=plan["max_new_tokens"], batch_size=unit.batch_size,
-                reference_ids=store.references.get(unit.reference_key), warm_up=False)
+                speculation_config={"prepare": plan.get("prepare", True)}, warm_up=False,
+                reference_ids=store.references.get(unit.reference_key))
             store.add(unit, found.to_dict())
             if found.differences:
                 progress.console.print(f"{unit}: {found.differences}", markup=False)

@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 
+#include "cpu/attention_limits.h"
 #include "cpu/decoder_rounds.h"
 
 namespace {
@@ -45,7 +46,8 @@ class DecoderObject : public torch::CustomClassHolder {
     s.positions = 0;
     s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
     s.attention_softcap = numbers[3], s.logit_softcap = numbers[4];
-    TORCH_CHECK_VALUE(s.hidden > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 && s.vocab > 0 &&
+    TORCH_CHECK_VALUE(s.hidden > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 &&
+                          s.head_dim <= mlspec::kMaxHeadDim && s.vocab > 0 &&
                           s.rotary_dim > 0 && s.rotary_dim <= s.head_dim && s.rotary_dim % 2 == 0,
                       "Decoder: impossible sizes ", at::IntArrayRef(dims));
     s.embedding_dtype = storage_dtype(embedding, "the embedding");

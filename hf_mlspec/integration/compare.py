@@ -11,6 +11,7 @@ import torch
 
 from ..speculation.stats import SpeculationStats
 from .comparison import Comparison, Difference, Item, accumulate
+from .config import SpeculationConfig
 from .suitability import check_length, check_model
 
 OnItem = Callable[[Item, Comparison], None]
@@ -26,7 +27,8 @@ def compare(
 
     model, tokenizer: the target; levels, assistant_tokenizers, speculation_config: as generate takes them.
     batch_size: consecutive prompts decoded together, left-padded, with an attention mask.
-    reference: "ours" is `assistant_models=[]`, our own loop without a draft; "stock" is transformers' own loop.
+    reference: "ours" is `assistant_models=[]`, our own loop without a draft, prepared as the chain's target is; "stock"
+        is transformers' own loop (a target given to `hf_mlspec.prepare` decodes in ours there too).
     reference_ids: `Item.reference_ids` of an earlier call, taken instead of decoding anew.
     streamer: receives the chain's tokens as they settle; batch_size 1 only.
     warm_up: decode two tokens of the first prompt both ways first, so that building levels is not part of the seconds.
@@ -39,7 +41,8 @@ def compare(
     _check_lengths(model, rows, max_new_tokens)
     chain = {"assistant_models": list(levels), "assistant_tokenizers": assistant_tokenizers, "tokenizer": tokenizer,
              "speculation_config": speculation_config}
-    alone = {"assistant_models": []} if reference == "ours" else {}
+    prepare = {"prepare": SpeculationConfig.of(speculation_config).prepare}
+    alone = {"assistant_models": [], "speculation_config": prepare} if reference == "ours" else {}
     run = _Run(model, tokenizer, rows, max_new_tokens, batch_size, on_item)
     if warm_up:
         run.warm_up([chain] if reference_ids is not None else [chain, alone])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..ops.compiled_decoder import ACTIVATIONS, BF16, F32, MXFP4, Sizes, Weight
+from ..ops.compiled_decoder import ACTIVATIONS, BF16, F32, MAX_HEAD_DIM, MXFP4, Sizes, Weight
 from .linear import Mxfp4Linear
 
 KNOWN = {
@@ -103,7 +103,7 @@ def _altered(model: nn.Module) -> Iterator[str]:
     """Why what a module computes may not be what its class says."""
     for path, module in model.named_modules():
         place = f"its module {path}" if path else "the model"
-        if module.training:
+        if module.training and not isinstance(module, nn.ModuleList):  # a slice of a list starts in training mode
             yield f"is in training mode ({place}): call model.eval()"
         if module._forward_hooks or module._forward_pre_hooks:
             yield f"has forward hooks ({place})"
@@ -118,12 +118,15 @@ def _sizes(model: nn.Module, layer: Layer, head: Weight) -> Sizes:
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
+    head_dim = layer.linears["k"].out_features // kv_heads
+    if head_dim > MAX_HEAD_DIM:
+        raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
     rotary = rope_tables(base.rotary_emb, _rope_kinds(config)[:1], 1)[0][0].shape[1] * 2
     return Sizes(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=kv_heads,
-        head_dim=layer.linears["k"].out_features // kv_heads,
+        head_dim=head_dim,
         intermediate=layer.linears["gate"].out_features,
         vocab=head.out_features,
         embeddings=embed.num_embeddings,

@@ -1,7 +1,7 @@
 """How does a whole model become one compiled call, on the very tensors it has?
 
-`prepare` builds a compiled decoder over a model's weights and remembers it; `restore` forgets it. Modules and parameters
-stay as they are: BF16 and float32 weights are read in place, packed weights are put into the kernels' order in place.
+`prepare` builds a compiled decoder over a model's weights and remembers it; `restore` forgets it. Modules stay as they
+are: BF16 and float32 weights are read in place, packed weights are put into the kernels' order in place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How does Python build and call the compiled decoder? One object per model, one call per step (law 5: no per-op calls)."""
+"""How does Python build and call the compiled decoder? One object per model, one call per step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from .library import KernelError, why_not_compiled
 
 BF16, F32, MXFP4, INT4 = range(4)  # mlspec::WeightFormat
+MAX_HEAD_DIM = 512  # mlspec::kMaxHeadDim
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu": 3}  # mlspec_activation
 
 

@@ -109,8 +109,8 @@ def runner_is_greedy(runner: Runner | FusedRunner, sampler: Sampler) -> bool:
 def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:
     """What NaN logits of a level mean."""
     return FloatingPointError(
-        f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}; check the "
-        "checkpoint, or load it in bfloat16 or float32"
+        f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}; check "
+        "the checkpoint, or load it in bfloat16 or float32"
     )
 
 

@@ -1,0 +1,189 @@
+"""Does the compiled decoder compute what the model's modules do, and the same bits however tokens are grouped?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig
+from transformers import Phi3Config, Qwen2Config, Qwen3Config
+
+import hf_mlspec
+from hf_mlspec.nn import fused
+from hf_mlspec.nn.architecture import UnknownArchitecture
+from hf_mlspec.nn.fused import FusedDecoder, KernelLinear, fused_decoder, is_prepared
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.fused_runner import FusedRunner
+
+pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ORIGINAL = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_CONFIGS = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied-biases": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": (LlamaConfig, {"rope_parameters": {**_LLAMA3, **_ORIGINAL}}),
+    "yarn": (LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_ORIGINAL}}),
+    "one-kv-head": (LlamaConfig, {"num_key_value_heads": 1, "head_dim": 6}),
+    "qwen2-windows": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": (Qwen3Config, {"head_dim": 24}),
+    "mistral": (MistralConfig, {"sliding_window": 7}),
+    "gemma2": (Gemma2Config, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "phi3": (Phi3Config, {}),
+    "phi3-partial": (
+        Phi3Config,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+}
+LENGTH = 41
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    fused._said.clear()
+
+
+def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
+    kind, own = _CONFIGS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():  # zeros and ones would hide a forgotten bias or norm
+            parameter.add_(torch.randn_like(parameter) * 0.2) if parameter.ndim == 1 else parameter.mul_(4)
+    return model.to(dtype).eval()
+
+
+def runner_of(model: nn.Module, batch: int) -> FusedRunner:
+    runner = FusedRunner(model, FusedDecoder(model), capacity=LENGTH)
+    runner.start(batch, torch.device("cpu"))
+    return runner
+
+
+def scored_together(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    rows = [row[:1] for row in ids.tolist()]
+    return runner_of(model, len(ids)).feed(rows, ids[:, 1:], [ids.shape[1] - 1] * len(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_within_twice_the_error_of_the_modules(name, dtype):
+    model = random_model(name, dtype)
+    ids = torch.randint(1, 199, (2, LENGTH))
+    with torch.no_grad():
+        stock = model(ids).logits.double()
+    out = scored_together(model, ids).double()
+    with torch.no_grad():
+        exact = model.double()(ids).logits
+    assert (out - exact).abs().max() <= 2 * (stock - exact).abs().max()
+    assert (stock - exact).abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_bits_do_not_depend_on_the_grouping(name, dtype):
+    """All at once, one by one, alone in the batch, and beside a row of another length: the same bits."""
+    model = random_model(name, dtype)
+    ids = torch.randint(1, 199, (2, LENGTH))
+    rows = ids.tolist()
+    together = scored_together(model, ids)
+    single = runner_of(model, 2)
+    one_by_one = torch.stack([single.feed([row[: i + 1] for row in rows])[:, 0] for i in range(LENGTH)], dim=1)
+    assert torch.equal(together, one_by_one)
+    assert torch.equal(together[1:], scored_together(model, ids[1:]))
+    ragged = runner_of(model, 2)
+    ragged.feed([rows[0][:30], rows[1][:5]])
+    logits = ragged.feed([rows[0][:31], rows[1][:6]], torch.tensor([rows[0][31:34], rows[1][6:9]]), [3, 2])
+    assert torch.equal(logits[0], together[0, 30:34])
+    assert torch.equal(logits[1, :3], together[1, 5:8])
+
+
+def test_prompts_longer_than_one_pass():
+    model = random_model("llama", torch.bfloat16, max_position_embeddings=2048)
+    ids = torch.randint(1, 199, (2, 700))
+    runner = runner_of(model, 2)
+    whole = runner.feed(ids.tolist())
+    halves = runner_of(model, 2)
+    halves.feed([row[:333] for row in ids.tolist()])
+    assert torch.equal(whole, halves.feed(ids.tolist()))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biases", "qwen3", "gemma3", "phi3"])
+def test_a_cast_runs_fused_near_its_modules(name):
+    shape = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+    cast = hf_mlspec.direct_cast(random_model(name, torch.float32, **shape), "mxfp4", activation_bits=16)
+    ids = torch.randint(1, 199, (1, LENGTH))
+    out = scored_together(cast, ids)
+    with torch.no_grad():
+        modules = cast(ids).logits
+    scale = modules.abs().max()
+    assert (out - modules).abs().max() < 0.02 * scale  # activations are rounded to bfloat16 before every linear
+    eight = hf_mlspec.direct_cast(random_model(name, torch.float32, **shape), "mxfp4", activation_bits=8)
+    assert 0 < (scored_together(eight, ids) - out).abs().max() < 0.2 * scale
+
+
+def test_prepare_shares_every_weight_and_restore_forgets():
+    model = random_model("llama", torch.bfloat16)
+    before = hf_mlspec.resident_bytes(model)
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    assert hf_mlspec.prepare(model) is model
+    assert is_prepared(model)
+    assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
+    assert hf_mlspec.resident_bytes(model) == before
+    hf_mlspec.restore(model)
+    assert not is_prepared(model)
+    with pytest.raises(ValueError, match="not prepared"):
+        hf_mlspec.restore(model)
+
+
+def test_changed_weights_are_noticed():
+    model = random_model("llama", torch.float32)
+    first = fused_decoder(model)
+    assert fused_decoder(model) is first
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)  # norms are kept as float32 copies
+    assert fused_decoder(model) is not first
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.train(), "training mode"),
+        (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *a: None), "forward hooks"),
+        (lambda m: m.double(), "float64"),
+        (lambda m: m.model.layers[0].self_attn.__setattr__("q_proj", nn.Identity()), "Identity"),
+    ],
+)
+def test_what_the_decoder_would_get_wrong_it_does_not_take(change, reason, caplog):
+    model = random_model("llama", torch.float32)
+    change(model)
+    with pytest.raises(UnknownArchitecture, match=reason):
+        FusedDecoder(model)
+    assert fused_decoder(model) is None
+    assert reason in caplog.text
+
+
+def test_an_unknown_architecture_is_served_linear_by_linear(tiny_model, caplog):
+    model = tiny_model("mixtral-experts", torch.bfloat16)
+    ids = torch.randint(1, 100, (1, 9))
+    with torch.no_grad():
+        stock = model(ids).logits
+    hf_mlspec.prepare(model)
+    assert type(model.model.layers[0].self_attn.q_proj) is KernelLinear
+    assert "MixtralForCausalLM" in caplog.text
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, stock, atol=0.05)
+    hf_mlspec.restore(model)
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
