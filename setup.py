@@ -46,7 +46,7 @@ def compiler_flags():
         return compile_args, []
     unknown = set(SANITIZERS.split(",")) - {"address", "undefined", "thread"}
     if unknown:
-        raise SystemExit(f"MLSPEC_SANITIZE={SANITIZERS}: unknown {sorted(unknown)}, choose of address, undefined, thread")
+        raise SystemExit(f"MLSPEC_SANITIZE: {sorted(unknown)} unknown, choose from address, undefined, thread")
     sanitize = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all"]
     return [*compile_args, "-O1", "-g1", "-fno-omit-frame-pointer", *sanitize], sanitize
 

@@ -27,7 +27,7 @@ class Mxfp4Linear(nn.Module):
         weight_scale    [out, in / 32]              [ceil(out / 16), in / 32, 16], also named scale_tiles
 
     A change of layout exchanges the data of the very Parameter objects, so that all views of a model that share them
-    (early_exit) change together. activation_bits 16: x is rounded to bfloat16; 8: to int8, one scale per row and block.
+    (early_exit) change together. activation_bits 16: x is rounded to bfloat16; 8: to int8, a scale per row and block.
     """
 
     def __init__(

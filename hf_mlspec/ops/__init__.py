@@ -1,8 +1,8 @@
 """Who computes? The only door to compiled code: typed functions over the ``mlspec`` operators.
 
 "float" below is float32, bfloat16 or float16; results have x's dtype. Every function raises TypeError or ValueError
-for operands that do not fit, and KernelError without a kernel under MLSPEC_REQUIRE_KERNELS=1. The compiled kernels give
-a row the same bits whatever the other rows, their number and the number of threads.
+for operands that do not fit, and KernelError without a kernel under MLSPEC_REQUIRE_KERNELS=1. The compiled kernels
+give a row the same bits whatever the other rows, their number and the number of threads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mxfp4_linear(
     """float x ``[..., in]`` times an MXFP4 weight from ``prepack_mxfp4`` -> ``[..., out]``; bias ``[out]`` or None.
 
     activation_bits 16: x is rounded to bfloat16. 8: x is quantized to int8 with one scale per row and block of 32, the
-    dot products of a block are integers and are scaled late (ML-SpecQD, arXiv 2503.13565, section 4). Sums are float32.
+    dot products of a block are integers and are scaled late (ML-SpecQD, arXiv 2503.13565). Sums are float32.
     """
     return _mxfp4_linear(x, weight_tiles, scale_tiles, out_features, bias, activation_bits)
 
@@ -75,13 +75,11 @@ def int4_linear(
     group_size 32, 64 or 128: elements that share a scale. zero_tiles None: symmetric. activation_bits 16: x is rounded
     to bfloat16; 8 or 4: x is quantized in the weight's groups (QSpec's W4A4 is 4), integer dot products of a group.
     """
-    return _int4_linear(
-        x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, group_size, activation_bits
-    )
+    return _int4_linear(x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, group_size, activation_bits)
 
 
 def bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """float x ``[..., in]``, rounded to bfloat16, times bfloat16 ``[out, in]`` -> ``[..., out]``, summed in float32."""
+    """float x ``[..., in]``, rounded to bfloat16, times bfloat16 ``[out, in]`` -> ``[..., out]``, float32 sums."""
     return _bf16_linear(x, weight, bias)
 
 

@@ -24,7 +24,7 @@ _CACHE_DTYPES = (torch.float32, torch.bfloat16)
 
 def _on_one_device(check: Callable[..., None]) -> Callable[..., None]:
     """``check``, after its tensors were found on one device."""
-    names = tuple(inspect.signature(check).parameters)
+    op, names = check.__name__.removeprefix("check_"), tuple(inspect.signature(check).parameters)
 
     @functools.wraps(check)
     def check_devices_too(*operands) -> None:
@@ -32,10 +32,8 @@ def _on_one_device(check: Callable[..., None]) -> Callable[..., None]:
         first, home = tensors[0]
         for name, tensor in tensors:
             if tensor.device != home.device:
-                raise ValueError(
-                    f"{check.__name__.removeprefix('check_')}: {name} is on {tensor.device}, {first} on {home.device}; "
-                    "move them to one device"
-                )
+                where = f"{name} is on {tensor.device}, {first} on {home.device}"
+                raise ValueError(f"{op}: {where}; move them to one device")
         check(*operands)
 
     return check_devices_too
@@ -194,7 +192,9 @@ def _check_cache(op: str, q: Tensor, keys: Tensor, values: Tensor, starts: Seque
         if lanes.dtype not in _CACHE_DTYPES:
             raise TypeError(f"{op}: {name} is {lanes.dtype}, a cache is float32 or bfloat16")
         if lanes.ndim != 4:
-            raise ValueError(f"{op}: {name} has shape {list(lanes.shape)}, expected [batch, kv_heads, slots, head_dim]")
+            raise ValueError(
+                f"{op}: {name} has shape {list(lanes.shape)}, expected [batch, kv_heads, slots, head_dim]"
+            )
         if lanes.numel() and (lanes.stride(3) != 1 or lanes.stride(2) != lanes.shape[3]):
             raise ValueError(
                 f"{op}: {name} of shape {list(lanes.shape)} is not contiguous in its last two axes (strides "

@@ -25,8 +25,10 @@ _CHUNK = 1 << 22  # codes in flight: bounds the temporaries, whatever the tensor
 
 
 def prepack_mxfp4(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 ``[out, in / 2]`` and ``[out, in / 32]`` -> weight_tiles, scale_tiles (above). TypeError for another dtype,
-    ValueError for shapes that are no MXFP4 weight."""
+    """uint8 ``[out, in / 2]`` and ``[out, in / 32]`` -> weight_tiles, scale_tiles (above).
+
+    TypeError for another dtype, ValueError for shapes that are no MXFP4 weight.
+    """
     _require(weight_packed, weight_scale, BLOCK)
     return _tile_codes(weight_packed), _tile_columns(weight_scale)
 

@@ -32,13 +32,25 @@ def with_dequantized_weights(model, draft):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_the_rounded_weights(tiny_model, ids, name, dtype):
+@pytest.mark.parametrize(("bits", "tolerance"), [(16, 0.01), (8, 0.02)])
+def test_logits_are_those_of_the_rounded_weights(tiny_model, ids, name, dtype, bits, tolerance):
+    """But for activations, which are rounded to bfloat16 or to int8."""
     model = tiny_model(name, dtype)
-    draft = direct_cast(model)
+    draft = direct_cast(model, activation_bits=bits)
     expected = with_dequantized_weights(model, draft)(ids).logits
     error = (draft(ids).logits - expected).abs().max()
-    assert error <= (1e-5 if dtype == torch.float32 else 0.04) * max(1.0, float(expected.detach().abs().max()))
+    assert error > 0
+    tolerance = tolerance if dtype == torch.float32 else 0.04
+    assert error <= tolerance * max(1.0, float(expected.detach().abs().max()))
     assert (expected - model(ids).logits).abs().max() > 0.01  # the cast does change the model
+
+
+def test_activations_are_int8_on_a_cpu_unless_said(tiny_model):
+    model = tiny_model("llama")
+    assert {layer.activation_bits for layer in packed(direct_cast(model)).values()} == {8}
+    assert {layer.activation_bits for layer in packed(direct_cast(model, activation_bits=16)).values()} == {16}
+    with pytest.raises(ValueError, match="activation_bits is 4: choose 16"):
+        direct_cast(model, activation_bits=4)
 
 
 @pytest.mark.parametrize("name", MODELS)

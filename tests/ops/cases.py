@@ -1,4 +1,4 @@
-"""What must every op compute, whatever the instruction set? Checks that run in the tests' own process and in others."""
+"""What must every op compute, whatever the instruction set? Checks that run in the tests' process and in others."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def int4_case(out: int, size: int, group: int, symmetric: bool, bits: int) -> Li
 def dense_case(out: int, size: int, dtype: torch.dtype) -> Linear:
     weight = (seeded(out, size, seed=3) * 0.05).to(dtype)
     op, refer = (
-        (ops.bf16_linear, reference.bf16_linear)
-        if dtype == torch.bfloat16
-        else (ops.f32_linear, reference.f32_linear)
+        (ops.bf16_linear, reference.bf16_linear) if dtype == torch.bfloat16 else (ops.f32_linear, reference.f32_linear)
     )
     return Linear(
         f"{dtype} weight",
@@ -222,7 +220,9 @@ def check_silu_mul() -> None:
             assert torch.equal(ops.silu_mul(gate[1:2], up[1:2]), y[1:2])
 
 
-def cache_operands(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int = 40, heads: int = 6, kv_heads: int = 2, tokens=5):
+def cache_operands(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int = 40, heads: int = 6, kv_heads: int = 2, tokens=5
+):
     batch, slots = 3, 150
     q = seeded(batch, tokens, heads, dim).to(dtype)
     k, v = (seeded(batch, tokens, kv_heads, dim, seed=s).to(dtype) for s in (1, 2))

@@ -21,13 +21,16 @@ sys.modules["hf_mlspec"] = package
 from hf_mlspec import ops
 from hf_mlspec.ops import library
 """
-CHECK = PACKAGE + """
+CHECK = (
+    PACKAGE
+    + """
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
 import cases
 assert library.kernel_of("mxfp4_linear", "cpu") == sys.argv[2], library.kernel_table()
 print(cases.check_all())
 """
+)
 pytestmark = pytest.mark.skipif(ISA_OF_THIS_PROCESS == "reference", reason="the compiled library is not built")
 
 

@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
+from test_instruction_sets import ISAS
 
 from hf_mlspec import ops
-from hf_mlspec.ops import library
+from hf_mlspec.ops import library, schema
 
-OPERANDS = (torch.ones(1, 32), torch.zeros(4, 16, dtype=torch.uint8), torch.full((4, 1), 127, dtype=torch.uint8), None)
+TILES = torch.zeros(1, 1, 256, dtype=torch.uint8), torch.full((1, 1, 16), 127, dtype=torch.uint8)
+OPERANDS = (torch.ones(1, 32), *TILES, 4, None, 16)
 REFERENCE = library._fallback("mxfp4_linear")
 
 
@@ -23,11 +25,11 @@ def nothing_said(monkeypatch):
 
 def test_table_lists_every_op_on_every_device():
     table = ops.kernel_table()
-    assert [row[:2] for row in table] == [("mxfp4_linear", "cpu"), ("mxfp4_linear", "cuda")]
-    assert table[0][2] in {"avx512", "avx2", "generic", "reference"}
-    assert table[1][2] == "reference"
-    if library.LOAD_ERROR is None:
-        assert table[0][2] != "reference"
+    assert {row[:2] for row in table} == {(op, device) for op in schema.SCHEMAS for device in ("cpu", "cuda")}
+    on_cpu = {kernel for _, device, kernel in table if device == "cpu"}
+    assert len(on_cpu) == 1  # one instruction set serves every op, or none does
+    assert on_cpu <= {"reference"} if library.LOAD_ERROR else on_cpu <= set(ISAS)
+    assert {kernel for _, device, kernel in table if device == "cuda"} == {"reference"}
 
 
 @pytest.mark.usefixtures("nothing_said")
@@ -61,9 +63,10 @@ def test_a_package_without_the_library_runs_on_the_reference_path():
         "from hf_mlspec import ops\n"
         "assert ops.kernel_table()[0][2] == 'reference', ops.kernel_table()\n"
         "packed, scale = torch.full((4, 16), 0x22, dtype=torch.uint8), torch.full((4, 1), 127, dtype=torch.uint8)\n"
+        "tiles = ops.prepack_mxfp4(packed, scale)\n"
         "with warnings.catch_warnings(record=True) as said:\n"
         "    warnings.simplefilter('always')\n"
-        "    y = [ops.mxfp4_linear(torch.ones(1, 32), packed, scale) for _ in range(3)]\n"
+        "    y = [ops.mxfp4_linear(torch.ones(1, 32), *tiles, 4) for _ in range(3)]\n"
         "assert y[0].tolist() == [[32.0] * 4]\n"
         "assert len([w for w in said if 'reference path' in str(w.message)]) == 1, said\n"
     )

@@ -20,7 +20,16 @@ def good(op: str) -> dict:
                         (x, *tiles, 8, None, 16), strict=True))  # fmt: skip
     if op == "int4_linear":
         tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
-        names = ("x", "weight_tiles", "scale_tiles", "zero_tiles", "out_features", "bias", "group_size", "activation_bits")
+        names = (
+            "x",
+            "weight_tiles",
+            "scale_tiles",
+            "zero_tiles",
+            "out_features",
+            "bias",
+            "group_size",
+            "activation_bits",
+        )
         return dict(zip(names, (x, *tiles, 8, None, 32, 8), strict=True))
     if op in ("bf16_linear", "f32_linear"):
         dtype = torch.bfloat16 if op == "bf16_linear" else torch.float32
@@ -40,13 +49,38 @@ def good(op: str) -> dict:
 OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm", "silu_mul",
        "rope_write", "ragged_attention")  # fmt: skip
 BAD = [
-    ("mxfp4_linear", {"x": torch.zeros(2, 96)}, ValueError, r"x has shape \[2, 96\], the weight takes in_features = 64"),
+    (
+        "mxfp4_linear",
+        {"x": torch.zeros(2, 96)},
+        ValueError,
+        r"x has shape \[2, 96\], the weight takes in_features = 64",
+    ),
     ("mxfp4_linear", {"x": torch.tensor(1.0)}, ValueError, r"x has shape \[\]"),
-    ("mxfp4_linear", {"x": torch.zeros(2, 64, dtype=torch.float64)}, TypeError, "expected float32, bfloat16 or float16"),
-    ("mxfp4_linear", {"weight_tiles": torch.zeros(8, 32, dtype=U8)}, ValueError, r"weight_tiles has shape \[8, 32\].*prepack"),
+    (
+        "mxfp4_linear",
+        {"x": torch.zeros(2, 64, dtype=torch.float64)},
+        TypeError,
+        "expected float32, bfloat16 or float16",
+    ),
+    (
+        "mxfp4_linear",
+        {"weight_tiles": torch.zeros(8, 32, dtype=U8)},
+        ValueError,
+        r"weight_tiles has shape \[8, 32\].*prepack",
+    ),
     ("mxfp4_linear", {"weight_tiles": torch.zeros(1, 2, 256)}, TypeError, "weight_tiles is"),
-    ("mxfp4_linear", {"weight_tiles": torch.zeros(1, 256, 2, dtype=U8).transpose(1, 2)}, ValueError, "weight_tiles .*not contiguous"),
-    ("mxfp4_linear", {"scale_tiles": torch.zeros(1, 3, 16, dtype=U8)}, ValueError, r"scale_tiles has shape \[1, 3, 16\], expected \[1, 2, 16\]"),
+    (
+        "mxfp4_linear",
+        {"weight_tiles": torch.zeros(1, 256, 2, dtype=U8).transpose(1, 2)},
+        ValueError,
+        "weight_tiles .*not contiguous",
+    ),
+    (
+        "mxfp4_linear",
+        {"scale_tiles": torch.zeros(1, 3, 16, dtype=U8)},
+        ValueError,
+        r"scale_tiles has shape \[1, 3, 16\], expected \[1, 2, 16\]",
+    ),
     ("mxfp4_linear", {"scale_tiles": torch.zeros(1, 2, 16)}, TypeError, "scale_tiles is"),
     ("mxfp4_linear", {"out_features": 17}, ValueError, "out_features is 17, weight_tiles hold 1 tiles of 16"),
     ("mxfp4_linear", {"out_features": -1}, ValueError, "out_features is -1"),
@@ -68,24 +102,58 @@ BAD = [
     ("rms_norm", {"residual": torch.zeros(1, 64)}, ValueError, r"residual has shape \[1, 64\], expected \[2, 64\]"),
     ("rms_norm", {"residual": torch.zeros(2, 64, dtype=F16)}, TypeError, "residual is"),
     ("silu_mul", {"up": torch.zeros(2, 32)}, ValueError, r"up has shape \[2, 32\], expected \[2, 64\]"),
-    ("rope_write", {"starts": [0, 146, 70]}, ValueError, "row 1 starts at 146 and has 5 tokens, the cache has slots 0 to 149"),
+    (
+        "rope_write",
+        {"starts": [0, 146, 70]},
+        ValueError,
+        "row 1 starts at 146 and has 5 tokens, the cache has slots 0 to 149",
+    ),
     ("rope_write", {"starts": [0, 1, -1]}, ValueError, "row 2 starts at -1"),
     ("rope_write", {"starts": [0, 1]}, ValueError, "2 starts for 3 rows"),
-    ("rope_write", {"k": torch.zeros(3, 5, 3, 40)}, ValueError, r"k has shape \[3, 5, 3, 40\], expected \[3, 5, 2, 40\]"),
+    (
+        "rope_write",
+        {"k": torch.zeros(3, 5, 3, 40)},
+        ValueError,
+        r"k has shape \[3, 5, 3, 40\], expected \[3, 5, 2, 40\]",
+    ),
     ("rope_write", {"v": torch.zeros(3, 5, 2, 40, dtype=F16)}, TypeError, "v is"),
     ("rope_write", {"cos": torch.zeros(9, 18)}, ValueError, r"sin has shape|row 0|row 1 reaches position"),
     ("rope_write", {"cos": torch.zeros(9, 21)}, ValueError, r"cos has shape \[9, 21\].*rotary_dim up to 40"),
-    ("rope_write", {"cos": torch.zeros(9, 18), "sin": torch.zeros(9, 18)}, ValueError, "row 1 reaches position 149, cos has positions 0 to 8"),
+    (
+        "rope_write",
+        {"cos": torch.zeros(9, 18), "sin": torch.zeros(9, 18)},
+        ValueError,
+        "row 1 reaches position 149, cos has positions 0 to 8",
+    ),
     ("rope_write", {"keys": torch.zeros(3, 2, 150, 40, dtype=F16)}, TypeError, "a cache is float32 or bfloat16"),
-    ("rope_write", {"keys": torch.zeros(3, 2, 40, 150).transpose(2, 3)}, ValueError, "keys .* not contiguous in its last two axes"),
-    ("rope_write", {"values": torch.zeros(3, 2, 149, 40)}, ValueError, r"values has shape \[3, 2, 149, 40\], expected \[3, 2, 150, 40\]"),
+    (
+        "rope_write",
+        {"keys": torch.zeros(3, 2, 40, 150).transpose(2, 3)},
+        ValueError,
+        "keys .* not contiguous in its last two axes",
+    ),
+    (
+        "rope_write",
+        {"values": torch.zeros(3, 2, 149, 40)},
+        ValueError,
+        r"values has shape \[3, 2, 149, 40\], expected \[3, 2, 150, 40\]",
+    ),
     ("ragged_attention", {"q": torch.zeros(3, 5, 5, 40)}, ValueError, r"q has shape \[3, 5, 5, 40\], the cache takes"),
     ("ragged_attention", {"q": torch.zeros(3, 151, 2, 40)}, ValueError, "row 0 starts at 0 and has 151 tokens"),
     ("ragged_attention", {"window": -1}, ValueError, "window is -1"),
     ("ragged_attention", {"softcap": float("nan")}, ValueError, "softcap nan"),
-    ("ragged_attention", {"q": torch.zeros(1, 1, 1, 520), "keys": torch.zeros(1, 1, 8, 520), "values": torch.zeros(1, 1, 8, 520), "starts": [0]},
-     ValueError, "head_dim is 520, the kernel takes up to 512"),
-]  # fmt: skip
+    (
+        "ragged_attention",
+        {
+            "q": torch.zeros(1, 1, 1, 520),
+            "keys": torch.zeros(1, 1, 8, 520),
+            "values": torch.zeros(1, 1, 8, 520),
+            "starts": [0],
+        },
+        ValueError,
+        "head_dim is 520, the kernel takes up to 512",
+    ),
+]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
