@@ -36,7 +36,6 @@ class MLSpecConfig(QuantizationConfigMixin):
         if unknown:
             raise ValueError(f"MLSpecConfig: unknown settings {sorted(unknown)}; the model may need a newer hf_mlspec")
         require_rule(rule)
-        require_activation_bits(activation_bits)
         self.quant_method, self.format, self.rule = quant_method, format, rule
-        self.activation_bits = activation_bits
+        self.activation_bits = require_activation_bits(activation_bits)
         self.modules_to_not_convert = list(modules_to_not_convert or [])

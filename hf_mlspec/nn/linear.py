@@ -41,9 +41,8 @@ class Mxfp4Linear(nn.Module):
             raise ValueError(
                 f"{weight.name}: bias has shape {list(bias.shape)}, the weight {weight.out_features} rows"
             )
-        require_activation_bits(activation_bits)
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self.activation_bits = activation_bits
+        self.activation_bits = require_activation_bits(activation_bits)
         self.weight_packed = nn.Parameter(weight.weight_packed, requires_grad=False)
         self.weight_scale = nn.Parameter(weight.weight_scale, requires_grad=False)
         self.register_parameter("bias", bias)
@@ -157,9 +156,12 @@ class Mxfp4Linear(nn.Module):
         )
 
 
-def require_activation_bits(activation_bits: int) -> None:
-    """ValueError naming the known widths when ``activation_bits`` is none of them."""
+def require_activation_bits(activation_bits: int | None, device: torch.device | None = None) -> int:
+    """``activation_bits``, or for None what suits ``device``: 8 on a CPU, 16 elsewhere. ValueError for other widths."""
+    if activation_bits is None and device is not None:
+        return 8 if device.type == "cpu" else 16
     if activation_bits not in ACTIVATION_BITS:
         raise ValueError(
             f"activation_bits is {activation_bits!r}: choose 16 (bfloat16) or 8 (int8, one scale per block of 32)"
         )
+    return activation_bits

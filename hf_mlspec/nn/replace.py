@@ -40,25 +40,22 @@ def direct_cast(
     materialize: bool = False,
     activation_bits: int | None = None,
 ) -> PreTrainedModel:
-    """A draft of ``model``: the same model, its linear weights rounded to ``format``, all else shared (ML-SpecQD,
-    section 3).
+    """A draft of ``model``: its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
 
     Every ``nn.Linear`` becomes an ``Mxfp4Linear`` (4.25 bits a weight, no wide copy); embeddings, norms and biases are
     the very tensors of ``model``, which is not touched. ``cast_head=False`` keeps the output head. A head tied to the
     embedding is cast alone: the draft's config then says ``tie_word_embeddings=False``. ``materialize=True`` also
-    keeps the rounded weights in the model's dtype, for machines without kernels. ``rule`` is a rounding rule of
-    formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of these layers to int8, one scale per row and block
-    of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None is 8 on a CPU and 16 elsewhere.
+    keeps the rounded weights in the model's dtype, for machines without kernels. ``rule``: formats/mxfp4.py.
+    ``activation_bits``: 8 quantizes the inputs of these layers to int8, one scale per row and block of 32 (the paper's
+    CPU kernel), 16 rounds them to bfloat16; None is 8 on a CPU and 16 elsewhere.
 
     The result generates, moves between devices, and is saved and loaded like any model (with hf_mlspec imported).
     Layers that cannot be cast (in_features no multiple of 32, Conv1D, fused expert weights) are shared and named in
     one warning. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
-    unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, and when nothing can
-    be cast.
+    unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
     """
     _require_castable(model, format, rule)
-    bits = activation_bits if activation_bits is not None else 8 if model.device.type == "cpu" else 16
-    require_activation_bits(bits)
+    bits = require_activation_bits(activation_bits, model.device)
     head = model.get_output_embeddings()
     kept = dict(_unfit_linears(model))
     if not cast_head:
