@@ -9,7 +9,7 @@ struct Isa {
   static constexpr int kVectors = 1, kMaxTokens = MLSPEC_INT8_MATRIX ? 16 : 12;
   static constexpr bool kHasMatrix = MLSPEC_INT8_MATRIX;
   static constexpr bool kSigned = false;
-  static constexpr int tiles_for(int tokens) { return tokens <= 4 ? 2 : 1; }  // independent chains of dot products
+  static constexpr int tiles_for(int tokens) { return tokens <= 5 ? 2 : 1; }  // chains of dots, streams of memory
 
   static Int broadcast(int32_t i) { return _mm512_set1_epi32(i); }
   static Int low_products(Int a, Int b) { return _mm512_dpwssd_epi32(_mm512_setzero_si512(), a, b); }
