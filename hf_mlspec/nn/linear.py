@@ -157,7 +157,7 @@ class Mxfp4Linear(nn.Module):
 
 
 def require_activation_bits(activation_bits: int | None, device: torch.device | None = None) -> int:
-    """``activation_bits``, or for None what suits ``device``: 8 on a CPU, 16 elsewhere. ValueError for other widths."""
+    """``activation_bits``, or for None what suits ``device``: 8 on a CPU, else 16. ValueError for other widths."""
     if activation_bits is None and device is not None:
         return 8 if device.type == "cpu" else 16
     if activation_bits not in ACTIVATION_BITS:
