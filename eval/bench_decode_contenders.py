@@ -1,0 +1,157 @@
+"""In which ways is a prompt decoded, and what does each of them cost? Stock, assisted, the target alone, chains."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.generation import BaseStreamer
+
+import hf_mlspec
+from eval import machine
+
+STOCK, ASSISTED, ALONE = "stock greedy", "stock assisted", "target alone, prepared"
+shapes = {
+    "llama-1.1b": {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 512,
+    },
+}
+
+
+class Clock(BaseStreamer):
+    """When did tokens come? The prompt comes first, then the first tokens, which end the prefill."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.count: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.at.append(time.perf_counter())
+        self.count.append(value.numel())
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+@dataclass
+class Take:
+    """One prompt decoded once: tokens and seconds of the whole call, and after its first tokens."""
+
+    tokens: int
+    seconds: float
+    decode_tokens: int
+    decode_seconds: float
+
+    @property
+    def rate(self) -> float | None:
+        """Decode-only tokens a second; None where the first tokens were all."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else None
+
+    @property
+    def rate_with_prefill(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Contender:
+    """A way to decode one prompt, and what was measured of it."""
+
+    name: str
+    decode: Callable[..., Any]
+    takes: list[Take] = field(default_factory=list)
+    counts: list[hf_mlspec.SpeculationStats] = field(default_factory=list)
+    rss: tuple[int | None, int | None] = (None, None)  # before and at the peak of its first call
+
+    def take(self, inputs: dict[str, torch.Tensor]) -> None:
+        clock, begin = Clock(), time.perf_counter()
+        out = self.decode(inputs, clock)
+        seconds = time.perf_counter() - begin
+        tokens, first = sum(clock.count[1:]), clock.count[1]
+        self.takes.append(Take(tokens, seconds, tokens - first, clock.at[-1] - clock.at[1]))
+        if not isinstance(out, torch.Tensor):
+            self.counts.append(out.speculation)
+
+
+def stock(model: PreTrainedModel, settings: dict[str, Any], **more: Any):
+    return lambda inputs, clock: model.generate(**inputs, **settings, **more, streamer=clock)
+
+
+def ours(model: PreTrainedModel, levels: list[Any], settings: dict[str, Any], config: dict[str, Any]):
+    """The compiled steps of a prepared target, which a call with levels prepares by itself."""
+
+    def decode(inputs, clock):
+        return model.generate(
+            **inputs, **settings, assistant_models=levels, streamer=clock, return_dict_in_generate=True,
+            speculation_config=hf_mlspec.SpeculationConfig(prepare=True, **config),
+        )
+
+    return decode
+
+
+def chains(target: PreTrainedModel, asked: list[list[str]], args: argparse.Namespace) -> list[Contender]:
+    """Stock greedy, stock assisted by the first model among the levels, the target alone, every chain."""
+    settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    config = {"num_draft_tokens": args.num_draft_tokens, "confidence_threshold": args.threshold}
+    found = [Contender(STOCK, stock(target, settings))]
+    folder = next((level for levels in asked for level in levels if Path(level).is_dir()), None)
+    if folder is not None:
+        draft = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).eval()
+        draft.generation_config.num_assistant_tokens = args.num_draft_tokens
+        draft.generation_config.assistant_confidence_threshold = args.threshold
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        found.append(Contender(ASSISTED, stock(target, settings, assistant_model=draft)))
+    found.append(Contender(ALONE, ours(target, [], settings, config)))
+    for levels in asked:
+        name = ", ".join(Path(level).name if "/" in level else level for level in levels)
+        found.append(Contender(f"[{name}]", ours(target, levels, settings, config)))
+    return found
+
+
+def of_shape(shape: str, max_new_tokens: int) -> tuple[PreTrainedModel, list[Contender], dict[str, torch.Tensor]]:
+    """A model of random BF16 weights: stock, prepared, and its MXFP4 cast, head included, as a target of its own."""
+    torch.manual_seed(0)
+    before, config = torch.get_default_dtype(), LlamaConfig(**shapes[shape], eos_token_id=None)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        target = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    cast = hf_mlspec.direct_cast(target, "mxfp4", cast_head=True)
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    found = [Contender(STOCK, stock(target, settings)), Contender(ALONE, ours(target, [], settings, {})),
+             Contender("MXFP4 cast alone, prepared", ours(cast, [], settings, {}))]
+    ids = torch.randint(0, config.vocab_size, (1, 32))
+    return target, found, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def measure(contenders: list[Contender], prompts: list[Any], repeats: int, probe: machine.ReadProbe) -> float:
+    """Every contender on every prompt in turn, after one warming call each; -> the probe's median bytes a second."""
+    reads = []
+    for one in contenders:
+        one.takes, one.counts = [], []
+        with machine.PeakMemory() as held:
+            one.take(prompts[0])
+        one.rss = held.before, held.peak
+        one.takes.clear()
+        one.counts.clear()
+    for _ in range(repeats):
+        for inputs in track(prompts, description="prompts"):
+            begin = time.perf_counter()
+            probe()
+            reads.append(probe.nbytes / (time.perf_counter() - begin))
+            for one in contenders:
+                one.take(inputs)
+    return statistics.median(reads)
