@@ -3,9 +3,9 @@
     python -m eval.bench_kernels --op mxfp4_linear --m 8192 --k 8192 --n 1,2,4,8,16 --ggml FOLDER --json out.jsonl
     python -m eval.bench_kernels --quick          # small weights, few calls: shows that everything runs
 
-A weight is [m, k], activations are [n, k]. All contenders and a read of memory take turns, call by call; weights
-go round so that no cache holds them. Medians of uncontended calls (bench_kernels_samples.py). A peer that cannot take part
-is named with its reason. --ggml: a folder with ggml.h and libggml.so of a built ik_llama.cpp below it.
+A weight is [m, k], activations are [n, k]. All contenders and a read of memory take turns, call by call; weights go
+round so that no cache holds them. Medians of uncontended calls (bench_kernels_samples.py). A peer that cannot take
+part is named with its reason. --ggml: a folder below which ggml.h and libggml.so of a built ik_llama.cpp lie.
 """
 
 from __future__ import annotations
