@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from eval import machine
-from eval.bench_kernels_contenders import LARGEST_ERROR, OPS, Contender, Weights, contenders, error
+from eval.bench_kernels_contenders import LARGEST_ERROR, OPS, Contender, Weights, contenders, error, not_compiled
 from eval.bench_kernels_report import table
 from eval.bench_kernels_samples import MAX_WAIT, Series, alternate, has_schedstat
 from eval.peers.missing import MissingPeer
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 2
     console = Console(width=None if Console().is_terminal else 180)
-    common = {"m": args.m, "k": args.k, "machine": machine.card()}
+    common = {"m": args.m, "k": args.k, "machine": machine.card(), "not_compiled": not_compiled()}
     for op in args.op or OPS:
         entries = bench(op, w, args)
         if not entries:
@@ -173,6 +173,8 @@ def main(argv: list[str] | None = None) -> int:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             with args.json.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps({**entry, **common}) + "\n" for entry in entries)
+    if common["not_compiled"]:
+        console.print(f"OURS RAN IN PLAIN TORCH: {common['not_compiled']}", style="bold red", markup=False)
     return 0
 
 

@@ -150,6 +150,11 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
 OPS = ("mxfp4_linear", "int4_linear", "bf16_linear")
 
 
+def not_compiled() -> str | None:
+    """Why ours run in plain torch here; None where they are compiled."""
+    return ops.why_not_compiled()
+
+
 def error(y, x: Tensor, w: Weights) -> float:
     """Relative root mean square error of the first 64 outputs against float32; `y` ``[n, out]`` of any kind."""
     found = torch.as_tensor(y)[:, :SLAB].to(torch.float32)
