@@ -28,7 +28,7 @@ struct PairDot {
   static constexpr int kStep = 32, kMaxCols = 9;
   // vdpbf16ps starts once a cycle and takes 6 or more: at least 8 sums in flight. With 8 columns and more a weight row
   // alone keeps it busy; a second and third save reads of x. 27 sums, 3 weights and one x are 31 of 32 registers.
-  static constexpr int rows_for(int cols) { return cols == 1 ? 8 : cols <= 6 ? 4 : 3; }
+  static constexpr int rows_for(int cols) { return cols <= 2 ? 8 : cols <= 6 ? 4 : 3; }
   using Sum = __m512;
   using Operand = __m512i;
   static Sum zero() { return _mm512_setzero_ps(); }
