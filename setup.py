@@ -2,7 +2,7 @@
 
 Everything else about the project is in pyproject.toml. Without the library hf_mlspec runs on plain torch and says so;
 MLSPEC_REQUIRE_KERNELS=1 makes a failed build an error. MLSPEC_SANITIZE=address,undefined builds with those sanitizers;
-the process that loads the library then needs their runtime (LD_PRELOAD of `gcc -print-file-name=libasan.so`).
+the process that loads the library then needs their runtime (LD_PRELOAD of libasan.so and libstdc++.so: .ci/run).
 """
 
 import os
