@@ -33,11 +33,26 @@ class Buffer {
 };
 
 constexpr int64_t kTile = 16;    // outputs of one weight tile
-constexpr int64_t kChunk = 512;  // elements of one piece of the activation product: a multiple of every group
+constexpr int64_t kChunk = 128;  // elements of one piece of packing: a multiple of every group
 
 int64_t bytes_per_tile(const Linear& linear) {
   const int64_t bits = linear.format == WeightFormat::kBf16 ? 16 : linear.format == WeightFormat::kF32 ? 32 : 4;
   return kTile * linear.in_features * bits / 8;
+}
+
+// AMX tiles hold 16 rows of activations in every cache line: two threads packing rows of one tile would fight for it.
+bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS_BF16_TILES && acts.num_rows > 1; }
+
+// f(row, row_end, k, k_end) for pieces of 16 rows by kChunk elements.
+template <class F>
+void share_pieces(Team& team, int64_t rows, int64_t width, F&& f) {
+  const int64_t across = (width + kChunk - 1) / kChunk, down = (rows + kTile - 1) / kTile;
+  team.share(across * down, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t row = piece / across * kTile, k = piece % across * kChunk;
+      f(row, std::min(row + kTile, rows), k, std::min(k + kChunk, width));
+    }
+  });
 }
 
 }  // namespace
@@ -50,6 +65,7 @@ struct Decoder::Workspace {
   Buffer<float> block;     // [n][hidden], a block's output where a norm follows it
   Buffer<float> scored;    // [kept][hidden]
   Buffer<float> logits;    // [kept][vocab]
+  Buffer<float> normed;    // [n][hidden], where rows share the lines of packed activations
   Buffer<float> rows;      // [threads][longest row]
   Buffer<char> acts;       // activations as the next linear wants them
   int64_t row_stride = 0;
@@ -79,7 +95,8 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.context.reserve(n * context);
   w.gate_up.reserve(n * 2 * shape.intermediate);
   w.scored.reserve(kept * shape.hidden);
-  w.row_stride = std::max(shape.hidden, kChunk) + kTile;
+  w.normed.reserve(std::max(n, kept) * shape.hidden);
+  w.row_stride = std::max(shape.hidden, kTile * kChunk) + kTile;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
   const auto measure = [&](const Linear& next, int64_t rows) {
@@ -122,8 +139,8 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
     bytes += tiles * bytes_per_tile(part);
     column += part.out_features;
   }
-  // Pieces long enough for the prefetcher, and enough of them for threads of unlike speed to finish together.
-  const int64_t piece = std::clamp<int64_t>(bytes / (team.size() * 16), 1 << 14, 1 << 18);
+  // The smallest piece: threads of unlike speed finish within the time of one, and a kernel's first rows start cold.
+  const int64_t piece = std::clamp<int64_t>(bytes / (team.size() * 16), 1 << 14, 1 << 17);
   const int64_t grain = std::max<int64_t>(1, piece * first[count] / std::max<int64_t>(bytes, 1));
   team.share(first[count], grain, [&](int64_t begin, int64_t end) {
     for (int i = 0; i < count; ++i) {
@@ -138,19 +155,22 @@ void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const f
   const CpuKernels& kernels = cpu_kernels();
   const mlspec_acts acts = acts_for(next, rows);
   Workspace& w = *work_;
-  float* const normed = w.rows.data() + team.index() * w.row_stride;
+  const bool together = rows_share_lines(acts);
+  float* const own = w.rows.data() + team.index() * w.row_stride;
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       float* const hidden = w.hidden.data() + n * shape.hidden;
+      float* const normed = together ? w.normed.data() + n * shape.hidden : own;
       if (out_norm) {
         kernels.row.rms_norm(w.block.data() + n * shape.hidden, out_norm, shape.norm_eps, shape.hidden, normed);
         kernels.row.add(normed, shape.hidden, hidden);
       }
       kernels.row.rms_norm(hidden, norm, shape.norm_eps, shape.hidden, normed);
       const mlspec_pack_args pack{normed, 0, &acts};
-      kernels.pack_rows(&pack, n, n + 1, 0, shape.hidden);
+      if (!together) kernels.pack_rows(&pack, n, n + 1, 0, shape.hidden);
     }
   });
+  if (together) pack_rows(team, w.normed.data(), shape.hidden, rows, next);
 }
 
 // Heads of every token: per-head norms, rotation, keys and values into the cache; then attention and its packing.
@@ -184,8 +204,8 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
   });
   const mlspec_acts acts = acts_for(layer.o, tokens);
   const int64_t share = group * dim;  // the elements of one key head's queries: packed where whole groups of a scale
-  const bool packs = share % std::max<int64_t>(32, acts.group) == 0;
   const int64_t pieces = pass.blocks.size();
+  const bool packs = share % std::max<int64_t>(32, acts.group) == 0 && (pieces == 1 || !rows_share_lines(acts));
   team.share(pieces * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const Segment& block = pass.blocks[item / shape.kv_heads];
@@ -205,27 +225,26 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
 
 void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
   const mlspec_acts acts = acts_for(next, rows);
-  team.share(rows, 1, [&](int64_t begin, int64_t end) {
-    const mlspec_pack_args pack{x, stride, &acts};
-    cpu_kernels().pack_rows(&pack, begin, end, 0, next.in_features);
+  const mlspec_pack_args pack{x, stride, &acts};
+  share_pieces(team, rows, next.in_features, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+    cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
   });
 }
 
-// acts of down = activation(gate) * up, in pieces of a row.
+// acts of down = activation(gate) * up.
 void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
   const CpuKernels& kernels = cpu_kernels();
   const mlspec_acts acts = acts_for(down, rows);
   Workspace& w = *work_;
-  const int64_t width = shape.intermediate, pieces = (width + kChunk - 1) / kChunk;
+  const int64_t width = shape.intermediate;
   float* const product = w.rows.data() + team.index() * w.row_stride;
-  team.share(rows * pieces, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t n = item / pieces, from = item % pieces * kChunk, to = std::min(from + kChunk, width);
+  share_pieces(team, rows, width, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+    for (int64_t n = row; n < row_end; ++n) {
       const float* const gate = w.gate_up.data() + n * 2 * width;
-      kernels.row.activate_mul(gate + from, gate + width + from, shape.activation, to - from, product);
-      const mlspec_pack_args pack{product - from, 0, &acts};
-      kernels.pack_rows(&pack, n, n + 1, from, to);
+      kernels.row.activate_mul(gate + k, gate + width + k, shape.activation, k_end - k, product + (n - row) * kChunk);
     }
+    const mlspec_pack_args pack{product - row * kChunk - k, kChunk, &acts};
+    kernels.pack_rows(&pack, row, row_end, k, k_end);
   });
 }
 
@@ -267,21 +286,25 @@ void Decoder::score(Team& team, Pass& pass, const float* pending) {
   Workspace& w = *work_;
   const int64_t kept = pass.kept.size();
   const mlspec_acts acts = acts_for(head, kept);
-  float* const normed = w.rows.data() + team.index() * w.row_stride;
+  const bool together = rows_share_lines(acts);
+  float* const own = w.rows.data() + team.index() * w.row_stride;
   team.share(kept, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       float* const hidden = w.scored.data() + i * shape.hidden;
+      float* const normed = together ? w.normed.data() + i * shape.hidden : own;
       std::memcpy(hidden, w.hidden.data() + pass.kept[i] * shape.hidden, shape.hidden * sizeof(float));
       if (pending) {
-        kernels.row.rms_norm(w.block.data() + pass.kept[i] * shape.hidden, pending, shape.norm_eps, shape.hidden, normed);
+        const float* const block = w.block.data() + pass.kept[i] * shape.hidden;
+        kernels.row.rms_norm(block, pending, shape.norm_eps, shape.hidden, normed);
         kernels.row.add(normed, shape.hidden, hidden);
       }
       kernels.row.rms_norm(hidden, final_norm, shape.norm_eps, shape.hidden, normed);
       const mlspec_pack_args pack{normed, 0, &acts};
-      kernels.pack_rows(&pack, i, i + 1, 0, shape.hidden);
+      if (!together) kernels.pack_rows(&pack, i, i + 1, 0, shape.hidden);
     }
   });
   if (kept == 0) return;
+  if (together) pack_rows(team, w.normed.data(), shape.hidden, kept, head);
   const Linear* const parts[] = {&head};
   multiply(team, parts, 1, pass.logits, shape.vocab, false, kept);
   team.share(kept, 1, [&](int64_t begin, int64_t end) {

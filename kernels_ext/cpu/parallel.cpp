@@ -108,6 +108,7 @@ struct Pool {
   const int max_threads = usable_cores();  // asked at the first region of a process
   std::mutex turn;                         // held by the thread whose region runs, guards all below
   std::vector<std::unique_ptr<Worker>> workers;  // of index 1, 2, ...
+  std::vector<detail::Cursor> cursors = std::vector<detail::Cursor>(max_threads);
 
   // The region that runs. Written before its workers are called, constant until `running` is back at 0.
   detail::Region region;
@@ -138,6 +139,7 @@ void Pool::run(int threads, detail::Entry wanted, void* data) {
   const std::lock_guard<std::mutex> lock(turn);
   grow(threads);
   region.size = std::min(threads, static_cast<int>(workers.size()) + 1);
+  region.cursors = cursors.data();
   entry = wanted;
   body = data;
   modes = FloatModes();
@@ -185,7 +187,7 @@ void Team::barrier() {
   const uint32_t now = region_->phase.load(std::memory_order_relaxed);
   if (region_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
     region_->arrived.store(0, std::memory_order_relaxed);
-    region_->next.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < size(); ++i) region_->cursors[i].taken.store(0, std::memory_order_relaxed);
     region_->phase.store(now + 1, std::memory_order_release);
   } else {
     wait_until([&] { return region_->phase.load(std::memory_order_acquire) != now; });

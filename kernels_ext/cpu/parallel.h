@@ -8,12 +8,17 @@
 namespace mlspec {
 
 namespace detail {
+// How many items of a member's own range are taken, by itself or by others; 0 between shares.
+struct alignas(64) Cursor {
+  std::atomic<int64_t> taken{0};
+};
+
 // What the members of a region share; each counter has a cache line of its own.
 struct Region {
   int size = 1;
+  Cursor* cursors = nullptr;                   // [size], null in a region of one
   alignas(64) std::atomic<int> arrived{0};     // at the current barrier
   alignas(64) std::atomic<uint32_t> phase{0};  // barriers passed
-  alignas(64) std::atomic<int64_t> next{0};    // first item of the current share that nobody took; 0 between shares
 };
 }  // namespace detail
 
@@ -24,7 +29,8 @@ class Team {
   int size() const { return region_->size; }
   int index() const { return index_; }  // of the calling thread, 0 is the caller of run
   void barrier();
-  // f(begin, end) for pieces of [0, items), `grain` at a time, to whoever is free (cores need not be alike); then a barrier.
+  // f(begin, end) for pieces of [0, items), then a barrier. Every member works through a range of its own, in order, in
+  // pieces that shrink to `grain`, and then helps the others: memory streams, and cores need not be alike.
   template <class F>
   void share(int64_t items, int64_t grain, F&& f);
 
@@ -55,12 +61,20 @@ void Team::share(int64_t items, int64_t grain, F&& f) {
     return;
   }
   if (grain < 1) grain = 1;
-  for (;;) {
-    const int64_t begin = region_->next.fetch_add(grain, std::memory_order_relaxed);
-    if (begin >= items) break;
-    f(begin, begin + grain < items ? begin + grain : items);
+  for (int v = 0; v < size(); ++v) {
+    const int owner = (index_ + v) % size();
+    const int64_t first = (items * owner + size() - 1) / size(), end = (items * (owner + 1) + size() - 1) / size();
+    std::atomic<int64_t>& taken = region_->cursors[owner].taken;
+    for (;;) {
+      const int64_t left = end - first - taken.load(std::memory_order_relaxed);
+      if (left <= 0) break;
+      const int64_t piece = left / 4 > grain ? left / 4 : grain;
+      const int64_t begin = first + taken.fetch_add(piece, std::memory_order_relaxed);
+      if (begin >= end) break;
+      f(begin, begin + piece < end ? begin + piece : end);
+    }
   }
-  barrier();  // its last member sets `next` back to 0: no member can still be taking items then
+  barrier();  // its last member sets the cursors back to 0: no member can still be taking items then
 }
 
 }  // namespace mlspec
