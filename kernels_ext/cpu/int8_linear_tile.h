@@ -50,13 +50,33 @@ struct Int4 {
   }
 };
 
-template <int kCount>
-inline void add_to_row(const float* __restrict sums, const float* __restrict bias, bool accumulate, int count,
-                       float* __restrict y) {
-  const int n = kCount ? kCount : count;
-  for (int r = 0; r < n; ++r) {
-    const float value = bias ? sums[r] + bias[r] : sums[r];
-    y[r] = accumulate ? y[r] + value : value;
+template <bool kBias, bool kAccumulate>
+inline void add_outputs(const float (*sums)[kTileOutputs], const float* bias, int64_t outputs, int count, int64_t y_stride,
+                        float* y) {
+  for (int t = 0; t < count; ++t) {
+    float* const __restrict row = y + t * y_stride;
+    for (int64_t r = 0; r < outputs; ++r) {
+      const float value = kBias ? sums[t][r] + bias[r] : sums[t][r];
+      row[r] = kAccumulate ? row[r] + value : value;
+    }
+  }
+}
+
+// sums [count][16] of one tile to the rows of y from `token` on. Out of line: inlined for every width it was most of the code.
+__attribute__((noinline)) void add_rows(const mlspec_linear_args& a, int64_t tile, int64_t token, int count,
+                                        const float (*sums)[kTileOutputs]) {
+  const int64_t first = tile * kTileOutputs, outputs = std::min(a.out_features - first, kTileOutputs);
+  float* const y = a.y + token * a.y_stride + first;
+  if (outputs == kTileOutputs && !a.bias && !a.accumulate) {
+    add_outputs<false, false>(sums, nullptr, kTileOutputs, count, a.y_stride, y);
+  } else if (outputs == kTileOutputs && !a.bias) {
+    add_outputs<false, true>(sums, nullptr, kTileOutputs, count, a.y_stride, y);
+  } else if (!a.bias) {
+    a.accumulate ? add_outputs<false, true>(sums, nullptr, outputs, count, a.y_stride, y)
+                 : add_outputs<false, false>(sums, nullptr, outputs, count, a.y_stride, y);
+  } else {
+    a.accumulate ? add_outputs<true, true>(sums, a.bias + first, outputs, count, a.y_stride, y)
+                 : add_outputs<true, false>(sums, a.bias + first, outputs, count, a.y_stride, y);
   }
 }
 
@@ -72,20 +92,13 @@ struct Part {
 template <int N>
 inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token,
                        const Isa::Float (&acc)[Isa::kVectors][N]) {
-  const int64_t first = tile * kTileOutputs, left = a.out_features - first;
-  const float* bias = a.bias ? a.bias + first : nullptr;
+  alignas(64) float sums[N][kTileOutputs];
 #pragma GCC unroll 16
   for (int t = 0; t < N; ++t) {
-    alignas(64) float sums[kTileOutputs];
 #pragma GCC unroll 2
-    for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums + v * kLanes, acc[v][t]);
-    float* y = a.y + (token + t) * a.y_stride + first;
-    if (left >= kTileOutputs) {
-      add_to_row<kTileOutputs>(sums, bias, a.accumulate, kTileOutputs, y);
-    } else {
-      add_to_row<0>(sums, bias, a.accumulate, static_cast<int>(left), y);
-    }
+    for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums[t] + v * kLanes, acc[v][t]);
   }
+  add_rows(a, tile, token, N, sums);
 }
 
 template <class Format, int N>

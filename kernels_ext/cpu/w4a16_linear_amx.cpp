@@ -89,7 +89,7 @@ struct Product {
       }
       add_group<0, kCount>(tile, g, rows);
     }
-    for (int i = 0; i < kCount; ++i) store_rows(tile + i, token, rows, acc[i]);
+    for (int i = 0; i < kCount; ++i) add_rows(a, tile + i, token, rows, acc[i]);
   }
 
   inline void unpack_block(int64_t tile, int64_t g, const uint8_t* bytes, uint16_t (*to)[2 * kTileOutputs]) const {
@@ -138,13 +138,6 @@ struct Product {
         _mm512_store_ps(acc[i][t], _mm512_fmadd_ps(sum, scale, _mm512_load_ps(acc[i][t])));
       }
       add_group<i + 1, kCount>(tile, g, rows);
-    }
-  }
-
-  void store_rows(int64_t tile, int64_t token, int rows, const float (*sums)[kTileOutputs]) const {
-    const int64_t first = tile * kTileOutputs, count = std::min(a.out_features - first, kTileOutputs);
-    for (int t = 0; t < rows; ++t) {
-      add_to_row(sums[t], a.bias ? a.bias + first : nullptr, a.accumulate, count, a.y + (token + t) * a.y_stride + first);
     }
   }
 };

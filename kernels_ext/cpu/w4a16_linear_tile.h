@@ -14,13 +14,12 @@ constexpr int kLanes = 16 / Isa::kVectors;
 
 template <int N>
 inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token, const Isa::Float (&acc)[Isa::kVectors][N]) {
-  const int64_t first = tile * kTileOutputs, left = a.out_features - first;
-  const float* bias = a.bias ? a.bias + first : nullptr;
+  alignas(64) float sums[N][kTileOutputs];
+#pragma GCC unroll 16
   for (int t = 0; t < N; ++t) {
-    alignas(64) float sums[kTileOutputs];
-    for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums + v * kLanes, acc[v][t]);
-    add_to_row(sums, bias, a.accumulate, std::min(left, kTileOutputs), a.y + (token + t) * a.y_stride + first);
+    for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums[t] + v * kLanes, acc[v][t]);
   }
+  add_rows(a, tile, token, N, sums);
 }
 
 // T tiles of 16 outputs times N tokens, over all of in_features.
