@@ -61,6 +61,7 @@ class DecoderObject : public torch::CustomClassHolder {
     const int64_t half = decoder_.shape.rotary_dim / 2;
     check_plain(cos, "cos", at::kFloat, {cos.size(0), half});
     check_plain(sin, "sin", at::kFloat, {cos.size(0), half});
+    std::lock_guard<std::mutex> lock(decoder_.busy);  // another thread may be reading the table that is replaced
     const int64_t known = decoder_.ropes.size();
     TORCH_CHECK_INDEX(index >= 0 && index <= known, "rope table ", index, " of ", known);
     if (index == known) {

@@ -133,7 +133,7 @@ class FusedRunner:
 
     def score(self, rows: Rows, guesses: Rows, *, want_confidence: bool = False, want_logits: bool = False) -> Scores:
         """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token."""
-        starts = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+        starts = self._starts(rows)
         fed = [row[have:] + guess for row, have, guess in zip(rows, starts, guesses, strict=True)]
         kept = [len(guess) + 1 for guess in guesses]
         tokens, counts = _flat(fed)
@@ -152,7 +152,7 @@ class FusedRunner:
 
     def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
         """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`."""
-        starts = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+        starts = self._starts(rows)
         tokens, counts = _flat([row[have:] for row, have in zip(rows, starts, strict=True)])
         self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True)))
         begin = time.perf_counter()
@@ -179,35 +179,25 @@ class FusedRunner:
         Returns the settled tokens of every row, (drafted, accepted) of every row and round behind each other, and the
         number of rounds.
         """
-        own, small = (
-            [min(have, len(row) - 1) for row, have in zip(rows, runner.lengths, strict=True)]
-            for runner in (self, tiny)
-        )
+        own, small = self._starts(rows), tiny._starts(rows)
         bases = [min(pair) for pair in zip(own, small, strict=True)]
         tokens, counts = _flat([row[base:] for row, base in zip(rows, bases, strict=True)])
         end = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
         self._reserve(end)
         tiny._reserve(end)
         begin = time.perf_counter()
-        settled, inner, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
-            self.decoder.handle.draft_checked(
-                self.cache.kv,
-                own,
-                tiny.decoder.handle,
-                tiny.cache.kv,
-                small,
-                tokens,
-                counts,
-                bases,
-                limits,
-                num_draft_tokens,
-                tiny_threshold,
-                threshold,
-            )
+        caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
+        options = num_draft_tokens, tiny_threshold, threshold
+        settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
+            self.decoder.handle.draft_checked(*caches, tokens, counts, bases, limits, *options)
         )
         tiny._count(tiny_forwards, tiny_seconds)
         self._count(forwards, time.perf_counter() - begin - tiny_seconds)
-        return settled, inner, rounds
+        return settled, checks, rounds
+
+    def _starts(self, rows: Rows) -> list[int]:
+        """Per row the tokens that need no feeding: its last one is always scored."""
+        return [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
 
     def _reserve(self, slots: int) -> None:
         self.cache.reserve(slots)

@@ -139,6 +139,7 @@ void check_round(Driver& driver, Level& middle, Level& tiny, std::vector<TokenRo
                  const std::vector<int64_t>& limits, const CheckedOptions& options, std::vector<char>& alive,
                  CheckedDraft& out) {
   const size_t batch = rows.size();
+  if (tiny.kv.data == middle.kv.data) tiny.lengths = middle.lengths;  // one cache: what was checked stays as it is
   std::vector<int64_t> room(batch), kept(batch), before(batch);
   for (size_t r = 0; r < batch; ++r) {
     const int64_t left = limits[r] - static_cast<int64_t>(out.settled[r].size()) - 1;
