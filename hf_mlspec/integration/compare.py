@@ -27,8 +27,8 @@ def compare(
 
     model, tokenizer: the target; levels, assistant_tokenizers, speculation_config: as generate takes them.
     batch_size: consecutive prompts decoded together, left-padded, with an attention mask.
-    reference: "ours" is `assistant_models=[]`, our own loop without a draft, prepared as the chain's target is; "stock"
-        is transformers' own loop (a target given to `hf_mlspec.prepare` decodes in ours there too).
+    reference: "ours" is `assistant_models=[]`, our own loop without a draft, prepared as the chain's target is;
+        "stock" is transformers' own loop (a target given to `hf_mlspec.prepare` decodes in ours there too).
     reference_ids: `Item.reference_ids` of an earlier call, taken instead of decoding anew.
     streamer: receives the chain's tokens as they settle; batch_size 1 only.
     warm_up: decode two tokens of the first prompt both ways first, so that building levels is not part of the seconds.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..formats.mxfp4 import require_rule
+from ..nn.linear import ACTIVATION_BITS
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 CONFIDENCE_THRESHOLD = 0.4
@@ -26,6 +27,9 @@ class SpeculationConfig:
         target's KV cache, which the check overwrites; False gives each a cache of its own.
     cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
     cast_head: quantize the output head of "mxfp4" levels too.
+    cast_activation_bits: what multiplies the 4-bit weights of "mxfp4" and "PATH@mxfp4" levels: 8 (int8, a scale per
+        token and block of 32: the paper's kernel) or 16 (bfloat16: nearer to the target, slower); None: 8 on a CPU,
+        else 16.
     materialize: keep dequantized weights next to the packed ones of "mxfp4" levels: faster where no kernel is built,
         at the memory of a full copy.
     max_ngram: longest suffix that "prompt_lookup" looks for.
@@ -43,6 +47,7 @@ class SpeculationConfig:
     shared_cache: bool = True
     cast_rule: str = "ocp_floor"
     cast_head: bool = True
+    cast_activation_bits: int | None = None
     materialize: bool = False
     max_ngram: int = 3
     ngram_order: int = 4
@@ -63,6 +68,9 @@ class SpeculationConfig:
             if not isinstance(value, bool) and not (value is None and name == "common_vocabulary"):
                 raise TypeError(f"{name} is {value!r}, it must be True or False")
         require_rule(self.cast_rule)
+        bits = self.cast_activation_bits
+        if bits is not None and (not _is_count(bits, 1) or bits not in ACTIVATION_BITS):
+            raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")
 
     @classmethod
     def of(cls, value: SpeculationConfig | dict | None) -> SpeculationConfig:

@@ -95,11 +95,7 @@ class Call:
 
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
-    check_request(call.input_ids, call.settings, call.model_kwargs)
-    check_streamer(call.streamer, len(call.input_ids))
-    prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"))
-    check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
-    check_length(model, max(prompts.lengths), call.new_tokens)
+    prompts = check(model, call)
     stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
     chain = _chain(model, call, prompts, stop)
     record = Record(call.settings, call.streamer, len(prompts.rows))
@@ -111,6 +107,17 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     if call.streamer is not None:
         call.streamer.end()
     return record.result(prompts, rows, stats, cache)
+
+
+def check(model: PreTrainedModel, call: Call) -> Prompts:
+    """The prompts of a call that can be served; ValueError for any other, before anything is computed."""
+    check_request(call.input_ids, call.settings, call.model_kwargs)
+    check_streamer(call.streamer, len(call.input_ids))
+    prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"))
+    check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
+    check_length(model, max(prompts.lengths), call.new_tokens)
+    _check_filled(call.model_kwargs.get("past_key_values"), prompts)
+    return prompts
 
 
 def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping) -> Chain:
@@ -156,12 +163,11 @@ def _is_plain(cache) -> bool:
     return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> int:
-    """Start the target's cache; take over what a user's cache already holds of a single prompt."""
-    chain.target.start(len(prompts.rows), device)
+def _check_filled(given, prompts: Prompts) -> None:
+    """Raise ValueError for a user's cache whose tokens cannot be continued."""
     length = given.get_seq_length() if given is not None else 0
     if not length:
-        return 0
+        return
     hidden = prompts.input_ids.shape[1] - prompts.lengths[0]
     if hidden:
         raise ValueError(
@@ -173,7 +179,14 @@ def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> 
             f"a filled {type(given).__name__} for {len(prompts.rows)} rows cannot be continued with "
             "assistant_models: pass a DynamicCache without sliding layers and one row, or the whole prompt"
         )
-    length = min(length, prompts.lengths[0] - 1)
+
+
+def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> int:
+    """Start the target's cache; take over what a user's cache already holds of a single prompt."""
+    chain.target.start(len(prompts.rows), device)
+    length = min(given.get_seq_length() if given is not None else 0, prompts.lengths[0] - 1)
+    if length <= 0:
+        return 0
     chain.target.runner.cache.load(given, length)
     return length
 

@@ -5,24 +5,32 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
+import re
 from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..nn.fused import is_prepared
 from .config import SpeculationConfig
-from .decoding import Call, run
-from .request import check_target, served
+from .decoding import Call, check, run
+from .request import check_target, unserved
 
+logger = logging.getLogger(__name__)
+_said: set[str] = set()  # why calls of prepared models ran in transformers' own loop
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
 
 class _Proxy:
-    """Stands in for the levels while stock generate prepares the call: its checks see the target's own config."""
+    """Stands in for the levels while stock generate prepares the call: its checks see the target's own config.
 
-    def __init__(self, target: PreTrainedModel, levels: list, tokenizers: list | None, config):
+    implied: the user named no levels, the model is prepared; what our loop refuses, transformers' own then decodes.
+    """
+
+    def __init__(self, target: PreTrainedModel, levels: list, tokenizers: list | None, config, implied: bool):
         self.config, self.generation_config, self.device = target.config, target.generation_config, target.device
         self.levels, self.tokenizers, self.speculation_config = levels, tokenizers, config
+        self.implied = implied
 
 
 def enable() -> None:
@@ -58,8 +66,9 @@ def _hooked_generate(stock):
             "speculation_config": speculation_config,
         }
         bypassed = _hooks.get("generate") is not generate or kwargs.get("custom_generate") is not None
-        if assistant_models is None and is_prepared(self) and not bypassed and served(self, args, kwargs):
-            assistant_models = given["assistant_models"] = []
+        implied = assistant_models is None and not bypassed and is_prepared(self) and _serves(self, args, kwargs)
+        if implied:
+            assistant_models = []
         if assistant_models is None or bypassed:
             return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         positional = dict(zip(names, args, strict=False))
@@ -67,7 +76,8 @@ def _hooked_generate(stock):
             return stock(self, *args, **kwargs)  # which says what is wrong with them
         kwargs |= positional
         _check_call(self, kwargs)
-        proxy = _Proxy(self, assistant_models, assistant_tokenizers, SpeculationConfig.of(speculation_config))
+        config = SpeculationConfig.of(speculation_config)
+        proxy = _Proxy(self, assistant_models, assistant_tokenizers, config, implied)
         proxy.keep_cache = kwargs.get("past_key_values") is not None  # a user's own cache comes back filled
         return stock(self, **{**_expand(self, kwargs), "assistant_model": proxy})
 
@@ -99,9 +109,46 @@ def _hooked_decoding(stock):
             config=assistant_model.speculation_config,
             keep_cache=assistant_model.keep_cache,
         )
+        refused = _refusal(self, call) if assistant_model.implied else None
+        if refused is not None:
+            _say_stock(self, refused)
+            return self._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, streamer=call.streamer, **kwargs
+            )
         return run(self, call)
 
     return _assisted_decoding
+
+
+def _serves(model, args: tuple, kwargs: dict) -> bool:
+    """Whether a prepared model's plain call goes to our loop; if not, why is said once."""
+    reason = unserved(model, args, kwargs)
+    if reason is None:
+        try:
+            _check_call(model, kwargs)
+        except (TypeError, ValueError) as error:
+            reason = str(error)
+    if reason is not None:
+        _say_stock(model, reason)
+    return reason is None
+
+
+def _refusal(model, call: Call) -> str | None:
+    if call.keep_cache and len(call.input_ids) > 1:
+        return f"past_key_values was given for {len(call.input_ids)} rows"
+    try:
+        check(model, call)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _say_stock(model, reason: str) -> None:
+    name = type(model).__name__
+    kind = name + re.sub(r"\d+", "", reason)  # said once whatever the numbers
+    if kind not in _said:
+        _said.add(kind)
+        logger.warning("%s is prepared, but transformers' own loop runs this call, module by module: %s", name, reason)
 
 
 def _check_call(model, kwargs: dict) -> None:

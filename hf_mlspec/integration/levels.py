@@ -101,6 +101,7 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
         table = _keep(target, key, None, lambda: NGram(order=config.ngram_order))
         return Level(text, drafter=table)
     cast = {"rule": config.cast_rule, "cast_head": config.cast_head, "materialize": config.materialize}
+    cast["activation_bits"] = config.cast_activation_bits
     key = (text, *cast.values())
     if word.kind == "cast":
         model = _keep(target, key, _fingerprint(target), lambda: direct_cast(target, "mxfp4", **cast))

@@ -21,21 +21,32 @@ _SERVED = {
     "tokenizer", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "temperature", "top_k",
     "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "eos_token_id",
     "pad_token_id", "bos_token_id", "stop_strings", "num_return_sequences", "return_dict_in_generate",
-    "output_scores", "output_logits", "use_cache", "num_beams", "suppress_tokens", "sequence_bias",
+    "output_scores", "output_logits", "use_cache", "num_beams", "suppress_tokens", "sequence_bias", "past_key_values",
 }  # fmt: skip
+_UNSERVED_SETTINGS = (
+    *_STOCK_DRAFTS, "cache_implementation", "constraints", "force_words_ids", "penalty_alpha", "output_attentions",
+    "output_hidden_states",
+)  # fmt: skip
 
 
-def served(model, args: tuple, kwargs: dict) -> bool:
-    """Whether a plain call of generate on a prepared model can decode through its compiled steps."""
+def unserved(model, args: tuple, kwargs: dict) -> str | None:
+    """Why a plain call of generate on a prepared model cannot decode through its compiled steps; None where it can."""
     settings = kwargs.get("generation_config") or model.generation_config
     values = {name: kwargs.get(name, getattr(settings, name, None)) for name in ("num_beams", "use_cache")}
-    if len(args) > 1 or not set(kwargs) <= _SERVED or (values["num_beams"] or 1) > 1 or values["use_cache"] is False:
-        return False
+    asked = sorted(name for name in set(kwargs) - _SERVED if kwargs[name] is not None)
+    asked += [name for name in _UNSERVED_SETTINGS if getattr(settings, name, None) not in (None, False, "dynamic")]
+    if len(args) > 1 or asked:
+        return f"{', '.join(asked) or 'a second positional argument'} was given"
+    if (values["num_beams"] or 1) > 1:
+        return f"num_beams is {values['num_beams']}"
+    if values["use_cache"] is False:
+        return "use_cache is False"
     rows = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-    several = isinstance(rows, Tensor) and len(rows) > 1 and kwargs.get("streamer") is not None
-    unserved = (*_STOCK_DRAFTS, "cache_implementation", "constraints", "force_words_ids", "penalty_alpha")
-    asked = [name for name in unserved if getattr(settings, name, None) not in (None, False, "dynamic")]
-    return isinstance(rows, Tensor) and not several and not asked
+    if not isinstance(rows, Tensor):
+        return "there are no input_ids"
+    if len(rows) > 1 and kwargs.get("streamer") is not None:
+        return f"a streamer was given for {len(rows)} rows"
+    return None
 
 
 def check_target(model, num_beams: int | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.compiled_decoder import ACTIVATIONS, BF16, F32, MAX_HEAD_DIM, MXFP4, Sizes, Weight
-from .linear import Mxfp4Linear
+from .linear import KernelLinear, Mxfp4Linear, is_dense
 
 KNOWN = {
     "LlamaForCausalLM",
@@ -25,6 +25,9 @@ KNOWN = {
     "Gemma3ForCausalLM",
     "Phi3ForCausalLM",
 }
+_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
+# Modules of a known class that are not transformers' own.
+_BLOCKS = {nn.Linear, KernelLinear, Mxfp4Linear, nn.Embedding, nn.ModuleList, nn.Dropout, nn.SiLU, nn.GELU, nn.ReLU}
 _TILE = 16  # outputs of a packed tile: a fused linear is cut between tiles only
 
 
@@ -60,6 +63,7 @@ def read(model: nn.Module) -> Architecture:
     require_known(model)
     config, base = model.config, model.model
     dtype = base.embed_tokens.weight.dtype
+    _require_format(base.embed_tokens.weight, "embedding")
     plus = 1.0 if config.model_type.startswith("gemma") else 0.0
     kinds = _rope_kinds(config)
     layers = [
@@ -87,16 +91,16 @@ def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> l
 
 def require_known(model: nn.Module) -> None:
     """UnknownArchitecture unless the compiled decoder runs this class, as it stands, where it stands."""
-    name = type(model).__name__
-    if name not in KNOWN or not type(model).__module__.startswith("transformers.models."):
-        raise UnknownArchitecture(f"the compiled decoder does not know {name}")
+    if type(model).__name__ not in KNOWN or not type(model).__module__.startswith("transformers.models."):
+        raise UnknownArchitecture("the compiled decoder does not know this class")
     if getattr(model.config, "use_bidirectional_attention", False):
-        raise UnknownArchitecture(f"{name} attends in both directions")
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        raise UnknownArchitecture(f"{name} is not on the CPU")
+        raise UnknownArchitecture("it attends in both directions")
+    elsewhere = next((p.device for p in model.parameters() if not p.is_cpu), None)
+    if elsewhere is not None:
+        raise UnknownArchitecture(f"it is on {elsewhere}, and the compiled decoder runs on the CPU")
     altered = next(_altered(model), None)
     if altered is not None:
-        raise UnknownArchitecture(f"{name} {altered}")
+        raise UnknownArchitecture(f"it {altered}")
 
 
 def _altered(model: nn.Module) -> Iterator[str]:
@@ -109,6 +113,8 @@ def _altered(model: nn.Module) -> Iterator[str]:
             yield f"has forward hooks ({place})"
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
+        if type(module) not in _BLOCKS and not type(module).__module__.startswith("transformers."):
+            yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
 
 
 def _sizes(model: nn.Module, layer: Layer, head: Weight) -> Sizes:
@@ -181,21 +187,24 @@ def _norm(norm: nn.Module, plus: float) -> Tensor:
 
 
 def _weight(linear: nn.Module, name: str) -> Weight:
+    if not is_dense(linear) and type(linear) is not Mxfp4Linear:
+        raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
     bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
     if isinstance(linear, Mxfp4Linear):
         linear.prepack_()
         tiles, scales = linear.weight_tiles.detach(), linear.scale_tiles.detach()
         return Weight(MXFP4, tiles, linear.in_features, linear.out_features, scales, bias=bias,
                       group_size=32, activation_bits=linear.activation_bits)  # fmt: skip
-    if type(linear) is not nn.Linear:
-        raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
-    formats = {torch.bfloat16: BF16, torch.float32: F32}
-    if linear.weight.dtype not in formats:
-        raise UnknownArchitecture(f"its {name} is {linear.weight.dtype}; the compiled decoder takes bfloat16 and float32")
+    _require_format(linear.weight, name)
     weight = linear.weight.detach()
     if not weight.is_contiguous():
         raise UnknownArchitecture(f"its {name} is not contiguous in memory")
-    return Weight(formats[weight.dtype], weight, linear.in_features, linear.out_features, bias=bias)
+    return Weight(_FORMATS[weight.dtype], weight, linear.in_features, linear.out_features, bias=bias)
+
+
+def _require_format(weight: Tensor, name: str) -> None:
+    if weight.dtype not in _FORMATS:
+        raise UnknownArchitecture(f"its {name} is {weight.dtype}; the compiled decoder takes bfloat16 and float32")
 
 
 def _cut(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:

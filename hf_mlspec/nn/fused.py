@@ -7,6 +7,7 @@ are: BF16 and float32 weights are read in place, packed weights are put into the
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from .. import ops
 from ..ops.compiled_decoder import compiled_decoder, has_compiled_decoder, set_linear
 from . import architecture
 from .architecture import UnknownArchitecture
+from .linear import KernelLinear, is_dense
 
 logger = logging.getLogger(__name__)
 _FIRST_POSITIONS = 1024
@@ -35,6 +37,7 @@ class FusedDecoder:
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
         self._most, self.positions = _rotary_border(model), 0
+        self._growing = threading.Lock()
         self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm)
         self.reserve_positions(_FIRST_POSITIONS)
         for layer in found.layers:
@@ -45,13 +48,14 @@ class FusedDecoder:
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
-        if count <= self.positions:
-            return
-        self.positions = max(count, 2 * self.positions, _FIRST_POSITIONS)
-        if self._most is not None:
-            self.positions = min(self.positions, self._most)
-        for index, table in enumerate(architecture.rope_tables(self._rotary, self._kinds, self.positions)):
-            self.handle.set_rope(index, *table)
+        with self._growing:
+            if count <= self.positions or self.positions == self._most:
+                return
+            positions = max(count, 2 * self.positions, _FIRST_POSITIONS)
+            positions = positions if self._most is None else min(positions, self._most)
+            for index, table in enumerate(architecture.rope_tables(self._rotary, self._kinds, positions)):
+                self.handle.set_rope(index, *table)
+            self.positions = positions  # last: other threads look at it
 
     def new_kv(self, batch: int, slots: int) -> Tensor:
         """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]`, zeros."""
@@ -59,14 +63,6 @@ class FusedDecoder:
         shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
         return torch.zeros(shape, dtype=self.dtype)
 
-
-class KernelLinear(nn.Linear):
-    """An nn.Linear served by the compiled kernels; what `prepare` makes of the linears of an unknown architecture."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`."""
-        linear = ops.bf16_linear if self.weight.dtype == torch.bfloat16 else ops.f32_linear
-        return linear(x, self.weight, self.bias)
 
 
 @dataclass
@@ -78,6 +74,7 @@ class _Prepared:
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, _Prepared] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
+_building = threading.Lock()  # threads that ask for the same decoder get one
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -85,15 +82,17 @@ def prepare(model: nn.Module) -> nn.Module:
 
     Returns the model. No weight is copied. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one
     compiled call per step; of other architectures each linear runs through its kernel, said once. From then on plain
-    `model.generate` decodes this way too where it can (greedy and sampling). A later change of the weights is noticed.
-    RuntimeError when no kernels are built (with the command that builds them), ValueError when the model is not on
+    `model.generate` decodes this way too where it can (greedy and sampling); a call that it cannot serve runs in
+    transformers' own loop, which is said once. A later change of the weights is noticed, unless it was made through
+    `.data`. A deep copy is not prepared.
+    KernelError when no kernels are built (with the command that builds them), ValueError when the model is not on
     the CPU or its weights are neither bfloat16 nor float32.
     """
     if not has_compiled_decoder():
         raise ops.KernelError(f"prepare needs the compiled kernels: {ops.why_not_compiled()}")
-    device = next(model.parameters()).device
-    if device.type != "cpu":
-        raise ValueError(f"prepare: the model is on {device}; this version has compiled decoders for the CPU only")
+    elsewhere = next((p.device for p in model.parameters() if not p.is_cpu), None)
+    if elsewhere is not None:
+        raise ValueError(f"prepare: the model is on {elsewhere}; this version has compiled decoders for the CPU only")
     try:
         decoder = FusedDecoder(model)
     except UnknownArchitecture as error:
@@ -104,13 +103,13 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `prepare`; ValueError if the model is not prepared."""
+    """Undo `prepare`, also in a copy of a prepared model; ValueError where there is nothing to undo."""
     entry = _prepared.pop(model, None)
-    if entry is None:
+    served = [module for module in model.modules() if type(module) is KernelLinear]
+    if entry is None and not served:
         raise ValueError(f"restore: this {type(model).__name__} is not prepared")
-    for module in model.modules():
-        if type(module) is KernelLinear:
-            module.__class__ = nn.Linear
+    for module in served:
+        module.__class__ = nn.Linear
     return model
 
 
@@ -123,35 +122,42 @@ def is_prepared(model: nn.Module) -> bool:
 def fused_decoder(model: nn.Module) -> FusedDecoder | None:
     """The compiled decoder of a model, built when first asked for and again when its weights changed.
 
-    None where there is none: no kernels, an architecture it does not know (said once), autocast.
+    None where there is none: no kernels, autocast, a model off the CPU, or one the decoder does not know (said once).
     """
     if not has_compiled_decoder() or torch.is_autocast_enabled("cpu"):
         return None
-    entry = _prepared.get(model)
+    if not is_prepared(model) and not all(p.is_cpu for p in model.parameters()):
+        return None  # nobody asked for a compiled decoder there
     try:
         architecture.require_known(model)
-        if entry is None or entry.decoder is None or entry.fingerprint != _fingerprint(model):
-            decoder = FusedDecoder(model)
-            entry = _Prepared(_fingerprint(model), decoder, entry is not None and entry.asked)
-            _prepared[model] = entry
+        with _building:
+            return _up_to_date(model)
     except UnknownArchitecture as error:
-        _say(model, f"{error}: it runs module by module")
+        _say(f"{type(model).__name__} runs module by module: {error}")
         return None
+
+
+def _up_to_date(model: nn.Module) -> FusedDecoder:
+    entry = _prepared.get(model)
+    if entry is None or entry.decoder is None or entry.fingerprint != _fingerprint(model):
+        decoder = FusedDecoder(model)
+        entry = _Prepared(_fingerprint(model), decoder, entry is not None and entry.asked)
+        _prepared[model] = entry
     return entry.decoder
 
 
 def _serve_linears(model: nn.Module, reason: UnknownArchitecture) -> None:
-    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    linears = [m for m in model.modules() if is_dense(m)]
     odd = next((m for m in linears if m.weight.dtype not in (torch.bfloat16, torch.float32)), None)
     if odd is not None:
         raise ValueError(f"prepare: weights are {odd.weight.dtype}; load the model in bfloat16 or float32")
     for linear in linears:
         linear.__class__ = KernelLinear
-    _say(model, f"{reason}: its {len(linears)} linear layers run through the compiled kernels one by one")
+    _say(f"the {len(linears)} linear layers of {type(model).__name__} run through the kernels one by one: {reason}")
 
 
-def _say(model: nn.Module, message: str) -> None:
-    """Once per class of model and message."""
+def _say(message: str) -> None:
+    """Once per message, which names the class of the model."""
     if message not in _said:
         _said.add(message)
         logger.warning("%s", message)

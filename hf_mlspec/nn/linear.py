@@ -1,4 +1,4 @@
-"""What replaces nn.Linear? Layers that hold their weight in a few bits and call ops/."""
+"""What replaces nn.Linear? Layers that call ops/, on a weight of a few bits or on the dense one as it is."""
 
 from __future__ import annotations
 
@@ -154,6 +154,30 @@ class Mxfp4Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"activation_bits={self.activation_bits}{dense}"
         )
+
+
+class KernelLinear(nn.Linear):
+    """An nn.Linear served by the compiled kernels; what `prepare` makes of the linears of an unknown architecture.
+
+    Where they do not serve (off the CPU, a dtype other than bfloat16 and float32, under autograd) it is its parent.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` -> ``[..., out]`` in x.dtype."""
+        weight = self.weight
+        linear = _DENSE_OPS.get(weight.dtype)
+        learns = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+        if linear is None or x.dtype != weight.dtype or not weight.is_cpu or learns:
+            return super().forward(x)
+        return linear(x, weight, self.bias)
+
+
+_DENSE_OPS = {torch.bfloat16: ops.bf16_linear, torch.float32: ops.f32_linear}
+
+
+def is_dense(module: nn.Module) -> bool:
+    """Whether a module is nn.Linear, prepared or not; another subclass computes something else."""
+    return type(module) in (nn.Linear, KernelLinear)
 
 
 def require_activation_bits(activation_bits: int | None, device: torch.device | None = None) -> int:

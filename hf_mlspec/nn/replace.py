@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..formats import mxfp4
 from ..precision import Precision
-from .linear import Mxfp4Linear, require_activation_bits
+from .linear import Mxfp4Linear, is_dense, require_activation_bits
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -140,17 +140,17 @@ def _require_castable(model: PreTrainedModel, format: str, rule: str) -> None:
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Every path of every plain nn.Linear; a subclass computes something else and stays."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) is nn.Linear:
+        if is_dense(module):
             yield name, module
 
 
 def _unfit_linears(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) is nn.Linear and module.in_features % mxfp4.BLOCK:
+        if is_dense(module) and module.in_features % mxfp4.BLOCK:
             yield name, f"in_features {module.in_features} is no multiple of {mxfp4.BLOCK}"
         elif isinstance(module, Conv1D):
             yield name, "Conv1D"
-        elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+        elif isinstance(module, nn.Linear) and not is_dense(module):
             yield name, type(module).__name__
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3 and "expert" in name:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig
-from transformers import Phi3Config, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import hf_mlspec
 from hf_mlspec.nn import fused
@@ -163,7 +171,10 @@ def test_changed_weights_are_noticed():
         (lambda m: m.train(), "training mode"),
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *a: None), "forward hooks"),
         (lambda m: m.double(), "float64"),
-        (lambda m: m.model.layers[0].self_attn.__setattr__("q_proj", nn.Identity()), "Identity"),
+        (lambda m: m.model.layers[0].self_attn.__setattr__("q_proj", nn.Identity().eval()), "Identity"),
+        (lambda m: m.model.__setattr__("norm", nn.RMSNorm(64).eval()), "normalization.RMSNorm"),
+        (lambda m: m.model.embed_tokens.half(), "embedding is torch.float16"),
+        (lambda m: m.model.layers[2].mlp.down_proj.half(), "down is torch.float16"),
     ],
 )
 def test_what_the_decoder_would_get_wrong_it_does_not_take(change, reason, caplog):

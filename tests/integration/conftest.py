@@ -1,0 +1,30 @@
+"""What do the tests of generate watch: what was said already, and which runner was wired?"""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_mlspec.integration import generate as hook
+from hf_mlspec.integration.wiring import Wiring
+from hf_mlspec.nn import fused
+
+
+@pytest.fixture
+def nothing_said_yet():
+    """Messages that are said once come again."""
+    fused._said.clear()
+    hook._said.clear()
+
+
+@pytest.fixture
+def runners(monkeypatch):
+    """Names of the classes that score tokens, in the order in which chains were wired."""
+    made, make = [], Wiring._runner
+
+    def counted(self, model):
+        runner = make(self, model)
+        made.append(type(runner).__name__)
+        return runner
+
+    monkeypatch.setattr(Wiring, "_runner", counted)
+    return made
