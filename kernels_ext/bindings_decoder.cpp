@@ -8,30 +8,18 @@
 #include <map>
 #include <string>
 
+#include "bindings_decoder_tensors.h"
 #include "cpu/attention_limits.h"
 #include "cpu/decoder_rounds.h"
 
 namespace {
 
 using at::Tensor;
+using mlspec::check_plain;
 using mlspec::DecoderLayer;
+using mlspec::storage_dtype;
 using Ints = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
-
-mlspec_dtype storage_dtype(const Tensor& tensor, const char* what) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return MLSPEC_FLOAT32;
-    case at::kBFloat16: return MLSPEC_BFLOAT16;
-    default: TORCH_CHECK_TYPE(false, what, " is ", tensor.scalar_type(), ", expected float32 or bfloat16");
-  }
-}
-
-void check_plain(const Tensor& tensor, const std::string& what, at::ScalarType dtype, at::IntArrayRef shape) {
-  TORCH_CHECK(tensor.is_cpu(), what, " is on ", tensor.device(), ", the compiled decoder runs on the CPU");
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, what, " is ", tensor.scalar_type(), ", expected ", dtype);
-  TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.is_contiguous(), what, " has shape ", tensor.sizes(),
-                    tensor.is_contiguous() ? "" : " (not contiguous)", ", expected contiguous ", shape);
-}
 
 class DecoderObject : public torch::CustomClassHolder {
  public:
@@ -46,14 +34,16 @@ class DecoderObject : public torch::CustomClassHolder {
     s.positions = 0;
     s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
     s.attention_softcap = numbers[3], s.logit_softcap = numbers[4];
-    TORCH_CHECK_VALUE(s.hidden > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 &&
-                          s.head_dim <= mlspec::kMaxHeadDim && s.vocab > 0 &&
-                          s.rotary_dim > 0 && s.rotary_dim <= s.head_dim && s.rotary_dim % 2 == 0,
+    TORCH_CHECK_VALUE(s.hidden > 0 && s.kv_heads > 0 && s.heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 &&
+                          s.head_dim <= mlspec::kMaxHeadDim && s.intermediate > 0 && s.vocab > 0 && s.embeddings > 0 &&
+                          dims[8] >= MLSPEC_SILU && dims[8] <= MLSPEC_RELU && s.rotary_dim > 0 &&
+                          s.rotary_dim <= s.head_dim && s.rotary_dim % 2 == 0,
                       "Decoder: impossible sizes ", at::IntArrayRef(dims));
     s.embedding_dtype = storage_dtype(embedding, "the embedding");
     check_plain(embedding, "the embedding", embedding.scalar_type(), {s.embeddings, s.hidden});
     decoder_.embedding = hold(embedding);
     decoder_.final_norm = norm(final_norm, "the final norm", s.hidden);
+    mlspec::cpu_kernels();  // throws where MLSPEC_CPU_ISA asks for what is not here; a parallel region cannot
   }
 
   // cos, sin: float32 [positions, rotary_dim / 2]; table `index` is added or replaced.
@@ -78,6 +68,7 @@ class DecoderObject : public torch::CustomClassHolder {
   // norms: attention, mlp, attention_out, mlp_out, q, k; float32 with any +1 added.
   void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table) {
     TORCH_CHECK_VALUE(norms.size() == 6 && norms[0] && norms[1], "a layer has 6 norms, the first two always there");
+    TORCH_CHECK_VALUE(window >= 0, "window is ", window, ", 0 (full attention) or more is meant");
     TORCH_CHECK_INDEX(rope_table >= 0 && rope_table < static_cast<int64_t>(decoder_.ropes.size()), "rope table ", rope_table);
     const auto& s = decoder_.shape;
     DecoderLayer layer;
@@ -98,35 +89,21 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::Linear linear;
     linear.format = static_cast<mlspec::WeightFormat>(format);
     linear.in_features = in, linear.out_features = out, linear.group = group, linear.activation_bits = bits;
-    const int64_t tiles = (out + 15) / 16, blocks = in / 32;
-    const std::string what = name + ".weight";
-    switch (linear.format) {
-      case mlspec::WeightFormat::kBf16: check_plain(weight, what, at::kBFloat16, {out, in}); break;
-      case mlspec::WeightFormat::kF32: check_plain(weight, what, at::kFloat, {out, in}); break;
-      case mlspec::WeightFormat::kMxfp4:
-        TORCH_CHECK_VALUE(in % 32 == 0 && scale, what, ": MXFP4 takes scales and in_features a multiple of 32, not ", in);
-        check_plain(weight, what, at::kByte, {tiles, blocks, 256});
-        check_plain(*scale, name + ".scale", at::kByte, {tiles, blocks, 16});
-        break;
-      case mlspec::WeightFormat::kInt4:
-        TORCH_CHECK_VALUE(scale && group > 0 && group % 32 == 0 && in % group == 0, what, ": group ", group, " of ", in);
-        check_plain(weight, what, at::kByte, {tiles, blocks, 256});
-        check_plain(*scale, name + ".scale", at::kHalf, {tiles, in / group, 16});
-        if (zero) check_plain(*zero, name + ".zero", at::kByte, {tiles, in / group, 16});
-        break;
-      default: TORCH_CHECK_VALUE(false, what, ": unknown format ", format);
-    }
+    mlspec::Linear& target = place(name);
+    mlspec::check_place(name, decoder_.shape, in, out);
+    mlspec::check_weight(name, linear, weight, scale, zero);
     linear.weight = hold(weight);
     if (scale) linear.scale = hold(*scale);
     if (zero) linear.zero = static_cast<const uint8_t*>(hold(*zero));
     linear.bias = norm(bias, name + ".bias", out);
-    place(name) = linear;
+    target = linear;
   }
 
   // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them.
   // -> best int64 [sum of kept] (-1: NaN), confidence float32 (empty unless wanted), logits float32 (empty unless wanted)
   std::tuple<Tensor, Tensor, Tensor> score(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
                                            const Ints& kept, bool want_confidence, bool want_logits) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level{&decoder_, checked(kv), starts, 0, 0};
     const auto rows = split(tokens, counts, starts);
     check_room(level, rows, kept, Ints(rows.size(), 0));
@@ -136,7 +113,6 @@ class DecoderObject : public torch::CustomClassHolder {
       total += kept[r];
     }
     Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
-    std::lock_guard<std::mutex> lock(decoder_.busy);
     const mlspec::Scored scored = mlspec::score(at::get_num_threads(), level, rows, kept, want_confidence,
                                                 want_logits ? logits.mutable_data_ptr<float>() : nullptr);
     return {as_tensor(scored.best, at::kLong), as_tensor(scored.confidence, at::kFloat), logits};
@@ -145,10 +121,10 @@ class DecoderObject : public torch::CustomClassHolder {
   // -> drafted tokens per row, forward passes, seconds in them
   std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
                                                        const Ints& starts, const Ints& limits, double threshold) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level{&decoder_, checked(kv), starts, 0, 0};
     const auto rows = split(tokens, counts, starts);
     check_room(level, rows, Ints(rows.size(), 1), limits);
-    std::lock_guard<std::mutex> lock(decoder_.busy);
     auto drafted = mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
     return {std::move(drafted), level.forwards, level.seconds};
   }
@@ -159,14 +135,15 @@ class DecoderObject : public torch::CustomClassHolder {
       const Tensor& kv, const Ints& lengths, const c10::intrusive_ptr<DecoderObject>& tiny, const Tensor& tiny_kv,
       const Ints& tiny_lengths, const Ints& tokens, const Ints& counts, const Ints& bases, const Ints& limits,
       int64_t num_draft_tokens, double tiny_threshold, double middle_threshold) {
+    TORCH_CHECK_VALUE(tiny.get() != this, "the tiny level is the middle one");
+    TORCH_CHECK_VALUE(num_draft_tokens >= 0, "num_draft_tokens is ", num_draft_tokens);
+    std::scoped_lock lock(decoder_.busy, tiny->decoder_.busy);
     mlspec::Level middle{&decoder_, checked(kv), lengths, 0, 0};
     mlspec::Level small{&tiny->decoder_, tiny->checked(tiny_kv), tiny_lengths, 0, 0};
-    TORCH_CHECK_VALUE(tiny.get() != this, "the tiny level is the middle one");
     const auto rows = split(tokens, counts, bases);
     check_room(middle, rows, Ints(rows.size(), 1), limits);
     tiny->check_room(small, rows, Ints(rows.size(), 1), limits);
     mlspec::CheckedOptions options{num_draft_tokens, static_cast<float>(tiny_threshold), static_cast<float>(middle_threshold)};
-    std::scoped_lock lock(decoder_.busy, tiny->decoder_.busy);
     auto out = mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);
     Ints inner;
     for (const auto& [drafted, accepted] : out.inner) inner.insert(inner.end(), {drafted, accepted});
@@ -197,6 +174,7 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   mlspec::RaggedKv checked(const Tensor& kv) const {
+    mlspec::check_complete(decoder_);
     const auto& s = decoder_.shape;
     const int64_t layers = decoder_.layers.size();
     TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
@@ -232,9 +210,10 @@ class DecoderObject : public torch::CustomClassHolder {
                       limits.size(), " limits, ", level.lengths.size(), " lengths");
     const int64_t room = std::min(level.kv.slots, decoder_.shape.positions);
     for (size_t r = 0; r < rows.size(); ++r) {
-      const int64_t end = rows[r].end() + std::max<int64_t>(limits[r], 0);
-      TORCH_CHECK_INDEX(end <= room, "row ", r, " grows to ", end, " tokens, the cache has ", level.kv.slots,
-                        " slots and the rotary tables ", decoder_.shape.positions, " positions");
+      const int64_t more = std::max<int64_t>(limits[r], 0);  // compared so that no sum can overflow
+      TORCH_CHECK_INDEX(rows[r].base <= room && rows[r].end() <= room && more <= room - rows[r].end(), "row ", r, " grows to ",
+                        static_cast<uint64_t>(rows[r].base) + rows[r].tokens.size() + more, " tokens, the cache has ",
+                        level.kv.slots, " slots and the rotary tables ", decoder_.shape.positions, " positions");
       const bool busy = kept[r] > 0 && (limits[r] > 0 || limits == Ints(rows.size(), 0));
       TORCH_CHECK_VALUE(!busy || (!rows[r].tokens.empty() && level.lengths[r] >= rows[r].base), "row ", r, " has ",
                         rows[r].tokens.size(), " tokens from ", rows[r].base, " on, the cache holds ", level.lengths[r]);

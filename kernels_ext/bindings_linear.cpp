@@ -30,8 +30,7 @@ struct Form {
 };
 
 // Rows [0, acts.num_rows) of x in dtype: widened, then packed, in pieces of 16 rows and kPackColumns elements.
-void pack(Team& team, const void* x, mlspec_dtype dtype, float* wide, const mlspec_acts& acts) {
-  const CpuKernels& kernels = cpu_kernels();
+void pack(const CpuKernels& kernels, Team& team, const void* x, mlspec_dtype dtype, float* wide, const mlspec_acts& acts) {
   const int64_t n = acts.num_rows, in = acts.in_features, columns = round_up(in, kPackColumns);
   const mlspec_pack_args args{dtype == MLSPEC_FLOAT32 ? static_cast<const float*>(x) : wide, in, &acts};
   team.share(round_up(n, 16) * columns, 1, [&](int64_t piece, int64_t end) {
@@ -58,15 +57,16 @@ void multiply_rows(const Form& form, mlspec_linear_args args, const void* x, mls
   const double work = static_cast<double>(rows) * in * out;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kWorkPerThread / 2 / (16.0 * in * rows)));
   float* const widened = wide_x.mutable_data_ptr<float>();
+  const CpuKernels& kernels = cpu_kernels();
   run(threads_for(work), [&](Team& team) {
-    pack(team, x, dtype, widened, acts);
+    pack(kernels, team, x, dtype, widened, acts);
     team.share(round_up(out, kTileOutputs), grain, [&](int64_t begin, int64_t end) {
       form.kernel(&args, begin * kTileOutputs, std::min(end * kTileOutputs, out));
     });
     if (wide) return;
     team.share(round_up(rows * out, kPackColumns), 1, [&](int64_t begin, int64_t end) {
       const int64_t first = begin * kPackColumns, last = std::min(end * kPackColumns, rows * out);
-      cpu_kernels().row.narrow(args.y + first, dtype, last - first, bytes_at(y, dtype, first));
+      kernels.row.narrow(args.y + first, dtype, last - first, bytes_at(y, dtype, first));
     });
   });
 }
@@ -188,6 +188,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, in
   shape.back() = groups;
   Tensor scales = at::empty(shape, x.options().dtype(at::kFloat));
   if (x.numel() == 0) return {codes, scales};
+  const CpuKernels& kernels = cpu_kernels();  // may throw, which a parallel region must not
   const Tensor flat = x.contiguous();
   const int64_t rows = flat.numel() / in;
   for (int64_t first = 0; first < rows; first += kRowsPerPass) {
@@ -197,7 +198,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, in
     acts.data = packed.mutable_data_ptr();
     float* const widened = wide.mutable_data_ptr<float>();
     run(threads_for(static_cast<double>(n) * in), [&](Team& team) {
-      pack(team, bytes_at(flat.const_data_ptr(), dtype, first * in), dtype, widened, acts);
+      pack(kernels, team, bytes_at(flat.const_data_ptr(), dtype, first * in), dtype, widened, acts);
     });
     std::memcpy(codes.mutable_data_ptr<int8_t>() + first * in, mlspec_acts_codes(&acts), n * in);
     std::memcpy(scales.mutable_data_ptr<float>() + first * groups, mlspec_acts_scales(&acts), n * groups * sizeof(float));
