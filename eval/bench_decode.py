@@ -48,7 +48,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
     parser.add_argument("--shape", choices=sorted(shapes), help="a target of random BF16 weights instead")
     parser.add_argument("--level", action="append", default=[], help="a level; repeated: the levels of one chain")
-    parser.add_argument("--chain", action="append", default=[], help="levels with commas between; may be repeated")
+    parser.add_argument("--chain", action="append", default=[],
+                        help="levels with commas between, LEVEL=12 drafts 12 tokens; may be repeated")
     parser.add_argument("--prompts", type=Path, action="append", default=[],
                         help='JSON or JSON lines with "prompt", "question", "text" or "turns"; may be repeated')
     parser.add_argument("--count", type=int, help="prompts to read of each file (10)")

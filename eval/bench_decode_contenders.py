@@ -106,7 +106,8 @@ def chains(target: PreTrainedModel, asked: list[list[str]], args: argparse.Names
     settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     config = {"num_draft_tokens": args.num_draft_tokens, "confidence_threshold": args.threshold}
     found = [Contender(STOCK, stock(target, settings))]
-    folder = next((level for levels in asked for level in levels if Path(level).is_dir()), None)
+    words = [split_level(level, 1)[0] for levels in asked for level in levels]
+    folder = next((word for word in words if Path(word).is_dir()), None)
     if folder is not None:
         draft = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).eval()
         draft.generation_config.num_assistant_tokens = args.num_draft_tokens
@@ -115,13 +116,21 @@ def chains(target: PreTrainedModel, asked: list[list[str]], args: argparse.Names
         found.append(Contender(ASSISTED, stock(target, settings, assistant_model=draft)))
     found.append(Contender(ALONE, ours(target, [], settings, config)))
     for levels in asked:
+        words, counts = zip(*(split_level(level, args.num_draft_tokens) for level in levels), strict=True)
         name = ", ".join(Path(level).name if "/" in level else level for level in levels)
-        found.append(Contender(f"[{name}]", ours(target, levels, settings, config)))
+        chain = {**config, "num_draft_tokens": list(counts)}
+        found.append(Contender(f"[{name}]", ours(target, list(words), settings, chain)))
     return found
 
 
-def of_shape(shape: str, max_new_tokens: int) -> tuple[PreTrainedModel, list[Contender], dict[str, torch.Tensor]]:
-    """A model of random BF16 weights: stock, prepared, and its MXFP4 cast, head included, as a target of its own."""
+def split_level(text: str, num_draft_tokens: int) -> tuple[str, int]:
+    """`LEVEL=12`: a level and the tokens it drafts; without a number the default of the run."""
+    word, equals, count = text.rpartition("=")
+    return (word, int(count)) if equals and count.isdecimal() else (text, num_draft_tokens)
+
+
+def random_model(shape: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model of random BF16 weights, and 32 random ids to start from."""
     torch.manual_seed(0)
     before, config = torch.get_default_dtype(), LlamaConfig(**shapes[shape], eos_token_id=None)
     torch.set_default_dtype(torch.bfloat16)
@@ -129,12 +138,18 @@ def of_shape(shape: str, max_new_tokens: int) -> tuple[PreTrainedModel, list[Con
         target = LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
+    ids = torch.randint(0, config.vocab_size, (1, 32))
+    return target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def of_shape(shape: str, max_new_tokens: int) -> tuple[PreTrainedModel, list[Contender], dict[str, torch.Tensor]]:
+    """A random model: stock, prepared, and its MXFP4 cast, head included, as a target of its own."""
+    target, ids = random_model(shape)
     cast = hf_mlspec.direct_cast(target, "mxfp4", cast_head=True)
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
     found = [Contender(STOCK, stock(target, settings)), Contender(ALONE, ours(target, [], settings, {})),
              Contender("MXFP4 cast alone, prepared", ours(cast, [], settings, {}))]
-    ids = torch.randint(0, config.vocab_size, (1, 32))
-    return target, found, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return target, found, ids
 
 
 def measure(contenders: list[Contender], prompts: list[Any], repeats: int, probe: machine.ReadProbe) -> float:
