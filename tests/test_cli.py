@@ -110,7 +110,11 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     assert told["versions"]["python"] == sys.version.split()[0]
     assert {(row["op"], row["device"], row["kernel"]) for row in told["kernels"]} == set(hf_mlspec.ops.kernel_table())
     assert main(["info"]) == 0
-    assert "  mxfp4_linear on cpu: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "  mxfp4_linear on cpu: " in shown
+    compiled = "Gemma2, Gemma3, Llama, Mistral, Phi3, Qwen2, Qwen3" if told["compiled_decoder"] else "none"
+    assert f"  whole decoders compiled: {compiled}\n" in shown
+    assert bool(told["compiled_decoder"]) == (told["kernels_problem"] is None)
 
 
 def test_demo_writes_what_the_target_alone_writes(capsys):

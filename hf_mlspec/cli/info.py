@@ -14,6 +14,8 @@ from rich.console import Console
 
 from .. import ops
 from ..integration.generate import enabled
+from ..nn.architecture import KNOWN
+from ..ops.compiled_decoder import has_compiled_decoder
 from .tables import show
 
 PACKAGES = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safetensors", "tokenizers", "numpy")
@@ -31,6 +33,7 @@ def run_info(args: argparse.Namespace) -> int:
              "devices": _devices(),
              "kernels": [{"op": op, "device": device, "kernel": kernel} for op, device, kernel in kernels],
              "kernels_problem": problem,
+             "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "hook": "on" if enabled() else "off",
              "MLSPEC_REQUIRE_KERNELS": os.environ.get("MLSPEC_REQUIRE_KERNELS", "not set")}
     if args.json:
@@ -41,7 +44,9 @@ def run_info(args: argparse.Namespace) -> int:
     show(console, "devices", ("", "what"), list(found["devices"].items()))
     rows = [(f"{op} on {device}", kernel) for op, device, kernel in kernels]
     show(console, "kernels", ("", "kernel"), [*rows, *([("problem", problem)] if problem else [])])
-    state = [("generate takes assistant_models", found["hook"]),
+    decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
+    state = [("whole decoders compiled", decoder or "none"),
+             ("generate takes assistant_models", found["hook"]),
              ("MLSPEC_REQUIRE_KERNELS", found["MLSPEC_REQUIRE_KERNELS"])]
     show(console, "state", ("", "value"), state)
     return 0

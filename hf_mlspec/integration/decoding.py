@@ -17,7 +17,7 @@ from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.stats import SpeculationStats
 from .config import SpeculationConfig
 from .levels import resolve
-from .processing import Prompts, Stopping
+from .processing import Prompts, Stopping, split_processors
 from .record import Record
 from .request import check_prompts, check_request, check_streamer, check_target
 from .suitability import check_length
@@ -117,6 +117,7 @@ def check(model: PreTrainedModel, call: Call) -> Prompts:
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
     _check_filled(call.model_kwargs.get("past_key_values"), prompts)
+    split_processors(call.processors, prompts)  # refuses those that keep state
     return prompts
 
 

@@ -93,13 +93,15 @@ NUMBERS = {
     "max_ngram": [0, -2, "3", True, None],
     "ngram_order": [1, 0, 2.5],
     "cast_rule": ["nearest", None],
+    "cast_activation_bits": [4, 0, True, 8.0, "8", [8]],
 }
 SWITCHES = {"shared_cache": ["yes", None, 1], "cast_head": [3], "materialize": [None], "common_vocabulary": ["x", 0]}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in NUMBERS for value in NUMBERS[name]])
 def test_config_values(name, value):
-    kind = {"confidence_threshold": r"a probability in \[0, 1\)", "cast_rule": "choose one of ocp_floor"}
+    kind = {"confidence_threshold": r"a probability in \[0, 1\)", "cast_rule": "choose one of ocp_floor",
+            "cast_activation_bits": r"cast_activation_bits is .*8 \(int8\), 16 \(bfloat16\) or None"}
     with pytest.raises(ValueError, match=kind.get(name, rf"{name} is .*integer")):
         SpeculationConfig(**{name: value})
 

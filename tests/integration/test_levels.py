@@ -80,9 +80,22 @@ def test_words_are_built_once(target, built):
 
 
 def test_other_settings_build_another(target, built):
-    for options in ({}, {"cast_rule": "ceil"}, {"cast_head": False}, {"materialize": True}, {}):
+    changes = {"cast_rule": "ceil", "cast_head": False, "materialize": True, "cast_activation_bits": 16}
+    for options in ({}, *({name: value} for name, value in changes.items()), {}):
         write(target, "mxfp4", speculation_config=options)
-    assert built == ["direct_cast"] * 4
+    assert built == ["direct_cast"] * 5
+
+
+def test_activation_bits_reach_every_cast(target, tmp_path):
+    target.save_pretrained(tmp_path)
+    for word in ("mxfp4", f"{tmp_path}@mxfp4"):
+        for given, used in ((None, 8), (8, 8), (16, 16)):
+            hf_mlspec.clear(target)
+            write(target, word, speculation_config={"cast_activation_bits": given})
+            found = next(entry[1] for entry in levels_module._built[target].values())
+            cast = found[0] if isinstance(found, tuple) else found
+            bits = {module.activation_bits for module in cast.modules() if hasattr(module, "activation_bits")}
+            assert bits == {used}
 
 
 def test_clear_frees(target, built):

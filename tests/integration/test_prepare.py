@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import near, prompts, tiny
 from transformers import DynamicCache, TextIteratorStreamer
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import hf_mlspec
 from hf_mlspec.nn.fused import is_prepared
@@ -142,6 +143,15 @@ def test_prepare_and_restore_switch_plain_generate(target, runners, caplog):
     assert not caplog.records
 
 
+class Reseeded(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Stands for any processor with a state of its own."""
+
+    def __init__(self): ...
+
+    def __call__(self, ids, scores):
+        return scores
+
+
 LONG = {"max_new_tokens": 600}
 HIDDEN = {**prompts([9]), "position_ids": torch.arange(2, 11)[None]}
 
@@ -155,6 +165,7 @@ HIDDEN = {**prompts([9]), "position_ids": torch.arange(2, 11)[None]}
         ({"cache_implementation": "static"}, "cache_implementation was given"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens was given"),
         (HIDDEN, "position_ids was given"),
+        ({"logits_processor": [Reseeded()]}, "Reseeded keeps state between tokens"),
         (LONG, r"exceed the 512 positions"),
         ({"past_key_values": DynamicCache(), **BATCHES["four ragged rows"]}, "past_key_values was given for 4 rows"),
     ],
