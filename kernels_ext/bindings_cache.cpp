@@ -1,4 +1,5 @@
 // How do the kernels over a ragged cache meet torch: rotary and write, attention?
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -90,6 +91,9 @@ Tensor rope_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   const mlspec_dtype dtype = float_dtype(op, "q", q);
   const Lanes key_lanes = check_lanes(op, "keys", keys), value_lanes = check_lanes(op, "values", values);
   check_same(op, "values", values, "keys", keys);
+  at::assert_no_internal_overlap(keys);  // rows are written by different threads
+  at::assert_no_internal_overlap(values);
+  at::assert_no_overlap(keys, values);
   const int64_t batch = keys.size(0), dim = key_lanes.head_dim, kv_heads = key_lanes.kv_heads;
   check_queries(op, q, key_lanes, batch, starts);
   const int64_t tokens = q.size(1), heads = q.size(2), half = check_rotation(op, cos, sin, dim, starts, tokens);
