@@ -5,6 +5,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
 
@@ -197,6 +198,7 @@ class DecoderObject : public torch::CustomClassHolder {
       rows[r] = {bases[r], Ints(tokens.begin() + at, tokens.begin() + at + counts[r])};
       at += counts[r];
     }
+    TORCH_CHECK_VALUE(std::all_of(tokens.begin(), tokens.end(), [](int64_t id) { return id >= 0; }), "a token id is negative");
     TORCH_CHECK_VALUE(at == static_cast<int64_t>(tokens.size()), tokens.size(), " tokens for ", at, " places");
     return rows;
   }

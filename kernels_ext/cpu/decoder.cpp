@@ -21,7 +21,6 @@ class Buffer {
     if (count <= count_) return;
     release();
     data_ = static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64)));
-    std::memset(static_cast<void*>(data_), 0, count * sizeof(T));
     count_ = count;
   }
   T* data() const { return data_; }
@@ -33,6 +32,7 @@ class Buffer {
 };
 
 constexpr int64_t kTile = 16;    // outputs of one weight tile
+constexpr int64_t kScoredTogether = 64;  // rows of logits at a time: a vocabulary of 152k takes 39 MB
 constexpr int64_t kChunk = 128;  // elements of one piece of packing: a multiple of every group
 
 int64_t bytes_per_tile(const Linear& linear) {
@@ -63,8 +63,8 @@ struct Decoder::Workspace {
   Buffer<float> context;   // [n][heads * head_dim]
   Buffer<float> gate_up;   // [n][2 * intermediate]
   Buffer<float> block;     // [n][hidden], a block's output where a norm follows it
-  Buffer<float> scored;    // [kept][hidden]
-  Buffer<float> logits;    // [kept][vocab]
+  Buffer<float> scored;    // [kScoredTogether][hidden]
+  Buffer<float> logits;    // [kScoredTogether][vocab], where nobody asked for them
   Buffer<float> normed;    // [n][hidden], where rows share the lines of packed activations
   Buffer<float> rows;      // [threads][longest row]
   Buffer<char> acts;       // activations as the next linear wants them
@@ -94,8 +94,8 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.qkv.reserve(n * (context + 2 * shape.kv_heads * shape.head_dim));
   w.context.reserve(n * context);
   w.gate_up.reserve(n * 2 * shape.intermediate);
-  w.scored.reserve(kept * shape.hidden);
-  w.normed.reserve(std::max(n, kept) * shape.hidden);
+  w.scored.reserve(std::min(kept, kScoredTogether) * shape.hidden);
+  w.normed.reserve(n * shape.hidden);
   w.row_stride = std::max(shape.hidden, kTile * kChunk) + kTile;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
@@ -105,14 +105,11 @@ void Decoder::prepare(Pass& pass, int threads) {
   };
   for (const DecoderLayer& layer : layers)
     for (const Linear* next : {&layer.q, &layer.o, &layer.gate, &layer.down}) measure(*next, n);
-  measure(head, kept);
+  measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
-  if (!pass.logits) {
-    w.logits.reserve(kept * shape.vocab);
-    pass.logits = w.logits.data();
-  }
+  if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
 }
 
 // y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y.
@@ -277,25 +274,28 @@ void Decoder::forward(Team& team, Pass& pass) {
     pending = layer.mlp_out_norm;
     multiply(team, down, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
   }
-  score(team, pass, pending);
+  const int64_t kept = pass.kept.size();
+  for (int64_t first = 0; first < kept; first += kScoredTogether) {
+    float* const logits = pass.logits ? pass.logits + first * shape.vocab : w.logits.data();
+    score(team, pass, pending, first, std::min(kScoredTogether, kept - first), logits);
+  }
 }
 
-// Final norm, head, soft cap and argmax of the kept tokens.
-void Decoder::score(Team& team, Pass& pass, const float* pending) {
+// Final norm, head, soft cap and argmax of kept tokens [first, first + count) into `logits`.
+void Decoder::score(Team& team, Pass& pass, const float* pending, int64_t first, int64_t count, float* logits) {
   const CpuKernels& kernels = cpu_kernels();
   Workspace& w = *work_;
-  const int64_t kept = pass.kept.size();
-  const mlspec_acts acts = acts_for(head, kept);
+  const mlspec_acts acts = acts_for(head, count);
   const bool together = rows_share_lines(acts);
   float* const own = w.rows.data() + team.index() * w.row_stride;
-  team.share(kept, 1, [&](int64_t begin, int64_t end) {
+  team.share(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
+      const int64_t token = pass.kept[first + i] * shape.hidden;
       float* const hidden = w.scored.data() + i * shape.hidden;
       float* const normed = together ? w.normed.data() + i * shape.hidden : own;
-      std::memcpy(hidden, w.hidden.data() + pass.kept[i] * shape.hidden, shape.hidden * sizeof(float));
+      std::memcpy(hidden, w.hidden.data() + token, shape.hidden * sizeof(float));
       if (pending) {
-        const float* const block = w.block.data() + pass.kept[i] * shape.hidden;
-        kernels.row.rms_norm(block, pending, shape.norm_eps, shape.hidden, normed);
+        kernels.row.rms_norm(w.block.data() + token, pending, shape.norm_eps, shape.hidden, normed);
         kernels.row.add(normed, shape.hidden, hidden);
       }
       kernels.row.rms_norm(hidden, final_norm, shape.norm_eps, shape.hidden, normed);
@@ -303,17 +303,16 @@ void Decoder::score(Team& team, Pass& pass, const float* pending) {
       if (!together) kernels.pack_rows(&pack, i, i + 1, 0, shape.hidden);
     }
   });
-  if (kept == 0) return;
-  if (together) pack_rows(team, w.normed.data(), shape.hidden, kept, head);
+  if (together) pack_rows(team, w.normed.data(), shape.hidden, count, head);
   const Linear* const parts[] = {&head};
-  multiply(team, parts, 1, pass.logits, shape.vocab, false, kept);
-  team.share(kept, 1, [&](int64_t begin, int64_t end) {
+  multiply(team, parts, 1, logits, shape.vocab, false, count);
+  team.share(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      float* const logits = pass.logits + i * shape.vocab;
+      float* const row = logits + i * shape.vocab;
       float largest = 0, total = 0;
-      if (shape.logit_softcap > 0) kernels.row.softcap(logits, shape.logit_softcap, shape.vocab);
-      pass.best[i] = kernels.row.argmax(logits, shape.vocab, &largest, pass.want_confidence ? &total : nullptr);
-      if (pass.want_confidence) pass.confidence[i] = std::exp(largest - total);
+      if (shape.logit_softcap > 0) kernels.row.softcap(row, shape.logit_softcap, shape.vocab);
+      pass.best[first + i] = kernels.row.argmax(row, shape.vocab, &largest, pass.want_confidence ? &total : nullptr);
+      if (pass.want_confidence) pass.confidence[first + i] = std::exp(largest - total);
     }
   });
 }

@@ -72,7 +72,7 @@ struct Pass {
   // What came out, one entry per kept token. best: argmax of the logits, -1 where they hold NaN.
   std::vector<int64_t> best;
   std::vector<float> confidence;  // probability of best; left empty unless want_confidence
-  float* logits = nullptr;        // [kept][vocab]; null going in: the decoder's own memory
+  float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
   bool want_confidence = false;
 };
 
@@ -101,7 +101,7 @@ class Decoder {
   void attention(Team& team, const Pass& pass, int64_t layer);
   void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
   void activate(Team& team, int64_t rows, const Linear& down);
-  void score(Team& team, Pass& pass, const float* pending);
+  void score(Team& team, Pass& pass, const float* pending, int64_t first, int64_t count, float* logits);
 
   std::shared_ptr<Workspace> work_;
 };

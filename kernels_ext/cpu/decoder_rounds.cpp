@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 
 namespace mlspec {
 namespace {
@@ -36,10 +37,15 @@ class Driver {
 template <class Control>
 void drive(int threads, Control&& control) {
   Pass* current = nullptr;
+  std::exception_ptr failure;  // of the deciding thread: it may run out of memory between passes
   run(threads, [&](Team& team) {
     if (team.index() == 0) {
       Driver driver(team, current);
-      control(driver);
+      try {
+        control(driver);
+      } catch (...) {
+        failure = std::current_exception();
+      }
       driver.finish();
       return;
     }
@@ -49,6 +55,7 @@ void drive(int threads, Control&& control) {
       current->decoder->forward(team, *current);
     }
   });
+  if (failure) std::rethrow_exception(failure);
 }
 
 // One pass after the other over the tokens that the level has not seen, at most kMaxTokens in each.

@@ -124,6 +124,7 @@ struct Pool {
 
 // Where the system grants no more threads, regions are smaller.
 void Pool::grow(int threads) {
+  workers.reserve(max_threads);  // a worker that runs must not fail to be remembered
   while (static_cast<int>(workers.size()) + 1 < threads) {
     auto worker = std::make_unique<Worker>();
     try {
