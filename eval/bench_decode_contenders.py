@@ -106,7 +106,7 @@ def chains(target: PreTrainedModel, asked: list[list[str]], args: argparse.Names
     settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     config = {"num_draft_tokens": args.num_draft_tokens, "confidence_threshold": args.threshold}
     found = [Contender(STOCK, stock(target, settings))]
-    words = [split_level(level, 1)[0] for levels in asked for level in levels]
+    words = [split_level(level, args)[0] for levels in asked for level in levels]
     folder = next((word for word in words if Path(word).is_dir()), None)
     if folder is not None:
         draft = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).eval()
@@ -116,17 +116,20 @@ def chains(target: PreTrainedModel, asked: list[list[str]], args: argparse.Names
         found.append(Contender(ASSISTED, stock(target, settings, assistant_model=draft)))
     found.append(Contender(ALONE, ours(target, [], settings, config)))
     for levels in asked:
-        words, counts = zip(*(split_level(level, args.num_draft_tokens) for level in levels), strict=True)
+        words, counts, thresholds = zip(*(split_level(level, args) for level in levels), strict=True)
         name = ", ".join(Path(level).name if "/" in level else level for level in levels)
-        chain = {**config, "num_draft_tokens": list(counts)}
+        chain = {"num_draft_tokens": list(counts), "confidence_threshold": list(thresholds)}
         found.append(Contender(f"[{name}]", ours(target, list(words), settings, chain)))
     return found
 
 
-def split_level(text: str, num_draft_tokens: int) -> tuple[str, int]:
-    """`LEVEL=12`: a level and the tokens it drafts; without a number the default of the run."""
-    word, equals, count = text.rpartition("=")
-    return (word, int(count)) if equals and count.isdecimal() else (text, num_draft_tokens)
+def split_level(text: str, args: argparse.Namespace) -> tuple[str, int, float]:
+    """`LEVEL=12` or `LEVEL=12:0.2`: a level, the tokens it drafts, its threshold; else the defaults of the run."""
+    word, equals, numbers = text.rpartition("=")
+    count, _, threshold = numbers.partition(":")
+    if not equals or not count.isdecimal():
+        return text, args.num_draft_tokens, args.threshold
+    return word, int(count), float(threshold) if threshold else args.threshold
 
 
 def random_model(shape: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""What does a prepared model hold beyond its weights? One fresh process per question, resident memory before and after.
+"""What does a prepared model hold beyond its weights? One fresh process per way of decoding, peaks of resident memory.
 
     python -m eval.bench_memory                       # a random-weight 22 x 2048/5632 model in BF16, 2.2 GB
     python -m eval.bench_memory --shape tiny
