@@ -49,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(shapes), help="a target of random BF16 weights instead")
     parser.add_argument("--level", action="append", default=[], help="a level; repeated: the levels of one chain")
     parser.add_argument("--chain", action="append", default=[],
-                        help="levels with commas between; LEVEL=12:0.2 drafts 12 tokens, threshold 0.2; may be repeated")
+                        help="levels with commas between; LEVEL=12:0.2 drafts 12 tokens to threshold 0.2")
     parser.add_argument("--prompts", type=Path, action="append", default=[],
                         help='JSON or JSON lines with "prompt", "question", "text" or "turns"; may be repeated')
     parser.add_argument("--count", type=int, help="prompts to read of each file (10)")
