@@ -120,7 +120,7 @@ class Wiring:
         place = len(chain.levels)
         chain.levels.append(None)
         chain.runners.append(runner)
-        most = None if level.shape_of_target else max_positions(level.model)
+        most = None if level.shape_of_target else _reach(runner)
         if last:
             drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold, max_positions=most)
         else:
@@ -204,6 +204,13 @@ class Wiring:
             )
         default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
         return default if given is None else given
+
+
+def _reach(runner: Runner | FusedRunner) -> int | None:
+    """Tokens a level attends to: its positions, and compiled only those before its rotation changes."""
+    decoder = runner.decoder if isinstance(runner, FusedRunner) else None
+    bounds = (max_positions(runner.model), decoder and decoder.max_positions)
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _by_module(runner: Runner | FusedRunner) -> list[nn.Module]:

@@ -72,9 +72,9 @@ def read(model: nn.Module) -> Architecture:
     ]
     head = _weight(model.lm_head, "lm_head")
     sizes = _sizes(model, layers[0], head)
-    return Architecture(
-        sizes, dtype, base.embed_tokens.weight, _norm(base.norm, plus), head, layers, list(kinds)
-    )
+    for index, layer in enumerate(layers):
+        _require_sizes(sizes, layer, index)
+    return Architecture(sizes, dtype, base.embed_tokens.weight, _norm(base.norm, plus), head, layers, list(kinds))
 
 
 def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> list[tuple[Tensor, Tensor]]:
@@ -196,15 +196,26 @@ def _weight(linear: nn.Module, name: str) -> Weight:
         return Weight(MXFP4, tiles, linear.in_features, linear.out_features, scales, bias=bias,
                       group_size=32, activation_bits=linear.activation_bits)  # fmt: skip
     _require_format(linear.weight, name)
-    weight = linear.weight.detach()
-    if not weight.is_contiguous():
-        raise UnknownArchitecture(f"its {name} is not contiguous in memory")
-    return Weight(_FORMATS[weight.dtype], weight, linear.in_features, linear.out_features, bias=bias)
+    weight = linear.weight.detach()  # its shape is what counts: pruning may have left in_features behind
+    return Weight(_FORMATS[weight.dtype], weight, weight.shape[1], weight.shape[0], bias=bias)
 
 
 def _require_format(weight: Tensor, name: str) -> None:
     if weight.dtype not in _FORMATS:
         raise UnknownArchitecture(f"its {name} is {weight.dtype}; the compiled decoder takes bfloat16 and float32")
+    if not weight.is_contiguous():
+        raise UnknownArchitecture(f"its {name} is not contiguous in memory")
+
+
+def _require_sizes(sizes: Sizes, layer: Layer, index: int) -> None:
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    outputs = {"q": queries, "k": keys, "v": keys, "gate": sizes.intermediate, "up": sizes.intermediate}
+    expected = {name: (sizes.hidden, out) for name, out in outputs.items()}
+    expected |= {"o": (queries, sizes.hidden), "down": (sizes.intermediate, sizes.hidden)}
+    for name, weight in layer.linears.items():
+        if (weight.in_features, weight.out_features) != expected[name]:
+            found = f"{weight.in_features} to {weight.out_features} features"
+            raise UnknownArchitecture(f"{name} of layer {index} maps {found}, {expected[name]} are those of the model")
 
 
 def _cut(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:

@@ -27,7 +27,8 @@ _FIRST_POSITIONS = 1024
 class FusedDecoder:
     """A model's compiled decoder: `handle` has one call per step (kernels_ext/bindings_decoder.cpp).
 
-    vocab_size: entries of its logits. dtype: of its keys and values.
+    vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
+    rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,7 +37,7 @@ class FusedDecoder:
         self.sizes, self.dtype = found.sizes, found.dtype
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
-        self._most, self.positions = _rotary_border(model), 0
+        self.max_positions, self.positions = _rotary_border(model), 0
         self._growing = threading.Lock()
         self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm)
         self.reserve_positions(_FIRST_POSITIONS)
@@ -49,10 +50,10 @@ class FusedDecoder:
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
         with self._growing:
-            if count <= self.positions or self.positions == self._most:
+            if count <= self.positions or self.positions == self.max_positions:
                 return
             positions = max(count, 2 * self.positions, _FIRST_POSITIONS)
-            positions = positions if self._most is None else min(positions, self._most)
+            positions = positions if self.max_positions is None else min(positions, self.max_positions)
             for index, table in enumerate(architecture.rope_tables(self._rotary, self._kinds, positions)):
                 self.handle.set_rope(index, *table)
             self.positions = positions  # last: other threads look at it
@@ -62,7 +63,6 @@ class FusedDecoder:
         sizes = self.sizes
         shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
         return torch.zeros(shape, dtype=self.dtype)
-
 
 
 @dataclass
@@ -85,9 +85,11 @@ def prepare(model: nn.Module) -> nn.Module:
     `model.generate` decodes this way too where it can (greedy and sampling); a call that it cannot serve runs in
     transformers' own loop, which is said once. A later change of the weights is noticed, unless it was made through
     `.data`. A deep copy is not prepared.
-    KernelError when no kernels are built (with the command that builds them), ValueError when the model is not on
-    the CPU or its weights are neither bfloat16 nor float32.
+    KernelError when no kernels are built (with the command that builds them), TypeError for what is no model,
+    ValueError when the model is not on the CPU or its weights are neither bfloat16 nor float32.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare takes a model, not a {type(model).__name__}")
     if not has_compiled_decoder():
         raise ops.KernelError(f"prepare needs the compiled kernels: {ops.why_not_compiled()}")
     elsewhere = next((p.device for p in model.parameters() if not p.is_cpu), None)
@@ -104,6 +106,8 @@ def prepare(model: nn.Module) -> nn.Module:
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `prepare`, also in a copy of a prepared model; ValueError where there is nothing to undo."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"restore takes a model, not a {type(model).__name__}")
     entry = _prepared.pop(model, None)
     served = [module for module in model.modules() if type(module) is KernelLinear]
     if entry is None and not served:

@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-BATCHES = {"one row": prompts([9]), "four ragged rows": prompts([3, 17, 1, 9])}
+ONE_ROW = prompts([9])
+BATCHES = {"one row": ONE_ROW, "four ragged rows": prompts([3, 17, 1, 9])}
 
 
 @pytest.fixture
@@ -114,6 +115,22 @@ def test_sampled_frequencies_are_the_targets(target, draft):
     assert seen[~likely].sum() == 0
     expected = 2000 * expected[likely]
     assert ((seen[likely] - expected) ** 2 / expected).sum() < 37.7  # chi-squared, 15 degrees of freedom: 1 in 1000
+
+
+@pytest.mark.parametrize("levels", ["draft", "mxfp4, draft", "draft, prompt_lookup"])
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_a_draft_whose_rotation_changes_drafts_past_that_length(target, rope_type, levels, runners):
+    """Rotary tables of a compiled decoder end where a longer row would turn all its keys anew."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0}
+    rope |= {"factor": 4.0} if rope_type == "dynamic" else {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    bounds = {"max_position_embeddings": 32} if rope_type == "dynamic" else {"original_max_position_embeddings": 32}
+    draft = tiny("phi3" if rope_type == "longrope" else "llama", seed=2, dtype=torch.bfloat16, rope_parameters=rope,
+                 **bounds)  # fmt: skip
+    asked = {**ONE_ROW, **OPTIONS, "max_new_tokens": 80}
+    alone = target.generate(**asked, assistant_models=[])
+    assert torch.equal(target.generate(**asked, assistant_models=chains(draft)[levels]), alone)
+    assert set(runners) == {"FusedRunner"}
+    assert hf_mlspec.last_stats(target).levels[0].drafted > 0
 
 
 def test_prepare_false_runs_module_by_module(target, runners):

@@ -137,6 +137,13 @@ def test_prepare_refuses(target, change, words):
     assert not is_prepared(target)
 
 
+@pytest.mark.parametrize("what", [None, "folder/of/a/model"])
+def test_prepare_and_restore_name_what_is_no_model(what):
+    for change in (hf_mlspec.prepare, hf_mlspec.restore):
+        with pytest.raises(TypeError, match=f"takes a model, not a {type(what).__name__}"):
+            change(what)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_run_module_by_module(dtype, runners, caplog):
     target = tiny(seed=2, dtype=dtype)

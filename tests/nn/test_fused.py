@@ -156,6 +156,17 @@ def test_prepare_shares_every_weight_and_restore_forgets():
         hf_mlspec.restore(model)
 
 
+def prune(mlp: nn.Module) -> None:
+    """To 32 inner features; the modules' in_features and out_features stay behind, as pruning leaves them."""
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight[:32].detach().clone())
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight[:, :32].detach().clone())
+
+
+def transpose_in_memory(module: nn.Module) -> None:
+    module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
+
+
 def test_changed_weights_are_noticed():
     model = random_model("llama", torch.float32)
     first = fused_decoder(model)
@@ -175,6 +186,9 @@ def test_changed_weights_are_noticed():
         (lambda m: m.model.__setattr__("norm", nn.RMSNorm(64).eval()), "normalization.RMSNorm"),
         (lambda m: m.model.embed_tokens.half(), "embedding is torch.float16"),
         (lambda m: m.model.layers[2].mlp.down_proj.half(), "down is torch.float16"),
+        (lambda m: prune(m.model.layers[1].mlp), "gate of layer 1 maps 64 to 32 features"),
+        (lambda m: transpose_in_memory(m.model.embed_tokens), "embedding is not contiguous"),
+        (lambda m: transpose_in_memory(m.model.layers[1].self_attn.o_proj), "o is not contiguous"),
     ],
 )
 def test_what_the_decoder_would_get_wrong_it_does_not_take(change, reason, caplog):
@@ -184,6 +198,15 @@ def test_what_the_decoder_would_get_wrong_it_does_not_take(change, reason, caplo
         FusedDecoder(model)
     assert fused_decoder(model) is None
     assert reason in caplog.text
+
+
+def test_a_model_that_was_pruned_alike_everywhere_runs_fused():
+    model = random_model("llama", torch.float32)
+    for layer in model.model.layers:
+        prune(layer.mlp)
+    ids = torch.randint(1, 199, (1, LENGTH))
+    with torch.no_grad():
+        torch.testing.assert_close(scored_together(model, ids), model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_an_unknown_architecture_is_served_linear_by_linear(tiny_model, caplog):
