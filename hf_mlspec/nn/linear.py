@@ -159,7 +159,8 @@ class Mxfp4Linear(nn.Module):
 class KernelLinear(nn.Linear):
     """An nn.Linear served by the compiled kernels; what `prepare` makes of the linears of an unknown architecture.
 
-    Where they do not serve (off the CPU, a dtype other than bfloat16 and float32, under autograd) it is its parent.
+    Where they do not serve (off the CPU, a dtype other than bfloat16 and float32, a weight that is not contiguous,
+    under autograd or autocast) it is its parent.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +168,8 @@ class KernelLinear(nn.Linear):
         weight = self.weight
         linear = _DENSE_OPS.get(weight.dtype)
         learns = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
-        if linear is None or x.dtype != weight.dtype or not weight.is_cpu or learns:
+        fits = linear is not None and x.dtype == weight.dtype and weight.is_cpu and weight.is_contiguous()
+        if not fits or learns or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
         return linear(x, weight, self.bias)
 

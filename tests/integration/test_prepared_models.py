@@ -119,6 +119,16 @@ def test_kernel_linears_leave_autograd_and_other_dtypes_to_torch():
         assert torch.equal(hf_mlspec.restore(model)(ids).logits, served)
 
 
+def test_kernel_linears_leave_autocast_and_other_memory_orders_to_torch():
+    model = hf_mlspec.prepare(tiny("gpt_oss", dtype=torch.float32))
+    linear, x = model.model.layers[0].self_attn.q_proj, torch.randn(3, 32)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(x).dtype == torch.bfloat16
+        linear.weight = nn.Parameter(linear.weight.t().contiguous().t())
+        assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
