@@ -83,8 +83,8 @@ def prepare(model: nn.Module) -> nn.Module:
     Returns the model. No weight is copied. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one
     compiled call per step; of other architectures each linear runs through its kernel, said once. From then on plain
     `model.generate` decodes this way too where it can (greedy and sampling); a call that it cannot serve runs in
-    transformers' own loop, which is said once. A later change of the weights is noticed, unless it was made through
-    `.data`. A deep copy is not prepared.
+    transformers' own loop, which is said once. A later change of the weights is noticed (a cast of them made before a
+    change through `.data` is not made anew: it drafts worse, no token changes). A deep copy is not prepared.
     KernelError when no kernels are built (with the command that builds them), TypeError for what is no model,
     ValueError when the model is not on the CPU or its weights are neither bfloat16 nor float32.
     """
@@ -168,7 +168,15 @@ def _say(message: str) -> None:
 
 
 def _fingerprint(model: nn.Module) -> tuple:
-    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
+    """Where the weights lie, how often they changed, and what norms and biases hold: the decoder copied those."""
+    return tuple(
+        (p.data_ptr(), 0 if p.is_inference() else p._version, hash(_bytes(p)) if p.ndim == 1 else 0)
+        for p in model.parameters()
+    )
+
+
+def _bytes(vector: Tensor) -> bytes:
+    return vector.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _rotary_border(model: nn.Module) -> int | None:
