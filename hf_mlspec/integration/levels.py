@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..nn.replace import direct_cast, early_exit
+from ..nn.replace import direct_cast, early_exit, fingerprint
 from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
@@ -104,10 +104,10 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
     cast["activation_bits"] = config.cast_activation_bits
     key = (text, *cast.values())
     if word.kind == "cast":
-        model = _keep(target, key, _fingerprint(target), lambda: direct_cast(target, "mxfp4", **cast))
+        model = _keep(target, key, fingerprint(target), lambda: direct_cast(target, "mxfp4", **cast))
         return Level(text, model=model, shape_of_target=True)
     if word.kind == "early_exit":
-        model = _keep(target, text, _fingerprint(target), lambda: early_exit(target, word.layers))
+        model = _keep(target, text, fingerprint(target), lambda: early_exit(target, word.layers))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
     model, tokenizer = _keep(target, key, (place.device, target.dtype), lambda: _load(target, word, cast))
@@ -158,10 +158,6 @@ def _keep(target: nn.Module, key, fingerprint, build):
     if key not in kept or kept[key][0] != fingerprint:
         kept[key] = (fingerprint, build())
     return kept[key][1]
-
-
-def _fingerprint(model: nn.Module) -> tuple:
-    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
 
 
 def clear(model: nn.Module) -> None:

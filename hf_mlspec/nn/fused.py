@@ -19,6 +19,7 @@ from ..ops.compiled_decoder import compiled_decoder, has_compiled_decoder, set_l
 from . import architecture
 from .architecture import UnknownArchitecture
 from .linear import KernelLinear, is_dense
+from .replace import fingerprint
 
 logger = logging.getLogger(__name__)
 _FIRST_POSITIONS = 1024
@@ -168,11 +169,8 @@ def _say(message: str) -> None:
 
 
 def _fingerprint(model: nn.Module) -> tuple:
-    """Where the weights lie, how often they changed, and what norms and biases hold: the decoder copied those."""
-    return tuple(
-        (p.data_ptr(), 0 if p.is_inference() else p._version, hash(_bytes(p)) if p.ndim == 1 else 0)
-        for p in model.parameters()
-    )
+    """The weights, and what norms and biases hold: the decoder copied those."""
+    return fingerprint(model), tuple(hash(_bytes(p)) for p in model.parameters() if p.ndim == 1)
 
 
 def _bytes(vector: Tensor) -> bytes:

@@ -104,6 +104,11 @@ def resident_bytes(model: nn.Module, shared_with: nn.Module | None = None) -> in
     return sum(own.values())
 
 
+def fingerprint(model: nn.Module) -> tuple:
+    """Where a model's weights lie and how often they changed: another one means that what was built is out of date."""
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
+
+
 def _storages(model: nn.Module) -> Iterator[tuple[tuple[torch.device, int], int]]:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..nn.fused import FusedDecoder
+from .cached_rows import CachedRows
 from .draft import Rows
 
 _GROWTH = 256  # slots; a cache grows by half, to a multiple of this
@@ -66,7 +67,7 @@ class Scores:
     logits: Tensor | None
 
 
-class FusedRunner:
+class FusedRunner(CachedRows):
     """A fused decoder over a cache of its own, or over its leader's (`follow`, law 4). See `Runner`."""
 
     def __init__(self, model, decoder: FusedDecoder, *, follow: FusedRunner | None = None, capacity: int = 0):
@@ -81,26 +82,6 @@ class FusedRunner:
         self.lengths = [0] * batch
         self.forwards, self.seconds = 0, 0.0
         self.cache = self.follow.cache if self.follow else FusedCache(self.decoder, batch, max(self.capacity, _GROWTH))
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the keys and values this runner holds itself."""
-        return 0 if self.follow or self.cache is None else self.cache.nbytes
-
-    def sync(self) -> None:
-        """A follower's lengths are its leader's: what the leader checked, it also wrote."""
-        if self.follow:
-            self.lengths = list(self.follow.lengths)
-
-    def rollback(self, lengths: list[int]) -> None:
-        """No more than `lengths[r]` tokens of row r are true."""
-        self.lengths = [min(have, true) for have, true in zip(self.lengths, lengths, strict=True)]
-
-    def select(self, keep: list[int]) -> None:
-        """Go on with these rows only. A follower's cache is its leader's business."""
-        self.lengths = [self.lengths[r] for r in keep]
-        if not self.follow:
-            self.cache.select(keep)
 
     def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
         """Score rows and drafts as `Runner.feed` does: logits `[batch, k + 1, vocab]`, zeros beyond drafted[r]."""

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .cached_rows import CachedRows
 from .draft import Rows
 from .ragged_attention import Plan, planned
 from .ragged_cache import RaggedCache
 
 
-class Runner:
+class Runner(CachedRows):
     """A model over a ragged cache.
 
     lengths: per row, how many tokens of it the cache holds truly.
@@ -48,26 +49,6 @@ class Runner:
         self.lengths = [0] * batch
         num_layers = self.model.config.get_text_config().num_hidden_layers
         self.cache = self.follow.cache if self.follow else RaggedCache(num_layers, self.capacity)
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the keys and values this runner holds itself."""
-        return 0 if self.follow or self.cache is None else self.cache.nbytes
-
-    def sync(self) -> None:
-        """A follower's lengths are its leader's: what the leader checked, it also wrote."""
-        if self.follow:
-            self.lengths = list(self.follow.lengths)
-
-    def rollback(self, lengths: list[int]) -> None:
-        """No more than `lengths[r]` tokens of row r are true."""
-        self.lengths = [min(have, true) for have, true in zip(self.lengths, lengths, strict=True)]
-
-    def select(self, keep: list[int]) -> None:
-        """Go on with these rows only. A follower's cache is its leader's business."""
-        self.lengths = [self.lengths[r] for r in keep]
-        if not self.follow:
-            self.cache.select(keep)
 
     def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
         """Score what the cache lacks of every row, followed by its draft.
