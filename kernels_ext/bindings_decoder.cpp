@@ -204,9 +204,10 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   // Nothing may be written beyond the cache or rotated beyond the tables; every row is asked for with all it may gain.
+  // The rows of a call are the first of the cache's; it may have room for more.
   void check_room(const mlspec::Level& level, const std::vector<mlspec::TokenRow>& rows, const Ints& kept,
                   const Ints& limits) const {
-    TORCH_CHECK_VALUE(static_cast<int64_t>(rows.size()) == level.kv.batch && kept.size() == rows.size() &&
+    TORCH_CHECK_VALUE(static_cast<int64_t>(rows.size()) <= level.kv.batch && kept.size() == rows.size() &&
                           limits.size() == rows.size() && level.lengths.size() == rows.size(),
                       "the cache has ", level.kv.batch, " rows; got ", rows.size(), " rows, ", kept.size(), " counts, ",
                       limits.size(), " limits, ", level.lengths.size(), " lengths");

@@ -35,3 +35,13 @@ class CachedRows:
         self.lengths = [self.lengths[r] for r in keep]
         if not self.follow:
             self.cache.select(keep)
+
+    def admit(self, count: int) -> None:
+        """Append `count` rows that hold nothing yet. A follower is told after its leader, who grew the cache."""
+        self.lengths = self.lengths + [0] * count
+        if not self.follow:
+            self.cache.extend_rows(count)
+
+    def forget(self, row: int) -> None:
+        """Give the slots of `row` to a new sequence."""
+        self.lengths[row] = 0

@@ -19,10 +19,14 @@ _GROWTH = 256  # slots; a cache grows by half, to a multiple of this
 
 
 class FusedCache:
-    """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length."""
+    """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
+
+    The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`.
+    """
 
     def __init__(self, decoder: FusedDecoder, batch: int, capacity: int):
         self.kv = decoder.new_kv(batch, capacity - capacity % -_GROWTH)
+        self.rows = batch
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row."""
@@ -30,11 +34,26 @@ class FusedCache:
         if slots > have:
             more = max(slots - have, have // 2)
             more -= (have + more) % -_GROWTH
-            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, more))
+            self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, more))
 
     def select(self, keep: list[int]) -> None:
-        """Keep the rows of these indices only, in this order."""
-        self.kv = self.kv[:, :, keep].contiguous()
+        """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and the
+        memory of the others stays for `extend_rows`."""
+        moves = [(place, row) for place, row in enumerate(keep) if place != row]
+        if all(row > place for place, row in moves):  # then none is overwritten before it is read
+            for place, row in moves:
+                self.kv[:, :, place] = self.kv[:, :, row]
+        else:
+            self.kv[:, :, : len(keep)] = self.kv[:, :, keep]
+        self.rows = len(keep)
+
+    def extend_rows(self, count: int) -> None:
+        """Append `count` rows. What their slots hold is nobody's: a query sees the slots of its own row only, and of
+        them those that were written before it."""
+        missing = self.rows + count - self.kv.shape[2]
+        if missing > 0:
+            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, 0, 0, 0, 0, missing))
+        self.rows += count
 
     def load(self, other, length: int) -> None:
         """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""

@@ -91,10 +91,15 @@ class RaggedCache(Cache):
 
     def select(self, keep: list[int]) -> None:
         """Keep the rows of these indices only, in this order."""
-        for lane in self.layers:
-            if lane.is_initialized:
+        for lane in self._written():
+            if keep != list(range(len(lane.keys))):
                 index = torch.tensor(keep, device=lane.keys.device)
                 lane.keys, lane.values = lane.keys[index], lane.values[index]
+
+    def extend_rows(self, count: int) -> None:
+        """Append `count` rows of zeros."""
+        for lane in self._written() if count else ():
+            lane.keys, lane.values = (F.pad(t, (0, 0, 0, 0, 0, 0, 0, count)) for t in (lane.keys, lane.values))
 
     def load(self, other: Cache, length: int) -> None:
         """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
@@ -110,8 +115,11 @@ class RaggedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held by the lanes."""
-        tensors = [t for lane in self.layers if lane.is_initialized for t in (lane.keys, lane.values)]
-        return sum(t.nbytes for t in tensors)
+        return sum(lane.keys.nbytes + lane.values.nbytes for lane in self._written())
+
+    def _written(self) -> list[_Lane]:
+        """Lanes that have memory; the others take their rows from the first keys that come."""
+        return [lane for lane in self.layers if lane.is_initialized]
 
 
 AttentionInterface.register(ATTENTION, attend)
