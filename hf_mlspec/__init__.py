@@ -14,6 +14,7 @@ from .integration.levels import clear
 from .integration.quantizer import MLSpecConfig
 from .nn.fused import prepare, restore
 from .nn.replace import direct_cast, early_exit, resident_bytes
+from .nn.switch import precision_switch
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
 from .speculation.stats import LevelStats, SpeculationStats
@@ -39,6 +40,7 @@ __all__ = [
     "enabled",
     "generate",
     "last_stats",
+    "precision_switch",
     "prepare",
     "resident_bytes",
     "restore",

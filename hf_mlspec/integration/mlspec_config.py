@@ -7,7 +7,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats.mxfp4 import require_rule
-from ..nn.linear import require_activation_bits
+from ..nn.switch import require_activation_bits
 
 QUANT_METHOD = "mlspec"
 
@@ -37,5 +37,5 @@ class MLSpecConfig(QuantizationConfigMixin):
             raise ValueError(f"MLSpecConfig: unknown settings {sorted(unknown)}; the model may need a newer hf_mlspec")
         require_rule(rule)
         self.quant_method, self.format, self.rule = quant_method, format, rule
-        self.activation_bits = require_activation_bits(activation_bits)
+        self.activation_bits = require_activation_bits(activation_bits, format)
         self.modules_to_not_convert = list(modules_to_not_convert or [])

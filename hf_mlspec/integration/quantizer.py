@@ -15,6 +15,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 from ..formats.weights import Mxfp4Weight
 from ..nn.linear import Mxfp4Linear
+from ..nn.switch import PrecisionSwitch
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
 
 
@@ -34,9 +35,10 @@ class MLSpecQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         kept = set(self.quantization_config.modules_to_not_convert)
+        switch = PrecisionSwitch("mxfp4", self.quantization_config.activation_bits)
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if type(module) is nn.Linear and name not in kept:
-                model.set_submodule(name, Mxfp4Linear.empty(module, name, self.quantization_config.activation_bits))
+                model.set_submodule(name, Mxfp4Linear.empty(module, name, switch))
         guard = rf"(^|\.){re.escape(_guard_name(model))}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
         return model

@@ -15,7 +15,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..formats import mxfp4
 from ..precision import Precision
-from .linear import Mxfp4Linear, is_dense, require_activation_bits
+from .linear import Mxfp4Linear, is_dense
+from .switch import PrecisionSwitch
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -55,14 +56,15 @@ def direct_cast(
     unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
     """
     _require_castable(model, format, rule)
-    bits = require_activation_bits(activation_bits, model.device)
+    bits = (8 if model.device.type == "cpu" else 16) if activation_bits is None else activation_bits
+    switch = PrecisionSwitch("mxfp4", bits)
     head = model.get_output_embeddings()
     kept = dict(_unfit_linears(model))
     if not cast_head:
         kept |= {name: "the output head" for name, module in model.named_modules() if module is head}
     _require_finite_floats(model, kept)
     draft = _share(model)
-    cast = _cast_linears(draft, kept, rule, bits, model.dtype if materialize else None)
+    cast = _cast_linears(draft, kept, rule, switch, model.dtype if materialize else None)
     if not cast:
         raise ValueError(f"{type(model).__name__} holds no nn.Linear that can be cast: {_list(kept) or 'none at all'}")
     if head is not None and isinstance(draft.get_output_embeddings(), Mxfp4Linear):
@@ -194,13 +196,13 @@ def _share(model: PreTrainedModel) -> PreTrainedModel:
     return view
 
 
-def _cast_linears(draft: nn.Module, kept: dict[str, str], rule: str, bits: int, dense: torch.dtype | None) -> int:
+def _cast_linears(draft: nn.Module, kept: dict[str, str], rule: str, switch: PrecisionSwitch, dense) -> int:
     done: dict[int, Mxfp4Linear] = {}
     for name, linear in list(_linears(draft)):
         if name in kept:
             continue
         if id(linear) not in done:
-            layer = Mxfp4Linear.from_linear(linear, rule, f"{name}.weight", bits)
+            layer = Mxfp4Linear.from_linear(linear, rule, f"{name}.weight", switch)
             if hasattr(linear, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
                 add_hook_to_module(layer, linear._hf_hook)
             done[id(linear)] = layer if dense is None else layer.materialize(dense)
@@ -217,10 +219,9 @@ def _untie_head(draft: PreTrainedModel) -> None:
 
 
 def _attach_quantizer(draft: PreTrainedModel, rule: str, bits: int, kept: list[str]) -> None:
-    """What from_pretrained would have set: save_pretrained then writes quantization_config, and dtype casts are
-    refused."""
-    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "activation_bits": bits}
-    settings["modules_to_not_convert"] = kept
+    """What from_pretrained sets: save_pretrained then writes quantization_config, and dtype casts are refused."""
+    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "activation_bits": bits,
+                "modules_to_not_convert": kept}  # fmt: skip
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
     draft.hf_quantizer, draft.is_quantized = quantizer, True
     draft.quantization_method = quantizer.quantization_config.quant_method

@@ -12,6 +12,7 @@ from hf_mlspec import ops
 from hf_mlspec.formats.weights import Mxfp4Weight
 from hf_mlspec.nn.linear import Mxfp4Linear
 from hf_mlspec.nn.replace import resident_bytes
+from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.ops import reference
 
 ON_DISK = {"weight_packed": (43, 32), "weight_scale": (43, 2), "bias": (43,)}
@@ -47,7 +48,7 @@ def test_holds_codes_and_the_very_bias(linear):
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_forward_is_the_product_with_the_dequantized_weight(linear, x, bits):
-    layer = Mxfp4Linear.from_linear(linear, "even_bump", activation_bits=bits)
+    layer = Mxfp4Linear.from_linear(linear, "even_bump", switch=PrecisionSwitch("mxfp4", bits))
     y = layer(x.view(5, 1, 64))
     expected = nn.functional.linear(x.float(), layer.dequantized(), linear.bias.float())
     assert (y.dtype, y.shape) == (torch.bfloat16, (5, 1, 43))
@@ -94,7 +95,7 @@ def test_checkpoints_hold_the_layout_on_disk(linear, x):
 
 @pytest.mark.parametrize("prepacked", [False, True])
 def test_copies_moves_and_casts(linear, x, prepacked):
-    layer = Mxfp4Linear.from_linear(linear, activation_bits=8)
+    layer = Mxfp4Linear.from_linear(linear, switch=PrecisionSwitch("mxfp4", 8))
     y = layer(x)
     if not prepacked:
         layer.unprepack_()
@@ -166,7 +167,7 @@ def test_no_bias(linear):
 
 
 def test_empty_has_the_shape_and_device_of_the_linear():
-    layer = Mxfp4Linear.empty(nn.Linear(96, 8, device="meta"), activation_bits=8)
+    layer = Mxfp4Linear.empty(nn.Linear(96, 8, device="meta"), switch=PrecisionSwitch("mxfp4", 8))
     assert layer.weight_packed.is_meta
     assert layer.weight_packed.shape == (8, 48)
     assert layer.weight_scale.shape == (8, 3)
@@ -180,7 +181,7 @@ def test_what_does_not_fit_is_refused(linear):
     with pytest.raises(ValueError, match=r"q_proj: bias has shape \[7\], the weight 43 rows"):
         Mxfp4Linear(weight, nn.Parameter(torch.zeros(7)))
     with pytest.raises(ValueError, match="activation_bits is 4: choose 16"):
-        Mxfp4Linear(weight, activation_bits=4)
+        PrecisionSwitch("mxfp4", 4)
     linear.weight[0, 0] = torch.inf
     with pytest.raises(ValueError, match=r"up_proj\.weight: 1 of its 86 blocks"):
         Mxfp4Linear.from_linear(linear, name="up_proj.weight")
@@ -188,7 +189,7 @@ def test_what_does_not_fit_is_refused(linear):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiles(linear, x):
-    layer = Mxfp4Linear.from_linear(linear, activation_bits=8)
+    layer = Mxfp4Linear.from_linear(linear, switch=PrecisionSwitch("mxfp4", 8))
     expected = copy.deepcopy(layer)(x)
     compiled = torch.compile(layer, backend="eager")
     assert torch.equal(compiled(x), expected)

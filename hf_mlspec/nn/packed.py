@@ -1,0 +1,230 @@
+"""In which layout are 4-bit parameters, on disk or in tiles for the kernels, and how does a module change it?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..formats.weights import Int4Weight, Mxfp4Weight
+from ..ops.reference import sliced_linear
+from .switch import PrecisionSwitch
+
+_changing_layout = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A format's parameters: what their names end in, and how their data become tiles and back."""
+
+    weight: type[Mxfp4Weight] | type[Int4Weight]
+    parts: tuple[str, ...]  # the last of which may be None
+    prepack: Callable[..., tuple]
+    unprepack: Callable[..., tuple]
+
+
+PACKINGS = {
+    "mxfp4": Packing(Mxfp4Weight, ("packed", "scale"), ops.prepack_mxfp4, ops.unprepack_mxfp4),
+    "int4": Packing(Int4Weight, ("packed", "scale", "zero"), ops.prepack_int4, ops.unprepack_int4),
+}
+
+
+class PackedModule(nn.Module):
+    """A module with 4-bit parameters ``<name>_packed``, ``<name>_scale`` (and ``<name>_zero``) for each of ``names``.
+
+    They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles.py),
+    told apart by the number of axes. A change exchanges the data of the very Parameter objects, so that all views of a
+    model that share them (early_exit) change together.
+    """
+
+    format: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    disk_axes: ClassVar[int]  # of a packed parameter on disk; in tiles it has one more
+
+    def __init__(self, switch: PrecisionSwitch) -> None:
+        super().__init__()
+        self.switch = switch
+
+    @property
+    def packing(self) -> Packing:
+        """The format's part names and its prepack and unprepack."""
+        return PACKINGS[self.format]
+
+    @property
+    def activation_bits(self) -> int:
+        """The switch's, in this thread."""
+        return self.switch.activation_bits
+
+    @property
+    def is_prepacked(self) -> bool:
+        """Whether the parameters are in tiles."""
+        return getattr(self, f"{self.names[-1]}_packed").dim() > self.disk_axes
+
+    def parts(self, name: str) -> tuple[torch.Tensor | None, ...]:
+        """The data of ``<name>_packed``, ``_scale`` (and ``_zero``, which may be None), in their present layout."""
+        held = (getattr(self, f"{name}_{part}") for part in self.packing.parts)
+        return tuple(None if tensor is None else tensor.data for tensor in held)
+
+    @torch.compiler.disable
+    def prepack_(self) -> PackedModule:
+        """Parameters in tiles, as the kernels read them. A second call changes nothing."""
+        with _changing_layout, torch.inference_mode(False):
+            if not self.is_prepacked:
+                self._hold([self._in_tiles(name) for name in self.names])
+        return self
+
+    def unprepack_(self) -> PackedModule:
+        """Parameters as on disk. A second call changes nothing."""
+        with _changing_layout, torch.inference_mode(False):
+            if self.is_prepacked:
+                self._hold([self._on_disk(name) for name in self.names])
+        return self
+
+    def _in_tiles(self, name: str) -> tuple[torch.Tensor | None, ...]:
+        """The parts of ``name``, which are as on disk, in tiles."""
+        raise NotImplementedError
+
+    def _on_disk(self, name: str) -> tuple[torch.Tensor | None, ...]:
+        """The parts of ``name`` as on disk: their own memory where they are, else a copy."""
+        raise NotImplementedError
+
+    def _register_parts(self, name: str, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        for part, tensor in zip(self.packing.parts, tensors, strict=True):
+            held = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(f"{name}_{part}", held)
+
+    def _hold(self, tensors: list[tuple[torch.Tensor | None, ...]]) -> None:
+        # The last name's codes come last: other threads look at them to tell the layout.
+        for name, parts in zip(self.names, tensors, strict=True):
+            for part, tensor in reversed(list(zip(self.packing.parts, parts, strict=True))):
+                if tensor is not None:
+                    getattr(self, f"{name}_{part}").data = tensor
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.is_prepacked:
+            return
+        for name in self.names:
+            for part, tensor in zip(self.packing.parts, self._on_disk(name), strict=True):
+                if tensor is not None:
+                    destination[f"{prefix}{name}_{part}"] = tensor
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.unprepack_()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
+        """Moves everything, casts the biases, and never casts codes or scales: `.half()` and `.to(dtype)` see float16
+        scales as int16, whose bits they leave alone."""
+        scales = {id(s) for name in self.names if (s := getattr(self, f"{name}_scale")).dtype == torch.float16}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in scales:
+                return fn(tensor)
+            bits = fn(tensor.detach().view(torch.int16))
+            if bits.dtype != torch.int16:
+                raise TypeError(f"{type(self).__name__}: its float16 scales cannot be cast to {bits.dtype}")
+            return bits.view(torch.float16)
+
+        return super()._apply(moved, recurse)
+
+
+class PackedLinear(PackedModule):
+    """``y = x W^T + b`` with W in a 4-bit format, in one copy; what Mxfp4Linear and Int4Linear have in common."""
+
+    names = ("weight",)
+    disk_axes = 2
+
+    def __init__(
+        self,
+        weight: Mxfp4Weight | Int4Weight,
+        bias: nn.Parameter | None = None,
+        switch: PrecisionSwitch | None = None,
+    ) -> None:
+        """Takes over the tensors of ``weight`` and the very ``bias`` object; without ``switch`` it gets one of its own
+        at 16 bits. ValueError when they do not fit together."""
+        super().__init__(require_switch(switch, self.format, weight.name))
+        weight.validate()
+        if bias is not None and list(bias.shape) != [weight.out_features]:
+            raise ValueError(
+                f"{weight.name}: bias has shape {list(bias.shape)}, the weight {weight.out_features} rows"
+            )
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self._register_parts("weight", tuple(getattr(weight, f"weight_{part}") for part in self.packing.parts))
+        self.register_parameter("bias", bias)
+        self.register_buffer("weight_dense", None, persistent=False)
+
+    @property
+    def weight_tiles(self) -> nn.Parameter:
+        """uint8 ``[ceil(out / 16), in / 32, 256]``; RuntimeError before ``prepack_()``."""
+        return self._tiles("packed")
+
+    @property
+    def scale_tiles(self) -> nn.Parameter:
+        """``[ceil(out / 16), in / group, 16]``, uint8 or float16; RuntimeError before ``prepack_()``."""
+        return self._tiles("scale")
+
+    def packed_weight(self) -> Mxfp4Weight | Int4Weight:
+        """The weight as on disk: the parameters' own memory, or a copy of them where they are in tiles."""
+        return self.packing.weight(*self._on_disk("weight"))
+
+    def materialize(self, dtype: torch.dtype) -> PackedLinear:
+        """Keep W in ``dtype`` next to the codes: for machines without kernels, the memory of a dense layer for its
+        speed.
+
+        x of that dtype is then multiplied as it is, whatever activation_bits; for MXFP4 in bfloat16 with the bits of
+        the 16-bit reference path. Calls with another dtype of x, and checkpoints, use the codes.
+        """
+        self.weight_dense = self.dequantized(dtype)
+        return self
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W as ``[out, in]`` in ``dtype``."""
+        return self.packed_weight().dequantize(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` -> ``[..., out]`` in x.dtype."""
+        if self.weight_dense is not None and self.weight_dense.dtype == x.dtype:
+            return sliced_linear(x, self.weight_dense, self.bias)
+        if not self.is_prepacked:
+            self.prepack_()
+        return self._multiply(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _tiles(self, part: str) -> nn.Parameter | None:
+        if not self.is_prepacked:
+            raise RuntimeError(f"{type(self).__name__}: the weight is in the layout on disk, call prepack_() first")
+        return getattr(self, f"weight_{part}")
+
+    def _in_tiles(self, name: str) -> tuple[torch.Tensor | None, ...]:
+        return self.packing.prepack(*self.parts(name))
+
+    def _on_disk(self, name: str) -> tuple[torch.Tensor | None, ...]:
+        parts = self.parts(name)
+        return self.packing.unprepack(*parts, self.out_features) if self.is_prepacked else parts
+
+    def extra_repr(self) -> str:
+        dense = "" if self.weight_dense is None else f", materialized={self.weight_dense.dtype}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation_bits={self.activation_bits}{dense}"
+        )
+
+
+def require_switch(switch: PrecisionSwitch | None, format: str, name: str) -> PrecisionSwitch:
+    """``switch``, or one of its own at 16 bits for None. TypeError for another object, ValueError when it switches
+    weights of another format."""
+    if switch is None:
+        return PrecisionSwitch(format)
+    if not isinstance(switch, PrecisionSwitch):
+        raise TypeError(f"{name}: switch is a {type(switch).__name__}, expected a PrecisionSwitch")
+    if switch.weights != format:
+        raise ValueError(f"{name}: the weight is {format}, its switch is for {switch.weights} weights")
+    return switch
