@@ -94,5 +94,7 @@ def accumulate(total: SpeculationStats, part: SpeculationStats) -> None:
         into.cache_bytes = max(into.cache_bytes, level.cache_bytes)
         for name in ("drafted", "accepted", "tested", "rounds", "forwards", "seconds"):
             setattr(into, name, getattr(into, name) + getattr(level, name))
-    for name in ("new_tokens", "target_passes", "row_passes", "seconds", "target_seconds"):
+    counted = ("new_tokens", "target_passes", "row_passes", "seconds", "target_seconds", "prefill_seconds",
+               "prefill_target_seconds", "prefill_tokens")
+    for name in counted:
         setattr(total, name, getattr(total, name) + getattr(part, name))

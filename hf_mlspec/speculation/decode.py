@@ -44,13 +44,13 @@ def decode(
     while active.rows:
         draft = drafter.propose(active.rows, active.limits(num_draft_tokens)) if ready else active.no_draft(device)
         verdict = target.check(active.rows, draft)
-        stats.target_passes += 1
-        stats.row_passes += len(active.rows)
+        stats.count_pass(len(active.rows))
         if ready:
             drafter.stats.settle(draft.lengths, verdict.accepted)
             drafter.rollback([len(row) + a for row, a in zip(active.rows, verdict.accepted, strict=True)])
         ready = drafter is not None
         going = active.settle(verdict, stop, emit, stats)
+        stats.settled(time.perf_counter() - begin, target.runner.seconds)
         if len(going) < len(active.rows):
             active.select(going)
             for level in filter(None, (target, drafter) if going else ()):

@@ -55,6 +55,8 @@ class SpeculationStats:
     row_passes:    the same counted per unfinished row; with batch 1 both are equal.
     seconds:       wall time of the whole decoding loop; target_seconds: inside the target's forward passes.
     target_cache_bytes: keys and values of the target when the last row ended.
+    prefill_seconds: wall time until every row had its first tokens; prefill_target_seconds: inside the target's pass
+        of it; prefill_tokens: what that pass settled. Decode-only numbers leave these out.
     """
 
     levels: list[LevelStats] = field(default_factory=list)
@@ -64,6 +66,20 @@ class SpeculationStats:
     seconds: float = 0.0
     target_seconds: float = 0.0
     target_cache_bytes: int = 0
+    prefill_seconds: float = 0.0
+    prefill_target_seconds: float = 0.0
+    prefill_tokens: int = 0
+
+    def count_pass(self, rows: int) -> None:
+        """One forward pass of the target over so many unfinished rows."""
+        self.target_passes += 1
+        self.row_passes += rows
+
+    def settled(self, seconds: float, target_seconds: float) -> None:
+        """So long after the start the tokens of a pass were settled; up to the first of them it is the prefill."""
+        if self.target_passes == 1:
+            self.prefill_seconds, self.prefill_target_seconds = seconds, target_seconds
+            self.prefill_tokens = self.new_tokens
 
     @property
     def tokens_per_target_pass(self) -> float:

@@ -116,3 +116,14 @@ def test_passes_are_counted_per_row():
     stats, _ = run([[0], [1]], [5, 2])
     assert (stats.target_passes, stats.row_passes) == (5, 7)
     assert 0 <= stats.target_seconds <= stats.seconds
+
+
+def test_the_first_pass_is_the_prefill():
+    stats, _ = run([[0], [1]], [5, 1])
+    assert stats.prefill_tokens == 2
+    assert 0 <= stats.prefill_target_seconds <= stats.prefill_seconds < stats.seconds
+
+
+def test_a_draft_before_the_prefill_counts_to_it():
+    stats, emitted = run([[0]], [9], below=Watched())
+    assert stats.prefill_tokens == len(emitted[0][1][0]) > 1
