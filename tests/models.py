@@ -23,6 +23,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
+from hf_mlspec.nn.switch import PrecisionSwitch
+
 VOCAB = 64
 PAD, EOS, BOS = 0, 1, 2
 _SHAPE = {
@@ -89,6 +92,19 @@ def near(model: PreTrainedModel, noise: float = 0.03, seed: int = 1) -> PreTrain
         for parameter in other.parameters():
             parameter += noise * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     return other
+
+
+def packed(model: PreTrainedModel, weights: str = "int4", *, keep_head: bool = True, **settings) -> PreTrainedModel:
+    """The model itself, its linear layers packed in place and called by one switch; settings are the format's."""
+    switch = PrecisionSwitch(weights)
+    kind = {"int4": Int4Linear, "mxfp4": Mxfp4Linear}[weights]
+    if weights == "int4":
+        settings = {"group_size": 32, **settings}
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and not (keep_head and module is head):
+            model.set_submodule(name, kind.from_linear(module, name=name, switch=switch, **settings))
+    return model
 
 
 def prompts(lengths: list[int], seed: int = 3, vocab: int = VOCAB) -> dict[str, torch.Tensor]:

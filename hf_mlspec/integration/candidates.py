@@ -48,7 +48,7 @@ class ChainCandidateGenerator(CandidateGenerator):
         check_target(model, settings.num_beams)
         check_request(torch.ones(1, 1), settings, {})
         self.max_length = settings.max_length
-        self._prompts, self._settled, self._target = None, [], model
+        self._prompts, self._settled = None, []
         found = resolve(model, levels, assistant_tokenizers, config)
 
         def build(prompts: Prompts):
@@ -83,8 +83,7 @@ class ChainCandidateGenerator(CandidateGenerator):
         self._settled = row
         room = len(row) + self._chain.num_draft_tokens if self.max_length is None else self.max_length - 1
         limit = max(min(self._chain.num_draft_tokens, room - len(row)), 0)
-        levels = [model for model in self._chain.models if model is not self._target]  # stock decoding runs the target
-        with ragged_attention_on(levels), torch.inference_mode():
+        with ragged_attention_on(self._chain.level_models), torch.inference_mode():
             draft = self._chain.drafter.propose([row], [limit])
         self._drafted = draft.lengths[0]
         return self._as_candidates(input_ids, draft)

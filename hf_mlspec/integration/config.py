@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..formats.mxfp4 import require_rule
 from ..nn.linear import ACTIVATION_BITS
+from ..precision import Precision
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
+NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
 CONFIDENCE_THRESHOLD = 0.4
 CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS = 0.65
-WORDS = ("mxfp4", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
+QSPEC_ACTIVATION_BITS = 8  # 4 bits cost the same in every kernel there is, and draft worse
+WORDS = (
+    "mxfp4", "qspec", "w4a8", "w4a4", "mxfp4a8", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N"
+)  # fmt: skip
 
 
 @dataclass
@@ -19,12 +25,14 @@ class SpeculationConfig:
     """Options of `model.generate(..., assistant_models=[...], speculation_config=SpeculationConfig(...))`.
 
     num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per
-        level (None: the level's own `generation_config.num_assistant_tokens`, else 8).
+        level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 where the target drafts at a
+        lower precision of its own, as in QSpec).
     confidence_threshold: a level stops drafting after a token it gave a smaller probability than this, 0 <= t < 1, 0
         turns it off; one for all levels or one per level (None: the level's own
-        `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer).
-    shared_cache: levels of the target's own shape ("mxfp4", "early_exit:N", direct casts of the target) draft in the
-        target's KV cache, which the check overwrites; False gives each a cache of its own.
+        `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and
+        0 where the target drafts at a lower precision of its own).
+    shared_cache: levels of the target's own shape ("mxfp4", "w4a8", "early_exit:N", direct casts of the target) draft
+        in the target's KV cache, which the check overwrites; False gives each a cache of its own.
     cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
     cast_head: quantize the output head of "mxfp4" levels too.
     cast_activation_bits: what multiplies the 4-bit weights of "mxfp4" and "PATH@mxfp4" levels: 8 (int8, a scale per
@@ -103,12 +111,16 @@ class SpeculationConfig:
 
 @dataclass(frozen=True)
 class Word:
-    """A parsed level word: kind "cast", "load", "prompt_lookup", "ngram" or "early_exit"."""
+    """A parsed level word: kind "cast", "precision", "load", "prompt_lookup", "ngram" or "early_exit".
+
+    precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are.
+    """
 
     kind: str
     path: str | None = None
     cast: bool = False
     layers: int = 0
+    precision: Precision | None = None
 
 
 def parse_level(text: str) -> Word:
@@ -120,6 +132,10 @@ def parse_level(text: str) -> Word:
         return Word(text)
     if text == "mxfp4":
         return Word("cast", cast=True)
+    if text == "qspec":
+        return Word("precision")
+    if re.fullmatch(r"(w\d+|mxfp4)a\d+", text):
+        return Word("precision", precision=Precision.parse(text))
     if text.startswith("early_exit:"):
         number = text.removeprefix("early_exit:")
         if not number.isdecimal():

@@ -14,6 +14,7 @@ from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
 from .config import SpeculationConfig, Word, parse_level
 from .load import read_model, read_tokenizer
+from .lower_precision import check_descent, lower_precision
 from .suitability import check_device, check_model, vocab_size
 
 _built: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # target -> {key: (fingerprint, what was built)}
@@ -24,6 +25,7 @@ class Level:
     """A level before it is wired up: a model, or a drafter that needs none.
 
     shape_of_target: its keys and values fit the target's cache. tokenizer: None where it is unknown or irrelevant.
+    activation_bits: of a level that is the target itself with coarser activations (QSpec), else None.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Level:
     drafter: Drafter | None = None
     shape_of_target: bool = False
     tokenizer: object | None = None
+    activation_bits: int | None = None
 
 
 def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: SpeculationConfig) -> list[Level]:
@@ -63,6 +66,7 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
             check_device(found.model, f"level {index} ({found.name})", device)
             vocabulary = vocab_size(found.model)
         resolved.append(found)
+    check_descent(target, [level.activation_bits for level in resolved], levels)
     return resolved
 
 
@@ -100,6 +104,9 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
         key = (text, config.ngram_order, vocabulary)  # one table counts one vocabulary
         table = _keep(target, key, None, lambda: NGram(order=config.ngram_order))
         return Level(text, drafter=table)
+    if word.kind == "precision":
+        bits = lower_precision(target, text, word.precision)
+        return Level(text, model=target, shape_of_target=True, activation_bits=bits)
     cast = {"rule": config.cast_rule, "cast_head": config.cast_head, "materialize": config.materialize}
     cast["activation_bits"] = config.cast_activation_bits
     key = (text, *cast.values())

@@ -15,6 +15,7 @@ from ..speculation.draft import Drafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.drafters.ngram import NGram
+from ..speculation.drafters.self_precision import at_lower_precision
 from ..speculation.fused_runner import FusedRunner
 from ..speculation.runner import Runner
 from ..speculation.sampling import Sampler
@@ -23,6 +24,7 @@ from .config import (
     CONFIDENCE_THRESHOLD,
     CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS,
     NUM_DRAFT_TOKENS,
+    NUM_DRAFT_TOKENS_AT_LOWER_PRECISION,
     SpeculationConfig,
     check_num_draft_tokens,
     check_threshold,
@@ -37,8 +39,8 @@ from .vocabulary import same_vocabulary
 class Chain:
     """A target and the levels below it, ready to decode.
 
-    levels: the outermost drafter of each level, from the target down. runners: theirs, None for lookups. models: those
-    that run module by module, with ragged attention.
+    levels: the outermost drafter of each level, from the target down. runners: theirs, None for lookups. level_models:
+    those of the levels that run module by module, with ragged attention.
     """
 
     target: Checker
@@ -46,7 +48,12 @@ class Chain:
     num_draft_tokens: int = 0
     levels: list[Drafter] = field(default_factory=list)
     runners: list[Runner | FusedRunner | None] = field(default_factory=list)
-    models: list[nn.Module] = field(default_factory=list)
+    level_models: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models whose attention has to be switched while target and levels run."""
+        return _by_module(self.target.runner) + self.level_models
 
     def finish(self, stats: SpeculationStats) -> SpeculationStats:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
@@ -92,7 +99,7 @@ class Wiring:
     def build(self, levels: list[Level]) -> Chain:
         runner = self._runner(self.model)
         target = Checker(runner, self._sampler(True), "the target", keep_logits=self.keep_logits)
-        chain = Chain(target, models=_by_module(runner))
+        chain = Chain(target)
         self.count = len(levels)
         if levels:
             chain.drafter = self._drafter(
@@ -112,9 +119,11 @@ class Wiring:
         )
         shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
         runner = self._runner(level.model)
+        if level.activation_bits is not None:
+            runner = at_lower_precision(runner, level.activation_bits)
         if shares and isinstance(runner, FusedRunner) == isinstance(above.runner, FusedRunner):
             runner.follow = above.runner
-        chain.models += _by_module(runner)
+        chain.level_models += _by_module(runner)
         sampler = self._sampler(above.is_targets and same, above.vocab_size if same else size)
         threshold = self._threshold(level, index, same)
         place = len(chain.levels)
@@ -190,6 +199,8 @@ class Wiring:
 
     def _num_draft_tokens(self, level: Level, index: int) -> int:
         given = self.config.of_level("num_draft_tokens", index, self.count)
+        if level.activation_bits is not None:  # the target's own generation_config speaks of its assistants
+            return NUM_DRAFT_TOKENS_AT_LOWER_PRECISION if given is None else given
         if given is None:
             given = getattr(getattr(level.model, "generation_config", None), "num_assistant_tokens", None)
             check_num_draft_tokens(given, f"generation_config.num_assistant_tokens of level {level.name} is {given!r}")
@@ -197,6 +208,8 @@ class Wiring:
 
     def _threshold(self, level: Level, index: int, same: bool) -> float:
         given = self.config.of_level("confidence_threshold", index, self.count)
+        if level.activation_bits is not None:
+            return 0.0 if given is None else given
         if given is None:
             given = getattr(level.model.generation_config, "assistant_confidence_threshold", None)
             check_threshold(

@@ -1,0 +1,38 @@
+"""How does a model draft for itself? The same packed weights, read with coarser activations, in the same cache.
+
+QSpec (arXiv 2410.11305): gamma tokens are drafted with 4- or 8-bit activations, then all gamma + 1 positions are
+scored with 16-bit ones, which overwrites every drafted slot of the cache. One copy of the weights, one cache; after each
+round that cache holds what 16-bit decoding alone would have put there.
+
+What drafts is a runner like any other, so it may stand under a `ModelDrafter`, or under a `Checker` in the middle of a
+chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ...nn.switch import precision_switch
+from ..fused_runner import FusedRunner
+from ..runner import Runner
+
+
+def at_lower_precision(runner: Runner | FusedRunner, activation_bits: int) -> Runner | FusedRunner:
+    """`runner`, not yet started, with every packed layer of its model called at `activation_bits` (4 or 8)."""
+    if isinstance(runner, FusedRunner):
+        runner.activation_bits = activation_bits
+    else:
+        runner.forward = _switched(runner.forward, runner.model, activation_bits)
+    return runner
+
+
+def _switched(forward: Callable, model: nn.Module, activation_bits: int) -> Callable:
+    switch = precision_switch(model)
+
+    def switched(*args):
+        with switch.at(activation_bits):
+            return forward(*args)
+
+    return switched
