@@ -102,40 +102,50 @@ class FusedRunner(CachedRows):
         self.forwards, self.seconds = 0, 0.0
         self.cache = self.follow.cache if self.follow else FusedCache(self.decoder, batch, max(self.capacity, _GROWTH))
 
-    def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
-        """Score rows and drafts as `Runner.feed` does: logits `[batch, k + 1, vocab]`, zeros beyond drafted[r]."""
-        drafted = drafted or [0] * len(rows)
+    def feed(
+        self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None, alive: list[bool] | None = None
+    ) -> Tensor:
+        """Score rows and drafts as `Runner.feed` does: logits `[batch, k + 1, vocab]`, zeros where nothing was fed."""
+        drafted, alive = drafted or [0] * len(rows), alive or [True] * len(rows)
         width = draft.shape[1] if draft is not None else 0
         guesses = [line[:n] for line, n in zip(draft.tolist(), drafted, strict=True)] if width else [[]] * len(rows)
-        logits = self.score(rows, guesses, want_logits=True).logits
-        if all(n == width for n in drafted):
-            return logits.view(len(rows), width + 1, -1)
-        out = logits.new_zeros(len(rows), width + 1, logits.shape[-1])
-        first = 0
-        for r, n in enumerate(drafted):
-            out[r, : n + 1] = logits[first : first + n + 1]
-            first += n + 1
-        return out
+        logits = self.score(rows, guesses, want_logits=True, alive=alive).logits
+        return _padded(logits, [n + 1 if on else 0 for n, on in zip(drafted, alive, strict=True)], width + 1)
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
-        """Feed tokens `[batch, q]` behind what the cache holds; logits of the last `kept`, as `Runner.step`."""
-        self._reserve(max(self.lengths) + tokens.shape[1])
-        flat, batch = tokens.flatten().tolist(), len(self.lengths)
-        if set(counts) != {tokens.shape[1]} or {f + kept for f in first} != {tokens.shape[1]}:
-            raise ValueError(f"a fused step takes whole rows: {counts} of {tokens.shape[1]} tokens, {kept} kept")
+        """Feed tokens `[batch, q]` behind what the cache holds; logits of the last `kept`, as `Runner.step`.
+
+        A row whose count is 0 rests.
+        """
+        width = tokens.shape[1]
+        self._reserve(max(self.lengths) + width)
+        if not set(counts) <= {0, width} or {f + kept for f in first} != {width}:
+            raise ValueError(f"a fused step takes whole rows: {counts} of {width} tokens, {kept} kept")
+        flat = [token for line, count in zip(tokens.tolist(), counts, strict=True) for token in line[:count]]
+        asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
-        _, _, logits = self.decoder.handle.score(
-            self.cache.kv, flat, counts, self.lengths, [kept] * batch, False, True
-        )
+        _, _, logits = self.decoder.handle.score(self.cache.kv, flat, counts, self.lengths, asked, False, True)
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
-        return logits.view(batch, kept, -1)
+        return _padded(logits, asked, kept)
 
-    def score(self, rows: Rows, guesses: Rows, *, want_confidence: bool = False, want_logits: bool = False) -> Scores:
-        """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token."""
+    def score(
+        self,
+        rows: Rows,
+        guesses: Rows,
+        *,
+        want_confidence: bool = False,
+        want_logits: bool = False,
+        alive: list[bool] | None = None,
+    ) -> Scores:
+        """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token.
+
+        alive: False for rows that rest: nothing of theirs is fed, kept or said.
+        """
+        alive = alive or [True] * len(rows)
         starts = self._starts(rows)
-        fed = [row[have:] + guess for row, have, guess in zip(rows, starts, guesses, strict=True)]
-        kept = [len(guess) + 1 for guess in guesses]
+        fed = [r[n:] + g if on else [] for r, n, g, on in zip(rows, starts, guesses, alive, strict=True)]
+        kept = [len(guess) + 1 if on else 0 for guess, on in zip(guesses, alive, strict=True)]
         tokens, counts = _flat(fed)
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
         begin = time.perf_counter()
@@ -210,6 +220,16 @@ class FusedRunner(CachedRows):
 
 def _flat(rows: Rows) -> tuple[list[int], list[int]]:
     return [token for row in rows for token in row], [len(row) for row in rows]
+
+
+def _padded(logits: Tensor, counts: list[int], width: int) -> Tensor:
+    """Logits of rows behind each other `[sum of counts, vocab]` -> `[batch, width, vocab]`, zeros where there are none."""
+    if all(count == width for count in counts):
+        return logits.view(len(counts), width, -1)
+    out = logits.new_zeros(len(counts), width, logits.shape[-1])
+    for lane, own in zip(out, logits.split(counts), strict=True):
+        lane[: len(own)] = own
+    return out
 
 
 def _split(values: list, counts: list[int]) -> list[list]:

@@ -93,7 +93,7 @@ class RaggedCache(Cache):
         """Keep the rows of these indices only, in this order."""
         for lane in self._written():
             if keep != list(range(len(lane.keys))):
-                index = torch.tensor(keep, device=lane.keys.device)
+                index = torch.tensor(keep, dtype=torch.long, device=lane.keys.device)
                 lane.keys, lane.values = lane.keys[index], lane.values[index]
 
     def extend_rows(self, count: int) -> None:

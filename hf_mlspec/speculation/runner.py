@@ -50,16 +50,26 @@ class Runner(CachedRows):
         num_layers = self.model.config.get_text_config().num_hidden_layers
         self.cache = self.follow.cache if self.follow else RaggedCache(num_layers, self.capacity)
 
-    def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
+    def feed(
+        self,
+        rows: Rows,
+        draft: Tensor | None = None,
+        drafted: list[int] | None = None,
+        alive: list[bool] | None = None,
+    ) -> Tensor:
         """Score what the cache lacks of every row, followed by its draft.
 
-        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. Returns logits
-        `[batch, k + 1, vocab]`: position j follows row r and its first j drafted tokens (beyond drafted[r]:
-        meaningless). The cache then holds all of it.
+        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. alive: False for rows that rest: they
+        are padded with one token that the cache does not keep. Returns logits `[batch, k + 1, vocab]`: position j
+        follows row r and its first j drafted tokens (beyond drafted[r], and of rows that rest: meaningless). The cache
+        then holds all of it.
         """
+        alive = alive or [True] * len(rows)
         # A row's last token is always scored, cached or not: its logits are what the caller wants.
-        self.lengths = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
-        missing = [len(row) - have for row, have in zip(rows, self.lengths, strict=True)]
+        self.lengths = [
+            min(have, len(row) - 1) if on else have for row, have, on in zip(rows, self.lengths, alive, strict=True)
+        ]
+        missing = [len(row) - have if on else 1 for row, have, on in zip(rows, self.lengths, alive, strict=True)]
         drafted = drafted or [0] * len(rows)
         width = draft.shape[1] if draft is not None else 0
         if len(set(missing)) == 1:
@@ -68,7 +78,7 @@ class Runner(CachedRows):
                 tokens = torch.cat([tokens, draft], dim=1)
         else:
             tokens = self._ragged(rows, missing, draft, width)
-        counts = [m + d for m, d in zip(missing, drafted, strict=True)]
+        counts = [m + d if on else 0 for m, d, on in zip(missing, drafted, alive, strict=True)]
         return self.step(tokens, counts, [m - 1 for m in missing], width + 1)
 
     def _ragged(self, rows: Rows, missing: list[int], draft: Tensor | None, width: int) -> Tensor:
