@@ -209,6 +209,6 @@ def test_refused(weights, levels, words):
 
 
 def test_refused_below_its_own_default():
-    model = target()
+    model, words = target(), "8-bit activations for the target, which has 8"
     precision_switch(model).activation_bits = 8
-    refused(ValueError, "8-bit activations for the target, which has 8", prompts([5]), model, assistant_models=["w4a8"])
+    refused(ValueError, words, prompts([5]), model, assistant_models=["w4a8"])
