@@ -12,7 +12,7 @@ from .config import QSPEC_ACTIVATION_BITS
 def lower_precision(target: nn.Module, word: str, precision: Precision | None) -> int:
     """The activation bits of a level word; `precision` None (the word "qspec") means the best the kernels have.
 
-    Raises ValueError for a target without packed weights, of another weight format, or one that these bits do not suit.
+    Raises ValueError for a target without packed weights, or with weights of another format, or bits they do not take.
     """
     switch = _switch(target, word)
     if precision is None:
