@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..formats import int4, mxfp4
+from ..formats import mxfp4
 from ..formats.weights import Int4Weight, Mxfp4Weight
 from .packed import PackedLinear
+from .packed_formats import require_fit, zeros
 from .switch import CHOICES, PrecisionSwitch
 
 ACTIVATION_BITS = CHOICES["mxfp4"]
@@ -36,18 +37,10 @@ class Mxfp4Linear(PackedLinear):
 
     @classmethod
     def empty(cls, linear: nn.Linear, name: str = "weight", switch: PrecisionSwitch | None = None) -> Mxfp4Linear:
-        """The shape of ``linear`` with codes of 0 on its device (meta while a checkpoint loads)."""
-        if linear.in_features % mxfp4.BLOCK:
-            raise ValueError(f"{name}: in_features is {linear.in_features}, MXFP4 needs a multiple of {mxfp4.BLOCK}")
-        new = linear.weight.new_zeros
-        packed = new(linear.out_features, linear.in_features // 2, dtype=torch.uint8)
-        scale = new(linear.out_features, linear.in_features // mxfp4.BLOCK, dtype=torch.uint8)
-        return cls(Mxfp4Weight(packed, scale, name), linear.bias, switch)
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.mxfp4_linear(
-            x, self.weight_packed, self.weight_scale, self.out_features, self.bias, self.activation_bits
-        )
+        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads)."""
+        require_fit("mxfp4", linear.in_features, mxfp4.BLOCK, name)
+        parts = zeros("mxfp4", linear.weight.shape, mxfp4.BLOCK, True, linear.weight.device)
+        return cls(Mxfp4Weight(*parts, name), linear.bias, switch)
 
 
 class Int4Linear(PackedLinear):
@@ -93,37 +86,14 @@ class Int4Linear(PackedLinear):
         symmetric: bool = True,
     ) -> Int4Linear:
         """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads)."""
-        try:
-            int4.require_group_size(group_size, linear.in_features)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        new, out, groups = linear.weight.new_zeros, linear.out_features, linear.in_features // group_size
-        packed = new(out, linear.in_features // 2, dtype=torch.uint8)
-        scale = linear.weight.new_ones(out, groups, dtype=torch.float16)
-        zero = None if symmetric else new(out, groups, dtype=torch.uint8)
-        if symmetric:
-            packed.fill_(int4.SYMMETRIC_ZERO * 0x11)
-        return cls(Int4Weight(packed, scale, zero, name), linear.bias, switch)
+        require_fit("int4", linear.in_features, group_size, name)
+        parts = zeros("int4", linear.weight.shape, group_size, symmetric, linear.weight.device)
+        return cls(Int4Weight(*parts, name), linear.bias, switch)
 
     @property
     def zero_tiles(self) -> nn.Parameter | None:
         """uint8 ``[ceil(out / 16), in / group, 16]``, None when symmetric; RuntimeError before ``prepack_()``."""
         return self._tiles("zero")
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        bits = self.activation_bits
-        if bits == 16 and self.switch.multiply == "dequant":
-            return ops.bf16_linear(x, self.packed_weight().dequantize(torch.bfloat16), self.bias)
-        return ops.int4_linear(
-            x,
-            self.weight_packed,
-            self.weight_scale,
-            self.weight_zero,
-            self.out_features,
-            self.bias,
-            group_size=self.group_size,
-            activation_bits=bits,
-        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group_size={self.group_size}, symmetric={self.symmetric}"

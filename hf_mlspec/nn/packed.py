@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from .. import ops
 from ..formats.weights import Int4Weight, Mxfp4Weight
 from ..ops.reference import sliced_linear
+from .packed_formats import FORMATS, PackedFormat, Parts
 from .switch import PrecisionSwitch
 
 _changing_layout = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Packing:
-    """A format's parameters: what their names end in, and how their data become tiles and back."""
-
-    weight: type[Mxfp4Weight] | type[Int4Weight]
-    parts: tuple[str, ...]  # the last of which may be None
-    prepack: Callable[..., tuple]
-    unprepack: Callable[..., tuple]
-
-
-PACKINGS = {
-    "mxfp4": Packing(Mxfp4Weight, ("packed", "scale"), ops.prepack_mxfp4, ops.unprepack_mxfp4),
-    "int4": Packing(Int4Weight, ("packed", "scale", "zero"), ops.prepack_int4, ops.unprepack_int4),
-}
 
 
 class PackedModule(nn.Module):
@@ -42,18 +25,18 @@ class PackedModule(nn.Module):
     model that share them (early_exit) change together.
     """
 
-    format: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]
-    disk_axes: ClassVar[int]  # of a packed parameter on disk; in tiles it has one more
+    format: str
+    names: tuple[str, ...]
+    disk_axes: int  # of a packed parameter on disk; in tiles it has one more
 
     def __init__(self, switch: PrecisionSwitch) -> None:
         super().__init__()
         self.switch = switch
 
     @property
-    def packing(self) -> Packing:
-        """The format's part names and its prepack and unprepack."""
-        return PACKINGS[self.format]
+    def packing(self) -> PackedFormat:
+        """What the format's tensors are called, and the functions for them."""
+        return FORMATS[self.format]
 
     @property
     def activation_bits(self) -> int:
@@ -63,12 +46,15 @@ class PackedModule(nn.Module):
     @property
     def is_prepacked(self) -> bool:
         """Whether the parameters are in tiles."""
-        return getattr(self, f"{self.names[-1]}_packed").dim() > self.disk_axes
+        return self._parameters[f"{self.names[-1]}_packed"].dim() > self.disk_axes
 
-    def parts(self, name: str) -> tuple[torch.Tensor | None, ...]:
-        """The data of ``<name>_packed``, ``_scale`` (and ``_zero``, which may be None), in their present layout."""
-        held = (getattr(self, f"{name}_{part}") for part in self.packing.parts)
-        return tuple(None if tensor is None else tensor.data for tensor in held)
+    def held(self, name: str) -> Parts:
+        """The parameters ``<name>_packed``, ``_scale`` (and ``_zero``, which may be None), in their present layout."""
+        return tuple([self._parameters[f"{name}_{part}"] for part in self.packing.parts])
+
+    def parts(self, name: str) -> Parts:
+        """The data of ``held(name)``."""
+        return tuple([None if tensor is None else tensor.data for tensor in self.held(name)])
 
     @torch.compiler.disable
     def prepack_(self) -> PackedModule:
@@ -85,20 +71,20 @@ class PackedModule(nn.Module):
                 self._hold([self._on_disk(name) for name in self.names])
         return self
 
-    def _in_tiles(self, name: str) -> tuple[torch.Tensor | None, ...]:
+    def _in_tiles(self, name: str) -> Parts:
         """The parts of ``name``, which are as on disk, in tiles."""
         raise NotImplementedError
 
-    def _on_disk(self, name: str) -> tuple[torch.Tensor | None, ...]:
+    def _on_disk(self, name: str) -> Parts:
         """The parts of ``name`` as on disk: their own memory where they are, else a copy."""
         raise NotImplementedError
 
-    def _register_parts(self, name: str, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    def _register_parts(self, name: str, tensors: Parts) -> None:
         for part, tensor in zip(self.packing.parts, tensors, strict=True):
             held = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
             self.register_parameter(f"{name}_{part}", held)
 
-    def _hold(self, tensors: list[tuple[torch.Tensor | None, ...]]) -> None:
+    def _hold(self, tensors: list[Parts]) -> None:
         # The last name's codes come last: other threads look at them to tell the layout.
         for name, parts in zip(self.names, tensors, strict=True):
             for part, tensor in reversed(list(zip(self.packing.parts, parts, strict=True))):
@@ -155,6 +141,7 @@ class PackedLinear(PackedModule):
                 f"{weight.name}: bias has shape {list(bias.shape)}, the weight {weight.out_features} rows"
             )
         self.in_features, self.out_features = weight.in_features, weight.out_features
+        self._rows = weight.out_features  # fewer where tensor parallelism gave this layer a part of the outputs
         self._register_parts("weight", tuple(getattr(weight, f"weight_{part}") for part in self.packing.parts))
         self.register_parameter("bias", bias)
         self.register_buffer("weight_dense", None, persistent=False)
@@ -193,22 +180,21 @@ class PackedLinear(PackedModule):
             return sliced_linear(x, self.weight_dense, self.bias)
         if not self.is_prepacked:
             self.prepack_()
-        return self._multiply(x)
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        return self.packing.multiply(x, self.held("weight"), self._rows, self.bias, self.switch)
 
     def _tiles(self, part: str) -> nn.Parameter | None:
         if not self.is_prepacked:
             raise RuntimeError(f"{type(self).__name__}: the weight is in the layout on disk, call prepack_() first")
         return getattr(self, f"weight_{part}")
 
-    def _in_tiles(self, name: str) -> tuple[torch.Tensor | None, ...]:
-        return self.packing.prepack(*self.parts(name))
-
-    def _on_disk(self, name: str) -> tuple[torch.Tensor | None, ...]:
+    def _in_tiles(self, name: str) -> Parts:
         parts = self.parts(name)
-        return self.packing.unprepack(*parts, self.out_features) if self.is_prepacked else parts
+        self._rows = parts[0].shape[0]
+        return self.packing.prepack(*parts)
+
+    def _on_disk(self, name: str) -> Parts:
+        parts = self.parts(name)
+        return self.packing.unprepack(*parts, self._rows) if self.is_prepacked else parts
 
     def extra_repr(self) -> str:
         dense = "" if self.weight_dense is None else f", materialized={self.weight_dense.dtype}"

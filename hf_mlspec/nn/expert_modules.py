@@ -1,0 +1,79 @@
+"""What does one of transformers' modules of experts hold, and is it one that can be packed?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+_PROJECTIONS = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
+# What transformers' use_experts_implementation sets on every module that keeps its contract: project up, gate, project
+# down, weight by the routing, sum.
+_CONTRACT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+# Not carried over: the state of nn.Module itself, accelerate's hook, which is bound to one module, and packing's own.
+_NOT_CARRIED = {
+    *vars(nn.Module()),
+    *("forward", "_old_forward", "_hf_hook"),
+    *("switch", "format", "names", "original", "group_size", "symmetric"),
+}
+_TENSORS = ("", "_packed", "_scale", "_zero", "_dense")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds its experts as 3-D parameters, gate_up_proj or up_proj, and down_proj."""
+    return set(_three_axes(module)) in _PROJECTIONS
+
+
+@dataclass(frozen=True)
+class ExpertModule:
+    """What a module of experts is, whatever its weights are held in."""
+
+    kind: type[nn.Module]
+    num_experts: int
+    transposed: bool  # [experts, in, out] where others have [experts, out, in]
+    sizes: dict[str, tuple[int, int]]  # (out, in) of each projection, the one upwards first
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> ExpertModule:
+        """ValueError naming ``name`` and the reason when the module is not understood."""
+        shapes = _three_axes(module)
+        if set(shapes) not in _PROJECTIONS:
+            raise _not_understood(module, name, f"its 3-D parameters are {shapes or 'none'}")
+        missing = [key for key in _CONTRACT if not hasattr(module, key)]
+        if missing:
+            raise _not_understood(module, name, f"it has no {', '.join(missing)}: it is no use_experts_implementation")
+        if "forward" in vars(module) and "_hf_hook" not in vars(module):
+            raise _not_understood(module, name, "its forward was replaced")
+        keys = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        known = {*keys, *((f"{key}_bias" for key in keys) if module.has_bias else ())}
+        held = {key for key, parameter in module._parameters.items() if parameter is not None}
+        if held != known:
+            raise _not_understood(module, name, f"it holds {sorted(held)}, expected {sorted(known)}")
+        sizes = {key: shapes[key][:0:-1] if module.is_transposed else shapes[key][1:] for key in keys}
+        (up, hidden), (out, inner) = sizes.values()
+        if out != hidden or up != (2 * inner if module.has_gate else inner):
+            raise _not_understood(module, name, f"its projections have shapes {shapes}, which do not fit together")
+        return cls(type(module), shapes["down_proj"][0], module.is_transposed, sizes)
+
+    def carry_over(self, source: nn.Module, target: nn.Module) -> None:
+        """Give ``target`` what ``source`` has beside its projections: biases, norms, the gating, every attribute."""
+        own = {f"{key}{tensor}" for key in self.sizes for tensor in _TENSORS}
+        vars(target).update({key: value for key, value in vars(source).items() if key not in _NOT_CARRIED})
+        for key, module in source._modules.items():
+            target.add_module(key, module)
+        for key, parameter in source._parameters.items():
+            if key not in own:
+                target.register_parameter(key, parameter)
+        for key, buffer in source._buffers.items():
+            if key not in own:
+                target.register_buffer(key, buffer, persistent=key not in source._non_persistent_buffers_set)
+
+
+def _three_axes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None and p.ndim == 3}
+
+
+def _not_understood(module: nn.Module, name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{name}: {type(module).__name__} is no module of experts that can be packed ({reason}); keep it in 16 bits"
+    )

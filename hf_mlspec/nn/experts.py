@@ -1,0 +1,241 @@
+"""What replaces a module of experts? One tensor of 4-bit codes per projection, multiplied expert by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..formats.mxfp4 import BLOCK
+from ..ops.reference import sliced_linear
+from .expert_modules import ExpertModule, is_experts
+from .packed import PackedModule, require_switch
+from .packed_formats import Parts, require_fit, zeros
+from .switch import PrecisionSwitch
+
+__all__ = ["PackedExperts", "is_experts"]
+
+
+class PackedExperts(PackedModule):
+    """The experts of a layer in MXFP4 or int4; called, like what it replaces, by the model's own routing block.
+
+    For every projection X of transformers' expert modules (gate_up_proj or up_proj, and down_proj), out-major also
+    where the dense module was not:
+
+        parameter    on disk, in state_dict()      in tiles, from the first forward on (ops/tiles.py)
+        X_packed     [experts, out, in / 2]        [experts, ceil(out / 16), in / 32, 256]
+        X_scale      [experts, out, in / group]    [experts, ceil(out / 16), in / group, 16]
+        X_zero       as X_scale, int4 only         as X_scale; None when symmetric
+        X_bias       [experts, out], the very parameter of the original, where it has one
+
+    The gating (act_fn, _apply_gate and what it reads), norms and every other attribute are the original's own. A
+    token's experts are summed in float32 in the order of its routing: its bits depend on no other token.
+    """
+
+    disk_axes = 3
+
+    def __init__(
+        self,
+        module: nn.Module,
+        format: str = "mxfp4",
+        switch: PrecisionSwitch | None = None,
+        name: str = "experts",
+        group_size: int = 128,
+        symmetric: bool = True,
+    ) -> None:
+        """The shape of ``module``, its packed parameters on the meta device: `from_module` and `empty` fill them.
+
+        ValueError naming ``name`` when the module is not understood or a group does not divide its in_features.
+        """
+        super().__init__(require_switch(switch, format, name))
+        self.format, self.original = format, ExpertModule.of(module, name)
+        self.names = tuple(self.original.sizes)
+        self.group_size = BLOCK if format == "mxfp4" else group_size
+        self.symmetric = format == "mxfp4" or symmetric
+        for key, (_, in_features) in self.original.sizes.items():
+            require_fit(format, in_features, self.group_size, f"{name}.{key}")
+            self._register_parts(key, self._zeros(key, torch.device("meta")))
+            self.register_buffer(f"{key}_dense", None, persistent=False)
+        self.original.carry_over(module, self)
+        self.train(module.training)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        format: str = "mxfp4",
+        switch: PrecisionSwitch | None = None,
+        name: str = "experts",
+        group_size: int = 128,
+        symmetric: bool = True,
+        rule: str = "ocp_floor",
+    ) -> PackedExperts:
+        """Quantize the experts of ``module``; biases are shared. ValueError naming ``name`` and the expert for NaN or
+        Inf, or when the module is not understood."""
+        experts = cls(module, format, switch, name, group_size, symmetric)
+        for key in experts.names:
+            experts.set_quantized(key, getattr(module, key).detach(), name, rule)
+        return experts
+
+    @classmethod
+    def empty(
+        cls,
+        module: nn.Module,
+        format: str = "mxfp4",
+        switch: PrecisionSwitch | None = None,
+        name: str = "experts",
+        group_size: int = 128,
+        symmetric: bool = True,
+        placeholders: bool = False,
+    ) -> PackedExperts:
+        """The shape of ``module`` with values of 0 on its device (meta while a checkpoint loads).
+
+        placeholders: it also keeps the original's own projections under their names, so that a checkpoint's dense
+        tensors find their place; `set_quantized` and `drop_placeholder` remove them.
+        """
+        experts = cls(module, format, switch, name, group_size, symmetric)
+        for key in experts.names:
+            dense = getattr(module, key)
+            experts._register_parts(key, experts._zeros(key, dense.device))
+            if placeholders:
+                experts.register_parameter(key, dense)
+        return experts
+
+    def drop_placeholder(self, key: str) -> None:
+        """Forget the dense projection that `empty` kept for loading; nothing happens where there is none."""
+        self._parameters.pop(key, None)
+
+    def set_quantized(self, key: str, dense: torch.Tensor, name: str = "experts", rule: str = "ocp_floor") -> None:
+        """Quantize one projection, in the original's layout, into this module; its placeholder goes. Errors as
+        ``quantized``."""
+        tensors = self.quantized(key, dense, name, rule)
+        self.unprepack_()
+        self._register_parts(key, tuple(tensors.get(f"{key}_{part}") for part in self.packing.parts))
+        self.drop_placeholder(key)
+
+    def quantized(
+        self, key: str, dense: torch.Tensor, name: str = "experts", rule: str = "ocp_floor"
+    ) -> dict[str, torch.Tensor]:
+        """The tensors on disk of projection ``key`` by name, from ``dense`` in the original's layout, ``[experts, out,
+        in]`` or ``[experts, in, out]``; one expert is in flight at a time.
+
+        ValueError naming ``name``, the projection and the expert for another shape, NaN, Inf, or a scale that the
+        format cannot hold.
+        """
+        out_in = self.original.sizes[key]
+        shape = [self.original.num_experts, *(out_in[::-1] if self.original.transposed else out_in)]
+        if list(dense.shape) != shape:
+            raise ValueError(f"{name}.{key} has shape {list(dense.shape)}, expected {shape}")
+        settings = (rule,) if self.format == "mxfp4" else (self.group_size, self.symmetric)
+
+        def quantize(expert: int, matrix: torch.Tensor) -> Parts:
+            matrix = matrix.T.contiguous() if self.original.transposed else matrix
+            weight = self.packing.weight.from_dense(matrix, *settings, f"{name}.{key} of expert {expert}")
+            return tuple(getattr(weight, f"weight_{part}") for part in self.packing.parts)
+
+        parts = zip(self.packing.parts, _stacked(quantize, (dense,)), strict=True)
+        return {f"{key}_{part}": tensor for part, tensor in parts if tensor is not None}
+
+    def validate(self, name: str = "experts") -> PackedExperts:
+        """Itself, or the error of formats/weights.py for the first expert's weight that is damaged."""
+        for key, sizes in self.original.sizes.items():
+            parts = self._on_disk(key)
+            for expert in range(self.original.num_experts):
+                weight = self.packing.weight(*_of_expert(parts, expert), name=f"{name}.{key} of expert {expert}")
+                weight.validate(*sizes)
+        return self
+
+    def dequantized(self, key: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Projection ``key`` as ``[experts, out, in]`` in ``dtype``."""
+        return _stacked(lambda _, *parts: (self.packing.weight(*parts).dequantize(dtype),), self._on_disk(key))[0]
+
+    def dequantized_module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The module that was replaced, with the rounded weights in ``dtype`` and in its own layout."""
+        module = self.original.kind.__new__(self.original.kind)
+        nn.Module.__init__(module)
+        self.original.carry_over(self, module)
+        for key in self.names:
+            dense = self.dequantized(key, dtype)
+            dense = dense.transpose(1, 2).contiguous() if self.original.transposed else dense
+            module.register_parameter(key, nn.Parameter(dense, requires_grad=False))
+        return module.train(self.training)
+
+    def materialize(self, dtype: torch.dtype) -> PackedExperts:
+        """Keep the weights in ``dtype`` next to the codes, as PackedLinear.materialize."""
+        for key in self.names:
+            setattr(self, f"{key}_dense", self.dequantized(key, dtype))
+        return self
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states ``[tokens, hidden]``; the experts of each token, int ``[tokens, k]`` (one beyond the last
+        contributes nothing: another process has it), and their weights -> ``[tokens, hidden]``."""
+        tokens, top_k = top_k_index.shape
+        experts, slots = top_k_index.reshape(-1).sort(stable=True)  # slot = token * top_k + place in its routing
+        counts = torch.bincount(experts, minlength=self.original.num_experts).tolist()
+        outputs = hidden_states.new_zeros(tokens * top_k, hidden_states.shape[-1])
+        first = 0
+        for expert, count in enumerate(counts[: self.original.num_experts]):
+            if count:
+                own = slots[first : first + count]
+                outputs[own] = self._expert(expert, hidden_states[own // top_k])
+                first += count
+        weighted = outputs.view(tokens, top_k, -1).float() * top_k_weights.float().unsqueeze(-1)
+        total = weighted[:, 0]
+        for place in range(1, top_k):  # a sum over an axis may order its terms by the shape
+            total = total + weighted[:, place]
+        return total.to(hidden_states.dtype)
+
+    def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.names
+        projected = self._multiply(up, expert, x)
+        gated = self.original.kind._apply_gate(self, projected) if self.has_gate else self.act_fn(projected)
+        out = self._multiply(down, expert, gated)
+        return self.post_expert_norm(out) if getattr(self, "has_post_expert_norm", False) else out
+
+    def _multiply(self, key: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        bias = self._parameters[f"{key}_bias"][expert] if self.has_bias else None
+        dense = self._buffers[f"{key}_dense"]
+        if dense is not None and dense.dtype == x.dtype:
+            return sliced_linear(x, dense[expert], bias)
+        if not self.is_prepacked:
+            self.prepack_()
+        return self.packing.multiply(x, _of_expert(self.held(key), expert), self._rows(key), bias, self.switch)
+
+    def _rows(self, key: str) -> int:
+        return self.original.sizes[key][0]
+
+    def _in_tiles(self, name: str) -> Parts:
+        return _stacked(lambda _, *parts: self.packing.prepack(*parts), self.parts(name))
+
+    def _on_disk(self, name: str) -> Parts:
+        if not self.is_prepacked:
+            return self.parts(name)
+        return _stacked(lambda _, *parts: self.packing.unprepack(*parts, self._rows(name)), self.parts(name))
+
+    def _zeros(self, key: str, device: torch.device) -> Parts:
+        shape = (self.original.num_experts, *self.original.sizes[key])
+        return zeros(self.format, shape, self.group_size, self.symmetric, device)
+
+    def extra_repr(self) -> str:
+        sizes = ", ".join(f"{key}={list(sizes)}" for key, sizes in self.original.sizes.items())
+        return f"{self.original.num_experts} x ({sizes}), format={self.format}, activation_bits={self.activation_bits}"
+
+
+def _of_expert(parts: Parts, expert: int) -> Parts:
+    return tuple([None if part is None else part[expert] for part in parts])
+
+
+def _stacked(convert: Callable[..., Parts], tensors: Parts) -> Parts:
+    """``convert(expert, *its tensors)`` for every expert, the results stacked along a new first axis."""
+    stacks: Parts = ()
+    for expert in range(len(tensors[0])):
+        results = convert(expert, *_of_expert(tensors, expert))
+        if not stacks:
+            stacks = tuple(None if r is None else r.new_empty(len(tensors[0]), *r.shape) for r in results)
+        for stack, result in zip(stacks, results, strict=True):
+            if stack is not None:
+                stack[expert] = result
+    return stacks
