@@ -45,9 +45,18 @@ class TableRunner:
     def select(self, keep: list[int]) -> None:
         self.lengths = [self.lengths[r] for r in keep]
 
-    def feed(self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None) -> Tensor:
+    def admit(self, count: int) -> None:
+        self.lengths += [0] * count
+
+    def forget(self, row: int) -> None:
+        self.lengths[row] = 0
+
+    def feed(
+        self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None, alive: list[bool] | None = None
+    ) -> Tensor:
         last = torch.tensor([row[-1] for row in rows])[:, None]
-        self.lengths = [len(row) + d for row, d in zip(rows, drafted or [0] * len(rows), strict=True)]
+        fed = zip(rows, drafted or [0] * len(rows), self.lengths, alive or [True] * len(rows), strict=True)
+        self.lengths = [len(row) + d if on else have for row, d, have, on in fed]
         return self.step(last if draft is None else torch.cat([last, draft], dim=1))
 
     def step(self, tokens: Tensor, *shape) -> Tensor:
@@ -65,6 +74,8 @@ class PointMasses:
     def start(self, batch: int, device: torch.device) -> None: ...
     def rollback(self, lengths: list[int]) -> None: ...
     def select(self, keep: list[int]) -> None: ...
+    def admit(self, count: int) -> None: ...
+    def replace(self, row: int) -> None: ...
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
         guesses = []

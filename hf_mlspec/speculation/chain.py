@@ -59,6 +59,14 @@ class CheckedDrafter:
         self.checker.select(keep)
         self.inner.select(keep)
 
+    def admit(self, count: int) -> None:
+        self.checker.admit(count)
+        self.inner.admit(count)
+
+    def replace(self, row: int) -> None:
+        self.checker.replace(row)
+        self.inner.replace(row)
+
     def rollback(self, lengths: list[int]) -> None:
         self.checker.runner.rollback(lengths)
         self.inner.rollback(lengths)
@@ -102,6 +110,7 @@ class CheckedDrafter:
             self.checker.fused_greedy
             and isinstance(inner, ModelDrafter)
             and inner.fused_greedy
+            and any(limits)
             and inner.whole(rows, limits)
         )
 
@@ -133,24 +142,20 @@ class CheckedDrafter:
         """No tokens for rows that outgrow the positions of the checker."""
         if self.max_positions is None:
             return limits
-        width = max(limits)
-        if all(len(row) + width <= self.max_positions for row in rows):
+        fits = [len(row) + limit <= self.max_positions for row, limit in zip(rows, limits, strict=True)]
+        if all(fits):
             return limits
         if self.checker.runner.model not in _said:
             _said.add(self.checker.runner.model)
             logger.warning(
                 "level %s reaches %d tokens only: it rests on longer rows (said once)", self.name, self.max_positions
             )
-        fits = [len(row) + width <= self.max_positions for row in rows]
         return [limit if ok else 0 for limit, ok in zip(limits, fits, strict=True)]
 
     def _round(self, seen: Rows, limits: list[int], alive: list[bool]) -> Verdict:
-        """One inner round. Rows that are done ride along: nothing of theirs is drafted, kept or counted."""
-        before = list(self.checker.runner.lengths)
+        """One inner round. Rows that are done rest: nothing of theirs is drafted, fed, kept or counted."""
         draft = self.inner.propose(seen, limits)
-        verdict = self.checker.check(seen, draft, want_confidence=self.threshold > 0)
-        lengths = self.checker.runner.lengths
-        self.checker.runner.lengths = [n if a else b for n, b, a in zip(lengths, before, alive, strict=True)]
+        verdict = self.checker.check(seen, draft, want_confidence=self.threshold > 0, alive=alive)
         self.inner.rollback([len(row) + a for row, a in zip(seen, verdict.accepted, strict=True)])
         self.inner.stats.settle(draft.lengths, verdict.accepted)
         return verdict
@@ -161,12 +166,12 @@ class CheckedDrafter:
             return [True] * len(verdict.tokens)
         if verdict.confidence is not None:
             lines = zip(verdict.confidence, verdict.tokens, strict=True)
-            return [min(line[: len(tokens)]) >= self.threshold for line, tokens in lines]
+            return [min(line[: len(tokens)], default=1.0) >= self.threshold for line, tokens in lines]
         probs = self.checker.sampler.probabilities(verdict.scores) if verdict.probs is None else verdict.probs
         tokens = Draft.from_lists(verdict.tokens, probs.device)
         width = tokens.tokens.shape[1]
         each = probs[:, :width].gather(2, tokens.tokens[..., None])[..., 0].tolist()
-        return [min(line[:n]) >= self.threshold for line, n in zip(each, tokens.lengths, strict=True)]
+        return [min(line[:n], default=1.0) >= self.threshold for line, n in zip(each, tokens.lengths, strict=True)]
 
 
 def _gather(probs: list[Tensor], places: list[list[int]], draft: Draft) -> Tensor:

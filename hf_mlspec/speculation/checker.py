@@ -18,7 +18,8 @@ from .sampling import Sampler
 class Verdict:
     """What a check settled.
 
-    tokens:   per row the accepted drafted tokens and the one the checker put after them (so at least one).
+    tokens:   per row the accepted drafted tokens and the one the checker put after them (so at least one; none where
+        the row rested).
     accepted: per row how many of them were drafted.
     probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each settled position; None when greedy.
     logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a fused greedy
@@ -42,7 +43,11 @@ class Checker:
 
     def __init__(self, runner: Runner | FusedRunner, sampler: Sampler, name: str, *, keep_logits: bool = True):
         self.runner, self.sampler, self.name, self.keep_logits = runner, sampler, name, keep_logits
-        self.fused_greedy = runner_is_greedy(runner, sampler)
+
+    @property
+    def fused_greedy(self) -> bool:
+        """Whether a compiled step takes the very tokens this level settles."""
+        return runner_is_greedy(self.runner, self.sampler)
 
     def start(self, batch: int, device: torch.device) -> None:
         self.runner.start(batch, device)
@@ -52,31 +57,48 @@ class Checker:
         self.runner.select(keep)
         self.sampler.select(keep)
 
-    def check(self, rows: Rows, draft: Draft, want_confidence: bool = False) -> Verdict:
+    def admit(self, count: int) -> None:
+        """Append `count` rows that nothing is known of yet."""
+        self.runner.admit(count)
+        self.sampler.admit(count)
+
+    def replace(self, row: int) -> None:
+        """Row `row` ended; another one takes its place."""
+        self.runner.forget(row)
+        self.sampler.replace(row)
+
+    def check(
+        self, rows: Rows, draft: Draft, want_confidence: bool = False, alive: list[bool] | None = None
+    ) -> Verdict:
         """Score every row with its draft in one forward pass and settle; the cache keeps what turned out true.
 
-        Raises FloatingPointError if the logits hold NaN.
+        alive: False for rows that rest: nothing of theirs is fed or settled. Raises FloatingPointError if the logits
+        hold NaN.
         """
+        alive = alive or [True] * len(rows)
         if self.fused_greedy and not self.keep_logits:
-            return self._check_fused(rows, draft, want_confidence)
+            return self._check_fused(rows, draft, want_confidence, alive)
         guess = draft.tokens if draft.tokens.shape[1] else None
-        logits = self.runner.feed(rows, guess, draft.lengths)
-        scores = self.sampler.scores(logits, rows, guess, draft.lengths)
-        settle = self._sampled if self.sampler.do_sample else self._greedy
-        columns, probs = settle(draft, scores)  # [batch, 2 + k + 1]: NaN seen, accepted, tokens
+        logits = self.runner.feed(rows, guess, draft.lengths, alive)
+        scores = self.sampler.scores(logits, rows, guess, draft.lengths, alive)
+        if self.sampler.do_sample:
+            columns, probs = self._sampled(draft, scores)  # [batch, 2 + k + 1]: NaN seen, accepted, tokens
+        else:
+            asked = [n if on else -1 for n, on in zip(draft.lengths, alive, strict=True)]
+            columns, probs = self._greedy(draft, self.sampler.keys(scores, [len(row) for row in rows], asked)), None
         # The one host synchronisation of the check.
         values = columns.tolist()
-        if any(line[0] for line in values):
+        if any(line[0] and on for line, on in zip(values, alive, strict=True)):
             raise nan_error(self.name, logits.dtype)
         accepted = [line[1] for line in values]
-        tokens = [line[2 : 3 + a] for line, a in zip(values, accepted, strict=True)]
+        tokens = [line[2 : 3 + a] if on else [] for line, a, on in zip(values, accepted, alive, strict=True)]
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, probs, logits, scores)
 
-    def _check_fused(self, rows: Rows, draft: Draft, want_confidence: bool) -> Verdict:
+    def _check_fused(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         """Greedy without processors: the compiled step hands up its argmax, and no logits leave it."""
         guesses = draft.rows()
-        scores = self.runner.score(rows, guesses, want_confidence=want_confidence)
+        scores = self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
         accepted = [_agreement(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
         if any(-1 in line for line in tokens):
@@ -84,10 +106,10 @@ class Checker:
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, None, None, None, scores.confidence)
 
-    def _greedy(self, draft: Draft, scores: Tensor) -> tuple[Tensor, None]:
-        top, best = scores.max(dim=-1)
+    def _greedy(self, draft: Draft, keys: Tensor) -> Tensor:
+        top, best = keys.max(dim=-1)
         accepted = accept_greedy(draft.tokens, _column(draft, best), best)
-        return torch.cat([_nan_seen(top), accepted[:, None], best], dim=1), None
+        return torch.cat([_nan_seen(top), accepted[:, None], best], dim=1)
 
     def _sampled(self, draft: Draft, scores: Tensor) -> tuple[Tensor, Tensor]:
         probs = self.sampler.probabilities(scores)
@@ -101,9 +123,9 @@ class Checker:
 
 def runner_is_greedy(runner: Runner | FusedRunner, sampler: Sampler) -> bool:
     """Whether the greedy tokens of a compiled step are those the sampler would take."""
-    if not isinstance(runner, FusedRunner) or sampler.do_sample:
+    if not isinstance(runner, FusedRunner) or not sampler.is_greedy:
         return False
-    return sampler.process is None and sampler.warp is None and runner.decoder.vocab_size <= sampler.vocab_size
+    return runner.decoder.vocab_size <= sampler.vocab_size
 
 
 def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:

@@ -60,3 +60,9 @@ class Drafter(Protocol):
 
     def select(self, keep: list[int]) -> None:
         """Go on with the rows of these indices only, in this order."""
+
+    def admit(self, count: int) -> None:
+        """`count` rows join behind the others; nothing is known of them before they are proposed for."""
+
+    def replace(self, row: int) -> None:
+        """Row `row` ended, and another one, of which nothing is known, takes its place."""

@@ -161,10 +161,13 @@ class FusedRunner(CachedRows):
         )
 
     def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
-        """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`."""
+        """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`.
+
+        Rows of limit 0 rest.
+        """
         starts = self._starts(rows)
-        tokens, counts = _flat([row[have:] for row, have in zip(rows, starts, strict=True)])
-        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True)))
+        tokens, counts = _flat(_busy(rows, starts, limits))
+        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
         begin = time.perf_counter()
         drafted, forwards, _ = self.decoder.handle.draft(self.cache.kv, tokens, counts, starts, limits, threshold)
         self._count(forwards, time.perf_counter() - begin)
@@ -191,8 +194,8 @@ class FusedRunner(CachedRows):
         """
         own, small = self._starts(rows), tiny._starts(rows)
         bases = [min(pair) for pair in zip(own, small, strict=True)]
-        tokens, counts = _flat([row[base:] for row, base in zip(rows, bases, strict=True)])
-        end = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
+        tokens, counts = _flat(_busy(rows, bases, limits))
+        end = max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit)
         self._reserve(end)
         tiny._reserve(end)
         begin = time.perf_counter()
@@ -222,8 +225,13 @@ def _flat(rows: Rows) -> tuple[list[int], list[int]]:
     return [token for row in rows for token in row], [len(row) for row in rows]
 
 
+def _busy(rows: Rows, starts: list[int], limits: list[int]) -> Rows:
+    """What has to be fed of the rows that may gain a token."""
+    return [row[start:] if limit else [] for row, start, limit in zip(rows, starts, limits, strict=True)]
+
+
 def _padded(logits: Tensor, counts: list[int], width: int) -> Tensor:
-    """Logits of rows behind each other `[sum of counts, vocab]` -> `[batch, width, vocab]`, zeros where there are none."""
+    """Logits of rows behind each other `[sum of counts, vocab]` -> `[batch, width, vocab]`, zeros in between."""
     if all(count == width for count in counts):
         return logits.view(len(counts), width, -1)
     out = logits.new_zeros(len(counts), width, logits.shape[-1])

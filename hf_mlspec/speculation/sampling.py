@@ -41,11 +41,28 @@ class Sampler:
         self.prompt_lengths, self.ends = prompt_lengths or [], ends
         self.row_ids: list[int] = []
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token taken is the argmax of the logits as they come: then a compiled step may take it."""
+        return not self.do_sample and self.warp is None and self.process is None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether scores depend on the tokens before a position."""
+        return self.process is not None
+
     def start(self, batch: int) -> None:
         self.row_ids = list(range(batch))
 
     def select(self, keep: list[int]) -> None:
         self.row_ids = [self.row_ids[r] for r in keep]
+
+    def admit(self, count: int) -> None:
+        """Append rows; where processors look at tokens, `RowSampler` knows what a row that joins was asked for."""
+        self.row_ids += [len(self.row_ids) + i for i in range(count)]
+
+    def replace(self, row: int) -> None:
+        """Row `row` is another one from now on; here all rows are treated alike."""
 
     def fit(self, logits: Tensor) -> Tensor:
         """Float32 logits over the checker's vocabulary."""
@@ -56,16 +73,30 @@ class Sampler:
         return logits[..., : self.vocab_size]
 
     def scores(
-        self, logits: Tensor, rows: Rows, draft: Tensor | None = None, lengths: list[int] | None = None
+        self,
+        logits: Tensor,
+        rows: Rows,
+        draft: Tensor | None = None,
+        lengths: list[int] | None = None,
+        alive: list[bool] | None = None,
     ) -> Tensor:
         """Logits `[batch, k + 1, vocab]` -> processed float32 scores; position j follows rows[r] + draft[r, :j].
 
-        lengths: per row the true length of its draft; what lies beyond has no meaning.
+        lengths: per row the true length of its draft; what lies beyond has no meaning, nor has a row that is not alive.
         """
         scores = self.fit(logits)
         if self.process is not None:
-            scores = self._process_by_length(scores, rows, draft, lengths or [0] * len(rows))
+            lengths = lengths or [0] * len(rows)
+            asked = lengths if alive is None else [n if on else -1 for n, on in zip(lengths, alive, strict=True)]
+            scores = self._process_by_length(scores, rows, draft, asked)
         return self.warp(scores) if self.warp is not None else scores
+
+    def keys(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
+        """What a greedy choice is the largest of, for processed scores `[batch, k + 1, vocab]`: they themselves.
+
+        Position j of row r is for token number firsts[r] + j; positions beyond lengths[r] (-1: all) have no meaning.
+        """
+        return scores
 
     def _process_by_length(self, scores: Tensor, rows: Rows, draft: Tensor | None, lengths: list[int]) -> Tensor:
         """Processors take equally long prefixes: group the positions of all rows by the number of generated tokens.
@@ -100,8 +131,10 @@ class Sampler:
         """Softmax over the vocabulary, float32."""
         return torch.softmax(scores, dim=-1)
 
-    def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """One token per row from scores `[batch, vocab]`.
+    def draw(
+        self, scores: Tensor, positions: list[int] | None = None, alive: list[bool] | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """One token per row from scores `[batch, vocab]`; positions: its number in each row, asked for by `RowSampler`.
 
         Returns tokens int64 `[batch]`, the probabilities they were drawn from `[batch, vocab]` (None when greedy),
         and the confidence `[batch]`: the probability of the token taken.

@@ -102,6 +102,19 @@ class CrossTokenizerDrafter:
                                                    for part in (self._views, self._held, self._proposed))
         self.inner.select(keep)
 
+    def admit(self, count: int) -> None:
+        """`count` rows join behind the others."""
+        self._views += [RowTranslation(*self._texts, self._direct) for _ in range(count)]
+        self._held += [[] for _ in range(count)]
+        self._proposed = self._proposed + [[] for _ in range(count)]
+        self.inner.admit(count)
+
+    def replace(self, row: int) -> None:
+        """Another row takes the place of row `row`."""
+        self._views[row] = RowTranslation(*self._texts, self._direct)
+        self._held[row], self._proposed[row] = [], []
+        self.inner.replace(row)
+
     def _follow(self, lengths: list[int], added: Rows, unseen: int) -> None:
         """Bring every row to its first `lengths[r]` tokens and `added[r]`; the inner level forgets what that changed.
 

@@ -61,21 +61,29 @@ class ModelDrafter:
         self.sampler.select(keep)
         self.dropped = [self.dropped[r] for r in keep]
 
+    def admit(self, count: int) -> None:
+        self.runner.admit(count)
+        self.sampler.admit(count)
+        self.dropped += [0] * count
+
+    def replace(self, row: int) -> None:
+        self.runner.forget(row)
+        self.sampler.replace(row)
+        self.dropped[row] = 0
+
     def rollback(self, lengths: list[int]) -> None:
         self.runner.rollback([max(n - d, 0) for n, d in zip(lengths, self.dropped, strict=True)])
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
         self.stats.rounds += 1
         self.runner.sync()
-        width = max(limits)
         if self.max_positions is not None:
-            width = min(width, self.max_positions // 2)
-            limits = [min(limit, width) for limit in limits]
-        if width == 0:
+            limits = [min(limit, self.max_positions // 2) for limit in limits]
+        if not any(limits):
             return Draft.from_lists([[] for _ in rows], self.runner.device)
         if self.fused_greedy:
-            return self._propose_fused(self._window(rows, width), limits)
-        logits = self.runner.feed(self._window(rows, width))
+            return self._propose_fused(self._window(rows, limits), limits)
+        logits = self.runner.feed(self._window(rows, limits), alive=[limit > 0 for limit in limits])
         if self._fresh:
             self._refuse_nan(logits)
         draft = self._draft(rows, limits, logits)
@@ -110,9 +118,9 @@ class ModelDrafter:
         lengths, alive = [0] * batch, [limit > 0 for limit in limits]
         tokens: list[Tensor] = []  # steps of [batch]
         probs: list[Tensor] = []  # steps of [batch, vocab]
-        ones, zeros = [1] * batch, [0] * batch
         while True:
-            token, prob, confidence = self.sampler.draw(self._scores(logits, rows, tokens))
+            positions = [len(row) + len(tokens) for row in rows]
+            token, prob, confidence = self.sampler.draw(self._scores(logits, rows, tokens, alive), positions, alive)
             tokens.append(token)
             probs.append(prob)
             sure = (confidence >= self.threshold).tolist() if self.threshold > 0 else [True] * batch
@@ -120,27 +128,27 @@ class ModelDrafter:
             alive = [a and ok and n < limit for a, ok, n, limit in zip(alive, sure, lengths, limits, strict=True)]
             if not any(alive):
                 break
-            logits = self.runner.step(token[:, None], ones, zeros, 1)
+            logits = self.runner.step(token[:, None], [int(a) for a in alive], [0] * batch, 1)
         drawn_from = torch.stack(probs, dim=1) if probs[0] is not None else None
         return Draft(torch.stack(tokens, dim=1), lengths, drawn_from)
 
-    def _scores(self, logits: Tensor, rows: Rows, tokens: list[Tensor]) -> Tensor:
+    def _scores(self, logits: Tensor, rows: Rows, tokens: list[Tensor], alive: list[bool]) -> Tensor:
         """Processed scores `[batch, vocab]` of the position after row and drafted tokens."""
         if self.allowed is not None:
             logits = self.sampler.fit(logits).masked_fill(~self.allowed, float("-inf"))
-        if self.sampler.process is not None and tokens:
+        if self.sampler.reads_tokens and tokens:
             drafted = torch.stack(tokens, dim=1).tolist()
             rows = [row + more for row, more in zip(rows, drafted, strict=True)]
-        return self.sampler.scores(logits, rows)[:, 0]
+        return self.sampler.scores(logits, rows, alive=alive)[:, 0]
 
-    def _window(self, rows: Rows, width: int) -> Rows:
+    def _window(self, rows: Rows, limits: list[int]) -> Rows:
         """What the model sees of the rows; a row too long restarts at its last half window."""
         if self.max_positions is None:
             return rows
-        for r, row in enumerate(rows):
+        for r, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             seen = len(row) - self.dropped[r]
             # A rejection may take back more than the window holds.
-            if seen < 1 or seen + width > self.max_positions:
+            if seen < 1 or seen + limit > self.max_positions:
                 self.dropped[r] = max(len(row) - max(self.max_positions // 2, 1), 0)
                 self.runner.lengths[r] = 0
                 if self.runner.model not in _said:

@@ -112,6 +112,14 @@ class NGram:
         """Go on with the rows of these indices only, in this order; the counts of the others stay."""
         self._rows = [self._rows[r] for r in keep]
 
+    def admit(self, count: int) -> None:
+        """`count` rows join behind the others."""
+        self._rows += [[] for _ in range(count)]
+
+    def replace(self, row: int) -> None:
+        """Another row takes the place of row `row`; the counts of the one that ended stay."""
+        self._rows[row] = []
+
     def _follow(self, known: list[int], row: list[int]) -> None:
         self._truncate(known, agreed_length(known, row))
         for token in row[len(known):]:

@@ -108,3 +108,11 @@ class PromptLookup:
     def select(self, keep: list[int]) -> None:
         """Go on with the rows of these indices only, in this order."""
         self._indices = [self._indices[r] for r in keep]
+
+    def admit(self, count: int) -> None:
+        """`count` rows join behind the others."""
+        self._indices += [SuffixIndex(self.max_ngram) for _ in range(count)]
+
+    def replace(self, row: int) -> None:
+        """Another row takes the place of row `row`."""
+        self._indices[row] = SuffixIndex(self.max_ngram)

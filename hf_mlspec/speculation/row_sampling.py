@@ -1,0 +1,142 @@
+"""How are tokens taken where every row of a batch was asked for something else, and must not notice its neighbours?
+
+A row that samples takes, at each position, the largest of score + Gumbel noise: a draw from the softmax of the scores
+(Gumbel 1954). The noise of a position is drawn once, by the row's own generator, and every level of the chain uses it:
+a draft is then a guess at what the target will take with the same noise, and a check accepts what it would have taken
+itself. So the target's tokens follow its own distribution exactly, and depend on nothing but its scores and the seed:
+not on the levels below, nor on the rows beside ("drafter-invariant" speculative decoding, Daliri, Musco and Suresh
+2024, arXiv 2408.07978; the price is a somewhat lower acceptance than with independent draws, at worst
+(1 - d) / (1 + d) for distributions d apart in total variation, where those accept 1 - d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .draft import Rows
+from .sampling import Process, Sampler
+
+
+class GumbelNoise:
+    """The noise of one row, position after position in the order of its generator.
+
+    first: the number of the first token that may be asked for. seed: what the generator starts from.
+    """
+
+    def __init__(self, seed: int, first: int, vocab_size: int, device: torch.device):
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.first, self.vocab_size, self.device = first, vocab_size, device
+        self._drawn: list[Tensor] = []  # of the positions from `first` on
+
+    def at(self, first: int, count: int) -> Tensor:
+        """Float32 `[count, vocab]`: the noise of `count` tokens from number `first` on."""
+        while self.first + len(self._drawn) < first + count:
+            uniform = torch.empty(self.vocab_size, device=self.device).exponential_(generator=self.generator)
+            self._drawn.append(uniform.log_().neg_())
+        begin = first - self.first
+        return torch.stack(self._drawn[begin : begin + count])
+
+    def settle(self, length: int) -> None:
+        """The row has `length` tokens now: noise before them is not asked for again."""
+        del self._drawn[: length - self.first]
+        self.first = length
+
+
+class RowRule:
+    """How the tokens of one row are taken, at every level that speaks the target's vocabulary.
+
+    noise: None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
+    error: what the row's own processors raised; its tokens mean nothing from then on.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        prompt_length: int,
+        noise: GumbelNoise | None = None,
+        warp: Callable[[Tensor], Tensor] | None = None,
+        process: Process | None = None,
+        ends: frozenset[int] = frozenset(),
+    ):
+        self.noise, self.error = noise, None
+        self.sampler = Sampler(vocab_size, warp=warp, process=process, prompt_lengths=[prompt_length], ends=ends)
+        self.sampler.start(1)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the row takes the argmax of the logits as they come."""
+        return self.noise is None and self.sampler.is_greedy
+
+    def scores(self, scores: Tensor, row: list[int], guess: Tensor | None, length: int) -> Tensor:
+        """Float32 `[length + 1, vocab]` -> processed; what a processor of the row raises ends this row only."""
+        if self.error is not None or self.sampler.is_greedy:
+            return scores
+        try:
+            return self.sampler.scores(scores[None], [row], guess, [length])[0]
+        except Exception as error:  # the row's own code, whatever it raises
+            self.error = error
+            return scores
+
+
+class RowSampler(Sampler):
+    """The sampler of a batch whose rows have rules of their own.
+
+    rules: one per row, a list that the loop keeps in step with the batch and all samplers of a chain share. Rows are
+    processed one by one, so that none sees another's numbers.
+    """
+
+    def __init__(self, vocab_size: int, rules: list[RowRule]):
+        super().__init__(vocab_size)
+        self.rules = rules
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes the argmax of its logits."""
+        return all(rule.is_greedy for rule in self.rules)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the scores of any row depend on the tokens before a position."""
+        return any(rule.sampler.reads_tokens for rule in self.rules)
+
+    def scores(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        draft: Tensor | None = None,
+        lengths: list[int] | None = None,
+        alive: list[bool] | None = None,
+    ) -> Tensor:
+        """See `Sampler.scores`."""
+        scores = self.fit(logits)
+        if all(rule.sampler.is_greedy for rule in self.rules):
+            return scores
+        lengths, alive = lengths or [0] * len(rows), alive or [True] * len(rows)
+        scores = scores.clone()
+        for r, (rule, row, n, on) in enumerate(zip(self.rules, rows, lengths, alive, strict=True)):
+            if on:
+                guess = None if draft is None else draft[r : r + 1, :n]
+                scores[r, : n + 1] = rule.scores(scores[r, : n + 1], row, guess, n)
+        return scores
+
+    def keys(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
+        """Scores plus the noise of rows that sample; see `Sampler.keys`."""
+        if all(rule.noise is None for rule in self.rules):
+            return scores
+        keys = scores.clone()
+        for line, rule, first, n in zip(keys, self.rules, firsts, lengths, strict=True):
+            if rule.noise is not None and n >= 0:
+                line[: n + 1] += rule.noise.at(first, n + 1)
+        return keys
+
+    def draw(
+        self, scores: Tensor, positions: list[int] | None = None, alive: list[bool] | None = None
+    ) -> tuple[Tensor, None, Tensor]:
+        """The tokens the rows would take from scores `[batch, vocab]`, without probabilities: guesses, not draws."""
+        lengths = [0 if on else -1 for on in alive or [True] * len(scores)]
+        tokens = self.keys(scores[:, None], positions, lengths)[:, 0].argmax(dim=-1)
+        return tokens, None, self.probabilities(scores).gather(1, tokens[:, None])[:, 0]
