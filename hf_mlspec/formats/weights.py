@@ -4,7 +4,7 @@
     mxfp4    X.weight_packed  uint8   [out, in / 2]     two E2M1 codes a byte, low nibble first
              X.weight_scale   uint8   [out, in / 32]    E8M0 byte of each block of 32 along ``in``
     int4     X.weight_packed  uint8   [out, in / 2]     two codes 0..15 a byte, low nibble first
-             X.weight_scale   float16 [out, in / group] step of each group of 32, 64 or 128 along ``in``
+             X.weight_scale   float16 [out, in / group] step of each group of 32, 64 or 128 along ``in``, above 0
              X.weight_zero    uint8   [out, in / group] the code that means 0; absent when it is 8 everywhere
     both     X.bias           any     [out]             unchanged, if there is one
 
@@ -71,7 +71,7 @@ class Mxfp4Weight:
         _check_size(self.name, "weight_scale", scale, packed[0], packed[1] // (mxfp4.BLOCK // 2))
         if packed[1] % (mxfp4.BLOCK // 2):
             raise ValueError(f"{self.name}: in_features is {packed[1] * 2}, MXFP4 needs a multiple of {mxfp4.BLOCK}")
-        self._check_scales()
+        require_values(self.name, "weight_scale", self.weight_scale)
         return self
 
     def _check_dtypes(self) -> None:
@@ -79,17 +79,6 @@ class Mxfp4Weight:
             dtype = getattr(self, tensor_name).dtype
             if dtype != torch.uint8:
                 raise TypeError(f"{self.name}: {tensor_name} is {dtype}, MXFP4 is saved as torch.uint8")
-
-    def _check_scales(self) -> None:
-        if self.weight_scale.is_meta:
-            return
-        bad = (self.weight_scale == mxfp4.NAN_SCALE).nonzero()
-        if len(bad):
-            row, block = bad[0].tolist()
-            raise ValueError(
-                f"{self.name}: weight_scale holds {len(bad)} NaN codes (255), the first at row {row}, block {block}: "
-                "the checkpoint is damaged or was written from NaN weights"
-            )
 
 
 @dataclass(frozen=True)
@@ -137,7 +126,7 @@ class Int4Weight:
         self, out_features: int | None = None, in_features: int | None = None, group_size: int | None = None
     ) -> Int4Weight:
         """Itself, or one specific error: TypeError for a dtype, ValueError for a shape, a truncated tensor, a scale
-        that is NaN, Inf or negative, or a zero point beyond 15. Without ``group_size`` the shapes tell it."""
+        that is NaN, Inf, zero or negative, or a zero point beyond 15. Without ``group_size`` the shapes tell it."""
         self._check_dtypes()
         packed, scale = list(self.weight_packed.shape), list(self.weight_scale.shape)
         if len(packed) != 2 or len(scale) != 2 or not scale[1]:
@@ -155,7 +144,9 @@ class Int4Weight:
         _check_size(self.name, "weight_scale", scale, packed[0], packed[1] * 2 // group)
         if self.weight_zero is not None:
             _check_size(self.name, "weight_zero", list(self.weight_zero.shape), *scale)
-        self._check_values()
+        require_values(self.name, "weight_scale", self.weight_scale)
+        if self.weight_zero is not None:
+            require_values(self.name, "weight_zero", self.weight_zero)
         return self
 
     def _check_dtypes(self) -> None:
@@ -164,23 +155,31 @@ class Int4Weight:
             if tensor is not None and tensor.dtype != expected:
                 raise TypeError(f"{self.name}: {tensor_name} is {tensor.dtype}, int4 saves it as {expected}")
 
-    def _check_values(self) -> None:
-        if self.weight_scale.is_meta:
-            return
-        bad = (~(self.weight_scale.isfinite() & (self.weight_scale >= 0))).nonzero()
-        if len(bad):
-            row, group = bad[0].tolist()
-            raise ValueError(
-                f"{self.name}: weight_scale holds {len(bad)} values that are NaN, Inf or negative, the first "
-                f"({self.weight_scale[row, group].item():g}) at row {row}, group {group}: the checkpoint is damaged"
-            )
-        beyond = [] if self.weight_zero is None else (self.weight_zero > int4.LARGEST_CODE).nonzero()
-        if len(beyond):
-            row, group = beyond[0].tolist()
-            raise ValueError(
-                f"{self.name}: weight_zero holds {len(beyond)} zero points above {int4.LARGEST_CODE}, the first "
-                f"({self.weight_zero[row, group].item()}) at row {row}, group {group}: the checkpoint is damaged"
-            )
+
+def require_values(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
+    """ValueError for numbers no quantizer writes, which mean damage: in ``<...>_scale`` of uint8 (E8M0) the NaN code,
+    in one of float16 what is NaN, Inf, zero or negative, in ``<...>_zero`` what is above 15.
+
+    Any number of axes, ``[..., out, in / group]``; a tensor of another name or on the meta device passes. The message
+    names ``name``, ``tensor_name``, how many there are, and the first with its place.
+    """
+    if tensor.is_meta or not tensor_name.endswith(("_scale", "_zero")):
+        return
+    if tensor_name.endswith("_zero"):
+        wrong, what = tensor > int4.LARGEST_CODE, f"zero points above {int4.LARGEST_CODE}"
+    elif tensor.dtype == torch.uint8:
+        wrong, what = tensor == mxfp4.NAN_SCALE, f"NaN codes ({mxfp4.NAN_SCALE})"
+    else:
+        wrong, what = ~(tensor.isfinite() & (tensor > 0)), "values that are NaN, Inf, zero or negative"
+    if not wrong.any():
+        return
+    *expert, row, column = first = wrong.nonzero()[0].tolist()
+    unit = "block" if tensor.dtype == torch.uint8 and tensor_name.endswith("_scale") else "group"
+    place = "".join(f"expert {index}, " for index in expert) + f"row {row}, {unit} {column}"
+    raise ValueError(
+        f"{name}: {tensor_name} holds {int(wrong.sum())} {what}, the first ({tensor[tuple(first)].item():g}) at "
+        f"{place}: the checkpoint is damaged or was written from NaN weights"
+    )
 
 
 def _check_size(name: str, tensor_name: str, shape: list[int], rows: int, columns: int) -> None:

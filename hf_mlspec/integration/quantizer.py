@@ -1,10 +1,12 @@
-"""How does transformers load and save a model whose linear weights are packed? Its quantizer interface, registered
+"""How does transformers quantize, load and save a model of packed 4-bit weights? Its quantizer interface, registered
 here."""
 
 from __future__ import annotations
 
+import copy
+import json
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,57 +14,124 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from ..formats.weights import Mxfp4Weight
-from ..nn.linear import Mxfp4Linear
-from ..nn.switch import PrecisionSwitch
+from ..nn.packed import PackedLinear, PackedModule
+from .checkpoint import Checkpoint, require_packed, require_sources
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
+from .packing import (
+    choose_kept,
+    packed_modules,
+    packed_parameters,
+    put_packed,
+    require_groups_fit,
+    source_parameters,
+    warn_of_unpackable,
+)
+from .quantize_tensors import QuantizeTensor
+from .safetensors_file import CHECKSUMS_KEY, checksums
 
 
 class MLSpecQuantizer(HfQuantizer):
-    """Loads and saves packed models. Casting is ``hf_mlspec.direct_cast``, which shares the memory of a loaded model.
-    """
+    """Quantizes a model while it loads, and loads and saves packed ones. ``hf_mlspec.direct_cast``, which shares the
+    memory of a model that is already loaded, gives its drafts this quantizer, too."""
 
     requires_calibration = False
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """ValueError when from_pretrained is asked to quantize on the fly."""
-        if not self.pre_quantized:
-            raise ValueError(
-                "from_pretrained cannot quantize to mlspec while loading: load the model without quantization_config, "
-                "then call hf_mlspec.direct_cast(model)"
-            )
+    def __init__(self, quantization_config: MLSpecConfig, **kwargs: Any) -> None:
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)  # the user's object serves other models, too
+        self._quantize: QuantizeTensor | None = None
+        self._checked = False
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        kept = set(self.quantization_config.modules_to_not_convert)
-        switch = PrecisionSwitch("mxfp4", self.quantization_config.activation_bits)
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            if type(module) is nn.Linear and name not in kept:
-                model.set_submodule(name, Mxfp4Linear.empty(module, name, switch))
-        guard = rf"(^|\.){re.escape(_guard_name(model))}$"
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """ValueError for what packed layers cannot do."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map sends modules to disk: packed layers stay in memory, leave 'disk' out")
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """For device maps: a wide tensor is gone as soon as it is quantized."""
+        return 0 if self.param_needs_quantization(model, param_name) else param.element_size()
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether ``param_name`` is a wide tensor that a packed module waits for."""
+        module, name = get_module_from_name(model, param_name)
+        return isinstance(module, PackedModule) and name in module.names
+
+    def get_quantize_ops(self) -> QuantizeTensor:
+        """What makes 4-bit codes of such a tensor."""
+        assert self._quantize is not None, "asked for before the model was prepared"
+        return self._quantize
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+        checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
+        if self.pre_quantized:
+            self._prepare_to_load(model, checkpoint)
+        else:
+            self._prepare_to_quantize(model, checkpoint)
         return model
 
+    def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
+        config = self.quantization_config
+        put_packed(model, config, set(config.modules_to_not_convert), with_sources=False)
+        guard = rf"(^|\.){re.escape(_guard_name(model))}$"
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
+        if checkpoint is not None:
+            require_packed(checkpoint, model, packed_parameters(model))
+            self._checked = True
+
+    def _prepare_to_quantize(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
+        config = self.quantization_config
+        defaults = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules, add_default_skips=True)
+        kept = choose_kept(model, [*(config.skip_modules or ()), *config.modules_to_not_convert], defaults)
+        require_groups_fit(model, config, kept)
+        warn_of_unpackable(model, kept)
+        put_packed(model, config, kept, with_sources=True)
+        config.modules_to_not_convert = sorted(kept)
+        sources = source_parameters(model)
+        if checkpoint is not None:
+            require_sources(checkpoint, model, sources)
+        self._quantize = QuantizeTensor(config, len(sources))
+
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        for name, module in _packed_layers(model):
-            weight = Mxfp4Weight(module.weight_packed, module.weight_scale, name)  # as read: nothing ran yet
-            weight.validate(module.out_features, module.in_features)
+        if self._quantize is not None:
+            self._quantize.close()
+            self._quantize = None
+        waiting = sorted(source_parameters(model))
+        if waiting:
+            raise ValueError(
+                f"{len(waiting)} weights that were to be quantized were not among what was loaded, the first is "
+                f"{waiting[0]}: give the whole checkpoint"
+            )
+        for name, module in packed_modules(model):
+            for parameter in (getattr(module, f"{n}_{part}") for n in module.names for part in module.packing.parts):
+                if parameter is not None:
+                    _require_loaded(name, parameter.requires_grad_(False))
+            if self.pre_quantized and not self._checked:
+                _require_valid(name, module)
+        self.pre_quantized = True
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """What save_pretrained writes: the model's tensors and one guard byte.
+        """What save_pretrained writes: the model's tensors under their names in the model, one guard byte, and in the
+        metadata of every file the CRC-32 of all tensors.
 
         Where hf_mlspec is not imported, transformers skips an unknown quantization and would run the model with random
         weights. The guard carries the name of a weight that stock code expects and a shape it cannot have, so that
         this load stops with a size mismatch.
         """
-        return {**model.state_dict(), _guard_name(model): torch.zeros(1, dtype=torch.uint8)}, {}
+        model._weight_conversions = []  # a packed tensor has no older name, and cannot be split as a wide one
+        state = {**model.state_dict(), _guard_name(model): torch.zeros(1, dtype=torch.uint8)}
+        return state, {CHECKSUMS_KEY: json.dumps(checksums(state))}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-        for name, module in list(_packed_layers(model)):
-            dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            dense.weight, dense.bias = nn.Parameter(module.dequantized(dtype), requires_grad=False), module.bias
-            model.set_submodule(name, dense)
+        for name, module in list(packed_modules(model)):
+            linear = isinstance(module, PackedLinear)
+            wide = _wide_linear(module, dtype) if linear else module.dequantized_module(dtype)
+            model.set_submodule(name, wide.train(module.training))
+        model._weight_conversions = None  # saved under the names that transformers gives such a model
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -77,17 +146,35 @@ class MLSpecQuantizer(HfQuantizer):
         return True
 
 
-def _packed_layers(model: nn.Module) -> Iterator[tuple[str, Mxfp4Linear]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Mxfp4Linear))
+def _require_loaded(name: str, parameter: nn.Parameter) -> None:
+    if parameter.is_meta:
+        raise ValueError(
+            f"{name} was sent to disk by the device map or was not in the checkpoint: packed layers stay in memory, "
+            "give a device_map without 'disk' and the whole checkpoint"
+        )
+
+
+def _require_valid(name: str, module: PackedModule) -> None:
+    if isinstance(module, PackedLinear):
+        replace(module.packed_weight(), name=name).validate(module.out_features, module.in_features)
+    else:
+        module.validate(name)
+
+
+def _wide_linear(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
+    wide = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    wide.weight, wide.bias = nn.Parameter(layer.dequantized(dtype), requires_grad=False), layer.bias
+    return wide
 
 
 def _guard_name(model: nn.Module) -> str:
-    name, _ = next(_packed_layers(model), (None, None))
-    if name is None:
+    found = sorted(packed_modules(model), key=lambda entry: not isinstance(entry[1], PackedLinear))  # stable
+    if not found:
         raise ValueError(
             f"{type(model).__name__} holds no packed layer, though its config says quant_method {QUANT_METHOD!r}"
         )
-    return f"{name}.weight"
+    name, module = found[0]
+    return f"{name}.{module.names[0]}"
 
 
 def register() -> None:

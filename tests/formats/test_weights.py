@@ -59,5 +59,5 @@ def test_half_a_block_is_refused():
 
 def test_nan_scale_is_located(weight):
     weight.weight_scale[4, 1] = 255
-    with pytest.raises(ValueError, match="1 NaN codes \\(255\\), the first at row 4, block 1"):
+    with pytest.raises(ValueError, match="1 NaN codes \\(255\\), the first \\(255\\) at row 4, block 1"):
         weight.validate()

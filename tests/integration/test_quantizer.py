@@ -84,6 +84,7 @@ def test_what_is_on_disk(saved):
     assert stored == {
         "quant_method": "mlspec",
         "format": "mxfp4",
+        "format_version": 1,
         "rule": "even_bump",
         "activation_bits": 8,
         "modules_to_not_convert": kept,
@@ -123,12 +124,6 @@ def test_dequantize_gives_the_dense_model(saved):
     assert torch.allclose(dense(IDS).logits, draft(IDS).logits, atol=0.02)  # the draft's activations are int8
 
 
-def test_quantizing_while_loading_is_refused(tmp_path):
-    model_of("llama").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"call hf_mlspec\.direct_cast\(model\)"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MLSpecConfig())
-
-
 def test_damaged_checkpoints_are_refused(saved):
     folder, _ = saved
     name = "model.layers.1.mlp.up_proj.weight_scale"
@@ -136,9 +131,7 @@ def test_damaged_checkpoints_are_refused(saved):
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: .*NaN codes.*row 3, block 1"):
         AutoModelForCausalLM.from_pretrained(folder)
     rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
-    # transformers 5.23 compares shapes itself, 5.17 leaves it to the quantizer.
-    refusals = r"ignore_mismatched_sizes|\[103, 2\], expected \[104, 2\].*truncated"
-    with pytest.raises((RuntimeError, ValueError), match=refusals):
+    with pytest.raises(ValueError, match=r"\[103, 2\], config\.json makes it \[104, 2\]: it is truncated"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -1,0 +1,82 @@
+"""How does a tensor become 4-bit codes on its way from disk into the model?"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils import logging
+
+from ..nn.experts import PackedExperts
+from .mlspec_config import MLSpecConfig
+
+
+class QuantizeTensor(ConversionOps):
+    """transformers calls ``convert`` with one wide tensor, after its own renaming and merging (of experts), and stores
+    what it returns. One object serves a whole load and shows its progress."""
+
+    def __init__(self, config: MLSpecConfig, total: int) -> None:
+        self._config = config
+        # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
+        self._bar = logging.tqdm(total=total, desc=f"Quantizing to {config.format}", unit="tensor", leave=False)
+
+    def __deepcopy__(self, memo: dict) -> QuantizeTensor:
+        return self
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *args: Any,
+        full_layer_name: str,
+        model: PreTrainedModel,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The codes, scales and zero points of one wide tensor, by their full names."""
+        (value,) = input_dict.values()
+        wide = value[0] if isinstance(value, list) else value
+        module, name = get_module_from_name(model, full_layer_name)
+        try:
+            packed = self._quantize(module, name, wide, full_layer_name)
+        except (TypeError, ValueError) as error:
+            return _Refused(error)
+        del module._parameters[name]
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        self._bar.update()
+        prefix = full_layer_name.removesuffix(name)
+        return {prefix + part: nn.Parameter(tensor, requires_grad=False) for part, tensor in packed.items()}
+
+    def _quantize(self, module: nn.Module, name: str, wide: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
+        try:
+            if isinstance(module, PackedExperts):
+                return module.quantized(name, wide, path.removesuffix(f".{name}"), self._config.rule)
+            weight = module.packing.weight.from_dense(wide, **self._config.format_settings, name=path)
+        except TypeError as error:
+            raise TypeError(f"{path}: {error}") from error
+        parts = {f"{name}_{part}": getattr(weight, f"weight_{part}") for part in module.packing.parts}
+        return {part: tensor for part, tensor in parts.items() if tensor is not None}
+
+    def close(self) -> None:
+        """Take the progress bar away."""
+        self._bar.close()
+
+
+class _Refused(dict):
+    """The result of a tensor that cannot be quantized: an error for whoever reads it.
+
+    transformers catches what ``convert`` raises, goes on to load the whole model, and then raises an error that names
+    no tensor. What it raises while it stores a result ends the load at once, in our words.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def items(self) -> NoReturn:
+        """Raises."""
+        raise self._error
