@@ -100,12 +100,20 @@ class DecoderObject : public torch::CustomClassHolder {
     target = linear;
   }
 
-  // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them.
+  // int4 weights at 16 bits: to bfloat16 in memory first; the other linears stay as they are.
+  void set_dequantize(bool dequantize) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    decoder_.dequantize = dequantize;
+  }
+
+  // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them. activation_bits, in every call:
+  // 16, 8 or 4 for all linears with 4-bit weights, or 0, each one's own.
   // -> best int64 [sum of kept] (-1: NaN), confidence float32 (empty unless wanted), logits float32 (empty unless wanted)
   std::tuple<Tensor, Tensor, Tensor> score(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
-                                           const Ints& kept, bool want_confidence, bool want_logits) {
+                                           const Ints& kept, bool want_confidence, bool want_logits,
+                                           int64_t activation_bits) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level{&decoder_, checked(kv), starts, 0, 0};
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, activation_bits);
     const auto rows = split(tokens, counts, starts);
     check_room(level, rows, kept, Ints(rows.size(), 0));
     int64_t total = 0;
@@ -121,9 +129,10 @@ class DecoderObject : public torch::CustomClassHolder {
 
   // -> drafted tokens per row, forward passes, seconds in them
   std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
-                                                       const Ints& starts, const Ints& limits, double threshold) {
+                                                       const Ints& starts, const Ints& limits, double threshold,
+                                                       int64_t activation_bits) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level{&decoder_, checked(kv), starts, 0, 0};
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, activation_bits);
     const auto rows = split(tokens, counts, starts);
     check_room(level, rows, Ints(rows.size(), 1), limits);
     auto drafted = mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
@@ -131,16 +140,17 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   // -> settled tokens per row; (drafted, accepted) per row and round, flat; lengths of the middle, of the tiny level;
-  //    rounds, forwards of both; seconds of both
+  //    rounds, forwards of both; seconds of both. tiny may be this very decoder, in other rows' cache or in the same one.
   std::tuple<std::vector<Ints>, Ints, Ints, Ints, Ints, std::vector<double>> draft_checked(
       const Tensor& kv, const Ints& lengths, const c10::intrusive_ptr<DecoderObject>& tiny, const Tensor& tiny_kv,
       const Ints& tiny_lengths, const Ints& tokens, const Ints& counts, const Ints& bases, const Ints& limits,
-      int64_t num_draft_tokens, double tiny_threshold, double middle_threshold) {
-    TORCH_CHECK_VALUE(tiny.get() != this, "the tiny level is the middle one");
+      int64_t num_draft_tokens, double tiny_threshold, double middle_threshold, int64_t activation_bits,
+      int64_t tiny_activation_bits) {
     TORCH_CHECK_VALUE(num_draft_tokens >= 0, "num_draft_tokens is ", num_draft_tokens);
-    std::scoped_lock lock(decoder_.busy, tiny->decoder_.busy);
-    mlspec::Level middle{&decoder_, checked(kv), lengths, 0, 0};
-    mlspec::Level small{&tiny->decoder_, tiny->checked(tiny_kv), tiny_lengths, 0, 0};
+    std::unique_lock own(decoder_.busy, std::defer_lock), other(tiny->decoder_.busy, std::defer_lock);
+    tiny.get() == this ? own.lock() : std::lock(own, other);
+    mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, activation_bits);
+    mlspec::Level small = mlspec::checked_level(tiny->decoder_, tiny_kv, tiny_lengths, tiny_activation_bits);
     const auto rows = split(tokens, counts, bases);
     check_room(middle, rows, Ints(rows.size(), 1), limits);
     tiny->check_room(small, rows, Ints(rows.size(), 1), limits);
@@ -172,19 +182,6 @@ class DecoderObject : public torch::CustomClassHolder {
     const auto found = places.find(name);
     TORCH_CHECK_VALUE(found != places.end() && !decoder_.layers.empty(), "a layer has no linear ", name);
     return decoder_.layers.back().*(found->second);
-  }
-
-  mlspec::RaggedKv checked(const Tensor& kv) const {
-    mlspec::check_complete(decoder_);
-    const auto& s = decoder_.shape;
-    const int64_t layers = decoder_.layers.size();
-    TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
-                          kv.size(5) == s.head_dim && kv.is_contiguous() && kv.is_cpu(),
-                      "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
-                      ", slots, ", s.head_dim, "] on the CPU");
-    TORCH_CHECK_TYPE(storage_dtype(kv, "the cache") == s.kv_dtype, "the cache is ", kv.scalar_type(),
-                     ", which is not what the model writes");
-    return {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4)};
   }
 
   static std::vector<mlspec::TokenRow> split(const Ints& tokens, const Ints& counts, const Ints& bases) {
@@ -243,6 +240,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_rope", &DecoderObject::set_rope)
       .def("add_layer", &DecoderObject::add_layer)
       .def("set_linear", &DecoderObject::set_linear)
+      .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)
       .def("draft", &DecoderObject::draft)
       .def("draft_checked", &DecoderObject::draft_checked);

@@ -131,13 +131,11 @@ Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& s
   return multiply(op, form, x, args, bias);
 }
 
-Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles,
-                   const std::optional<Tensor>& zero_tiles, int64_t out_features, const std::optional<Tensor>& bias,
-                   int64_t group_size, int64_t activation_bits) {
-  constexpr const char* op = "int4_linear";
+// The weight of an int4 op: everything of the arguments but activations, bias and result.
+mlspec_linear_args int4_weight(const char* op, const Tensor& weight_tiles, const Tensor& scale_tiles,
+                               const std::optional<Tensor>& zero_tiles, int64_t out_features, int64_t group_size) {
   const int64_t in = check_tiles(op, weight_tiles, out_features);
   check_one_of(op, "group_size", group_size, {32, 64, 128});
-  check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
   TORCH_CHECK_VALUE(in % group_size == 0, op, ": group_size ", group_size, " does not divide in_features = ", in);
   const int64_t groups[] = {weight_tiles.size(0), in / group_size, kTileOutputs};
   check_weight_part(op, "weight_tiles", weight_tiles, at::kByte, weight_tiles.sizes());
@@ -150,10 +148,39 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
   args.group = group_size;
   args.in_features = in;
   args.out_features = out_features;
+  return args;
+}
+
+Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles,
+                   const std::optional<Tensor>& zero_tiles, int64_t out_features, const std::optional<Tensor>& bias,
+                   int64_t group_size, int64_t activation_bits) {
+  constexpr const char* op = "int4_linear";
+  const mlspec_linear_args args = int4_weight(op, weight_tiles, scale_tiles, zero_tiles, out_features, group_size);
+  check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
   const CpuKernels& kernels = cpu_kernels();
   const Form form = activation_bits == 16 ? Form{kernels.int4_linear_bf16, MLSPEC_ACTS_BF16, 0, 0}
                                           : Form{kernels.int4_linear_int8, MLSPEC_ACTS_INT, group_size, activation_bits};
   return multiply(op, form, x, args, bias);
+}
+
+Tensor int4_dequantize(const Tensor& weight_tiles, const Tensor& scale_tiles, const std::optional<Tensor>& zero_tiles,
+                       int64_t out_features, int64_t group_size) {
+  const mlspec_linear_args args =
+      int4_weight("int4_dequantize", weight_tiles, scale_tiles, zero_tiles, out_features, group_size);
+  const int64_t in = args.in_features;
+  Tensor dense = at::empty({out_features, in}, weight_tiles.options().dtype(at::kBFloat16));
+  if (dense.numel() == 0) return dense;
+  const CpuKernels& kernels = cpu_kernels();
+  uint16_t* const rows = static_cast<uint16_t*>(dense.mutable_data_ptr());
+  const double work = static_cast<double>(out_features) * in;
+  const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kWorkPerThread / (16.0 * in)));
+  run(threads_for(work), [&](Team& team) {
+    team.share(round_up(out_features, kTileOutputs), grain, [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * kTileOutputs;
+      kernels.int4_dequantize(&args, first, std::min(end * kTileOutputs, out_features), rows + first * in);
+    });
+  });
+  return dense;
 }
 
 Tensor dense_linear(const char* op, const Form& form, at::ScalarType dtype, const Tensor& x, const Tensor& weight,
@@ -213,6 +240,7 @@ std::string cpu_isa() { return cpu_kernels().isa; }
 TORCH_LIBRARY_IMPL(mlspec, CPU, m) {
   m.impl("mxfp4_linear", mxfp4_linear);
   m.impl("int4_linear", int4_linear);
+  m.impl("int4_dequantize", int4_dequantize);
   m.impl("bf16_linear", bf16_linear);
   m.impl("f32_linear", f32_linear);
   m.impl("quantize_rows", quantize_rows);

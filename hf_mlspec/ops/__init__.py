@@ -17,6 +17,7 @@ __all__ = [
     "KernelError",
     "bf16_linear",
     "f32_linear",
+    "int4_dequantize",
     "int4_linear",
     "kernel_table",
     "mxfp4_linear",
@@ -34,6 +35,7 @@ __all__ = [
 
 _mxfp4_linear = torch.ops.mlspec.mxfp4_linear.default
 _int4_linear = torch.ops.mlspec.int4_linear.default
+_int4_dequantize = torch.ops.mlspec.int4_dequantize.default
 _bf16_linear = torch.ops.mlspec.bf16_linear.default
 _f32_linear = torch.ops.mlspec.f32_linear.default
 _quantize_rows = torch.ops.mlspec.quantize_rows.default
@@ -76,6 +78,14 @@ def int4_linear(
     to bfloat16; 8 or 4: x is quantized in the weight's groups (QSpec's W4A4 is 4), integer dot products of a group.
     """
     return _int4_linear(x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, group_size, activation_bits)
+
+
+def int4_dequantize(
+    weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
+) -> Tensor:
+    """An int4 weight from ``prepack_int4`` as bfloat16 ``[out, in]``, bit for bit that of formats/int4.dequantize:
+    with ``bf16_linear`` what systems do that have no kernel for int4 weights times 16-bit activations."""
+    return _int4_dequantize(weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
 
 
 def bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which operands may an op have? The checks of fakes and references; the compiled bindings say the same words.
+"""Which operands may a linear have? The checks of fakes and references; the compiled bindings say the same words.
 
 TypeError for a dtype, ValueError for a shape, a number or a layout; each names the op, the operand and the numbers.
 """
@@ -17,12 +17,10 @@ from ..formats.mxfp4 import BLOCK
 from .tiles import TILE_BYTES, TILE_OUTPUTS
 
 FLOAT32, INT8 = torch.float32, torch.int8
-MAX_HEAD_DIM = 512  # of ragged_attention: a compiled kernel keeps its scores on the stack
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_CACHE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _on_one_device(check: Callable[..., None]) -> Callable[..., None]:
+def on_one_device(check: Callable[..., None]) -> Callable[..., None]:
     """``check``, after its tensors were found on one device."""
     op, names = check.__name__.removeprefix("check_"), tuple(inspect.signature(check).parameters)
 
@@ -39,7 +37,7 @@ def _on_one_device(check: Callable[..., None]) -> Callable[..., None]:
     return check_devices_too
 
 
-@_on_one_device
+@on_one_device
 def check_mxfp4_linear(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, activation_bits: int
 ) -> None:
@@ -50,7 +48,7 @@ def check_mxfp4_linear(
     _check_rows(op, x, bias, in_features, out_features)
 
 
-@_on_one_device
+@on_one_device
 def check_int4_linear(
     x: Tensor,
     weight_tiles: Tensor,
@@ -62,95 +60,41 @@ def check_int4_linear(
     activation_bits: int,
 ) -> None:
     op = "int4_linear"
-    in_features = _check_tiles(op, weight_tiles, out_features)
-    _check_choice(op, "group_size", group_size, GROUP_SIZES)
+    in_features = _check_int4(op, weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
     _check_choice(op, "activation_bits", activation_bits, (4, 8, 16))
-    if in_features % group_size:
-        raise ValueError(f"{op}: group_size {group_size} does not divide in_features = {in_features}")
-    groups = [weight_tiles.shape[0], in_features // group_size, TILE_OUTPUTS]
-    _check_part(op, "scale_tiles", scale_tiles, torch.float16, groups)
-    if zero_tiles is not None:
-        _check_part(op, "zero_tiles", zero_tiles, torch.uint8, groups)
     _check_rows(op, x, bias, in_features, out_features)
 
 
-@_on_one_device
+@on_one_device
+def check_int4_dequantize(
+    weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
+) -> None:
+    _check_int4("int4_dequantize", weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
+
+
+@on_one_device
 def check_bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _check_dense("bf16_linear", x, weight, bias, torch.bfloat16)
 
 
-@_on_one_device
+@on_one_device
 def check_f32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _check_dense("f32_linear", x, weight, bias, torch.float32)
 
 
-@_on_one_device
+@on_one_device
 def check_quantize_rows(x: Tensor, group_size: int, bits: int) -> None:
     op = "quantize_rows"
-    _check_float(op, "x", x)
+    check_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x is a scalar, it must have at least one axis")
     _check_choice(op, "group_size", group_size, GROUP_SIZES)
     _check_choice(op, "bits", bits, (4, 8))
 
 
-@_on_one_device
-def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    op = "rms_norm"
-    _check_float(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x is a scalar, it must have at least one axis")
-    _check_float(op, "weight", weight)
-    _check_shape(op, "weight", weight, x.shape[-1:])
-    if residual is not None:
-        _check_same(op, "residual", residual, "x", x)
-
-
-@_on_one_device
-def check_silu_mul(gate: Tensor, up: Tensor) -> None:
-    _check_float("silu_mul", "gate", gate)
-    _check_same("silu_mul", "up", up, "gate", gate)
-
-
-@_on_one_device
-def check_rope_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], keys: Tensor, values: Tensor
-) -> None:
-    op = "rope_write"
-    _check_cache(op, q, keys, values, starts)
-    batch, tokens = q.shape[:2]
-    _check_dtype(op, "cos", cos, torch.float32)
-    if cos.ndim != 2 or cos.shape[1] * 2 > q.shape[-1]:
-        raise ValueError(
-            f"{op}: cos has shape {list(cos.shape)}, expected [positions, rotary_dim / 2] with rotary_dim up to "
-            f"{q.shape[-1]}"
-        )
-    _check_same(op, "sin", sin, "cos", cos)
-    for row, start in enumerate(starts):
-        if start + tokens > cos.shape[0]:
-            raise ValueError(
-                f"{op}: row {row} reaches position {start + tokens - 1}, cos has positions 0 to {cos.shape[0] - 1}"
-            )
-    _check_dtype(op, "k", k, q.dtype)
-    _check_shape(op, "k", k, (batch, tokens, keys.shape[1], q.shape[-1]))
-    _check_same(op, "v", v, "k", k)
-
-
-@_on_one_device
-def check_ragged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int], window: int, softcap: float
-) -> None:
-    op = "ragged_attention"
-    _check_cache(op, q, keys, values, starts)
-    if q.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(f"{op}: head_dim is {q.shape[-1]}, the kernel takes up to {MAX_HEAD_DIM}")
-    if window < 0 or not softcap >= 0:
-        raise ValueError(f"{op}: window is {window} and softcap {softcap}, both are 0 (none) or positive")
-
-
 def _check_tiles(op: str, tiles: Tensor, out_features: int) -> int:
     """in_features of 4-bit weight tiles."""
-    _check_dtype(op, "weight_tiles", tiles, torch.uint8)
+    check_dtype(op, "weight_tiles", tiles, torch.uint8)
     if tiles.ndim != 3 or tiles.shape[2] != TILE_BYTES:
         raise ValueError(
             f"{op}: weight_tiles has shape {list(tiles.shape)}, expected [out / 16, in / {BLOCK}, {TILE_BYTES}] from "
@@ -164,9 +108,24 @@ def _check_tiles(op: str, tiles: Tensor, out_features: int) -> int:
     return tiles.shape[1] * BLOCK
 
 
+def _check_int4(
+    op: str, tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
+) -> int:
+    """in_features of an int4 weight in tiles."""
+    in_features = _check_tiles(op, tiles, out_features)
+    _check_choice(op, "group_size", group_size, GROUP_SIZES)
+    if in_features % group_size:
+        raise ValueError(f"{op}: group_size {group_size} does not divide in_features = {in_features}")
+    groups = [tiles.shape[0], in_features // group_size, TILE_OUTPUTS]
+    _check_part(op, "scale_tiles", scale_tiles, torch.float16, groups)
+    if zero_tiles is not None:
+        _check_part(op, "zero_tiles", zero_tiles, torch.uint8, groups)
+    return in_features
+
+
 def _check_part(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    _check_dtype(op, name, tensor, dtype)
-    _check_shape(op, name, tensor, shape)
+    check_dtype(op, name, tensor, dtype)
+    check_shape(op, name, tensor, shape)
     _check_contiguous(op, name, tensor)
 
 
@@ -178,63 +137,33 @@ def _check_dense(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype:
 
 
 def _check_rows(op: str, x: Tensor, bias: Tensor | None, in_features: int, out_features: int) -> None:
-    _check_float(op, "x", x)
+    check_float(op, "x", x)
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise ValueError(f"{op}: x has shape {list(x.shape)}, the weight takes in_features = {in_features}")
     if bias is not None:
-        _check_float(op, "bias", bias)
-        _check_shape(op, "bias", bias, (out_features,))
+        check_float(op, "bias", bias)
+        check_shape(op, "bias", bias, (out_features,))
 
 
-def _check_cache(op: str, q: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int]) -> None:
-    _check_float(op, "q", q)
-    for name, lanes in (("keys", keys), ("values", values)):
-        if lanes.dtype not in _CACHE_DTYPES:
-            raise TypeError(f"{op}: {name} is {lanes.dtype}, a cache is float32 or bfloat16")
-        if lanes.ndim != 4:
-            raise ValueError(
-                f"{op}: {name} has shape {list(lanes.shape)}, expected [batch, kv_heads, slots, head_dim]"
-            )
-        if lanes.numel() and (lanes.stride(3) != 1 or lanes.stride(2) != lanes.shape[3]):
-            raise ValueError(
-                f"{op}: {name} of shape {list(lanes.shape)} is not contiguous in its last two axes (strides "
-                f"{list(lanes.stride())})"
-            )
-    _check_same(op, "values", values, "keys", keys)
-    batch, kv_heads, slots, dim = keys.shape
-    if q.ndim != 4 or q.shape[0] != batch or q.shape[3] != dim or not kv_heads or q.shape[2] % kv_heads:
-        raise ValueError(
-            f"{op}: q has shape {list(q.shape)}, the cache takes [{batch}, tokens, a multiple of {kv_heads} heads, "
-            f"{dim}]"
-        )
-    if len(starts) != batch:
-        raise ValueError(f"{op}: {len(starts)} starts for {batch} rows")
-    for row, start in enumerate(starts):
-        if not 0 <= start <= slots - q.shape[1]:
-            raise ValueError(
-                f"{op}: row {row} starts at {start} and has {q.shape[1]} tokens, the cache has slots 0 to {slots - 1}"
-            )
-
-
-def _check_float(op: str, name: str, tensor: Tensor) -> None:
+def check_float(op: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in _FLOATS:
         raise TypeError(f"{op}: {name} is {tensor.dtype}, expected float32, bfloat16 or float16")
 
 
-def _check_dtype(op: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+def check_dtype(op: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         raise TypeError(f"{op}: {name} is {tensor.dtype}, expected {dtype}")
 
 
-def _check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     if list(tensor.shape) != list(shape):
         raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
 
 
-def _check_same(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+def check_same(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.dtype != like.dtype:
         raise TypeError(f"{op}: {name} is {tensor.dtype}, {like_name} is {like.dtype}")
-    _check_shape(op, name, tensor, like.shape)
+    check_shape(op, name, tensor, like.shape)
 
 
 def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:

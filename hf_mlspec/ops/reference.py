@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import activations, int4, mxfp4
+from ..formats.mxfp4 import BLOCK
 from ..formats.packing import unpack_nibbles
 from . import operands
 from .reference_rows import ragged_attention, rms_norm, rope_write, silu_mul
@@ -19,6 +20,7 @@ from .tiles import TILE_OUTPUTS, unprepack_int4, unprepack_mxfp4
 __all__ = [
     "bf16_linear",
     "f32_linear",
+    "int4_dequantize",
     "int4_linear",
     "mxfp4_linear",
     "quantize_rows",
@@ -84,6 +86,16 @@ def int4_linear(
         return _integer_product(x, codes.flatten(-2), scale.double(), group_size, activation_bits, _bias(bias, rows))
 
     return _in_slices(part, out_features, x.shape[-1])
+
+
+def int4_dequantize(
+    weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
+) -> Tensor:
+    """bfloat16 ``[out, in]``: (code - zero) * scale, rounded once."""
+    operands.check_int4_dequantize(weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
+    if weight_tiles.numel() == 0:
+        return weight_tiles.new_empty((out_features, weight_tiles.shape[1] * BLOCK), dtype=torch.bfloat16)
+    return int4.dequantize(*unprepack_int4(weight_tiles, scale_tiles, zero_tiles, out_features), torch.bfloat16)
 
 
 def bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

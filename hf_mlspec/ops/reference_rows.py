@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import operands
+from . import operands_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """x (plus residual, rounded to x.dtype) over its root mean square, times weight; and that sum, or ``[0]``."""
-    operands.check_rms_norm(x, weight, residual)
+    operands_rows.check_rms_norm(x, weight, residual)
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, rounded once."""
-    operands.check_silu_mul(gate, up)
+    operands_rows.check_silu_mul(gate, up)
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
@@ -28,7 +28,7 @@ def rope_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, starts: list[int], keys: Tensor, values: Tensor
 ) -> Tensor:
     """Rotated q; rotated k and v stand in slots starts[r] + t of row r of the cache."""
-    operands.check_rope_write(q, k, v, cos, sin, starts, keys, values)
+    operands_rows.check_rope_write(q, k, v, cos, sin, starts, keys, values)
     tokens = q.shape[1]
     rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
     for row, start in enumerate(starts):
@@ -52,7 +52,7 @@ def ragged_attention(
 ) -> Tensor:
     """Causal grouped-query attention of the tokens in slots starts[r] + t over their row's slots: ``[batch, tokens,
     heads, dim]`` in q.dtype."""
-    operands.check_ragged_attention(q, keys, values, starts, window, softcap)
+    operands_rows.check_ragged_attention(q, keys, values, starts, window, softcap)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for row, start in enumerate(starts):
         end = start + q.shape[1]

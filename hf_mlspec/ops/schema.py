@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from . import operands
+from ..formats.mxfp4 import BLOCK
+from . import operands, operands_rows
 
 # name -> schema. C++ only adds implementations (TORCH_LIBRARY_IMPL), so Python and C++ cannot disagree about a
 # signature. "float" below: float32, bfloat16 or float16. Tiles: ops/tiles.py.
@@ -20,6 +22,10 @@ SCHEMAS: dict[str, str] = {
     "int4_linear": (
         "(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, Tensor? bias,"
         " int group_size, int activation_bits) -> Tensor"
+    ),
+    # tiles and group_size as int4_linear's -> bfloat16 [out, in].
+    "int4_dequantize": (
+        "(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int group_size) -> Tensor"
     ),
     # x float [..., in]; weight bfloat16 (float32) [out, in]; bias float [out] -> [..., out] in x.dtype.
     "bf16_linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
@@ -71,6 +77,13 @@ def fake_int4_linear(
     return x.new_empty((*x.shape[:-1], out_features))
 
 
+def fake_int4_dequantize(
+    weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
+) -> Tensor:
+    operands.check_int4_dequantize(weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
+    return weight_tiles.new_empty((out_features, weight_tiles.shape[1] * BLOCK), dtype=torch.bfloat16)
+
+
 def fake_bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     operands.check_bf16_linear(x, weight, bias)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -88,24 +101,24 @@ def fake_quantize_rows(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, T
 
 
 def fake_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    operands.check_rms_norm(x, weight, residual)
+    operands_rows.check_rms_norm(x, weight, residual)
     return x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
 
 
 def fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    operands.check_silu_mul(gate, up)
+    operands_rows.check_silu_mul(gate, up)
     return gate.new_empty(gate.shape)
 
 
 def fake_rope_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, starts: list[int], keys: Tensor, values: Tensor
 ) -> Tensor:
-    operands.check_rope_write(q, k, v, cos, sin, starts, keys, values)
+    operands_rows.check_rope_write(q, k, v, cos, sin, starts, keys, values)
     return q.new_empty(q.shape)
 
 
 def fake_ragged_attention(
     q: Tensor, keys: Tensor, values: Tensor, starts: list[int], scale: float, window: int, softcap: float
 ) -> Tensor:
-    operands.check_ragged_attention(q, keys, values, starts, window, softcap)
+    operands_rows.check_ragged_attention(q, keys, values, starts, window, softcap)
     return q.new_empty(q.shape)

@@ -14,63 +14,7 @@ from torch import Tensor
 from ..nn.fused import FusedDecoder
 from .cached_rows import CachedRows
 from .draft import Rows
-
-_GROWTH = 256  # slots; a cache grows by half, to a multiple of this
-
-
-class FusedCache:
-    """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
-
-    The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`.
-    """
-
-    def __init__(self, decoder: FusedDecoder, batch: int, capacity: int):
-        self.kv = decoder.new_kv(batch, capacity - capacity % -_GROWTH)
-        self.rows = batch
-
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots a row."""
-        have = self.kv.shape[4]
-        if slots > have:
-            more = max(slots - have, have // 2)
-            more -= (have + more) % -_GROWTH
-            self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, more))
-
-    def select(self, keep: list[int]) -> None:
-        """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and the
-        memory of the others stays for `extend_rows`."""
-        moves = [(place, row) for place, row in enumerate(keep) if place != row]
-        if all(row > place for place, row in moves):  # then none is overwritten before it is read
-            for place, row in moves:
-                self.kv[:, :, place] = self.kv[:, :, row]
-        else:
-            self.kv[:, :, : len(keep)] = self.kv[:, :, keep]
-        self.rows = len(keep)
-
-    def extend_rows(self, count: int) -> None:
-        """Append `count` rows. What their slots hold is nobody's: a query sees the slots of its own row only, and of
-        them those that were written before it."""
-        missing = self.rows + count - self.kv.shape[2]
-        if missing > 0:
-            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, 0, 0, 0, 0, missing))
-        self.rows += count
-
-    def load(self, other, length: int) -> None:
-        """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
-        self.reserve(length)
-        for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
-            keys[:, :, :length] = layer.keys[:, :, :length]
-            values[:, :, :length] = layer.values[:, :, :length]
-
-    def extend(self, other, start: int, end: int) -> None:
-        """Append slots `start` .. `end` of every layer to a plain transformers cache (batch 1)."""
-        for index, (keys, values) in enumerate(self.kv):
-            other.update(keys[:, :, start:end].clone(), values[:, :, start:end].clone(), index)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.kv.nbytes
+from .fused_cache import GROWTH, FusedCache
 
 
 @dataclass
@@ -87,10 +31,23 @@ class Scores:
 
 
 class FusedRunner(CachedRows):
-    """A fused decoder over a cache of its own, or over its leader's (`follow`, law 4). See `Runner`."""
+    """A fused decoder over a cache of its own, or over its leader's (`follow`, law 4). See `Runner`.
 
-    def __init__(self, model, decoder: FusedDecoder, *, follow: FusedRunner | None = None, capacity: int = 0):
+    activation_bits: what multiplies the 4-bit weights in every call, one of `decoder.activation_choices`; 0: what the
+    model says. A follower of the same decoder at fewer bits is QSpec's draft (arXiv 2410.11305).
+    """
+
+    def __init__(
+        self,
+        model,
+        decoder: FusedDecoder,
+        *,
+        follow: FusedRunner | None = None,
+        capacity: int = 0,
+        activation_bits: int = 0,
+    ):
         self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
+        self.activation_bits = activation_bits
         self.cache: FusedCache | None = None
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
@@ -100,10 +57,14 @@ class FusedRunner(CachedRows):
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
         self.lengths = [0] * batch
         self.forwards, self.seconds = 0, 0.0
-        self.cache = self.follow.cache if self.follow else FusedCache(self.decoder, batch, max(self.capacity, _GROWTH))
+        self.cache = self.follow.cache if self.follow else FusedCache(self.decoder, batch, max(self.capacity, GROWTH))
 
     def feed(
-        self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None, alive: list[bool] | None = None
+        self,
+        rows: Rows,
+        draft: Tensor | None = None,
+        drafted: list[int] | None = None,
+        alive: list[bool] | None = None,
     ) -> Tensor:
         """Score rows and drafts as `Runner.feed` does: logits `[batch, k + 1, vocab]`, zeros where nothing was fed."""
         drafted, alive = drafted or [0] * len(rows), alive or [True] * len(rows)
@@ -124,7 +85,9 @@ class FusedRunner(CachedRows):
         flat = [token for line, count in zip(tokens.tolist(), counts, strict=True) for token in line[:count]]
         asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
-        _, _, logits = self.decoder.handle.score(self.cache.kv, flat, counts, self.lengths, asked, False, True)
+        _, _, logits = self.decoder.handle.score(
+            self.cache.kv, flat, counts, self.lengths, asked, False, True, self.activation_bits
+        )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
         return _padded(logits, asked, kept)
@@ -150,7 +113,7 @@ class FusedRunner(CachedRows):
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
         begin = time.perf_counter()
         best, confidence, logits = self.decoder.handle.score(
-            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits
+            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, self.activation_bits
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -169,7 +132,9 @@ class FusedRunner(CachedRows):
         tokens, counts = _flat(_busy(rows, starts, limits))
         self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
         begin = time.perf_counter()
-        drafted, forwards, _ = self.decoder.handle.draft(self.cache.kv, tokens, counts, starts, limits, threshold)
+        drafted, forwards, _ = self.decoder.handle.draft(
+            self.cache.kv, tokens, counts, starts, limits, threshold, self.activation_bits
+        )
         self._count(forwards, time.perf_counter() - begin)
         self.lengths = [
             len(row) + len(new) - 1 if new else have
@@ -200,7 +165,7 @@ class FusedRunner(CachedRows):
         tiny._reserve(end)
         begin = time.perf_counter()
         caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
-        options = num_draft_tokens, tiny_threshold, threshold
+        options = num_draft_tokens, tiny_threshold, threshold, self.activation_bits, tiny.activation_bits
         settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
             self.decoder.handle.draft_checked(*caches, tokens, counts, bases, limits, *options)
         )

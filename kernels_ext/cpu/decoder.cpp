@@ -68,19 +68,25 @@ struct Decoder::Workspace {
   Buffer<float> normed;    // [n][hidden], where rows share the lines of packed activations
   Buffer<float> rows;      // [threads][longest row]
   Buffer<char> acts;       // activations as the next linear wants them
-  int64_t row_stride = 0;
+  Buffer<uint16_t> dense;  // [threads][dense_stride]: bfloat16 weights of a thread's outputs
+  int64_t row_stride = 0, dense_stride = 0;
+  int64_t activation_bits = 0;  // of the running pass
 };
 
+bool Decoder::dequantizes(const Linear& linear) const {
+  return dequantize && linear.format == WeightFormat::kInt4 && linear.bits_at(work_->activation_bits) == 16;
+}
+
 mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
-  mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.in_features, 0, 0, work_ ? work_->acts.data() : nullptr};
+  mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.in_features, 0, 0, work_->acts.data()};
   if (next.format == WeightFormat::kF32) {
     acts.kind = MLSPEC_ACTS_F32;
-  } else if (next.format == WeightFormat::kBf16) {
+  } else if (next.format == WeightFormat::kBf16 || dequantizes(next)) {
     acts.kind = cpu_kernels().bf16_linear_acts;
-  } else if (next.activation_bits < 16) {
+  } else if (const int64_t bits = next.bits_at(work_->activation_bits); bits < 16) {
     acts.kind = MLSPEC_ACTS_INT;
     acts.group = next.format == WeightFormat::kMxfp4 ? 32 : next.group;
-    acts.bits = next.activation_bits;
+    acts.bits = bits;
   }
   return acts;
 }
@@ -89,6 +95,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   if (!work_) work_ = std::make_shared<Workspace>();
   Workspace& w = *work_;
   const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
+  w.activation_bits = pass.activation_bits;
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
   w.qkv.reserve(n * (context + 2 * shape.kv_heads * shape.head_dim));
@@ -107,9 +114,45 @@ void Decoder::prepare(Pass& pass, int threads) {
     for (const Linear* next : {&layer.q, &layer.o, &layer.gate, &layer.down}) measure(*next, n);
   measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
+  reserve_dense(threads);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
+}
+
+// For each thread the outputs of one part that share() can hand it at once.
+void Decoder::reserve_dense(int threads) {
+  int64_t elements = 0;
+  const auto measure = [&](std::initializer_list<const Linear*> parts) {
+    int64_t tiles = 0, most = 0;
+    for (const Linear* part : parts) {
+      const int64_t own = (part->out_features + kTile - 1) / kTile;
+      tiles += own, most = std::max(most, own);
+    }
+    const Linear& any = **parts.begin();
+    if (dequantizes(any)) elements = std::max(elements, std::min(most, (tiles + threads - 1) / threads) * kTile * any.in_features);
+  };
+  for (const DecoderLayer& l : layers) {
+    measure({&l.q, &l.k, &l.v});
+    measure({&l.o});
+    measure({&l.gate, &l.up});
+    measure({&l.down});
+  }
+  measure({&head});
+  work_->dense_stride = (elements + 31) / 32 * 32;
+  work_->dense.reserve(threads * work_->dense_stride);
+}
+
+// Outputs [begin, end) of an int4 linear: to bfloat16 in this thread's memory, which is used again and again and so
+// stays in its cache where it fits, then a dense product.
+void Decoder::multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end) {
+  uint16_t* const dense = work_->dense.data() + team.index() * work_->dense_stride;
+  cpu_kernels().int4_dequantize(&args, begin, end, dense);
+  args.weight = dense;
+  args.bias = args.bias ? args.bias + begin : nullptr;
+  args.y += begin;
+  args.out_features = end - begin;
+  cpu_kernels().bf16_linear(&args, 0, end - begin);
 }
 
 // y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y.
@@ -117,6 +160,7 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
                        int64_t rows) {
   const CpuKernels& kernels = cpu_kernels();
   const mlspec_acts acts = acts_for(*parts[0], rows);
+  const bool dequantized = dequantizes(*parts[0]);
   mlspec_linear_args args[3];
   mlspec_linear_fn compute[3];
   int64_t first[4] = {0}, bytes = 0, column = 0;
@@ -138,11 +182,14 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
   }
   // The smallest piece: threads of unlike speed finish within the time of one, and a kernel's first rows start cold.
   const int64_t piece = std::clamp<int64_t>(bytes / (team.size() * 16), 1 << 14, 1 << 17);
-  const int64_t grain = std::max<int64_t>(1, piece * first[count] / std::max<int64_t>(bytes, 1));
+  const int64_t own = (first[count] + team.size() - 1) / team.size();
+  const int64_t grain = dequantized ? own : std::max<int64_t>(1, piece * first[count] / std::max<int64_t>(bytes, 1));
   team.share(first[count], grain, [&](int64_t begin, int64_t end) {
     for (int i = 0; i < count; ++i) {
       const int64_t lo = std::max(begin, first[i]) - first[i], hi = std::min(end, first[i + 1]) - first[i];
-      if (lo < hi) compute[i](&args[i], lo * kTile, std::min(hi * kTile, args[i].out_features));
+      const int64_t out_end = std::min(hi * kTile, args[i].out_features);
+      if (lo < hi && dequantized) multiply_dequantized(team, args[i], lo * kTile, out_end);
+      if (lo < hi && !dequantized) compute[i](&args[i], lo * kTile, out_end);
     }
   });
 }

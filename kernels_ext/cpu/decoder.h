@@ -21,6 +21,10 @@ struct Linear {
   const float* bias = nullptr;
   int64_t group = 0, activation_bits = 16;  // of the 4-bit formats
   int64_t in_features = 0, out_features = 0;
+
+  bool is_packed() const { return format == WeightFormat::kMxfp4 || format == WeightFormat::kInt4; }
+  // The width of its activations in a call that asks for `asked` bits, 0: this linear's own.
+  int64_t bits_at(int64_t asked) const { return is_packed() && asked ? asked : activation_bits; }
 };
 
 // A decoder layer of the Llama family. Norm weights are float32 with any +1 already added; null: there is no such norm.
@@ -73,6 +77,7 @@ struct Pass {
   std::vector<int64_t> best;
   std::vector<float> confidence;  // probability of best; left empty unless want_confidence
   float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
+  int64_t activation_bits = 0;    // of every linear with 4-bit weights; 0: each one's own
   bool want_confidence = false;
 };
 
@@ -86,6 +91,9 @@ class Decoder {
   const void* embedding = nullptr;  // [embeddings][hidden]
   const float* final_norm = nullptr;
   Linear head;
+  // int4 weights times 16-bit activations: first to bfloat16 in memory, then a dense product (what systems without a kernel
+  // for it do; for comparison).
+  bool dequantize = false;
   std::mutex busy;  // one call at a time: the workspace is the decoder's
 
   // Room for a pass; called by one thread before the team starts on it.
@@ -96,6 +104,9 @@ class Decoder {
  private:
   struct Workspace;
   mlspec_acts acts_for(const Linear& next, int64_t rows) const;
+  bool dequantizes(const Linear& linear) const;
+  void reserve_dense(int threads);
+  void multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end);
   void multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
   void normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear& next);
   void attention(Team& team, const Pass& pass, int64_t layer);

@@ -20,6 +20,7 @@
   MLSPEC_DECLARE_LINEAR(mxfp4_linear_int8_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_int8_##isa)
 #define MLSPEC_DECLARE_W4A16(isa) \
   MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa)
+#define MLSPEC_DECLARE_DEQUANTIZE(isa) void mlspec_int4_dequantize_##isa(const mlspec_linear_args*, int64_t, int64_t, uint16_t*);
 #define MLSPEC_DECLARE_ROWS(isa) extern const mlspec_row_ops mlspec_row_ops_##isa;
 #define MLSPEC_DECLARE_ALL(isa)                                                            \
   MLSPEC_DECLARE_PACK(isa) MLSPEC_DECLARE_DENSE(isa) MLSPEC_DECLARE_INT8(isa) MLSPEC_DECLARE_W4A16(isa) \
@@ -27,11 +28,13 @@
 
 extern "C" {
 MLSPEC_DECLARE_ALL(generic)
+MLSPEC_DECLARE_DEQUANTIZE(generic)
 #if defined(__x86_64__)
 MLSPEC_DECLARE_ALL(avx2)
 MLSPEC_DECLARE_INT8(avxvnni)
 MLSPEC_DECLARE_INT8(avxvnniint8)
 MLSPEC_DECLARE_ALL(avx512vnni)
+MLSPEC_DECLARE_DEQUANTIZE(avx512vnni)
 MLSPEC_DECLARE_LINEAR(bf16_linear_avx512bf16)
 MLSPEC_DECLARE_INT8(avx512bf16)
 MLSPEC_DECLARE_W4A16(avx512bf16)
@@ -93,28 +96,32 @@ struct Tier {
   bool (*supported)();
 };
 
-// The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear and f32_linear, int8, bf16, row ops.
-#define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, row)                                                      \
+// The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear and f32_linear, int8, bf16, dequantize, row ops.
+#define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, dequantize, row)                                           \
   CpuKernels {                                                                                                          \
     #name, mlspec_pack_rows_##pack, acts, mlspec_bf16_linear_##bf16, mlspec_f32_linear_##f32,                           \
         mlspec_mxfp4_linear_int8_##int8, mlspec_mxfp4_linear_bf16_##w4a16, mlspec_int4_linear_int8_##int8,              \
-        mlspec_int4_linear_bf16_##w4a16, mlspec_row_ops_##row                                                           \
+        mlspec_int4_linear_bf16_##w4a16, mlspec_int4_dequantize_##dequantize, mlspec_row_ops_##row                      \
   }
 
 // Ascending: the last one that is supported is the best. Not constant: mlspec_row_ops_* may be set at load time.
 const Tier* tiers(int* count) {
   static const Tier list[] = {
-      {MLSPEC_TIER(generic, generic, MLSPEC_ACTS_BF16, generic, generic, generic, generic, generic), [] { return true; }},
+      {MLSPEC_TIER(generic, generic, MLSPEC_ACTS_BF16, generic, generic, generic, generic, generic, generic),
+       [] { return true; }},
 #if defined(__x86_64__)
-      {MLSPEC_TIER(avx2, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avx2, avx2, avx2), [] { return machine().avx2; }},
-      {MLSPEC_TIER(avxvnni, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnni, avx2, avx2), [] { return machine().avxvnni; }},
-      {MLSPEC_TIER(avxvnniint8, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnniint8, avx2, avx2),
+      {MLSPEC_TIER(avx2, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avx2, avx2, generic, avx2), [] { return machine().avx2; }},
+      {MLSPEC_TIER(avxvnni, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnni, avx2, generic, avx2),
+       [] { return machine().avxvnni; }},
+      {MLSPEC_TIER(avxvnniint8, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnniint8, avx2, generic, avx2),
        [] { return machine().avxvnniint8; }},
-      {MLSPEC_TIER(avx512vnni, avx512vnni, MLSPEC_ACTS_BF16, avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx512vnni),
+      {MLSPEC_TIER(avx512vnni, avx512vnni, MLSPEC_ACTS_BF16, avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx512vnni,
+                   avx512vnni),
        [] { return machine().avx512vnni; }},
-      {MLSPEC_TIER(avx512bf16, avx512vnni, MLSPEC_ACTS_BF16, avx512bf16, avx512vnni, avx512bf16, avx512bf16, avx512vnni),
+      {MLSPEC_TIER(avx512bf16, avx512vnni, MLSPEC_ACTS_BF16, avx512bf16, avx512vnni, avx512bf16, avx512bf16, avx512vnni,
+                   avx512vnni),
        [] { return machine().avx512bf16; }},
-      {MLSPEC_TIER(amx, amx, MLSPEC_ACTS_BF16_TILES, amx, avx512vnni, amx, amx, avx512vnni),
+      {MLSPEC_TIER(amx, amx, MLSPEC_ACTS_BF16_TILES, amx, avx512vnni, amx, amx, avx512vnni, avx512vnni),
        [] { return machine().amx && tiles_granted(); }},
 #endif
   };

@@ -72,6 +72,10 @@ typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t 
 //   acc = fma(float(sum of (code - zero) * x code over the group), scale * x scale, acc): the same bits everywhere.
 // With ACTS_BF16 both multiply exactly and sum in float32 in an order set by in_features (and the instruction set).
 
+// Rows [out_begin, out_end) of an int4 weight as bfloat16 [out_end - out_begin][in]; of args, weight, scale, zero, group and
+// in_features are read. (code - zero) * scale is exact in float32 and is rounded to nearest even, NaN to 0x7FC0.
+typedef void (*mlspec_dequantize_fn)(const struct mlspec_linear_args* args, int64_t out_begin, int64_t out_end, uint16_t* dense);
+
 // Rows [row_begin, row_end), elements [k_begin, k_end) of x into acts; k_begin is a multiple of 32 and of acts->group, k_end too
 // or it is in_features. INT: scale = max|x| / (127 or 7); code = round to nearest even of x * ((127 or 7) / max|x|), zero for an
 // all-zero group; NaN or Inf in a group makes its scale NaN.
@@ -131,6 +135,7 @@ struct CpuKernels {
   mlspec_linear_fn f32_linear;        // ACTS_F32
   mlspec_linear_fn mxfp4_linear_int8, mxfp4_linear_bf16;
   mlspec_linear_fn int4_linear_int8, int4_linear_bf16;  // _int8 takes both widths of ACTS_INT
+  mlspec_dequantize_fn int4_dequantize;
   mlspec_row_ops row;
 };
 

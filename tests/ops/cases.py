@@ -157,6 +157,37 @@ def check_special_blocks() -> None:
         assert y[:, 5].abs().max() < 1e-37  # scale byte 0 may count as zero
 
 
+def check_dequantize() -> None:
+    """Bit for bit formats/int4.py, reference and kernel: all codes under all zero points, the smallest and the largest
+    scales, tiles that are not full."""
+    for out, size in SHAPES:
+        for group in (g for g in (32, 64, 128) if size % g == 0):
+            for symmetric in (True, False):
+                packed, scale, zero = int4.quantize(seeded(out, size, seed=2) * 0.05, group, symmetric)
+                _check_dense(packed, scale, zero, group)
+    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 2)
+    for step in range(16):
+        zero = (torch.arange(32, dtype=torch.uint8).view(16, 2) + step) % 16
+        bits = torch.randint(0, 0x7C00, (16, 2), generator=torch.Generator().manual_seed(step), dtype=torch.int16)
+        _check_dense(packed, bits.view(torch.float16), zero, 32)
+        _check_dense(packed, torch.full((16, 2), 2.0**-24, dtype=torch.float16), zero, 32)
+    bad = torch.ones(16, 2, dtype=torch.float16)
+    bad[3, 1], bad[5, 0], bad[6, 0] = torch.nan, torch.inf, torch.tensor(0x7FFF, dtype=torch.int16).view(torch.float16)
+    dense = ops.int4_dequantize(*ops.prepack_int4(packed, bad, None), 16, 32)
+    assert dense[3, 32:].isnan().all()
+    assert dense[6, :32].isnan().all()
+    assert not dense[5, :32].isfinite().any()
+    assert dense[[0, 1, 2, 4, *range(7, 16)]].isfinite().all()
+
+
+def _check_dense(packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> None:
+    tiles, out = ops.prepack_int4(packed, scale, zero), len(packed)
+    expected = int4.dequantize(packed, scale, zero, torch.bfloat16)
+    for dense in (ops.int4_dequantize(*tiles, out, group), reference.int4_dequantize(*tiles, out, group)):
+        assert dense.dtype == torch.bfloat16
+        assert torch.equal(dense.view(torch.int16), expected.view(torch.int16)), (out, group)
+
+
 def check_bad_activations() -> None:
     """NaN or Inf in a row spoils that row, and no other."""
     for case in linears(17, 64):
@@ -280,8 +311,10 @@ def check_all() -> str:
                 digest.update(case.call(x).numpy().tobytes())
     for case in linears(33, 96):
         check_rows_stand_alone(case, 96)
-    for check in (check_special_blocks, check_bad_activations, check_quantize_rows, check_rms_norm, check_silu_mul):
+    for check in (check_special_blocks, check_dequantize, check_bad_activations, check_quantize_rows):
         check()
+    check_rms_norm()
+    check_silu_mul()
     check_rope_write()
     check_ragged_attention()
     return digest.hexdigest()

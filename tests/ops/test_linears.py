@@ -49,6 +49,10 @@ def test_special_blocks():
     cases.check_special_blocks()
 
 
+def test_dequantized_weights_bit_for_bit():
+    cases.check_dequantize()
+
+
 @needs_kernel
 def test_bad_activations_spoil_their_row_only():
     cases.check_bad_activations()
@@ -74,6 +78,9 @@ def test_no_inputs_and_no_outputs():
     empty = torch.zeros(1, 0, 256, dtype=torch.uint8), torch.zeros(1, 0, 16, dtype=torch.uint8)
     for bits in (8, 16):
         assert torch.equal(ops.mxfp4_linear(torch.zeros(2, 0), *empty, 3, bias, bits), bias.expand(2, 3))
+    scales = torch.zeros(1, 0, 16, dtype=torch.float16)
+    for dequantize in (ops.int4_dequantize, reference.int4_dequantize):
+        assert dequantize(empty[0], scales, None, 3, 32).shape == (3, 0)
 
 
 @needs_kernel

@@ -31,6 +31,10 @@ def good(op: str) -> dict:
             "activation_bits",
         )
         return dict(zip(names, (x, *tiles, 8, None, 32, 8), strict=True))
+    if op == "int4_dequantize":
+        tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
+        return dict(zip(("weight_tiles", "scale_tiles", "zero_tiles", "out_features", "group_size"),
+                        (*tiles, 8, 32), strict=True))  # fmt: skip
     if op in ("bf16_linear", "f32_linear"):
         dtype = torch.bfloat16 if op == "bf16_linear" else torch.float32
         return {"x": x, "weight": torch.zeros(8, 64, dtype=dtype), "bias": None}
@@ -46,8 +50,8 @@ def good(op: str) -> dict:
     return {"q": q, "keys": keys, "values": values, "starts": starts, "scale": 1.0, "window": 0, "softcap": 0.0}
 
 
-OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm", "silu_mul",
-       "rope_write", "ragged_attention")  # fmt: skip
+OPS = ("mxfp4_linear", "int4_linear", "int4_dequantize", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm",
+       "silu_mul", "rope_write", "ragged_attention")  # fmt: skip
 BAD = [
     (
         "mxfp4_linear",
@@ -92,6 +96,14 @@ BAD = [
     ("int4_linear", {"activation_bits": 5}, ValueError, r"activation_bits is 5, choose one of \[4, 8, 16\]"),
     ("int4_linear", {"zero_tiles": torch.zeros(1, 1, 16, dtype=U8)}, ValueError, r"zero_tiles has shape \[1, 1, 16\]"),
     ("int4_linear", {"scale_tiles": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}, TypeError, "scale_tiles is"),
+    ("int4_dequantize", {"weight_tiles": torch.zeros(1, 2, 256)}, TypeError, "weight_tiles is"),
+    ("int4_dequantize", {"weight_tiles": torch.zeros(1, 2, 128, dtype=U8)}, ValueError, "weight_tiles .*prepack"),
+    ("int4_dequantize", {"out_features": 17}, ValueError, "out_features is 17, weight_tiles hold 1 tiles of 16"),
+    ("int4_dequantize", {"group_size": 16}, ValueError, r"group_size is 16, choose one of \[32, 64, 128\]"),
+    ("int4_dequantize", {"group_size": 128}, ValueError, "group_size 128 does not divide in_features = 64"),
+    ("int4_dequantize", {"scale_tiles": torch.zeros(1, 1, 16, dtype=F16)}, ValueError, r"scale_tiles has shape"),
+    ("int4_dequantize", {"scale_tiles": torch.zeros(1, 2, 16)}, TypeError, "scale_tiles is"),
+    ("int4_dequantize", {"zero_tiles": torch.zeros(1, 16, 2, dtype=U8).mT}, ValueError, "zero_tiles .*not contiguous"),
     ("bf16_linear", {"weight": torch.zeros(8, 64)}, TypeError, "weight is"),
     ("bf16_linear", {"weight": torch.zeros(64, 8, dtype=torch.bfloat16).T}, ValueError, "weight .*not contiguous"),
     ("f32_linear", {"weight": torch.zeros(64)}, ValueError, r"weight has shape \[64\], expected \[out, in\]"),

@@ -10,7 +10,8 @@ from models import tiny
 
 from hf_mlspec.nn.fused import FusedDecoder
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.fused_runner import _GROWTH, FusedRunner
+from hf_mlspec.speculation.fused_cache import GROWTH
+from hf_mlspec.speculation.fused_runner import FusedRunner
 from hf_mlspec.speculation.ragged_attention import ragged_attention_on
 from hf_mlspec.speculation.runner import Runner
 
@@ -113,5 +114,5 @@ def test_slots_of_rows_that_left_are_taken_again():
     assert one.cache.kv.shape[2] == one.cache.rows == 4
     assert torch.equal(one.cache.kv[:, :, 0], kv[:, :, 0])
     one.select([3, 1])
-    one.cache.reserve(_GROWTH + 1)
+    one.cache.reserve(GROWTH + 1)
     assert one.cache.kv.shape[2] == 2  # more slots are a new tensor anyway: rows that wait are not carried along

@@ -18,7 +18,8 @@ from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Draft, Drafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
-from hf_mlspec.speculation.fused_runner import _GROWTH, FusedRunner
+from hf_mlspec.speculation.fused_cache import GROWTH
+from hf_mlspec.speculation.fused_runner import FusedRunner
 from hf_mlspec.speculation.sampling import Sampler
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -113,15 +114,15 @@ def test_compiled_rounds_are_the_plain_ones(kind, threshold, rounds, lengths, le
 
 @pytest.mark.parametrize("kind", ["one model", "cast over small", "target over its view"])
 def test_a_cache_grows_without_a_trace(kind):
-    row = torch.randint(3, VOCAB, (_GROWTH - 5,), generator=torch.Generator().manual_seed(1)).tolist()
+    row = torch.randint(3, VOCAB, (GROWTH - 5,), generator=torch.Generator().manual_seed(1)).tolist()
     drafter, fresh = KINDS[kind](0.0, False), KINDS[kind](0.0, False)
     drafter.start(2, CPU)
     drafter.propose([row, row[:9]], [3, 3])
     owner = drafter.checker.runner if isinstance(drafter, CheckedDrafter) else drafter.runner
-    assert owner.cache.kv.shape[4] == _GROWTH
+    assert owner.cache.kv.shape[4] == GROWTH
     drafter.rollback([len(row), 9])
     grown = drafter.propose([row, row[:9]], [9, 9]).rows()
-    assert owner.cache.kv.shape[4] > _GROWTH
+    assert owner.cache.kv.shape[4] > GROWTH
     fresh.start(2, CPU)
     assert fresh.propose([row, row[:9]], [9, 9]).rows() == grown
     assert [len(line) for line in grown] == [9, 9]
@@ -179,8 +180,8 @@ def test_nothing_lies_beyond_the_cache_or_the_rotary_tables():
     for level in (one, other):
         level.start(2, CPU)
         level._reserve = lambda slots: None
-    row = [5] * (_GROWTH - 3)
-    cache = rf"row 0 grows to 257 tokens, the cache has {_GROWTH} slots"
+    row = [5] * (GROWTH - 3)
+    cache = rf"row 0 grows to 257 tokens, the cache has {GROWTH} slots"
     with pytest.raises(IndexError, match=cache):
         one.draft([row, [5]], [4, 4], 0.0)
     with pytest.raises(IndexError, match=cache):

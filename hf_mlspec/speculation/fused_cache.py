@@ -1,0 +1,64 @@
+"""Where do the keys and values of a fused decoder live? In one tensor, which rows and slots are added to."""
+
+from __future__ import annotations
+
+import torch
+
+from ..nn.fused import FusedDecoder
+
+GROWTH = 256  # slots; a cache grows by half, to a multiple of this
+
+
+class FusedCache:
+    """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
+
+    The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`.
+    """
+
+    def __init__(self, decoder: FusedDecoder, batch: int, capacity: int):
+        self.kv = decoder.new_kv(batch, capacity - capacity % -GROWTH)
+        self.rows = batch
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots a row."""
+        have = self.kv.shape[4]
+        if slots > have:
+            more = max(slots - have, have // 2)
+            more -= (have + more) % -GROWTH
+            self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, more))
+
+    def select(self, keep: list[int]) -> None:
+        """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and the
+        memory of the others stays for `extend_rows`."""
+        moves = [(place, row) for place, row in enumerate(keep) if place != row]
+        if all(row > place for place, row in moves):  # then none is overwritten before it is read
+            for place, row in moves:
+                self.kv[:, :, place] = self.kv[:, :, row]
+        else:
+            self.kv[:, :, : len(keep)] = self.kv[:, :, keep]
+        self.rows = len(keep)
+
+    def extend_rows(self, count: int) -> None:
+        """Append `count` rows. What their slots hold is nobody's: a query sees the slots of its own row only, and of
+        them those that were written before it."""
+        missing = self.rows + count - self.kv.shape[2]
+        if missing > 0:
+            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, 0, 0, 0, 0, missing))
+        self.rows += count
+
+    def load(self, other, length: int) -> None:
+        """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
+        self.reserve(length)
+        for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
+            keys[:, :, :length] = layer.keys[:, :, :length]
+            values[:, :, :length] = layer.values[:, :, :length]
+
+    def extend(self, other, start: int, end: int) -> None:
+        """Append slots `start` .. `end` of every layer to a plain transformers cache (batch 1)."""
+        for index, (keys, values) in enumerate(self.kv):
+            other.update(keys[:, :, start:end].clone(), values[:, :, start:end].clone(), index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.kv.nbytes
