@@ -17,7 +17,7 @@ the smallest squared error over the group wins, the first of equals:
 
 On Gaussian weights this removes 19, 21 and 25 % of the squared error of amax / 7 at 32, 64 and 128 elements
 (asymmetric, of (hi - lo) / 15: 4, 6 and 9 %). Ties round to even. A scale below float16's smallest, 2^-24, becomes
-2^-24. A group of zeros has scale 0 and codes equal to its zero point, 8 or (asymmetric) 0.
+2^-24. A group of zeros has scale 1 and codes equal to its zero point, 8 or (asymmetric) 0: a scale is never zero.
 
 Sources: round-to-nearest over groups as in GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978); a searched clipping
 ratio as in AWQ's implementation.
@@ -121,7 +121,7 @@ def _search(
         best_error = torch.where(better, error, best_error)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
     codes = _codes(groups, best_scale, best_zero).to(torch.uint8)
-    best_scale = torch.where(span > 0, best_scale, 0.0)
+    best_scale = torch.where(span > 0, best_scale, 1.0)  # of zeros: then a zero on disk is always damage
     return pack_nibbles(codes.flatten(-2)), best_scale.to(torch.float16), best_zero.to(torch.uint8)
 
 
