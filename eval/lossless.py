@@ -1,4 +1,4 @@
-"""Do the chains write what the target alone writes, on HumanEval and GSM8K, batch 1 and batch 8?
+"""Do the chains write what the target alone writes, on HumanEval and GSM8K, at every batch size of a plan?
 
 Decodes every prompt with every chain of a TOML file and holds the ids against the target alone, a batch at a time:
 
@@ -7,8 +7,9 @@ Decodes every prompt with every chain of a TOML file and holds the ids against t
     python eval/lossless.py PLAN.toml --models FOLDER --data FOLDER --report       # the table of what is done so far
 
 In the plan (eval/configs/lossless.toml; Python 3.11 or later) {models} and {data} stand for these folders and {demo}
-for the demo target. Each finished batch is one JSON line under `results/`; a run that is started again goes on where
-it stopped. What the target alone wrote is kept there too and decoded once per batch, however many chains follow.
+for the demo target; a table [quantize] holds settings of MLSpecConfig, and the target is quantized while it loads.
+Each finished batch is one JSON line under `results/`; a run that is started again goes on where it stopped. What the
+target alone wrote is kept there too and decoded once per batch, however many chains follow.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import tomllib
 import torch
 from rich.progress import Progress
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
 
@@ -95,7 +96,7 @@ class Store:
 
     def __init__(self, folder: Path, plan: dict[str, Any], shard: str) -> None:
         self.file = folder / f"{plan['name']}-{shard.replace('/', '-of-')}.jsonl"
-        self.asked = {name: plan[name] for name in ("target", "dtype", "max_new_tokens")}
+        self.asked = {name: plan[name] for name in ("target", "dtype", "max_new_tokens", "quantize") if name in plan}
         self.done: dict[Unit, dict[str, Any]] = {}
         self.references: dict[tuple[str, int, int], list[list[int]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,6 +129,12 @@ class Store:
         self.done[unit] = entry
 
 
+def load(plan: dict[str, Any], folder: str) -> PreTrainedModel:
+    """The target, quantized while it loads where the plan says so."""
+    how = {"quantization_config": hf_mlspec.MLSpecConfig(**plan["quantize"])} if "quantize" in plan else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, plan["dtype"]), **how)
+
+
 def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: int, device: str) -> None:
     """Decode what is not done yet."""
     left = [unit for unit in units(plan, shard, shards) if unit not in store.done]
@@ -135,7 +142,7 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
         return
     prompts = {data["name"]: read_prompts(data, places) for data in plan["data"]}
     target = places.fill(plan["target"])
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, plan["dtype"])).to(device).eval()
+    model = load(plan, target).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(target)
     with Progress() as progress:
         task = progress.add_task(plan["name"], total=len(left))
@@ -154,8 +161,9 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
 
 def report(plan: dict[str, Any], store: Store) -> Iterator[str]:
     """The Markdown table, then each difference with its float64 gap."""
-    yield (f"Target `{Path(plan['target']).name}`, {plan['dtype']}, {plan['max_new_tokens']} new tokens, greedy; "
-           f"a difference whose float64 gap is below {TIE:g} is a tie.\n")
+    quantized = "".join(f", {name} {value}" for name, value in plan.get("quantize", {}).items())
+    yield (f"Target `{Path(plan['target']).name}`, {plan['dtype']}{quantized}, {plan['max_new_tokens']} new tokens, "
+           f"greedy; a difference whose float64 gap is below {TIE:g} is a tie.\n")
     yield "| chain | data | batch | prompts | tokens compared | differ | of these ties | acceptance | tokens / pass |"
     yield "|---|---|--:|--:|--:|--:|--:|---|--:|"
     listed = []

@@ -56,7 +56,8 @@ class SpeculationStats:
     seconds:       wall time of the whole decoding loop; target_seconds: inside the target's forward passes.
     target_cache_bytes: keys and values of the target when the last row ended.
     prefill_seconds: wall time until every row had its first tokens; prefill_target_seconds: inside the target's pass
-        of it; prefill_tokens: what that pass settled. Decode-only numbers leave these out.
+        of it; prefill_draft_seconds: inside the forward passes of the level below it, which drafts before it where it
+        has a cache of its own; prefill_tokens: what that pass settled. Decode-only numbers leave these out.
     """
 
     levels: list[LevelStats] = field(default_factory=list)
@@ -68,6 +69,7 @@ class SpeculationStats:
     target_cache_bytes: int = 0
     prefill_seconds: float = 0.0
     prefill_target_seconds: float = 0.0
+    prefill_draft_seconds: float = 0.0
     prefill_tokens: int = 0
 
     def count_pass(self, rows: int) -> None:
@@ -75,10 +77,11 @@ class SpeculationStats:
         self.target_passes += 1
         self.row_passes += rows
 
-    def settled(self, seconds: float, target_seconds: float) -> None:
+    def settled(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
         """So long after the start the tokens of a pass were settled; up to the first of them it is the prefill."""
         if self.target_passes == 1:
             self.prefill_seconds, self.prefill_target_seconds = seconds, target_seconds
+            self.prefill_draft_seconds = draft_seconds
             self.prefill_tokens = self.new_tokens
 
     @property
