@@ -114,15 +114,16 @@ def test_every_round_leaves_the_cache_of_16_bit_decoding(seed, lengths, bits, ga
     options = {"max_new_tokens": 16, "eos_token_id": None}
     pure = caches(model, inputs, [], options)
     drafted = caches(model, inputs, [f"w4a{bits}"], {**options, "speculation_config": {"num_draft_tokens": gamma}})
-    last = pure[-1]  # of 16-bit decoding; rows only grow
+    whole = {number: cache for rows in pure for number, cache in rows.items()}  # the last one is the longest
     assert len(drafted) <= len(pure)
     for rows in drafted:
-        for row, whole in zip(rows, last, strict=True):
-            assert row.shape[3] <= whole.shape[3]
-            assert torch.equal(row, whole[:, :, :, : row.shape[3]])
+        for number, cache in rows.items():
+            assert cache.shape[3] <= whole[number].shape[3]
+            assert torch.equal(cache, whole[number][:, :, :, : cache.shape[3]])
+    assert drafted[-1].keys() <= whole.keys() == set(range(len(lengths)))
 
 
-def caches(model, inputs, levels, options) -> list[list[torch.Tensor]]:
+def caches(model, inputs, levels, options) -> list[dict[int, torch.Tensor]]:
     """After every check of the target, per row the true part of its cache `[layers, 2, kv_heads, length, dim]`."""
     found, check = [], Checker.check
 
@@ -130,7 +131,8 @@ def caches(model, inputs, levels, options) -> list[list[torch.Tensor]]:
         verdict = check(self, rows, draft, **more)
         if self.name == "the target":
             kv, lengths = self.runner.cache.kv, self.runner.lengths
-            found.append([kv[:, :, r, :, :n].clone() for r, n in enumerate(lengths)])
+            places = enumerate(zip(self.sampler.row_ids, lengths, strict=True))
+            found.append({number: kv[:, :, r, :, :n].clone() for r, (number, n) in places})
         return verdict
 
     with pytest.MonkeyPatch.context() as patch:
