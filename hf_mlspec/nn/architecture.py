@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..ops.compiled_decoder import ACTIVATIONS, BF16, F32, MAX_HEAD_DIM, MXFP4, Sizes, Weight
-from .linear import KernelLinear, Mxfp4Linear, is_dense
+from ..ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes, Weight
+from .compiled_weights import UnknownArchitecture, cut_weight, norm_weight, read_weight, require_format
+from .linear import Int4Linear, KernelLinear, Mxfp4Linear
 
 KNOWN = {
     "LlamaForCausalLM",
@@ -25,14 +26,9 @@ KNOWN = {
     "Gemma3ForCausalLM",
     "Phi3ForCausalLM",
 }
-_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
 # Modules of a known class that are not transformers' own.
-_BLOCKS = {nn.Linear, KernelLinear, Mxfp4Linear, nn.Embedding, nn.ModuleList, nn.Dropout, nn.SiLU, nn.GELU, nn.ReLU}
-_TILE = 16  # outputs of a packed tile: a fused linear is cut between tiles only
-
-
-class UnknownArchitecture(ValueError):
-    """The compiled decoder cannot run this model; the message says why."""
+_BLOCKS = {nn.Linear, KernelLinear, Mxfp4Linear, Int4Linear, nn.Embedding, nn.ModuleList, nn.Dropout}
+_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU}
 
 
 @dataclass
@@ -63,18 +59,20 @@ def read(model: nn.Module) -> Architecture:
     require_known(model)
     config, base = model.config, model.model
     dtype = base.embed_tokens.weight.dtype
-    _require_format(base.embed_tokens.weight, "embedding")
+    require_format(base.embed_tokens.weight, "embedding")
     plus = 1.0 if config.model_type.startswith("gemma") else 0.0
     kinds = _rope_kinds(config)
     layers = [
         _layer(layer, plus, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(config, i))
         for i, layer in enumerate(base.layers[: config.num_hidden_layers])
     ]
-    head = _weight(model.lm_head, "lm_head")
+    head = read_weight(model.lm_head, "lm_head")
     sizes = _sizes(model, layers[0], head)
     for index, layer in enumerate(layers):
         _require_sizes(sizes, layer, index)
-    return Architecture(sizes, dtype, base.embed_tokens.weight, _norm(base.norm, plus), head, layers, list(kinds))
+    return Architecture(
+        sizes, dtype, base.embed_tokens.weight, norm_weight(base.norm, plus), head, layers, list(kinds)
+    )
 
 
 def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> list[tuple[Tensor, Tensor]]:
@@ -159,14 +157,14 @@ def _layer(layer: nn.Module, plus: float, rope_table: int, window: int) -> Layer
     if hasattr(attention, "qkv_proj"):
         dim, heads = attention.head_dim, attention.config.num_attention_heads
         cuts = [heads * dim, attention.num_key_value_heads * dim, attention.num_key_value_heads * dim]
-        q, k, v = _cut(attention.qkv_proj, cuts, "qkv_proj")
+        q, k, v = cut_weight(attention.qkv_proj, cuts, "qkv_proj")
         half = mlp.gate_up_proj.out_features // 2
-        gate, up = _cut(mlp.gate_up_proj, [half, half], "gate_up_proj")
+        gate, up = cut_weight(mlp.gate_up_proj, [half, half], "gate_up_proj")
     else:
-        q, k, v = (_weight(getattr(attention, f"{name}_proj"), name) for name in "qkv")
-        gate, up = _weight(mlp.gate_proj, "gate"), _weight(mlp.up_proj, "up")
-    linears = {"q": q, "k": k, "v": v, "o": _weight(attention.o_proj, "o"), "gate": gate, "up": up}
-    linears["down"] = _weight(mlp.down_proj, "down")
+        q, k, v = (read_weight(getattr(attention, f"{name}_proj"), name) for name in "qkv")
+        gate, up = read_weight(mlp.gate_proj, "gate"), read_weight(mlp.up_proj, "up")
+    linears = {"q": q, "k": k, "v": v, "o": read_weight(attention.o_proj, "o"), "gate": gate, "up": up}
+    linears["down"] = read_weight(mlp.down_proj, "down")
     for group in (("q", "k", "v"), ("gate", "up")):
         if len({(linears[n].format, linears[n].group_size, linears[n].activation_bits) for n in group}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
@@ -179,32 +177,7 @@ def _layer(layer: nn.Module, plus: float, rope_table: int, window: int) -> Layer
         getattr(attention, "q_norm", None),
         getattr(attention, "k_norm", None),
     ]
-    return Layer(linears, [None if norm is None else _norm(norm, plus) for norm in norms], window, rope_table)
-
-
-def _norm(norm: nn.Module, plus: float) -> Tensor:
-    return (norm.weight.detach().float() + plus).contiguous()
-
-
-def _weight(linear: nn.Module, name: str) -> Weight:
-    if not is_dense(linear) and type(linear) is not Mxfp4Linear:
-        raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
-    bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
-    if isinstance(linear, Mxfp4Linear):
-        linear.prepack_()
-        tiles, scales = linear.weight_tiles.detach(), linear.scale_tiles.detach()
-        return Weight(MXFP4, tiles, linear.in_features, linear.out_features, scales, bias=bias,
-                      group_size=32, activation_bits=linear.activation_bits)  # fmt: skip
-    _require_format(linear.weight, name)
-    weight = linear.weight.detach()  # its shape is what counts: pruning may have left in_features behind
-    return Weight(_FORMATS[weight.dtype], weight, weight.shape[1], weight.shape[0], bias=bias)
-
-
-def _require_format(weight: Tensor, name: str) -> None:
-    if weight.dtype not in _FORMATS:
-        raise UnknownArchitecture(f"its {name} is {weight.dtype}; the compiled decoder takes bfloat16 and float32")
-    if not weight.is_contiguous():
-        raise UnknownArchitecture(f"its {name} is not contiguous in memory")
+    return Layer(linears, [None if norm is None else norm_weight(norm, plus) for norm in norms], window, rope_table)
 
 
 def _require_sizes(sizes: Sizes, layer: Layer, index: int) -> None:
@@ -216,23 +189,6 @@ def _require_sizes(sizes: Sizes, layer: Layer, index: int) -> None:
         if (weight.in_features, weight.out_features) != expected[name]:
             found = f"{weight.in_features} to {weight.out_features} features"
             raise UnknownArchitecture(f"{name} of layer {index} maps {found}, {expected[name]} are those of the model")
-
-
-def _cut(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:
-    """The parts of a linear that computes several at once (Phi-3), as views."""
-    whole = _weight(linear, name)
-    packed = whole.format == MXFP4
-    if packed and any(size % _TILE for size in sizes):
-        raise UnknownArchitecture(f"its {name} is cut at {sizes}, packed weights only at multiples of {_TILE}")
-    parts, first = [], 0
-    for size in sizes:
-        rows = slice(first // _TILE, (first + size) // _TILE) if packed else slice(first, first + size)
-        scale = whole.scale[rows] if packed else None
-        bias = None if whole.bias is None else whole.bias[first : first + size]
-        parts.append(Weight(whole.format, whole.weight[rows], whole.in_features, size, scale, bias=bias,
-                            group_size=whole.group_size, activation_bits=whole.activation_bits))  # fmt: skip
-        first += size
-    return parts
 
 
 def _kind(config, index: int) -> str | None:

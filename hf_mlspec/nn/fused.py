@@ -19,7 +19,9 @@ from ..ops.compiled_decoder import compiled_decoder, has_compiled_decoder, set_l
 from . import architecture
 from .architecture import UnknownArchitecture
 from .linear import KernelLinear, is_dense
+from .packed import PackedLinear
 from .replace import fingerprint
+from .switch import PrecisionSwitch
 
 logger = logging.getLogger(__name__)
 _FIRST_POSITIONS = 1024
@@ -30,6 +32,7 @@ class FusedDecoder:
 
     vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
     rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
+    activation_choices: the widths of activations that its calls may ask of the 4-bit weights, () where it has none.
     """
 
     def __init__(self, model: nn.Module):
@@ -47,6 +50,9 @@ class FusedDecoder:
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
         set_linear(self.handle, "head", found.head)
+        switches = _switches(model)
+        self.activation_choices = tuple(b for b in (16, 8, 4) if switches and all(b in s.choices for s in switches))
+        self.handle.set_dequantize(_multiply(switches) == "dequant")
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
@@ -84,7 +90,8 @@ def prepare(model: nn.Module) -> nn.Module:
     Returns the model. No weight is copied. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one
     compiled call per step; of other architectures each linear runs through its kernel, said once. From then on plain
     `model.generate` decodes this way too where it can (greedy and sampling); a call that it cannot serve runs in
-    transformers' own loop, which is said once. A later change of the weights is noticed (a cast of them made before a
+    transformers' own loop, which is said once. A later change of the weights, or of what a PrecisionSwitch says, is
+    noticed (a cast of them made before a
     change through `.data` is not made anew: it drafts worse, no token changes). A deep copy is not prepared.
     KernelError when no kernels are built (with the command that builds them), TypeError for what is no model,
     ValueError when the model is not on the CPU or its weights are neither bfloat16 nor float32.
@@ -169,8 +176,21 @@ def _say(message: str) -> None:
 
 
 def _fingerprint(model: nn.Module) -> tuple:
-    """The weights, and what norms and biases hold: the decoder copied those."""
-    return fingerprint(model), tuple(hash(_bytes(p)) for p in model.parameters() if p.ndim == 1)
+    """The weights, what norms and biases hold, for the decoder copied those, and how packed layers multiply."""
+    vectors = tuple(hash(_bytes(p)) for p in model.parameters() if p.ndim == 1)
+    return fingerprint(model), vectors, tuple((s.activation_bits, s.multiply) for s in _switches(model))
+
+
+def _switches(model: nn.Module) -> list[PrecisionSwitch]:
+    """Those of a model's packed layers, each once."""
+    return list({id(m.switch): m.switch for m in model.modules() if isinstance(m, PackedLinear)}.values())
+
+
+def _multiply(switches: list[PrecisionSwitch]) -> str:
+    ways = {switch.multiply for switch in switches}
+    if len(ways) > 1:
+        raise UnknownArchitecture(f"its packed layers multiply in {len(ways)} ways: {', '.join(sorted(ways))}")
+    return ways.pop() if ways else "fused"
 
 
 def _bytes(vector: Tensor) -> bytes:

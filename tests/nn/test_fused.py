@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from models import packed
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +23,8 @@ import hf_mlspec
 from hf_mlspec.nn import fused
 from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.fused import FusedDecoder, KernelLinear, fused_decoder, is_prepared
+from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
+from hf_mlspec.nn.switch import PrecisionSwitch, precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.fused_runner import FusedRunner
 
@@ -74,15 +79,15 @@ def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
     return model.to(dtype).eval()
 
 
-def runner_of(model: nn.Module, batch: int) -> FusedRunner:
-    runner = FusedRunner(model, FusedDecoder(model), capacity=LENGTH)
+def runner_of(model: nn.Module, batch: int, activation_bits: int = 0) -> FusedRunner:
+    runner = FusedRunner(model, FusedDecoder(model), capacity=LENGTH, activation_bits=activation_bits)
     runner.start(batch, torch.device("cpu"))
     return runner
 
 
-def scored_together(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def scored_together(model: nn.Module, ids: torch.Tensor, activation_bits: int = 0) -> torch.Tensor:
     rows = [row[:1] for row in ids.tolist()]
-    return runner_of(model, len(ids)).feed(rows, ids[:, 1:], [ids.shape[1] - 1] * len(ids))
+    return runner_of(model, len(ids), activation_bits).feed(rows, ids[:, 1:], [ids.shape[1] - 1] * len(ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,6 +145,133 @@ def test_a_cast_runs_fused_near_its_modules(name):
     assert (out - modules).abs().max() < 0.02 * scale  # activations are rounded to bfloat16 before every linear
     eight = hf_mlspec.direct_cast(random_model(name, torch.float32, **shape), "mxfp4", activation_bits=8)
     assert 0 < (scored_together(eight, ids) - out).abs().max() < 0.2 * scale
+
+
+PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+
+
+def packed_model(name: str = "llama", weights: str = "int4", dtype: torch.dtype = torch.float32, **settings):
+    return packed(random_model(name, dtype, **PACKED_SHAPE), weights, **settings)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biases", "qwen2-windows", "qwen3", "gemma3", "phi3"])
+def test_int4_weights_run_fused_near_their_modules(name, symmetric):
+    """At every width of activations, said by the call or by the switch, head packed or dense."""
+    model = packed_model(name, symmetric=symmetric, keep_head=symmetric)
+    ids = torch.randint(1, 199, (1, LENGTH))
+    seen = []
+    for bits, tolerance in ((16, 0.02), (8, 0.02), (4, 0.2)):
+        out = scored_together(model, ids, activation_bits=bits)
+        with precision_switch(model).at(bits), torch.no_grad():
+            modules = model(ids).logits
+            own = scored_together(model, ids)
+        assert (out - modules).abs().max() < tolerance * modules.abs().max(), bits
+        assert torch.equal(out, own)
+        seen.append(out)
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "int4"])
+def test_bits_of_a_packed_model_do_not_depend_on_the_grouping(weights):
+    model = packed_model("qwen3", weights)
+    ids = torch.randint(1, 199, (2, LENGTH))
+    for bits in FusedDecoder(model).activation_choices:
+        together = scored_together(model, ids, activation_bits=bits)
+        single = runner_of(model, 2, activation_bits=bits)
+        steps = [single.feed([row[: i + 1] for row in ids.tolist()])[:, 0] for i in range(LENGTH)]
+        assert torch.equal(together, torch.stack(steps, dim=1)), bits
+        assert torch.equal(together[1:], scored_together(model, ids[1:], activation_bits=bits)), bits
+
+
+def test_a_width_is_an_argument_of_the_call():
+    int4, mxfp4 = packed_model(), packed_model(weights="mxfp4")
+    assert FusedDecoder(int4).activation_choices == (16, 8, 4)
+    assert FusedDecoder(mxfp4).activation_choices == (16, 8)
+    dense = random_model("llama", torch.float32)
+    assert FusedDecoder(dense).activation_choices == ()
+    for model, bits, words in (
+        (int4, 5, "activation_bits is 5, choose 16, 8 or 4 for int4 weights, or 0"),
+        (int4, -8, "activation_bits is -8, choose"),
+        (mxfp4, 4, "activation_bits is 4, choose 16 or 8 for MXFP4 weights"),
+        (dense, 8, "activation_bits is 8, and the decoder holds no 4-bit weights"),
+    ):
+        one, other = runner_of(model, 1, activation_bits=bits), runner_of(model, 1)
+        with pytest.raises(ValueError, match=words):
+            one.score([[5]], [[]])
+        with pytest.raises(ValueError, match=words):
+            one.draft([[5]], [3], 0.0)
+        for middle, tiny in ((one, other), (other, one)):
+            with pytest.raises(ValueError, match=words):
+                middle.draft_checked(tiny, [[5]], [3], num_draft_tokens=2, tiny_threshold=0.0, threshold=0.0)
+
+
+def test_a_dense_head_has_no_width():
+    """With every other weight the same, only what the layers hand to the head differs."""
+    model = packed_model(keep_head=True)
+    ids = torch.randint(1, 199, (1, 5))
+    with torch.no_grad():
+        for layer in model.model.layers:  # the layers add nothing: their precision cannot matter
+            layer.self_attn.o_proj.weight_scale.zero_()
+            layer.mlp.down_proj.weight_scale.zero_()
+    assert torch.equal(scored_together(model, ids, activation_bits=4), scored_together(model, ids))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["llama-tied-biases", "phi3"])
+def test_dequantized_first_it_is_the_model_with_those_dense_weights(name, threads, symmetric):
+    """Bit for bit at 16 bits; narrower activations are multiplied as ever."""
+    model = packed_model(name, dtype=torch.bfloat16, symmetric=symmetric, keep_head=False)
+    dense = copy.deepcopy(model)
+    for path, layer in list(dense.named_modules()):
+        if isinstance(layer, Int4Linear):
+            linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=torch.bfloat16)
+            linear.weight = nn.Parameter(layer.dequantized(torch.bfloat16), requires_grad=False)
+            linear.bias = layer.bias
+            dense.set_submodule(path, linear.eval())
+    ids = torch.randint(1, 199, (2, LENGTH))
+    fused_kernel, coarse = scored_together(model, ids), scored_together(model, ids, activation_bits=8)
+    precision_switch(model).multiply = "dequant"
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(scored_together(model, ids), scored_together(dense, ids))
+        single = torch.cat([scored_together(model, ids[r : r + 1]) for r in range(2)])
+        assert torch.equal(single, scored_together(dense, ids))
+    finally:
+        torch.set_num_threads(before)
+    assert not torch.equal(scored_together(model, ids), fused_kernel)  # its weights are not rounded to bfloat16
+    assert torch.equal(scored_together(model, ids, activation_bits=8), coarse)
+
+
+def test_what_a_switch_says_is_noticed():
+    model = packed_model()
+    switch, first = precision_switch(model), fused_decoder(model)
+    assert fused_decoder(model) is first
+    for change in (lambda: setattr(switch, "activation_bits", 8), lambda: setattr(switch, "multiply", "dequant")):
+        before = fused_decoder(model)
+        change()
+        assert fused_decoder(model) is not before
+    with switch.at("w4a4"):
+        inside = fused_decoder(model)
+    assert fused_decoder(model) is not inside
+
+
+def test_packed_layers_that_do_not_go_together_are_refused():
+    model = packed_model()
+    attention = model.model.layers[1].self_attn
+    q = attention.q_proj
+    attention.q_proj = Int4Linear.from_linear(nn.Linear(96, 128), switch=q.switch, group_size=32).eval()
+    FusedDecoder(model)
+    attention.q_proj = Mxfp4Linear.from_linear(nn.Linear(96, 128)).eval()
+    with pytest.raises(UnknownArchitecture, match="q, k, v projections have weights of different formats"):
+        FusedDecoder(model)
+    attention.q_proj = q
+    attention.o_proj.switch = PrecisionSwitch("int4", multiply="dequant")
+    with pytest.raises(UnknownArchitecture, match="multiply in 2 ways: dequant, fused"):
+        FusedDecoder(model)
 
 
 def test_prepare_shares_every_weight_and_restore_forgets():
