@@ -12,6 +12,8 @@ from .integration.decoding import generate, last_stats
 from .integration.generate import disable, enable, enabled
 from .integration.levels import clear
 from .integration.quantizer import MLSpecConfig
+from .integration.stream import generate_stream
+from .integration.stream_request import Completion, Request
 from .nn.fused import prepare, restore
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch
@@ -24,10 +26,12 @@ __version__ = "0.1.0"
 __all__ = [
     "ChainCandidateGenerator",
     "Comparison",
+    "Completion",
     "LevelStats",
     "MLSpecConfig",
     "NGram",
     "PromptLookup",
+    "Request",
     "SpeculationConfig",
     "SpeculationStats",
     "clear",
@@ -39,6 +43,7 @@ __all__ = [
     "enable",
     "enabled",
     "generate",
+    "generate_stream",
     "last_stats",
     "precision_switch",
     "prepare",

@@ -52,7 +52,11 @@ class TableRunner:
         self.lengths[row] = 0
 
     def feed(
-        self, rows: Rows, draft: Tensor | None = None, drafted: list[int] | None = None, alive: list[bool] | None = None
+        self,
+        rows: Rows,
+        draft: Tensor | None = None,
+        drafted: list[int] | None = None,
+        alive: list[bool] | None = None,
     ) -> Tensor:
         last = torch.tensor([row[-1] for row in rows])[:, None]
         fed = zip(rows, drafted or [0] * len(rows), self.lengths, alive or [True] * len(rows), strict=True)

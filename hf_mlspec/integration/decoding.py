@@ -32,6 +32,11 @@ def last_stats(model: PreTrainedModel) -> SpeculationStats | None:
     return _last.get(model)
 
 
+def keep_stats(model: PreTrainedModel, stats: SpeculationStats) -> None:
+    """What `last_stats` answers from now on."""
+    _last[model] = stats
+
+
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -100,10 +105,10 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     chain = _chain(model, call, prompts, stop)
     record = Record(call.settings, call.streamer, len(prompts.rows))
     rows = [list(row) for row in prompts.rows]
-    _last[model] = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch the counts grow
+    keep_stats(model, SpeculationStats([level.stats for level in chain.levels]))  # a streamer may watch them grow
     with ragged_attention_on(chain.models):
         stats, cache = _decode(chain, call, prompts, rows, stop, record)
-    _last[model] = chain.finish(stats)
+    keep_stats(model, chain.finish(stats))
     if call.streamer is not None:
         call.streamer.end()
     return record.result(prompts, rows, stats, cache)

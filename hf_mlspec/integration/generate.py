@@ -12,6 +12,7 @@ from collections.abc import Callable
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..nn.fused import is_prepared
+from . import saving
 from .config import SpeculationConfig
 from .decoding import Call, check, run
 from .request import check_target, unserved
@@ -25,16 +26,23 @@ class _Proxy:
     """Stands in for the levels while stock generate prepares the call: its checks see the target's own config.
 
     implied: the user named no levels, the model is prepared; what our loop refuses, transformers' own then decodes.
+    prepares: the prepared call itself is wanted, somebody else decodes it.
     """
 
-    def __init__(self, target: PreTrainedModel, levels: list, tokenizers: list | None, config, implied: bool):
+    keep_cache = prepares = False
+
+    def __init__(
+        self, target: PreTrainedModel, levels: list, tokenizers: list | None = None, config=None, implied: bool = False
+    ):
         self.config, self.generation_config, self.device = target.config, target.generation_config, target.device
         self.levels, self.tokenizers, self.speculation_config = levels, tokenizers, config
         self.implied = implied
 
 
 def enable() -> None:
-    """Let generate of transformers take `assistant_models=[...]`. Done by `import hf_mlspec`; idempotent."""
+    """Let generate of transformers take `assistant_models=[...]`, and save_pretrained of packed models leave earlier
+    files alone until all is written. Done by `import hf_mlspec`; idempotent."""
+    saving.enable()
     if _hooks:
         return
     for name, hooked in (("generate", _hooked_generate), ("_assisted_decoding", _hooked_decoding)):
@@ -43,7 +51,8 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Give transformers its own generate back; beneath a wrapper of someone else, a hook that hands everything on."""
+    """Give transformers its own methods back; beneath a wrapper of someone else, hooks that hand everything on."""
+    saving.disable()
     for name, hook in _hooks.items():
         if getattr(GenerationMixin, name) is hook:
             setattr(GenerationMixin, name, hook.__wrapped__)
@@ -53,6 +62,19 @@ def disable() -> None:
 def enabled() -> bool:
     """Whether the hook is in place."""
     return bool(_hooks)
+
+
+def prepare_call(model: PreTrainedModel, options: dict) -> Call:
+    """What stock generate makes of these arguments, levels apart: settings, processors and criteria of one call.
+
+    Raises RuntimeError while the hook is disabled; TypeError or ValueError, as generate does, for what is wrong.
+    """
+    if not _hooks:
+        raise RuntimeError("transformers' generate is not hooked: call hf_mlspec.enable() first")
+    _check_call(model, options)
+    proxy = _Proxy(model, [])
+    proxy.prepares = True
+    return _hooks["generate"].__wrapped__(model, **options, assistant_model=proxy)
 
 
 def _hooked_generate(stock):
@@ -109,6 +131,8 @@ def _hooked_decoding(stock):
             config=assistant_model.speculation_config,
             keep_cache=assistant_model.keep_cache,
         )
+        if assistant_model.prepares:
+            return call
         refused = _refusal(self, call) if assistant_model.implied else None
         if refused is not None:
             _say_stock(self, refused)

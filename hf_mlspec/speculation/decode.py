@@ -34,57 +34,121 @@ def decode(
     budgets: tokens each row may still gain. num_draft_tokens: the most a draft may hold. cached: leading tokens of
     a single row whose keys and values the target's cache, started by the caller, already holds.
     """
-    begin, stats = time.perf_counter(), SpeculationStats()
-    if drafter:
-        drafter.start(len(rows), device)
-    target.runner.lengths = [cached] * len(rows)
-    active = _Active(rows, budgets)
-    # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
-    ready = drafter is not None and not getattr(drafter, "follows", False)
-    while active.rows:
-        draft = drafter.propose(active.rows, active.limits(num_draft_tokens)) if ready else active.no_draft(device)
-        verdict = target.check(active.rows, draft)
-        stats.count_pass(len(active.rows))
-        if ready:
-            drafter.stats.settle(draft.lengths, verdict.accepted)
-            drafter.rollback([len(row) + a for row, a in zip(active.rows, verdict.accepted, strict=True)])
-        ready = drafter is not None
-        going = active.settle(verdict, stop, emit, stats)
-        stats.settled(time.perf_counter() - begin, target.runner.seconds)
-        if len(going) < len(active.rows):
-            active.select(going)
-            for level in filter(None, (target, drafter) if going else ()):
-                level.select(going)
-    stats.seconds, stats.target_seconds = time.perf_counter() - begin, target.runner.seconds
-    return stats
+    loop = Decoding(target, drafter, num_draft_tokens=num_draft_tokens, stop=stop, emit=emit, device=device)
+    loop.start(rows, budgets, cached)
+    while going := loop.round():
+        loop.select(going)
+    return loop.stats
 
 
-class _Active:
-    """The rows that have not stopped: their numbers in the batch, their tokens, and the length each may reach."""
+class Decoding:
+    """The rows a chain is working on: they join, gain tokens round by round, and leave.
 
-    def __init__(self, rows: Rows, budgets: list[int]):
-        self.rows, self.numbers = list(rows), list(range(len(rows)))
-        self.ends = [len(row) + budget for row, budget in zip(rows, budgets, strict=True)]
+    rows, numbers, ends: of every row its tokens, the number that `stop` and `emit` know it by, and the length it may
+    reach. drafted: tokens drafted for each row in the last round.
+    """
 
-    def limits(self, num_draft_tokens: int) -> list[int]:
+    def __init__(
+        self,
+        target: Checker,
+        drafter: Drafter | None,
+        *,
+        num_draft_tokens: int,
+        stop: Stop,
+        emit: Emit,
+        device: torch.device,
+    ):
+        self.target, self.drafter, self.num_draft_tokens = target, drafter, num_draft_tokens
+        self.stop, self.emit, self.device = stop, emit, device
+        self.rows: Rows = []
+        self.numbers: list[int] = []
+        self.ends: list[int] = []
+        self.drafted: list[int] = []
+        self.stats = SpeculationStats()
+        # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
+        self._waits = bool(getattr(drafter, "follows", False))
+        self._ready: list[bool] = []
+
+    def start(self, rows: Rows, budgets: list[int], cached: int = 0) -> None:
+        """These rows from the beginning, in a cache of the target's that the caller started; see `decode`."""
+        begin = time.perf_counter()
+        if self.drafter:
+            self.drafter.start(len(rows), self.device)
+        self.target.runner.lengths = [cached] * len(rows)
+        for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+            self._append(row, budget, number)
+        self.stats.seconds += time.perf_counter() - begin
+
+    def admit(self, rows: Rows, budgets: list[int], numbers: list[int]) -> None:
+        """These rows join behind the others; the next round prefills them while the others are checked."""
+        for level in self._levels():
+            level.admit(len(rows))
+        for row, budget, number in zip(rows, budgets, numbers, strict=True):
+            self._append(row, budget, number)
+
+    def replace(self, r: int, row: list[int], budget: int, number: int) -> None:
+        """Another row takes the place, and the slots of the caches, of row r, which ended."""
+        for level in self._levels():
+            level.replace(r)
+        self.rows[r], self.numbers[r], self.ends[r] = row, number, len(row) + budget
+        self._ready[r] = not self._waits
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with the rows of these indices only, in this order."""
+        if keep == list(range(len(self.rows))):
+            return
+        for level in self._levels():
+            level.select(keep)
+        lines = self.rows, self.numbers, self.ends, self._ready
+        self.rows, self.numbers, self.ends, self._ready = ([line[r] for r in keep] for line in lines)
+
+    def round(self) -> list[int]:
+        """Propose, score, accept, roll back; the indices of the rows that have not stopped."""
+        begin = time.perf_counter()
+        proposes = self.drafter is not None and any(self._ready)
+        draft = self.drafter.propose(self.rows, self._limits()) if proposes else self._no_draft()
+        verdict = self.target.check(self.rows, draft)
+        self.drafted = draft.lengths
+        self.stats.count_pass(len(self.rows))
+        if proposes:
+            self.drafter.stats.settle(draft.lengths, verdict.accepted)
+            self.drafter.rollback([len(row) + a for row, a in zip(self.rows, verdict.accepted, strict=True)])
+        self._ready = [True] * len(self.rows)
+        going = self._settle(verdict)
+        self.stats.seconds += time.perf_counter() - begin
+        self.stats.target_seconds = self.target.runner.seconds
+        drafting = self.drafter.stats.seconds if self.drafter else 0.0
+        self.stats.settled(self.stats.seconds, self.stats.target_seconds, drafting)
+        return going
+
+    def _append(self, row: list[int], budget: int, number: int) -> None:
+        self.rows.append(row)
+        self.numbers.append(number)
+        self.ends.append(len(row) + budget)
+        self._ready.append(not self._waits)
+
+    def _levels(self) -> list[Checker | Drafter]:
+        """From the target down: who follows a cache is told after its owner."""
+        return [self.target] if self.drafter is None else [self.target, self.drafter]
+
+    def _limits(self) -> list[int]:
         """Tokens worth drafting: a check adds one more."""
-        return [min(num_draft_tokens, end - len(row) - 1) for row, end in zip(self.rows, self.ends, strict=True)]
+        most = self.num_draft_tokens
+        lines = zip(self.rows, self.ends, self._ready, strict=True)
+        return [min(most, end - len(row) - 1) if ready else 0 for row, end, ready in lines]
 
-    def no_draft(self, device: torch.device) -> Draft:
-        return Draft.from_lists([[] for _ in self.rows], device)
+    def _no_draft(self) -> Draft:
+        return Draft.from_lists([[] for _ in self.rows], self.device)
 
-    def settle(self, verdict: Verdict, stop: Stop, emit: Emit, stats: SpeculationStats) -> list[int]:
+    def _settle(self, verdict: Verdict) -> list[int]:
         """Append what counts of every row's settled tokens; the indices of the rows that go on."""
         going, kept = [], []
         for r, (row, tokens) in enumerate(zip(self.rows, verdict.tokens, strict=True)):
-            count, finished = stop(self.numbers[r], row, tokens[: self.ends[r] - len(row)])
+            count, finished = self.stop(self.numbers[r], row, tokens[: self.ends[r] - len(row)])
             kept.append(tokens[:count])
             row += tokens[:count]
             if not finished and len(row) < self.ends[r]:
                 going.append(r)
-        stats.new_tokens += sum(map(len, kept))
-        emit(self.numbers, kept, verdict)
+        self.stats.new_tokens += sum(map(len, kept))
+        self.emit(self.numbers, kept, verdict)
         return going
-
-    def select(self, keep: list[int]) -> None:
-        self.rows, self.numbers, self.ends = ([line[r] for r in keep] for line in (self.rows, self.numbers, self.ends))

@@ -130,7 +130,7 @@ class RowSampler(Sampler):
         keys = scores.clone()
         for line, rule, first, n in zip(keys, self.rules, firsts, lengths, strict=True):
             if rule.noise is not None and n >= 0:
-                line[: n + 1] += rule.noise.at(first, n + 1)
+                line[: n + 1] += rule.noise.at(first, n + 1).to(line.device)
         return keys
 
     def draw(

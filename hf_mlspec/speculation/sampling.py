@@ -82,7 +82,7 @@ class Sampler:
     ) -> Tensor:
         """Logits `[batch, k + 1, vocab]` -> processed float32 scores; position j follows rows[r] + draft[r, :j].
 
-        lengths: per row the true length of its draft; what lies beyond has no meaning, nor has a row that is not alive.
+        lengths: per row the true length of its draft; what lies beyond has no meaning, nor has a row not alive.
         """
         scores = self.fit(logits)
         if self.process is not None:
@@ -134,7 +134,7 @@ class Sampler:
     def draw(
         self, scores: Tensor, positions: list[int] | None = None, alive: list[bool] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """One token per row from scores `[batch, vocab]`; positions: its number in each row, asked for by `RowSampler`.
+        """One token per row from scores `[batch, vocab]`; positions: its number in each row, for `RowSampler`.
 
         Returns tokens int64 `[batch]`, the probabilities they were drawn from `[batch, vocab]` (None when greedy),
         and the confidence `[batch]`: the probability of the token taken.

@@ -1,0 +1,247 @@
+"""How are many requests decoded with a few slots, each in its own time? Continuous batching over a chain.
+
+Iteration-level scheduling as in ORCA (Yu et al., OSDI 2022): after every round the rows that ended leave, and requests
+that wait take their places; a new row is prefilled in the same pass of the target in which the others are checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import LogitsProcessorList
+
+from ..speculation.checker import Verdict
+from ..speculation.decode import Decoding
+from ..speculation.draft import Rows
+from ..speculation.ragged_attention import ragged_attention_on
+from ..speculation.row_sampling import RowRule, RowSampler
+from ..speculation.sampling import Sampler
+from ..speculation.stats import LevelStats, SpeculationStats
+from .config import SpeculationConfig
+from .decoding import keep_stats
+from .levels import resolve
+from .request import check_target
+from .stream_request import Admitted, Completion, Preparation, Request
+from .suitability import vocab_size
+from .wiring import Chain, Wiring
+
+_FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
+_PAUSE = 0.002  # seconds between two looks at an idle source
+
+
+def generate_stream(
+    model: PreTrainedModel,
+    requests: Iterable[Any],
+    *,
+    max_batch: int = 8,
+    assistant_models: list | None = None,
+    assistant_tokenizers: list | None = None,
+    speculation_config: SpeculationConfig | dict | None = None,
+    tokenizer=None,
+    **defaults,
+) -> Iterator[Completion]:
+    """Decode requests as slots become free, first come, first served; completions come in the order they end.
+
+    requests: any iterable of Request, or of what makes one: a list of ids, a tensor, a string, a dict of arguments. It
+        is asked for the next one only when a slot is free, between two rounds: what blocks there blocks decoding. It
+        may yield None for "nothing yet" and is asked again after the next round.
+    max_batch: rows decoded at a time.
+    assistant_models, assistant_tokenizers, speculation_config: as in `model.generate`; no levels: the target alone.
+    tokenizer: the target's, for prompts and stop strings; completions then carry their text.
+    defaults: arguments of generate (generation_config too) for requests that do not say otherwise.
+
+    A greedy request gets the ids of `model.generate` for it alone, whoever joins or leaves. A sampled one depends on
+    its seed and its scores alone: not on its neighbours, nor on the levels (see speculation/row_sampling.py). Both are
+    exact where the models run compiled; module by module, ties can fall either way (law 3).
+
+    Decoding happens while the iterator is asked for the next completion; closing it gives everything back. For a
+    progress bar wrap it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose
+    own processor, criterion or streamer fails, completes with "error". Raises TypeError or ValueError at once for
+    arguments of the call itself.
+    """
+    check_target(model, None)
+    if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
+        raise ValueError(f"max_batch is {max_batch!r}, it must be a positive integer: the rows decoded at a time")
+    if isinstance(requests, (str, Request)) or not isinstance(requests, Iterable):
+        raise TypeError(f"requests is a {type(requests).__name__}, it must be an iterable: write [request]")
+    prepare = Preparation(model, tokenizer, vocab_size(model), defaults)
+    prepare.check_defaults()
+    config = SpeculationConfig.of(speculation_config)
+    levels = resolve(model, assistant_models if assistant_models is not None else [], assistant_tokenizers, config)
+    rules: list[RowRule] = []
+    chain = _Wiring(model, tokenizer, config, rules).build(levels)
+    return _Stream(model, chain, rules, prepare, iter(requests), max_batch).completions()
+
+
+class _Wiring(Wiring):
+    """Chains whose rows have rules of their own."""
+
+    def __init__(self, target: PreTrainedModel, tokenizer, config: SpeculationConfig, rules: list[RowRule]):
+        super().__init__(
+            target,
+            tokenizer,
+            config,
+            do_sample=False,
+            processors=LogitsProcessorList(),
+            prompts=None,
+            capacity=_FIRST_CAPACITY,
+            keep_logits=False,
+        )
+        self.rules = rules
+
+    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
+        """Levels in another vocabulary, which the rows' noise and processors do not speak, guess greedily."""
+        if in_target_vocabulary:
+            return RowSampler(self.vocab_size, self.rules)
+        return Sampler(vocab_size)
+
+
+class _Stream:
+    """The requests that have a slot, and the rounds they go through."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chain: Chain,
+        rules: list[RowRule],
+        prepare: Preparation,
+        source: Iterator,
+        max_batch: int,
+    ):
+        self.model, self.chain, self.prepare, self.source = model, chain, prepare, source
+        self.rules, self.max_batch, self.exhausted, self.admitted = rules, max_batch, False, 0
+        self.live: dict[int, Admitted] = {}  # by the number of their row
+        device = next(model.parameters()).device
+        self.loop = Decoding(
+            chain.target,
+            chain.drafter,
+            num_draft_tokens=chain.num_draft_tokens,
+            stop=self._stop,
+            emit=self._emit,
+            device=device,
+        )
+        chain.target.start(0, device)
+        self.loop.start([], [])
+
+    def completions(self) -> Iterator[Completion]:
+        """The loop: refill, one round, hand out who ended; in between the caller's code runs."""
+        going: list[int] = []
+        keep_stats(self.model, SpeculationStats([level.stats for level in self.chain.levels]))
+        try:
+            while True:
+                joining: list[int] = []
+                while len(going) + len(joining) < self.max_batch and (item := self._next()) is not None:
+                    ended = self._join(item, joining)
+                    if ended is not None:
+                        yield ended
+                self._place(going, joining)
+                if self.loop.rows:
+                    going = self._round()
+                    for number in [n for n in self.loop.numbers if self.live[n].finish_reason]:
+                        yield self._complete(self.live.pop(number))
+                elif self.exhausted:
+                    return
+                else:
+                    time.sleep(_PAUSE)
+        finally:
+            for one in self.live.values():
+                one.end_stream()
+            keep_stats(self.model, self.chain.finish(self.loop.stats))
+            self.loop = None  # it knows our methods: a cycle would keep the caches until the next gc
+
+    def _next(self) -> Any:
+        """The next request, None where there is none now."""
+        if self.exhausted:
+            return None
+        try:
+            return next(self.source)
+        except StopIteration:
+            self.exhausted = True
+            return None
+
+    def _join(self, item: Any, joining: list[int]) -> Completion | None:
+        """Prepare a request for the next round; the completion of one that never gets there."""
+        request = item
+        try:
+            request = Request.of(item)
+            if request.cancelled:
+                return Completion(request, [], [], "cancelled")
+            one = self.prepare(request, time.perf_counter())
+        except Exception as error:  # whatever is wrong with one request, the others go on
+            return Completion(request, [], [], "error", error)
+        one.stream(one.prompts.input_ids.cpu())
+        if one.error is not None:
+            return self._complete(one)
+        if self.chain.drafter is not None:
+            one.stats.levels = [LevelStats(self.chain.drafter.name)]
+        self.live[self.admitted] = one
+        joining.append(self.admitted)
+        self.admitted += 1
+        return None
+
+    def _place(self, going: list[int], joining: list[int]) -> None:
+        """New rows take the slots of those that ended; what is left over joins behind, or leaves."""
+        loop, free = self.loop, sorted(set(range(len(self.loop.rows))) - set(going))
+        with torch.inference_mode():
+            for r, number in zip(free, joining, strict=False):
+                one = self.live[number]
+                loop.replace(r, one.row, one.budget, number)
+                self.rules[r] = one.rule
+            taken, more = free[: len(joining)], [self.live[number] for number in joining[len(free) :]]
+            keep = sorted([*going, *taken])
+            loop.select(keep)
+            self.rules[:] = [self.rules[r] for r in keep]
+            if more:
+                self.rules += [one.rule for one in more]
+                loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
+
+    def _round(self) -> list[int]:
+        """One round of all rows; the indices of those that go on."""
+        with torch.inference_mode(), ragged_attention_on(self.chain.models):
+            going = self.loop.round()
+        for r, number in enumerate(self.loop.numbers):
+            if r not in going and not self.live[number].finish_reason:
+                self.live[number].finish_reason = "length"
+        return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
+
+    def _stop(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
+        """How many tokens of a row count, and whether it ends; its own criteria may end it alone."""
+        one = self.live[number]
+        if one.rule.error is not None:
+            one.fail(one.rule.error)
+            return 0, True
+        try:
+            count, stopped = one.stop(0, row, tokens)
+        except Exception as error:  # a criterion of this request
+            one.fail(error)
+            return 0, True
+        if stopped:
+            one.finish_reason = "stop"
+        elif one.request.cancelled:
+            one.finish_reason = "cancelled"
+        return count, one.finish_reason is not None
+
+    def _emit(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
+        """Count and stream what every request gained."""
+        for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
+            one = self.live[number]
+            one.stats.count_pass(1)
+            one.stats.new_tokens += len(tokens)
+            for level in one.stats.levels:
+                level.settle([self.loop.drafted[r]], [verdict.accepted[r]])
+            if one.rule.noise is not None:
+                one.rule.noise.settle(len(one.row))
+            if tokens:
+                one.stream(torch.tensor(tokens))
+
+    def _complete(self, one: Admitted) -> Completion:
+        one.end_stream()
+        one.stats.seconds = time.perf_counter() - one.began
+        tokenizer, new = self.prepare.tokenizer, list(one.new_tokens)
+        text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else None
+        whole = one.prompts.whole(0, one.row)
+        return Completion(one.request, whole, new, one.finish_reason, one.error, one.stats, text)

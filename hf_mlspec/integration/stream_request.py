@@ -1,0 +1,229 @@
+"""What may one request of a stream ask for, what comes back, and how does stock generate prepare it?"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..speculation.row_sampling import GumbelNoise, RowRule
+from ..speculation.stats import SpeculationStats
+from .decoding import Call, check
+from .generate import prepare_call
+from .processing import Prompts, Stopping, split_processors
+
+_OWN = ("seed", "streamer", "id")
+_LENGTHS = ("max_length", "max_new_tokens")
+# Of generate's arguments those that bring a loop or a cache of their own, and those that ask for more than tokens.
+_REFUSED = ("custom_generate", "past_key_values", "cache_implementation", "assistant_models")
+_UNWRITTEN = ("output_scores", "output_logits")
+
+
+class Request:
+    """One prompt of `generate_stream` and what is asked for it.
+
+    input_ids: the prompt: a list of token ids, an int64 tensor `[n]` or `[1, n]`, or a string where the stream has a
+        tokenizer.
+    seed: what a sampled request draws with; None: a seed drawn from torch's global generator.
+    streamer: gets the prompt, then every round's tokens, as from generate; its `end` is called however the request
+        ends.
+    id: anything, for the caller to know it by.
+    options: arguments of generate for this request (max_new_tokens, do_sample, temperature, stop_strings,
+        generation_config, logits_processor, ...); they go before the stream's own.
+    """
+
+    def __init__(self, input_ids: Any, *, seed: int | None = None, streamer=None, id: Any = None, **options):
+        self.input_ids, self.seed, self.streamer, self.id, self.options = input_ids, seed, streamer, id, options
+        self._cancelled = threading.Event()
+
+    @classmethod
+    def of(cls, item: Any) -> Request:
+        """The request itself, or one made of a mapping of its arguments, or of a bare prompt."""
+        if isinstance(item, cls):
+            return item
+        return cls(**item) if isinstance(item, Mapping) else cls(item)
+
+    def cancel(self) -> None:
+        """Give up the request, from any thread: it completes with what it has after the round that is under way."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled.is_set()
+
+    def __repr__(self) -> str:
+        return f"Request(id={self.id!r}, {', '.join(self.options) or 'no options'})"
+
+
+@dataclass
+class Completion:
+    """A request that ended.
+
+    request: as it was submitted; where it was no Request, one made of it (of an item that cannot be one: the item).
+    sequence: prompt and new tokens. finish_reason: "stop" (an end-of-sequence token, a stop string or criterion),
+        "length", "cancelled" or "error". error: what went wrong, None otherwise.
+    speculation: the counts of this request: `target_passes` rounds, and of the level below the target what it drafted
+        for it; seconds from its admission to its end. None, and no sequence, where it was never admitted.
+    text: the new tokens without special ones, where the stream has a tokenizer.
+    """
+
+    request: Any
+    sequence: list[int]
+    new_tokens: list[int]
+    finish_reason: str
+    error: Exception | None = None
+    speculation: SpeculationStats | None = None
+    text: str | None = None
+
+    @property
+    def id(self) -> Any:
+        """The request's id."""
+        return getattr(self.request, "id", None)
+
+
+@dataclass
+class Admitted:
+    """A request that is being decoded: its row, and how its tokens are taken and end.
+
+    row: the prompt's unmasked tokens, then what was settled. budget: tokens it may gain.
+    """
+
+    request: Request
+    prompts: Prompts
+    row: list[int]
+    budget: int
+    stop: Stopping
+    rule: RowRule
+    began: float
+    stats: SpeculationStats
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """What was settled."""
+        return self.row[self.prompts.lengths[0] :]
+
+    def fail(self, error: Exception) -> None:
+        """The request ends with this error; its tokens so far stay."""
+        self.finish_reason, self.error = "error", error
+
+    def stream(self, tokens: Tensor) -> None:
+        """Hand tokens to the request's streamer, whose failure ends this request only."""
+        if self.request.streamer is not None:
+            try:
+                self.request.streamer.put(tokens)
+            except Exception as error:  # the caller's own code, whatever it raises
+                self.fail(error)
+
+    def end_stream(self) -> None:
+        """Tell whoever listens that no more tokens come."""
+        if self.request.streamer is not None:
+            try:
+                self.request.streamer.end()
+            except Exception as error:  # as above
+                self.fail(error)
+
+
+class Preparation:
+    """Turns requests into rows: the stream's defaults, stock generate's own preparation, and our checks.
+
+    defaults: arguments of generate for requests that do not say otherwise.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer, vocab_size: int, defaults: dict):
+        self.model, self.tokenizer, self.vocab_size, self.defaults = model, tokenizer, vocab_size, defaults
+
+    def check_defaults(self) -> None:
+        """Raise TypeError or ValueError for arguments of the stream that no request could be served with."""
+        misplaced = sorted(name for name in (*_OWN, "input_ids", "inputs", "attention_mask") if name in self.defaults)
+        if misplaced:
+            raise TypeError(f"generate_stream got {', '.join(misplaced)}: these belong to each Request")
+        options = self._merged({})
+        if not any(getattr(options.get("generation_config"), n, None) or options.get(n) for n in _LENGTHS):
+            options["max_new_tokens"] = 1  # transformers says its default once per call: leave that to the requests
+        one = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        check(self.model, self._call(one, {**options, "attention_mask": torch.ones_like(one)}))
+
+    def __call__(self, request: Request, began: float) -> Admitted:
+        """Raises TypeError or ValueError for what cannot be served, before anything is computed."""
+        if request.seed is not None and (not isinstance(request.seed, int) or isinstance(request.seed, bool)):
+            raise TypeError(f"seed is {request.seed!r}, it must be an integer or None")
+        options = self._merged(request.options)
+        if options.get("attention_mask") is not None:
+            options["attention_mask"] = _as_row(options["attention_mask"]).to(self.model.device)
+        call = self._call(self._input_ids(request.input_ids), options)
+        prompts = check(self.model, call)
+        stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
+        row = list(prompts.rows[0])
+        rule = self._rule(call, prompts, frozenset(stop.eos), request.seed)
+        return Admitted(request, prompts, row, call.new_tokens, stop, rule, began, SpeculationStats())
+
+    def _call(self, input_ids: Tensor, options: dict) -> Call:
+        refused = sorted(name for name in _REFUSED if options.get(name) not in (None, False))
+        if refused:
+            raise ValueError(f"{', '.join(refused)}: generate_stream has a loop and caches of its own; leave it out")
+        call = prepare_call(self.model, {"input_ids": input_ids, "tokenizer": self.tokenizer, **options})
+        asked = [name for name in _UNWRITTEN if getattr(call.settings, name, None)]
+        if asked:
+            raise ValueError(f"{', '.join(asked)}: generate_stream hands back tokens only; leave it out")
+        return call
+
+    def _rule(self, call: Call, prompts: Prompts, ends: frozenset[int], seed: int | None) -> RowRule:
+        warp, process = split_processors(call.processors, prompts)
+        noise, length = None, prompts.lengths[0]
+        if call.settings.do_sample:
+            seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+            noise = GumbelNoise(seed, length, self.vocab_size, call.input_ids.device)
+        return RowRule(self.vocab_size, prompt_length=length, noise=noise, warp=warp, process=process, ends=ends)
+
+    def _input_ids(self, prompt: Any) -> Tensor:
+        """int64 `[1, n]` on the target's device."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("a request is a string: pass generate_stream the target's tokenizer, or token ids")
+            prompt = self.tokenizer(prompt)["input_ids"]
+        ids = _as_row(prompt)
+        if ids.numel() == 0:
+            raise ValueError("a request has no tokens: a prompt needs at least one")
+        if ids.ndim != 2 or len(ids) != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(
+                f"a request's input_ids are {ids.dtype} of shape {list(ids.shape)}: one prompt of integer token ids "
+                "is expected, [n] or [1, n]; make a request of every row of a batch"
+            )
+        return ids.to(self.model.device, torch.long)
+
+    def _merged(self, options: dict) -> dict:
+        """The stream's defaults beneath a request's options; a generation_config of the request is above defaults."""
+        defaults = dict(self.defaults)
+        if any(options.get(name) is not None for name in _LENGTHS):
+            defaults = {name: value for name, value in defaults.items() if name not in _LENGTHS}
+        config, base = options.get("generation_config"), defaults.pop("generation_config", None)
+        settings = copy.deepcopy(config if config is not None else base)
+        if settings is None:
+            return defaults | options
+        if not isinstance(settings, GenerationConfig):
+            raise TypeError(f"generation_config is a {type(settings).__name__}, not a GenerationConfig")
+        if config is not None and any(getattr(config, name, None) is not None for name in _LENGTHS):
+            defaults = {name: value for name, value in defaults.items() if name not in _LENGTHS}
+        above = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
+        keywords = above | {name: value for name, value in options.items() if name != "generation_config"}
+        return {**settings.update(**keywords), "generation_config": settings}
+
+
+def _as_row(prompt: Any) -> Tensor:
+    """What a user gave for one prompt as a tensor; `[n]` becomes `[1, n]`."""
+    try:
+        given = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"a request's input is a {type(prompt).__name__}, not token ids (a list or a tensor) or a string: {error}"
+        ) from error
+    return given[None] if given.ndim == 1 else given
