@@ -14,6 +14,7 @@ _CONTRACT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _NOT_CARRIED = {
     *vars(nn.Module()),
     *("forward", "_old_forward", "_hf_hook"),
+    "_hf_quantized_needs_local_tp",
     *("switch", "format", "names", "original", "group_size", "symmetric"),
 }
 _TENSORS = ("", "_packed", "_scale", "_zero", "_dense")
@@ -36,24 +37,35 @@ class ExpertModule:
     @classmethod
     def of(cls, module: nn.Module, name: str) -> ExpertModule:
         """ValueError naming ``name`` and the reason when the module is not understood."""
+        why = cls.obstacle(module)
+        if why is not None:
+            raise ValueError(
+                f"{name}: {type(module).__name__} is no module of experts that can be packed ({why}); keep it in 16 "
+                "bits"
+            )
+        sizes = _sizes(module)
+        return cls(type(module), module.down_proj.shape[0], module.is_transposed, sizes)
+
+    @staticmethod
+    def obstacle(module: nn.Module) -> str | None:
+        """Why a module is not understood; None where it is."""
         shapes = _three_axes(module)
         if set(shapes) not in _PROJECTIONS:
-            raise _not_understood(module, name, f"its 3-D parameters are {shapes or 'none'}")
+            return f"its 3-D parameters are {shapes or 'none'}"
         missing = [key for key in _CONTRACT if not hasattr(module, key)]
         if missing:
-            raise _not_understood(module, name, f"it has no {', '.join(missing)}: it is no use_experts_implementation")
+            return f"it has no {', '.join(missing)}, which use_experts_implementation would set"
         if "forward" in vars(module) and "_hf_hook" not in vars(module):
-            raise _not_understood(module, name, "its forward was replaced")
-        keys = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+            return "its forward was replaced"
+        keys = _projections(module)
         known = {*keys, *((f"{key}_bias" for key in keys) if module.has_bias else ())}
         held = {key for key, parameter in module._parameters.items() if parameter is not None}
         if held != known:
-            raise _not_understood(module, name, f"it holds {sorted(held)}, expected {sorted(known)}")
-        sizes = {key: shapes[key][:0:-1] if module.is_transposed else shapes[key][1:] for key in keys}
-        (up, hidden), (out, inner) = sizes.values()
+            return f"it holds {sorted(held)}, expected {sorted(known)}"
+        (up, hidden), (out, inner) = _sizes(module).values()
         if out != hidden or up != (2 * inner if module.has_gate else inner):
-            raise _not_understood(module, name, f"its projections have shapes {shapes}, which do not fit together")
-        return cls(type(module), shapes["down_proj"][0], module.is_transposed, sizes)
+            return f"the shapes of its projections, {shapes}, do not fit together"
+        return None
 
     def carry_over(self, source: nn.Module, target: nn.Module) -> None:
         """Give ``target`` what ``source`` has beside its projections: biases, norms, the gating, every attribute."""
@@ -73,7 +85,10 @@ def _three_axes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None and p.ndim == 3}
 
 
-def _not_understood(module: nn.Module, name: str, reason: str) -> ValueError:
-    return ValueError(
-        f"{name}: {type(module).__name__} is no module of experts that can be packed ({reason}); keep it in 16 bits"
-    )
+def _projections(module: nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def _sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    shapes = {key: tuple(getattr(module, key).shape[1:]) for key in _projections(module)}
+    return {key: shape[::-1] if module.is_transposed else shape for key, shape in shapes.items()}

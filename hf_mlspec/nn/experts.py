@@ -75,7 +75,8 @@ class PackedExperts(PackedModule):
         Inf, or when the module is not understood."""
         experts = cls(module, format, switch, name, group_size, symmetric)
         for key in experts.names:
-            experts.set_quantized(key, getattr(module, key).detach(), name, rule)
+            tensors = experts.quantized(key, getattr(module, key).detach(), name, rule)
+            experts._register_parts(key, tuple(tensors.get(f"{key}_{part}") for part in experts.packing.parts))
         return experts
 
     @classmethod
@@ -87,32 +88,12 @@ class PackedExperts(PackedModule):
         name: str = "experts",
         group_size: int = 128,
         symmetric: bool = True,
-        placeholders: bool = False,
     ) -> PackedExperts:
-        """The shape of ``module`` with values of 0 on its device (meta while a checkpoint loads).
-
-        placeholders: it also keeps the original's own projections under their names, so that a checkpoint's dense
-        tensors find their place; `set_quantized` and `drop_placeholder` remove them.
-        """
+        """The shape of ``module`` with values of 0 on its device (meta while a checkpoint loads)."""
         experts = cls(module, format, switch, name, group_size, symmetric)
         for key in experts.names:
-            dense = getattr(module, key)
-            experts._register_parts(key, experts._zeros(key, dense.device))
-            if placeholders:
-                experts.register_parameter(key, dense)
+            experts._register_parts(key, experts._zeros(key, getattr(module, key).device))
         return experts
-
-    def drop_placeholder(self, key: str) -> None:
-        """Forget the dense projection that `empty` kept for loading; nothing happens where there is none."""
-        self._parameters.pop(key, None)
-
-    def set_quantized(self, key: str, dense: torch.Tensor, name: str = "experts", rule: str = "ocp_floor") -> None:
-        """Quantize one projection, in the original's layout, into this module; its placeholder goes. Errors as
-        ``quantized``."""
-        tensors = self.quantized(key, dense, name, rule)
-        self.unprepack_()
-        self._register_parts(key, tuple(tensors.get(f"{key}_{part}") for part in self.packing.parts))
-        self.drop_placeholder(key)
 
     def quantized(
         self, key: str, dense: torch.Tensor, name: str = "experts", rule: str = "ocp_floor"

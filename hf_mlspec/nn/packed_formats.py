@@ -27,7 +27,7 @@ def _multiply_int4(
     bits = switch.activation_bits
     group_size = tiles[0].shape[1] * mxfp4.BLOCK // max(tiles[1].shape[1], 1)
     if bits == 16 and switch.multiply == "dequant":
-        return ops.bf16_linear(x, Int4Weight(*ops.unprepack_int4(*tiles, rows)).dequantize(torch.bfloat16), bias)
+        return ops.bf16_linear(x, ops.int4_dequantize(*tiles, rows, group_size), bias)
     return ops.int4_linear(x, *tiles, rows, bias, group_size=group_size, activation_bits=bits)
 
 

@@ -10,12 +10,13 @@ import torch
 from accelerate.hooks import add_hook_to_module
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..formats import mxfp4
 from ..precision import Precision
-from .linear import Mxfp4Linear, is_dense
+from .castable import linears_and_experts, require_dense, require_finite_floats, unfit
+from .experts import PackedExperts, is_experts
+from .linear import Mxfp4Linear
 from .switch import PrecisionSwitch
 
 _HOOK_TABLES = (
@@ -43,35 +44,39 @@ def direct_cast(
 ) -> PreTrainedModel:
     """A draft of ``model``: its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
 
-    Every ``nn.Linear`` becomes an ``Mxfp4Linear`` (4.25 bits a weight, no wide copy); embeddings, norms and biases are
-    the very tensors of ``model``, which is not touched. ``cast_head=False`` keeps the output head. A head tied to the
-    embedding is cast alone: the draft's config then says ``tie_word_embeddings=False``. ``materialize=True`` also
-    keeps the rounded weights in the model's dtype, for machines without kernels. ``rule``: formats/mxfp4.py.
-    ``activation_bits``: 8 quantizes the inputs of these layers to int8, one scale per row and block of 32 (the paper's
-    CPU kernel), 16 rounds them to bfloat16; None is 8 on a CPU and 16 elsewhere.
+    Every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts`` (4.25 bits a weight,
+    no wide copy); embeddings, norms and biases are the very tensors of ``model``, which is not touched.
+    ``cast_head=False`` keeps the output head. A head tied to the embedding is cast alone: the draft's config then says
+    ``tie_word_embeddings=False``. ``materialize=True`` also keeps the rounded weights in the model's dtype, for
+    machines without kernels. ``rule``: formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of these layers
+    to int8, one scale per row and block of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None is 8 on a CPU
+    and 16 elsewhere. The layers share one switch (``hf_mlspec.precision_switch``).
 
-    The result generates, moves between devices, and is saved and loaded like any model (with hf_mlspec imported).
-    Layers that cannot be cast (in_features no multiple of 32, Conv1D, fused expert weights) are shared and named in
-    one warning. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
-    unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
+    The result generates, moves, and is saved and loaded like any model (with hf_mlspec imported). Layers that cannot
+    be cast (in_features no multiple of 32, Conv1D, experts of an unknown kind) are shared and named in one warning.
+    TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an unknown
+    format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
     """
     _require_castable(model, format, rule)
-    bits = (8 if model.device.type == "cpu" else 16) if activation_bits is None else activation_bits
-    switch = PrecisionSwitch("mxfp4", bits)
+    switch = PrecisionSwitch("mxfp4", _default_bits(model) if activation_bits is None else activation_bits)
     head = model.get_output_embeddings()
-    kept = dict(_unfit_linears(model))
+    kept = dict(unfit(model))
     if not cast_head:
         kept |= {name: "the output head" for name, module in model.named_modules() if module is head}
-    _require_finite_floats(model, kept)
+    require_finite_floats(model, kept)
     draft = _share(model)
-    cast = _cast_linears(draft, kept, rule, switch, model.dtype if materialize else None)
+    cast = _cast(draft, kept, rule, switch, model.dtype if materialize else None)
     if not cast:
         raise ValueError(f"{type(model).__name__} holds no nn.Linear that can be cast: {_list(kept) or 'none at all'}")
     if head is not None and isinstance(draft.get_output_embeddings(), Mxfp4Linear):
         _untie_head(draft)
-    _attach_quantizer(draft, rule, bits, sorted(kept))
+    _attach_quantizer(draft, rule, switch.default_activation_bits, sorted(kept))
     _tell_kept(model, {name: why for name, why in kept.items() if why != "the output head"})
     return draft
+
+
+def _default_bits(model: PreTrainedModel) -> int:
+    return 8 if model.device.type == "cpu" else 16
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -124,61 +129,7 @@ def _require_castable(model: PreTrainedModel, format: str, rule: str) -> None:
     if Precision.parse(format) != Precision("mxfp4", 4):
         raise ValueError(f"direct_cast: format {format!r} is not available, use 'mxfp4'")
     mxfp4.require_rule(rule)
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization is not None or getattr(model, "hf_quantizer", None) is not None:
-        method = getattr(quantization, "quant_method", None) or type(model.hf_quantizer).__name__
-        raise ValueError(
-            f"direct_cast: the model is already quantized ({method}); load the original floating-point checkpoint"
-        )
-    adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
-    if adapted:
-        raise ValueError(
-            f"direct_cast: {len(adapted)} layers carry adapters, the first is {adapted[0]}: merge them first "
-            "(peft: model.merge_and_unload())"
-        )
-    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if offloaded:
-        raise ValueError(
-            f"direct_cast: {len(offloaded)} parameters are on the meta device (offloaded or not loaded), the first is "
-            f"{offloaded[0]}: load the model whole, without disk or CPU offload"
-        )
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every path of every plain nn.Linear; a subclass computes something else and stays."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module):
-            yield name, module
-
-
-def _unfit_linears(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module) and module.in_features % mxfp4.BLOCK:
-            yield name, f"in_features {module.in_features} is no multiple of {mxfp4.BLOCK}"
-        elif isinstance(module, Conv1D):
-            yield name, "Conv1D"
-        elif isinstance(module, nn.Linear) and not is_dense(module):
-            yield name, type(module).__name__
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 3 and "expert" in name:
-            yield name, "fused expert weights"
-
-
-def _require_finite_floats(model: nn.Module, kept: dict[str, str]) -> None:
-    for name, linear in _linears(model):
-        if name in kept:
-            continue
-        if linear.weight.dtype not in mxfp4.INPUT_DTYPES:
-            raise TypeError(
-                f"direct_cast: {name}.weight is {linear.weight.dtype}, only float32, bfloat16 and float16 can be cast"
-            )
-        low, high = torch.aminmax(linear.weight.detach())  # NaN propagates into both
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            bad = int((~torch.isfinite(linear.weight)).sum())
-            raise ValueError(
-                f"direct_cast: {name}.weight holds {bad} NaN or Inf among {linear.weight.numel()} values; repair the "
-                "checkpoint"
-            )
+    require_dense(model)
 
 
 def _share(model: PreTrainedModel) -> PreTrainedModel:
@@ -196,17 +147,22 @@ def _share(model: PreTrainedModel) -> PreTrainedModel:
     return view
 
 
-def _cast_linears(draft: nn.Module, kept: dict[str, str], rule: str, switch: PrecisionSwitch, dense) -> int:
-    done: dict[int, Mxfp4Linear] = {}
-    for name, linear in list(_linears(draft)):
+def _cast(
+    draft: nn.Module, kept: dict[str, str], rule: str, switch: PrecisionSwitch, dense: torch.dtype | None
+) -> int:
+    done: dict[int, nn.Module] = {}
+    for name, module in list(linears_and_experts(draft)):
         if name in kept:
             continue
-        if id(linear) not in done:
-            layer = Mxfp4Linear.from_linear(linear, rule, f"{name}.weight", switch)
-            if hasattr(linear, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
-                add_hook_to_module(layer, linear._hf_hook)
-            done[id(linear)] = layer if dense is None else layer.materialize(dense)
-        draft.set_submodule(name, done[id(linear)])
+        if id(module) not in done:
+            if is_experts(module):
+                layer = PackedExperts.from_module(module, "mxfp4", switch, name, rule=rule)
+            else:
+                layer = Mxfp4Linear.from_linear(module, rule, f"{name}.weight", switch)
+            if hasattr(module, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
+                add_hook_to_module(layer, module._hf_hook)
+            done[id(module)] = layer if dense is None else layer.materialize(dense)
+        draft.set_submodule(name, done[id(module)])
     return len(done)
 
 
@@ -220,8 +176,8 @@ def _untie_head(draft: PreTrainedModel) -> None:
 
 def _attach_quantizer(draft: PreTrainedModel, rule: str, bits: int, kept: list[str]) -> None:
     """What from_pretrained sets: save_pretrained then writes quantization_config, and dtype casts are refused."""
-    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "activation_bits": bits,
-                "modules_to_not_convert": kept}  # fmt: skip
+    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "activation_bits": bits}
+    settings["modules_to_not_convert"] = kept
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
     draft.hf_quantizer, draft.is_quantized = quantizer, True
     draft.quantization_method = quantizer.quantization_config.quant_method

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 _SHAPE = {
     "hidden_size": 64,
@@ -20,6 +29,12 @@ _CONFIGS = {
     "gemma2-tied": lambda **kw: Gemma2Config(**_SHAPE, head_dim=16, **kw),
     "gpt2-conv1d": lambda **kw: GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=128, n_positions=64, **kw),
     "mixtral-experts": lambda **kw: MixtralConfig(**_SHAPE, num_local_experts=2, **kw),
+    "qwen3-experts": lambda **kw: Qwen3MoeConfig(
+        **_SHAPE, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=4, **kw
+    ),
+    "gpt-oss-experts": lambda **kw: GptOssConfig(
+        **_SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=2, **kw
+    ),
 }
 
 
