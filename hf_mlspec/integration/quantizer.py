@@ -111,7 +111,7 @@ class MLSpecQuantizer(HfQuantizer):
                     _require_loaded(name, parameter.requires_grad_(False))
             if self.pre_quantized and not self._checked:
                 _require_valid(name, module)
-        self.pre_quantized = True
+        model.add_model_tags([QUANT_METHOD, self.quantization_config.format])
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

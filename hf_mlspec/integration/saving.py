@@ -1,0 +1,143 @@
+"""How does a packed model get to disk so that, whatever goes wrong, the files that were there before survive?"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from .model_card import model_card
+from .quantizer import MLSpecQuantizer
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_WORDS = re.compile(r"No space left|quota exceeded|File too large|os error (28|122|27)\b", re.IGNORECASE)
+_BESIDE_WEIGHTS, _BESIDE_TENSOR = 1 << 16, 1 << 9  # bytes: config, generation config and card; names in the headers
+_hooked: Callable | None = None  # what stands at PreTrainedModel.save_pretrained, while enabled
+
+
+def enable() -> None:
+    """Let save_pretrained of packed models write aside and rename. Done by `import hf_mlspec`; idempotent.
+
+    Models of another kind are handed to transformers unseen.
+    """
+    global _hooked
+    if _hooked is None:
+        _hooked = _staged_save(PreTrainedModel.save_pretrained)
+        PreTrainedModel.save_pretrained = _hooked
+
+
+def disable() -> None:
+    """Give transformers its own save_pretrained back; beneath a wrapper of someone else, one that hands all on."""
+    global _hooked
+    if _hooked is not None and PreTrainedModel.save_pretrained is _hooked:
+        PreTrainedModel.save_pretrained = _hooked.__wrapped__
+    _hooked = None
+
+
+def _staged_save(stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        ours = isinstance(getattr(self, "hf_quantizer", None), MLSpecQuantizer)
+        if not ours or _hooked is not save_pretrained or kwargs.get("distributed_checkpoint"):
+            return stock(self, save_directory, *args, **kwargs)
+        folder = Path(save_directory)
+        if kwargs.get("push_to_hub") or (len(args) > 2 and args[2]):
+            kwargs.setdefault("repo_id", folder.absolute().name)  # stock would name it after the folder it writes to
+        with _staging(folder, _bytes_needed(self)) as staged:
+            result = stock(self, staged, *args, **kwargs)
+            if (staged / "config.json").exists() and not (folder / "README.md").exists():  # other ranks write nothing
+                (staged / "README.md").write_text(model_card(self, folder.absolute().name), encoding="utf-8")
+        return result
+
+    return save_pretrained
+
+
+def _bytes_needed(model: PreTrainedModel) -> int:
+    held = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return sum(held.values()) + _BESIDE_TENSOR * len(held) + _BESIDE_WEIGHTS
+
+
+@contextmanager
+def _staging(folder: Path, needed: int) -> Iterator[Path]:
+    """A new folder inside ``folder``, and so on its file system; at the end its files take their places there.
+
+    An error leaves ``folder`` as it was. OSError with the bytes needed and free where the disk is full, before or
+    while writing; NotADirectoryError where ``folder`` is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a model is saved into a folder, this is a file", str(folder))
+    free = shutil.disk_usage(next(f for f in (folder, *folder.absolute().parents) if f.exists())).free
+    if free < needed:
+        raise _no_space(folder, needed, free, None)
+    created = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    try:
+        yield staged
+        _flush(staged)
+        _take_places(staged, folder)
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in staged.rglob("*") if f.is_file())
+        raise _no_space(folder, needed, free, error) from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        if created and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL
+    return bool(_FULL_WORDS.search(str(error)))  # safetensors' own error carries the words only
+
+
+def _no_space(folder: Path, needed: int, free: int, error: Exception | None) -> OSError:
+    when = "nothing was written" if error is None else f"writing stopped: {' '.join(str(error).split())}"
+    return OSError(
+        errno.ENOSPC,
+        f"the model needs {needed} bytes, {free} are free ({when}; the files that were there are unchanged): make "
+        "room, or save to another disk",
+        str(folder),
+    )
+
+
+def _flush(staged: Path) -> None:
+    """On disk before the first rename: some file systems find out only then that they are full."""
+    for file in staged.iterdir():
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _take_places(staged: Path, folder: Path) -> None:
+    # Weights first, config.json last: a load in between sees weights that do not fit, not a half model.
+    new = sorted(staged.iterdir(), key=lambda file: (file.name == "config.json", ".safetensors" not in file.name))
+    for file in new:
+        os.replace(file, folder / file.name)
+    _remove_stale({file.name for file in new}, folder)
+
+
+def _remove_stale(new: set[str], folder: Path) -> None:
+    """Remove weights of an earlier save that the new ones replace under other names (single file or shards): loading
+    would prefer them, or find them twice."""
+    bases = {re.sub(r"-\d{5}-of-\d{5}", "", name) for name in new if name.endswith(".safetensors")}
+    for base in bases:
+        variant = re.escape(base.removeprefix("model").removesuffix(".safetensors"))
+        index = rf"model\.safetensors\.index{variant}\.json"
+        earlier = re.compile(rf"model{variant}(-\d{{5}}-of-\d{{5}})?\.safetensors|{index}")
+        for file in folder.iterdir():
+            if earlier.fullmatch(file.name) and file.name not in new:
+                file.unlink()

@@ -1,0 +1,254 @@
+"""Is a damaged packed checkpoint refused before memory is allocated, with tensor, file and numbers named?"""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_mlspec import MLSpecConfig
+from hf_mlspec.integration.safetensors_file import CHECKSUMS_KEY, read_header
+from tests.models import tiny
+
+LAYER = "model.layers.1.mlp.up_proj"
+FORMATS = {"int4": {"format": "int4", "group_size": 32, "symmetric": False}, "mxfp4": {"format": "mxfp4"}}
+pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of a packed model: by format, as one file and in shards."""
+    dense = tmp_path_factory.mktemp("dense")
+    tiny("llama", dtype=torch.bfloat16).save_pretrained(dense)
+    made = {}
+    for name, settings in FORMATS.items():
+        model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=MLSpecConfig(**settings))
+        for shards, size in {"whole": "1GB", "shards": "9KB"}.items():
+            made[name, shards] = tmp_path_factory.mktemp(f"{name}-{shards}")
+            model.save_pretrained(made[name, shards], max_shard_size=size)
+    return made
+
+
+@pytest.fixture(params=["whole", "shards"])
+def folder(request, saved, tmp_path):
+    """A copy of the int4 model to damage."""
+    shutil.copytree(saved["int4", request.param], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return next(f for f in sorted(folder.glob("*.safetensors")) if any(t.name == name for t in read_header(f)[0]))
+
+
+def rewrite(folder: Path, name: str, change, keep_checksums: bool = False) -> Path:
+    """The file that holds ``name``, its tensors changed, as a foreign tool writes it: without checksums."""
+    file = file_of(folder, name)
+    tensors, metadata = load_file(file), read_header(file)[1]
+    change(tensors)
+    save_file(tensors, file, metadata=metadata if keep_checksums else {"format": "pt"})
+    return file
+
+
+def refused(folder: Path, error, *words: str) -> None:
+    """Loading raises ``error`` with these words before transformers loads the first tensor."""
+
+    def loads(*args, **kwargs):
+        raise AssertionError("tensors were loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.convert_and_load_state_dict_in_model", loads)
+        with pytest.raises(error) as raised:
+            AutoModelForCausalLM.from_pretrained(folder)
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_intact_checkpoint_loads_with_and_without_checksums(saved, tmp_path, name):
+    shutil.copytree(saved[name, "shards"], tmp_path, dirs_exist_ok=True)
+    first = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for file in tmp_path.glob("*.safetensors"):
+        assert CHECKSUMS_KEY in read_header(file)[1]
+        save_file(load_file(file), file, metadata={"format": "pt"})
+    second = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_every_tensor_has_its_checksum(saved):
+    for folder in saved.values():
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as contents:
+                assert {*contents.keys()} <= {*json.loads(contents.metadata()[CHECKSUMS_KEY])}
+
+
+def test_every_flipped_bit_of_the_data_is_found(folder):
+    """One bit in the middle of each tensor of the file, in turn."""
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    whole = file.read_bytes()
+    for tensor in read_header(file)[0]:
+        place = (tensor.begin + tensor.end) // 2
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (place % 8)
+        file.write_bytes(damaged)
+        refused(folder, ValueError, f"{tensor.name} in {file} is damaged: its {tensor.end - tensor.begin} bytes have "
+                                    "CRC-32", "saved was")
+
+
+@pytest.mark.parametrize("cut", [1, 1000, -4, -20])
+def test_a_truncated_file(folder, cut):
+    """cut > 0: bytes missing at the end; below: all but the first few bytes are gone."""
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    whole = file.read_bytes()
+    left = whole[:-cut]
+    file.write_bytes(left)
+    refused(folder, ValueError, f"{file} is damaged: it has {len(left)} bytes")
+
+
+def test_bytes_after_the_end(folder):
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    size = file.stat().st_size
+    with file.open("ab") as stream:
+        stream.write(b"\0" * 3)
+    refused(folder, ValueError, f"{file} is damaged: it has {size + 3} bytes, its header describes {size}")
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    (b'{"', b'["', "cannot be read"),
+    (b"U8", b"F4", None),
+    (b'"dtype":"F16"', b'"dtype":"F32"', "of F32 in 128 bytes"),
+    (b'"data_offsets"', b'"data_offsetz"', "cannot be read ('data_offsets')"),
+], ids=["json", "unknown dtype", "another dtype", "key"])  # fmt: skip
+def test_a_damaged_header(folder, old, new, words):
+    file = file_of(folder, f"{LAYER}.weight_scale")
+    whole = file.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    header = whole[8 : 8 + length]
+    assert old in header
+    file.write_bytes(whole[:8] + header.replace(old, new, 1) + whole[8 + length :])
+    refused(folder, (ValueError, TypeError), str(file), *([] if words is None else [words]))
+
+
+def test_an_overlapping_tensor(folder):
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    whole = file.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    header = json.loads(whole[8 : 8 + length])
+    begin, end = header[f"{LAYER}.weight_packed"]["data_offsets"]
+    header[f"{LAYER}.weight_packed"]["data_offsets"] = [begin + 1, end + 1]
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
+    refused(folder, ValueError, f"{file} is damaged", f"{LAYER}.weight_packed begins at byte")
+
+
+def test_a_missing_tensor(folder):
+    rewrite(folder, f"{LAYER}.weight_scale", lambda tensors: tensors.pop(f"{LAYER}.weight_scale"))
+    refused(folder, ValueError, "1 tensors of LlamaForCausalLM are missing from", str(folder), f"{LAYER}.weight_scale")
+
+
+def test_a_missing_wide_tensor(folder):
+    rewrite(folder, "model.norm.weight", lambda tensors: tensors.pop("model.norm.weight"))
+    refused(folder, ValueError, "missing from", "model.norm.weight")
+
+
+def test_a_tensor_too_many(folder):
+    file = rewrite(folder, f"{LAYER}.weight_scale", lambda tensors: tensors.update(stranger=torch.zeros(2)))
+    refused(folder, ValueError, "1 tensors belong to no part of LlamaForCausalLM", "stranger", str(file))
+
+
+def test_zero_points_where_config_says_symmetric(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["symmetric"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, ValueError, "14 tensors belong to no part", "weight_zero", "restore the config.json")
+
+
+def test_the_same_tensor_in_two_files(saved, tmp_path):
+    shutil.copytree(saved["int4", "shards"], tmp_path, dirs_exist_ok=True)
+    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+    twice = next(iter(load_file(first)))
+    save_file({**load_file(second), twice: load_file(first)[twice]}, second)
+    refused(tmp_path, ValueError, twice, f"is also in {first}")
+
+
+@pytest.mark.parametrize(("part", "change", "words"), [
+    ("weight_packed", lambda t: t[:-1], "has shape [63, 16], config.json makes it [64, 16]: it is truncated"),
+    ("weight_scale", lambda t: t.repeat(2, 1), "has shape [128, 1], config.json makes it [64, 1]: it is of another"),
+    ("weight_scale", lambda t: t.float(), "is torch.float32, config.json makes it torch.float16"),
+    ("weight_packed", lambda t: t.to(torch.int8), "is torch.int8, config.json makes it torch.uint8"),
+    ("weight_zero", lambda t: t.to(torch.float16), "is torch.float16, config.json makes it torch.uint8"),
+])  # fmt: skip
+def test_wrong_shapes_and_dtypes(folder, part, change, words):
+    name = f"{LAYER}.{part}"
+    file = rewrite(folder, name, lambda tensors: tensors.update({name: change(tensors[name]).contiguous()}))
+    refused(folder, (ValueError, TypeError), f"{name} in {file} {words}")
+
+
+@pytest.mark.parametrize(("part", "value", "words"), [
+    *[("weight_scale", v, f"1 values that are NaN, Inf, zero or negative, the first ({v:g}) at row 3, group 0")
+      for v in (float("nan"), float("inf"), -float("inf"), 0.0, -1.0)],
+    ("weight_zero", 16, "1 zero points above 15, the first (16) at row 3, group 0"),
+])  # fmt: skip
+def test_values_no_quantizer_writes(folder, part, value, words):
+    name = f"{LAYER}.{part}"
+    file = rewrite(folder, name, lambda tensors: tensors[name].__setitem__((3, 0), value))
+    refused(folder, ValueError, f"{LAYER}: {part} holds {words}", f"(in {file})")
+
+
+def test_nan_codes_of_mxfp4(saved, tmp_path):
+    shutil.copytree(saved["mxfp4", "shards"], tmp_path, dirs_exist_ok=True)
+    name = f"{LAYER}.weight_scale"
+    file = rewrite(tmp_path, name, lambda tensors: tensors[name].__setitem__((3, 0), 255))
+    refused(tmp_path, ValueError, f"{LAYER}: weight_scale holds 1 NaN codes (255)", "row 3, block 0", f"(in {file})")
+
+
+def test_values_in_a_state_dict_are_checked_as_well(saved):
+    model = AutoModelForCausalLM.from_pretrained(saved["int4", "whole"])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state[f"{LAYER}.weight_scale"][2, 0] = 0
+    with pytest.raises(ValueError, match=rf"{LAYER}: weight_scale holds 1 values .*zero.* at row 2, group 0"):
+        type(model).from_pretrained(
+            None, config=AutoConfig.from_pretrained(saved["int4", "whole"]), state_dict=state
+        )
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"format": "int3"}, "format 'int3' is unknown to this version, it has 'int4' or 'mxfp4'"),
+    ({"format": ["int4"]}, "is unknown to this version"),
+    ({"format_version": 2}, "format_version is 2, this hf_mlspec reads up to 1"),
+    ({"format_version": "1"}, "format_version is '1'"),
+    ({"group_size": 48}, "group_size is 48, int4 has 32 or 64 or 128"),
+    ({"activation_bits": 2}, "activation_bits is 2: choose 16 (bfloat16) or 8 (int8) or 4 (int4) for int4 weights"),
+    ({"planes": 4}, "unknown settings ['planes']; the model may need a newer hf_mlspec"),
+])  # fmt: skip
+def test_a_config_this_version_does_not_know(folder, change, words):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"].update(change)
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, ValueError, words)
+
+
+def test_a_config_that_keeps_a_packed_layer(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] += [LAYER]
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, ValueError, "missing from", f"{LAYER}.weight")
+
+
+def test_checksums_that_cannot_be_read(folder):
+    name = f"{LAYER}.weight_scale"
+    file = file_of(folder, name)
+    save_file(load_file(file), file, metadata={"format": "pt", CHECKSUMS_KEY: "{"})
+    refused(folder, ValueError, f"{file} is damaged: its checksums cannot be read")
+
+
+def test_a_missing_shard_is_named(saved, tmp_path):
+    shutil.copytree(saved["int4", "shards"], tmp_path, dirs_exist_ok=True)
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    refused(tmp_path, OSError, lost.name)
