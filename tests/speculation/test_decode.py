@@ -125,5 +125,14 @@ def test_the_first_pass_is_the_prefill():
 
 
 def test_a_draft_before_the_prefill_counts_to_it():
-    stats, emitted = run([[0]], [9], below=Watched())
+    class Timed(Watched):
+        def propose(self, rows, limits):
+            self.stats.seconds += 1.0
+            return super().propose(rows, limits)
+
+    stats, emitted = run([[0]], [9], below=Timed())
     assert stats.prefill_tokens == len(emitted[0][1][0]) > 1
+    assert stats.prefill_draft_seconds == 1.0
+    below = Timed()
+    below.follows = True
+    assert run([[0]], [9], below=below)[0].prefill_draft_seconds == 0.0
