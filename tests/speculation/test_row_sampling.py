@@ -1,0 +1,191 @@
+"""Does a row that samples with noise of its own keep the target's distribution, and notice nothing but its seed?"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tables import CPU, VOCAB, PointMasses, TableRunner, counts, exact, table
+
+from hf_mlspec.speculation.chain import CheckedDrafter
+from hf_mlspec.speculation.checker import Checker
+from hf_mlspec.speculation.decode import Decoding
+from hf_mlspec.speculation.draft import Drafter
+from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
+
+TARGET, FIRST, SECOND = (table(seed) for seed in range(3))
+ROWS, TOKENS = 20_000, 4
+Rules = list[RowRule]
+
+
+def small(rules: Rules, threshold: float = 0.0) -> Drafter:
+    return ModelDrafter(TableRunner(FIRST), RowSampler(VOCAB, rules), "small", threshold=threshold)
+
+
+def middle(rules: Rules, threshold: float = 0.0) -> Drafter:
+    checker = Checker(TableRunner(SECOND), RowSampler(VOCAB, rules), "middle")
+    return CheckedDrafter(checker, small(rules, threshold), num_draft_tokens=2, threshold=threshold)
+
+
+CHAINS = {
+    "alone": lambda rules: None,
+    "model": small,
+    "model, threshold": lambda rules: small(rules, 0.4),
+    "point masses": lambda rules: PointMasses([1, 2, 3, 0]),
+    "two levels": middle,
+    "two levels, thresholds": lambda rules: middle(rules, 0.3),
+}
+
+
+def sampled(seeds: list[int], noise: type[GumbelNoise] = GumbelNoise) -> Rules:
+    return [RowRule(VOCAB, prompt_length=1, noise=noise(seed, 1, VOCAB, CPU)) for seed in seeds]
+
+
+def write(name: str, rules: Rules) -> torch.Tensor:
+    """The tokens of every rule's row after token 0: int64 `[rows, TOKENS]`."""
+    rows, rules = [[0] for _ in rules], list(rules)
+    target, below = Checker(TableRunner(TARGET), RowSampler(VOCAB, rules), "target"), CHAINS[name](rules)
+    loop = Decoding(
+        target,
+        below,
+        num_draft_tokens=3,
+        stop=lambda number, row, tokens: (len(tokens), False),
+        emit=lambda numbers, kept, verdict: None,
+        device=CPU,
+    )
+    target.start(len(rows), CPU)
+    loop.start(rows, [TOKENS] * len(rows))
+    gc.disable()  # tens of thousands of lists live at once, all of them wanted
+    try:
+        while going := loop.round():
+            loop.select(going)
+            rules[:] = [rules[r] for r in going]
+    finally:
+        gc.enable()
+    if below is not None:
+        assert 0 < below.stats.accepted < below.stats.drafted
+    return torch.tensor(rows)[:, 1:]
+
+
+def p_value(written: torch.Tensor) -> float:
+    expected = exact(TARGET, TOKENS)
+    return chisquare(counts(written).numpy(), (expected * (len(written) / expected.sum())).numpy()).pvalue
+
+
+def test_rows_follow_the_targets_distribution():
+    assert p_value(write("alone", sampled(range(ROWS)))) > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in CHAINS if name != "alone"])
+def test_no_level_below_changes_a_token(name):
+    seeds = list(range(2_000))
+    assert torch.equal(write(name, sampled(seeds)), write("alone", sampled(seeds)))
+
+
+class Stale(GumbelNoise):
+    """Gives every position the noise of the first."""
+
+    def at(self, first: int, count: int) -> torch.Tensor:
+        return super().at(self.first, 1).expand(count, -1)
+
+
+def test_noise_that_is_used_twice_is_noticed():
+    assert p_value(write("alone", sampled(range(ROWS), Stale))) < 1e-6
+
+
+def test_noise_does_not_depend_on_the_order_of_questions():
+    one, other = (GumbelNoise(7, 5, 11, CPU) for _ in range(2))
+    whole = one.at(5, 6)
+    assert torch.equal(other.at(5, 1), whole[:1])
+    assert torch.equal(other.at(8, 2), whole[3:5])
+    other.settle(8)
+    assert torch.equal(other.at(8, 3), whole[3:])
+    other.settle(30)
+    one.settle(7)
+    one.settle(30)
+    assert torch.equal(one.at(30, 2), other.at(30, 2))
+    assert not torch.equal(GumbelNoise(8, 5, 11, CPU).at(5, 6), whole)
+
+
+def test_noise_is_standard_gumbel():
+    noise = GumbelNoise(0, 0, 100_000, CPU).at(0, 1)
+    assert abs(noise.mean() - 0.5772) < 0.02
+    assert abs(noise.var() - torch.pi**2 / 6) < 0.05
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_greedy_rows_take_the_best_beside_rows_that_sample(name):
+    rules = sampled(range(30))
+    greedy = [RowRule(VOCAB, prompt_length=1) for _ in range(10)]
+    mixed = [rule for triple, one in zip(zip(*[iter(rules)] * 3, strict=True), greedy, strict=True)
+             for rule in (*triple, one)]
+    written = write(name, mixed)
+    expected = [0]
+    for _ in range(TOKENS):
+        expected.append(int(TARGET[expected[-1]].argmax()))
+    assert (written[3::4] == torch.tensor(expected[1:])).all()
+    assert torch.equal(written[0::4], write("alone", sampled(range(0, 30, 3))))
+
+
+def test_equal_scores_go_to_the_first():
+    sampler = RowSampler(5, [RowRule(5, prompt_length=1), *sampled([0])])
+    scores = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]).repeat(2, 1)
+    tokens, probs, confidence = sampler.draw(scores[:, :VOCAB + 1], [1, 1], [True, False])
+    assert tokens[0] == 1
+    assert probs is None
+    torch.testing.assert_close(confidence[0], scores[0].softmax(-1)[1])
+
+
+def test_rows_are_processed_by_their_own_rules_only():
+    asked = []
+
+    def process(prefixes, scores, numbers):
+        asked.extend(tuple(prefix) for prefix in prefixes)
+        assert set(numbers) == {0}
+        return scores.masked_fill(torch.arange(VOCAB) == 2, float("-inf"))
+
+    rules = [
+        RowRule(VOCAB, prompt_length=2, process=process),
+        RowRule(VOCAB, prompt_length=1, warp=lambda scores: 2 * scores),
+        RowRule(VOCAB, prompt_length=1),
+        RowRule(VOCAB, prompt_length=2, process=process),
+    ]
+    sampler = RowSampler(VOCAB, rules)
+    assert not sampler.is_greedy
+    assert sampler.reads_tokens
+    logits = torch.randn(4, 3, VOCAB)
+    before = logits.clone()
+    draft, lengths = torch.tensor([[1, 3], [0, 0], [1, 1], [1, 1]]), [2, 1, 2, 2]
+    scores = sampler.scores(logits, [[0, 1], [1], [2], [0, 0]], draft, lengths, [True, True, True, False])
+    assert torch.equal(logits, before)
+    assert scores[0, :, 2].isneginf().all()
+    assert torch.equal(scores[1, :2], 2 * logits[1, :2])
+    assert torch.equal(scores[2], logits[2])
+    assert sorted(asked) == [(0, 1), (0, 1, 1), (0, 1, 1, 3)]  # nothing of the row that rests
+
+
+def test_a_row_whose_processor_fails_leaves_the_others_alone():
+    def process(prefixes, scores, numbers):
+        raise KeyError("mine")
+
+    rules = [RowRule(VOCAB, prompt_length=1, process=process), RowRule(VOCAB, prompt_length=1, warp=lambda s: s + 1)]
+    logits = torch.randn(2, 1, VOCAB)
+    scores = RowSampler(VOCAB, rules).scores(logits, [[0], [0]])
+    assert isinstance(rules[0].error, KeyError)
+    assert torch.equal(scores[0], logits[0])
+    assert rules[1].error is None
+    assert torch.equal(scores[1], logits[1] + 1)
+
+
+def test_all_greedy_rows_are_as_good_as_none():
+    rules = [RowRule(VOCAB, prompt_length=1) for _ in range(3)]
+    sampler = RowSampler(VOCAB, rules)
+    assert sampler.is_greedy
+    logits = torch.randn(3, 2, VOCAB)
+    assert sampler.scores(logits, [[0]] * 3) is not None
+    assert sampler.keys(logits, [1] * 3, [1] * 3) is logits
+    rules += sampled([3])
+    assert not sampler.is_greedy
