@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..formats.mxfp4 import require_rule
-from ..nn.linear import ACTIVATION_BITS
+from ..nn.switch import CHOICES
 from ..precision import Precision
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
@@ -77,7 +77,7 @@ class SpeculationConfig:
                 raise TypeError(f"{name} is {value!r}, it must be True or False")
         require_rule(self.cast_rule)
         bits = self.cast_activation_bits
-        if bits is not None and (not _is_count(bits, 1) or bits not in ACTIVATION_BITS):
+        if bits is not None and (not _is_count(bits, 1) or bits not in CHOICES["mxfp4"]):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")
 
     @classmethod

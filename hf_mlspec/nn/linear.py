@@ -10,9 +10,7 @@ from ..formats import mxfp4
 from ..formats.weights import Int4Weight, Mxfp4Weight
 from .packed import PackedLinear
 from .packed_formats import require_fit, zeros
-from .switch import CHOICES, PrecisionSwitch
-
-ACTIVATION_BITS = CHOICES["mxfp4"]
+from .switch import PrecisionSwitch
 
 
 class Mxfp4Linear(PackedLinear):

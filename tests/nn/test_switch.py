@@ -129,7 +129,7 @@ def test_models_without_one_switch_are_refused(model, tiny_model):
     with pytest.raises(ValueError, match="LlamaForCausalLM holds no packed 4-bit layer: load it with"):
         precision_switch(tiny_model("llama"))
     model[0].switch = PrecisionSwitch("int4", 8)
-    with pytest.raises(ValueError, match=r"packed layers with 2 switches \(\[PrecisionSwitch\('int4', activation_bits=8"):
+    with pytest.raises(ValueError, match=r"with 2 switches \(\[PrecisionSwitch\('int4', activation_bits=8, multiply"):
         precision_switch(model)
 
 
