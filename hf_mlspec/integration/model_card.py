@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import yaml
 from transformers import PreTrainedModel
 
 from ..nn.packed import PackedModule
@@ -19,14 +18,16 @@ def model_card(model: PreTrainedModel, name: str) -> str:
     name: what the card calls the model. The base model is named where the model was quantized from a hub name.
     """
     config, base = model.config.quantization_config, _base_model(model)
-    front = {"library_name": "transformers", "tags": [config.quant_method, config.format]}
+    front = ["library_name: transformers", "tags:", f"- {config.quant_method}", f"- {config.format}"]
     if model.can_generate():
-        front["pipeline_tag"] = "text-generation"
+        front.append("pipeline_tag: text-generation")
     if base is not None:
-        front |= {"base_model": base, "base_model_relation": "quantized"}
+        front += [f"base_model: {base}", "base_model_relation: quantized"]
+    lines = "\n".join(front)
     rows = "\n".join(f"| {key} | {value} |" for key, value in _format_rows(model))
     return f"""---
-{yaml.safe_dump(front, sort_keys=False)}---
+{lines}
+---
 
 # {name}
 

@@ -65,9 +65,10 @@ def test_only_weights_of_the_same_variant_are_replaced(model, tmp_path):
 def test_a_card_is_written_only_where_there_is_none(model, tmp_path):
     model.save_pretrained(tmp_path / "mine")
     card = (tmp_path / "mine" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- mlspec\n- int4\npipeline_tag: text-generation\n---")
-    for words in ("import hf_mlspec", 'from_pretrained("mine")', "| group size | 32 |", "| bits per packed weight | 4.5 |",
-                  "| kept wide | `lm_head` |"):  # fmt: skip
+    front = ["library_name: transformers", "tags:", "- mlspec", "- int4", "pipeline_tag: text-generation"]
+    assert card.splitlines()[:7] == ["---", *front, "---"]
+    rows = ("| group size | 32 |", "| bits per packed weight | 4.5 |", "| kept wide | `lm_head` |")
+    for words in ("import hf_mlspec", 'from_pretrained("mine")', *rows):
         assert words in card
     assert "base_model" not in card  # quantized from a folder, which means nothing to anyone else
     (tmp_path / "mine" / "README.md").write_text("my words")
@@ -212,7 +213,7 @@ def test_enabling_twice_hooks_once_and_disabling_undoes_it(enabled_again):
 
 def test_disabled_beneath_a_wrapper_of_someone_else(model, tmp_path, monkeypatch, enabled_again):
     hooked = PreTrainedModel.save_pretrained
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda self, *args, **kwargs: hooked(self, *args, **kwargs))
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda self, folder: hooked(self, folder))
     hf_mlspec.disable()
     monkeypatch.setattr(saving, "_staging", lambda *args: pytest.fail("staged"))
     model.save_pretrained(tmp_path)
