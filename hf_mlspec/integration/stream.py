@@ -94,9 +94,12 @@ class _Wiring(Wiring):
         self.rules = rules
 
     def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
-        """Levels in another vocabulary, which the rows' noise and processors do not speak, guess greedily."""
+        """Levels in another vocabulary, which the rows' noise and processors do not speak, guess greedily.
+
+        vocab_size: None for the target itself.
+        """
         if in_target_vocabulary:
-            return RowSampler(self.vocab_size, self.rules)
+            return RowSampler(self.vocab_size, self.rules, judges=vocab_size is None)
         return Sampler(vocab_size)
 
 
@@ -138,13 +141,13 @@ class _Stream:
                     ended = self._join(item, joining)
                     if ended is not None:
                         yield ended
+                if self.exhausted and not going and not joining:
+                    return
                 self._place(going, joining)
                 if self.loop.rows:
                     going = self._round()
                     for number in [n for n in self.loop.numbers if self.live[n].finish_reason]:
                         yield self._complete(self.live.pop(number))
-                elif self.exhausted:
-                    return
                 else:
                     time.sleep(_PAUSE)
         finally:
@@ -211,16 +214,16 @@ class _Stream:
     def _stop(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
         """How many tokens of a row count, and whether it ends; its own criteria may end it alone."""
         one = self.live[number]
-        if one.rule.error is not None:
-            one.fail(one.rule.error)
-            return 0, True
+        good = tokens if one.rule.error is None else tokens[: one.rule.failed_at - len(row)]
         try:
-            count, stopped = one.stop(0, row, tokens)
+            count, stopped = one.stop(0, row, good)
         except Exception as error:  # a criterion of this request
             one.fail(error)
             return 0, True
         if stopped:
             one.finish_reason = "stop"
+        elif len(good) < len(tokens):
+            one.fail(one.rule.error)
         elif one.request.cancelled:
             one.finish_reason = "cancelled"
         return count, one.finish_reason is not None

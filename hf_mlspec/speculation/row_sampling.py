@@ -49,7 +49,8 @@ class RowRule:
     """How the tokens of one row are taken, at every level that speaks the target's vocabulary.
 
     noise: None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
-    error: what the row's own processors raised; its tokens mean nothing from then on.
+    error: what the row's own processors raised when the target asked them for token number `failed_at`: that token and
+        those behind it mean nothing. Where the guesses before it are refused, nobody needed them.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class RowRule:
         process: Process | None = None,
         ends: frozenset[int] = frozenset(),
     ):
-        self.noise, self.error = noise, None
+        self.noise = noise
+        self.error: Exception | None = None
+        self.failed_at = 0
         self.sampler = Sampler(vocab_size, warp=warp, process=process, prompt_lengths=[prompt_length], ends=ends)
         self.sampler.start(1)
 
@@ -71,27 +74,39 @@ class RowRule:
         """Whether the row takes the argmax of the logits as they come."""
         return self.noise is None and self.sampler.is_greedy
 
-    def scores(self, scores: Tensor, row: list[int], guess: Tensor | None, length: int) -> Tensor:
-        """Float32 `[length + 1, vocab]` -> processed; what a processor of the row raises ends this row only."""
-        if self.error is not None or self.sampler.is_greedy:
+    def scores(self, scores: Tensor, row: list[int], guess: Tensor | None, judges: bool) -> Tensor:
+        """Float32 `[k + 1, vocab]` -> processed, guess int64 `[1, k]`. judges: it is the target that asks."""
+        if self.sampler.is_greedy:
             return scores
+        self.error = None if judges else self.error
         try:
-            return self.sampler.scores(scores[None], [row], guess, [length])[0]
-        except Exception as error:  # the row's own code, whatever it raises
-            self.error = error
-            return scores
+            return self.sampler.scores(scores[None], [row], guess, [len(scores) - 1])[0]
+        except Exception:  # the row's own code, which ends this row only, and only if the failing token is reached
+            return self._one_by_one(scores.clone(), row + ([] if guess is None else guess[0].tolist()), judges)
+
+    def _one_by_one(self, scores: Tensor, tokens: list[int], judges: bool) -> Tensor:
+        """Scores processed up to the position where a processor fails; `tokens` are the row and its guesses."""
+        first = len(tokens) + 1 - len(scores)
+        for j, line in enumerate(scores):
+            try:
+                line.copy_(self.sampler.scores(line[None, None], [tokens[: first + j]])[0, 0])
+            except Exception as error:
+                if judges:
+                    self.error, self.failed_at = error, first + j
+                break
+        return scores
 
 
 class RowSampler(Sampler):
     """The sampler of a batch whose rows have rules of their own.
 
     rules: one per row, a list that the loop keeps in step with the batch and all samplers of a chain share. Rows are
-    processed one by one, so that none sees another's numbers.
+    processed one by one, so that none sees another's numbers. judges: this is the target's sampler.
     """
 
-    def __init__(self, vocab_size: int, rules: list[RowRule]):
+    def __init__(self, vocab_size: int, rules: list[RowRule], judges: bool = False):
         super().__init__(vocab_size)
-        self.rules = rules
+        self.rules, self.judges = rules, judges
 
     @property
     def is_greedy(self) -> bool:
@@ -120,7 +135,7 @@ class RowSampler(Sampler):
         for r, (rule, row, n, on) in enumerate(zip(self.rules, rows, lengths, alive, strict=True)):
             if on:
                 guess = None if draft is None else draft[r : r + 1, :n]
-                scores[r, : n + 1] = rule.scores(scores[r, : n + 1], row, guess, n)
+                scores[r, : n + 1] = rule.scores(scores[r, : n + 1], row, guess, self.judges)
         return scores
 
     def keys(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:

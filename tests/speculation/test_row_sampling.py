@@ -173,8 +173,11 @@ def test_a_row_whose_processor_fails_leaves_the_others_alone():
 
     rules = [RowRule(VOCAB, prompt_length=1, process=process), RowRule(VOCAB, prompt_length=1, warp=lambda s: s + 1)]
     logits = torch.randn(2, 1, VOCAB)
-    scores = RowSampler(VOCAB, rules).scores(logits, [[0], [0]])
+    RowSampler(VOCAB, rules).scores(logits, [[0], [0]])
+    assert rules[0].error is None  # a guess without processors is a guess, too
+    scores = RowSampler(VOCAB, rules, judges=True).scores(logits, [[0], [0]])
     assert isinstance(rules[0].error, KeyError)
+    assert rules[0].failed_at == 1
     assert torch.equal(scores[0], logits[0])
     assert rules[1].error is None
     assert torch.equal(scores[1], logits[1] + 1)
