@@ -12,22 +12,21 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import LogitsProcessorList
 
 from ..speculation.checker import Verdict
 from ..speculation.decode import Decoding
 from ..speculation.draft import Rows
 from ..speculation.ragged_attention import ragged_attention_on
-from ..speculation.row_sampling import RowRule, RowSampler
-from ..speculation.sampling import Sampler
+from ..speculation.row_sampling import RowRule
 from ..speculation.stats import LevelStats, SpeculationStats
 from .config import SpeculationConfig
 from .decoding import keep_stats
 from .levels import resolve
 from .request import check_target
+from .row_wiring import RowWiring
 from .stream_request import Admitted, Completion, Preparation, Request
 from .suitability import vocab_size
-from .wiring import Chain, Wiring
+from .wiring import Chain
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
 _PAUSE = 0.002  # seconds between two looks at an idle source
@@ -73,34 +72,8 @@ def generate_stream(
     config = SpeculationConfig.of(speculation_config)
     levels = resolve(model, assistant_models if assistant_models is not None else [], assistant_tokenizers, config)
     rules: list[RowRule] = []
-    chain = _Wiring(model, tokenizer, config, rules).build(levels)
+    chain = RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY).build(levels)
     return _Stream(model, chain, rules, prepare, iter(requests), max_batch).completions()
-
-
-class _Wiring(Wiring):
-    """Chains whose rows have rules of their own."""
-
-    def __init__(self, target: PreTrainedModel, tokenizer, config: SpeculationConfig, rules: list[RowRule]):
-        super().__init__(
-            target,
-            tokenizer,
-            config,
-            do_sample=False,
-            processors=LogitsProcessorList(),
-            prompts=None,
-            capacity=_FIRST_CAPACITY,
-            keep_logits=False,
-        )
-        self.rules = rules
-
-    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
-        """Levels in another vocabulary, which the rows' noise and processors do not speak, guess greedily.
-
-        vocab_size: None for the target itself.
-        """
-        if in_target_vocabulary:
-            return RowSampler(self.vocab_size, self.rules, judges=vocab_size is None)
-        return Sampler(vocab_size)
 
 
 class _Stream:
@@ -201,6 +174,14 @@ class _Stream:
             if more:
                 self.rules += [one.rule for one in more]
                 loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
+            if free:
+                self._shrink()
+
+    def _shrink(self) -> None:
+        """The caches grew with the longest row; when it has left, they need not stay so large."""
+        longest = max(map(len, self.loop.rows), default=0)
+        for runner in filter(None, (self.chain.target.runner, *self.chain.runners)):
+            runner.shrink(max(longest + longest // 2, _FIRST_CAPACITY))
 
     def _round(self) -> list[int]:
         """One round of all rows; the indices of those that go on."""

@@ -42,6 +42,11 @@ class CachedRows:
         if not self.follow:
             self.cache.extend_rows(count)
 
+    def shrink(self, slots: int) -> None:
+        """Give memory back where rows of `slots` slots (at least what each holds) need half of what there is, or less."""
+        if not self.follow:
+            self.cache.shrink(slots)
+
     def forget(self, row: int) -> None:
         """Give the slots of `row` to a new sequence."""
         self.lengths[row] = 0

@@ -46,6 +46,12 @@ class FusedCache:
             self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, 0, 0, 0, 0, missing))
         self.rows += count
 
+    def shrink(self, slots: int) -> None:
+        """Copy the rows to memory for `slots` slots of each, where that halves it or better."""
+        slots = min(slots - slots % -GROWTH, self.kv.shape[4])
+        if 2 * self.rows * slots <= self.kv.shape[2] * self.kv.shape[4]:
+            self.kv = self.kv[:, :, : self.rows, :, :slots].clone(memory_format=torch.contiguous_format)
+
     def load(self, other, length: int) -> None:
         """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
         self.reserve(length)

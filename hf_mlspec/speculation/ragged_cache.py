@@ -101,6 +101,15 @@ class RaggedCache(Cache):
         for lane in self._written() if count else ():
             lane.keys, lane.values = (F.pad(t, (0, 0, 0, 0, 0, 0, 0, count)) for t in (lane.keys, lane.values))
 
+    def shrink(self, slots: int) -> None:
+        """Copy the rows to memory for `slots` slots of each, where that halves it or better."""
+        slots += -slots % _GROWTH
+        for lane in self._written():
+            if 2 * slots <= lane.keys.shape[2]:
+                lane.keys, lane.values = (
+                    t[:, :, :slots].clone(memory_format=torch.contiguous_format) for t in (lane.keys, lane.values)
+                )
+
     def load(self, other: Cache, length: int) -> None:
         """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
         with planned(Plan([0], length, other.layers[0].keys.device)):

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from models import EOS, near, prompts, tiny
+from models import EOS, letters, near, packed, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec import Request, generate_stream
@@ -283,3 +283,59 @@ def test_thirty_two_slots(path):
     requests = asked(seed=11, count=40)
     done = by_id(stream(path, requests, max_batch=32, do_sample=False))
     assert done == {request["id"]: alone(path, request) for request in requests}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("chain", ["alone", "cast, near"])
+def test_memory_goes_with_the_longest_row(path, chain):
+    target = tiny(seed=2, dtype=TARGETS[path].dtype, max_position_embeddings=4096)
+    levels = ["mxfp4", near(target, 0.05)] if chain != "alone" else []
+    long = {"input_ids": [5] * 1900, "max_new_tokens": 1, "id": "long"}
+    rest = [{"input_ids": [7, i], "max_new_tokens": 12, "eos_token_id": [], "id": i} for i in range(3, 9)]
+    iterator = generate_stream(target, [rest[0], long, *rest[1:]], max_batch=3, assistant_models=levels,
+                               speculation_config={"prepare": path == "compiled"}, do_sample=False)
+    held, done = [], {}
+    for completion in iterator:
+        done[completion.id] = completion.sequence
+        stream = iterator.gi_frame.f_locals["self"]
+        held.append(sum(runner.cache_bytes for runner in (stream.chain.target.runner, *stream.chain.runners)))
+    assert next(iter(done)) == "long"
+    assert held[1] <= held[0] / 2
+    prepared = {"assistant_models": []} if path == "compiled" else {}
+    for request in rest:
+        expected = target.generate(torch.tensor([request["input_ids"]]), max_new_tokens=12, eos_token_id=[],
+                                   do_sample=False, **prepared)
+        assert done[request["id"]] == expected[0].tolist()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("levels", [["w4a8"], ["w4a4", "prompt_lookup"], ["w4a8", "w4a4"]], ids=" > ".join)
+def test_qspec(path, levels):
+    target = packed(tiny(seed=2, dtype=TARGETS[path].dtype))
+    config, settings = {"prepare": path == "compiled"}, {"do_sample": False}
+    alone = {} if path == "modules" else {"assistant_models": []}
+    requests = asked(seed=13)
+    done = by_id(list(generate_stream(target, requests, max_batch=4, assistant_models=levels,
+                                      speculation_config=config, **settings)))
+    stats = hf_mlspec.last_stats(target)
+    assert stats.levels[0].accepted > 0
+    assert stats.levels[0].cache_bytes == 0  # in the target's cache
+    for request in requests:
+        own = {name: value for name, value in request.items() if name not in ("input_ids", "id")}
+        expected = target.generate(torch.tensor([request["input_ids"]]), **alone, **settings, **own)
+        assert done[request["id"]] == expected[0].tolist()
+
+
+@pytest.mark.parametrize("by_vocabulary", [True, False])
+def test_a_level_with_another_tokenizer(by_vocabulary):
+    target, other = TARGETS["modules"], tiny(seed=5, dtype=torch.float32, vocab_size=68)
+    tokenizer, another = letters(), letters(extra=4)
+    requests = [{**request, "do_sample": i % 3 == 0, "seed": i} for i, request in enumerate(asked(seed=17))]
+    expected = by_id(stream("modules", requests, "alone", max_batch=4))
+    done = list(generate_stream(
+        target, requests, max_batch=4, assistant_models=[other, "ngram"] if not by_vocabulary else [other],
+        assistant_tokenizers=[another] if by_vocabulary else [another, None], tokenizer=tokenizer,
+        speculation_config={"prepare": False, "common_vocabulary": by_vocabulary, "confidence_threshold": 0.0},
+    ))
+    assert by_id(done) == expected
+    assert hf_mlspec.last_stats(target).levels[0].drafted > 0
