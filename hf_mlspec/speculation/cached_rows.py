@@ -43,7 +43,7 @@ class CachedRows:
             self.cache.extend_rows(count)
 
     def shrink(self, slots: int) -> None:
-        """Give memory back where rows of `slots` slots (at least what each holds) need half of what there is, or less."""
+        """Give memory back where rows of `slots` slots, at least what each holds, need half of what there is."""
         if not self.follow:
             self.cache.shrink(slots)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import near, tiny
+from models import letters, near, tiny
 
 from hf_mlspec.nn.fused import FusedDecoder
 from hf_mlspec.nn.replace import direct_cast
@@ -18,6 +18,7 @@ from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.decode import Decoding
 from hf_mlspec.speculation.draft import Drafter
+from hf_mlspec.speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.drafters.ngram import NGram
 from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
@@ -216,3 +217,49 @@ def test_a_row_of_limit_0_is_not_fed(path):
             level.rollback([400, 2, 2])
     slots = level.runner.cache.kv.shape[4] if path == "compiled" else level.runner.cache.layers[0].keys.shape[2]
     assert slots < 400  # so its tokens cannot have been in any pass
+
+
+DRAFTERS: dict[str, Callable] = {
+    "lookup": lambda path, rules: PromptLookup(),
+    "model": lambda path, rules: model(path, "small", rules),
+    "window": lambda path, rules: model(path, "small", rules, max_positions=16),
+    "cast, small": lambda path, rules: checked(path, rules, None, model(path, "small", rules)),
+    "by text": lambda path, rules: CrossTokenizerDrafter(
+        model(path, "small", rules), letters(), letters(4), inner_vocab_size=VOCAB, vocab_size=VOCAB
+    ),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_row_that_joins_is_drafted_for_as_in_a_new_batch(path, name):
+    rules = [RowRule(VOCAB, prompt_length=1) for _ in range(3)]
+    worn, fresh = (DRAFTERS[name](path, rules) for _ in range(2))
+    rng = random.Random(0)
+    old = [[rng.randrange(3, 20) for _ in range(40)] for _ in range(2)]
+    new = [[rng.randrange(3, 20) for _ in range(45)] for _ in range(2)]
+    new[0][:38] = old[0][:38]  # what the row before it said is of no use: it goes on otherwise
+    with torch.inference_mode(), ragged_attention_on(list(MODELS.values()) if path == "modules" else []):
+        worn.start(2, CPU)
+        draft = worn.propose(old, [4, 4])
+        worn.rollback([len(row) + n for row, n in zip(old, draft.lengths, strict=True)])
+        worn.replace(0)
+        worn.admit(1)
+        kept = old[1] + draft.rows()[1] + [9]
+        rows, limits = [new[0], kept, new[1]], [5, 5, 5]
+        ours = worn.propose(rows, limits).rows()
+        fresh.start(3, CPU)
+        assert ours == fresh.propose(rows, limits).rows()
+    assert all(ours) or name in ("lookup", "by text")
+    assert any(ours)
+
+
+def test_what_a_row_taught_stays_when_another_takes_its_place():
+    table = NGram(order=2, threshold=0.0)
+    table.start(1, CPU)
+    table.propose([[5, 6, 5, 6]], [1])
+    table.replace(0)
+    assert table.propose([[9, 5]], [2]).rows() == [[6, 5]]
+    table.rollback([1])
+    table.admit(1)
+    assert table.propose([[9, 5], [6]], [1, 1]).rows() == [[6], [5]]
