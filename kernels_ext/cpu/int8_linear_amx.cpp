@@ -27,130 +27,178 @@
 namespace {
 
 #define MLSPEC_INT8_VBMI
-#define MLSPEC_INT8_MATRIX 1
 #include "int8_linear_zmm.h"
 #include "int8_linear_tile.h"
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileConfig) == 64);
+constexpr int kTileRows = 16;
+constexpr int kWeights = 4, kFullRows = 5, kLastRows = 6;  // tile registers; sums lie in 0..3
 
-// Tile registers: 0 and 1 dots [N][16 int32], 2 and 3 x [N][32], 4 and 5 codes [8][16][4]
-template <int N>
-class TileScope {
- public:
-  TileScope() {
-    TileConfig config;
-    for (int i = 0; i < 6; ++i) {
-      config.bytes_per_row[i] = i / 2 == 1 ? 32 : 64;
-      config.rows[i] = i / 2 == 2 ? 8 : N;
-    }
+// GCC's intrinsics take literal register numbers only, and do not say that they read and write memory.
+template <int kTile>
+inline void load(const void* p, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void store(void* p, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void clear() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+template <int kSums, int kX>
+inline void multiply_add() {  // unsigned codes, signed x
+  asm volatile("tdpbsud %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kWeights), "i"(kX), "i"(kSums));
+}
+
+// T tiles of outputs times M tiles of tokens, S blocks of 32 elements at a step: both operands of a tile instruction are full
+// where S is 2. Dots of a group are exact, then they are scaled, as everywhere.
+template <class Format, int T, int M, int S>
+struct Product {
+  static constexpr int kStep = S * kBlockCodes;
+  const mlspec_linear_args& a;
+  const int64_t in, steps, groups, group_steps;
+  const int8_t* const x = mlspec_acts_codes(a.acts);
+  const float* const x_scales = mlspec_acts_scales(a.acts);
+  const int32_t* const x_sums = mlspec_acts_sums(a.acts);
+  const Isa::Unpack<Format> unpack;
+  alignas(64) float acc[T][M * kTileRows][kTileOutputs];
+  alignas(64) int32_t dots[T * M][kTileRows][kTileOutputs];
+  alignas(64) uint8_t codes[2 * T][S * 8][64];  // two steps: one is read while the other is written
+
+  explicit Product(const mlspec_linear_args& args)
+      : a(args), in(a.in_features), steps(in / kStep), groups(mlspec_groups(a.acts)), group_steps(steps / groups) {}
+
+  // Registers for M tiles of tokens, the last of which has `last_rows` rows; sum (i, m) is register i * M + m.
+  static void configure(int last_rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, kStep, kStep};
+      uint8_t rows[16] = {kTileRows, kTileRows, kTileRows, kTileRows, S * 8, kTileRows};
+    } config;
+    for (int i = 0; i < T; ++i) config.rows[i * M + M - 1] = static_cast<uint8_t>(last_rows);
+    config.rows[kLastRows] = static_cast<uint8_t>(last_rows);
     asm volatile("ldtilecfg %0" ::"m"(config));  // GCC's intrinsic reads 8 of its 64 bytes as far as the optimizer knows
   }
-  ~TileScope() { _tile_release(); }
-  TileScope(const TileScope&) = delete;
+
+  // kCount of the T tiles of outputs times `rows` tokens, over all of in_features. Codes are unpacked one step ahead: a tile
+  // load waits until what was stored there has left the store buffer.
+  template <int kCount>
+  void run(int64_t tile, int64_t token, int rows) {
+    for (int i = 0; i < kCount; ++i) std::memset(acc[i], 0, rows * sizeof acc[i][0]);
+    const int64_t tile_bytes = steps * S * kTileBlockBytes;
+    const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
+    const int8_t* step_x = x + token * in;
+    for (int i = 0; i < kCount; ++i) unpack_step(weight + i * tile_bytes, codes[i]);
+    int64_t step = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      clear_sums<0, kCount * M>();
+      for (int64_t s = 0; s < group_steps; ++s, step_x += kStep) {
+        const int64_t next = std::min(++step, steps - 1);  // the last step is unpacked twice
+        add_step<0, kCount>(weight + next * S * kTileBlockBytes, tile_bytes, step_x, step % 2);
+      }
+      add_group<0, kCount>(tile, token, g, rows);
+    }
+    for (int i = 0; i < kCount; ++i)
+      for (int t = 0; t < rows; t += kTileRows) add_rows(a, tile + i, token + t, std::min(rows - t, kTileRows), acc[i] + t);
+  }
+
+  inline void unpack_step(const uint8_t* bytes, uint8_t (*to)[64]) const {
+#pragma GCC unroll 2
+    for (int s = 0; s < S; ++s) {
+      Isa::prefetch(bytes + s * kTileBlockBytes);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512i both = _mm512_loadu_si512(bytes + s * kTileBlockBytes + 64 * j);
+        _mm512_store_si512(to[8 * s + 2 * j], unpack.low(both));
+        _mm512_store_si512(to[8 * s + 2 * j + 1], unpack.high(both));
+      }
+    }
+  }
+
+  template <int kSum, int kEnd>
+  void clear_sums() {
+    if constexpr (kSum < kEnd) clear<kSum>(), clear_sums<kSum + 1, kEnd>();
+  }
+
+  // Unpacks the next step into the half `next_half` of the buffer and multiplies the other half by x.
+  template <int i, int kCount>
+  inline void add_step(const uint8_t* next, int64_t tile_bytes, const int8_t* step_x, int next_half) {
+    if constexpr (i < kCount) {
+      unpack_step(next + i * tile_bytes, codes[next_half * T + i]);
+      load<kWeights>(codes[(1 - next_half) * T + i], 64);
+      if constexpr (M == 2) {
+        if constexpr (i == 0) load<kFullRows>(step_x, in);
+        multiply_add<i * M, kFullRows>();
+      }
+      if constexpr (i == 0) load<kLastRows>(step_x + (M - 1) * kTileRows * in, in);
+      multiply_add<i * M + M - 1, kLastRows>();
+      add_step<i + 1, kCount>(next, tile_bytes, step_x, next_half);
+    }
+  }
+
+  template <int i, int kCount>
+  inline void add_group(int64_t tile, int64_t token, int64_t g, int rows) {
+    if constexpr (i < kCount) {
+      if constexpr (M == 2) store<i * M>(dots[i * M], 64);
+      store<i * M + M - 1>(dots[i * M + M - 1], 64);
+      const int64_t at = ((tile + i) * groups + g) * kTileOutputs;
+      const __m512 scale = Format::scale(a, at);
+      const __m512i minus_zero = Format::minus_zero(a, at);
+      const int32_t* sums = dots[i * M][0];
+      for (int64_t t = 0, place = token * groups + g; t < rows; ++t, place += groups) {
+        const __m512i sum = _mm512_load_si512(sums + t * kTileOutputs);
+        const __m512i exact = _mm512_dpwssd_epi32(sum, minus_zero, _mm512_set1_epi32(x_sums[place]));
+        const __m512 factor = Isa::times(scale, x_scales[place]);
+        _mm512_store_ps(acc[i][t], Isa::fma(Isa::to_float(exact), factor, _mm512_load_ps(acc[i][t])));
+      }
+      add_group<i + 1, kCount>(tile, token, g, rows);
+    }
+  }
 };
 
-template <class Format>
-inline void unpack_block(const Isa::Unpack<Format>& unpack, const uint8_t* weight, uint8_t* codes) {
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m512i bytes = _mm512_loadu_si512(weight + 64 * j);
-    _mm512_store_si512(codes + 128 * j, unpack.low(bytes));
-    _mm512_store_si512(codes + 128 * j + 64, unpack.high(bytes));
-  }
+template <class Format, int T, int M, int S>
+void matrix_tiles(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token, int rows) {
+  Product<Format, T, M, S>::configure(rows - (M - 1) * kTileRows);
+  Product<Format, T, M, S> product(a);
+  for (; tile + T <= tile_end; tile += T) product.template run<T>(tile, token, rows);
+  for (; tile < tile_end; ++tile) product.template run<1>(tile, token, rows);
 }
 
-constexpr int kChunkBlocks = 8;  // unpacked, multiplied and scaled in turn: hides tdpbsud's latency of 52
-
-// Exact dots of a group's blocks: dots[N][16]. The intrinsics want literal register numbers; odd groups use other
-// registers, so that neighbours overlap.
-#define MLSPEC_GROUP_DOTS(name, kDots, kX, kCodes)                                                  \
-  template <int N>                                                                                  \
-  inline void name(const int8_t* x, const uint8_t* codes, int64_t group_blocks, int32_t* dots) {    \
-    _tile_zero(kDots);                                                                              \
-    for (int64_t b = 0; b < group_blocks; ++b) {                                                    \
-      _tile_loadd(kX, x + b * N * kBlockCodes, 32);                                                 \
-      _tile_loadd(kCodes, codes + b * 512, 64);                                                     \
-      _tile_dpbsud(kDots, kX, kCodes);                                                              \
-    }                                                                                               \
-    _tile_stored(kDots, dots, 64);                                                                  \
-  }
-MLSPEC_GROUP_DOTS(even_group_dots, 0, 2, 4)
-MLSPEC_GROUP_DOTS(odd_group_dots, 1, 3, 5)
-
-// The intrinsics do not tell the compiler that they read and write memory.
-inline void memory_barrier() { asm volatile("" ::: "memory"); }
-
-template <class Format, int N>
-inline __attribute__((always_inline)) void scale_chunk(const mlspec_linear_args& a, const Part& part, int64_t tile,
-                                                       int64_t first, int64_t count, const int32_t (*dots)[N][16],
-                                                       __m512 (&acc)[N]) {
-  const int64_t groups = mlspec_groups(a.acts);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t g = first + i, at = (tile * groups + g) * kTileOutputs;
-    const __m512 scale = Format::scale(a, at);
-    const __m512i minus_zero = Format::minus_zero(a, at);
-#pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) {
-      const __m512i correction = _mm512_set1_epi32(part.corrections[g * N + t]);
-      const __m512i sum = _mm512_load_si512(dots[i][t]);
-      const __m512i exact = part.prepared ? _mm512_add_epi32(sum, correction)
-                                          : _mm512_dpwssd_epi32(sum, minus_zero, correction);
-      acc[t] = Isa::fma(Isa::to_float(exact), Isa::times(scale, part.scales[g * N + t]), acc[t]);
+// Tokens in near-equal parts of at most 32. A panel of outputs stays in L2 while the parts pass.
+template <class Format, int S>
+void matrix_linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
+  constexpr int64_t kPanelBytes = 256 * 1024, kPart = 2 * kTileRows;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kTileBlockBytes;
+  const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs, parts = (tokens + kPart - 1) / kPart;
+  const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(4, kPanelBytes / tile_bytes / 4 * 4);
+  for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
+    const int64_t end = std::min(tile + panel, tile_end);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t token = part * tokens / parts;
+      const int rows = static_cast<int>((part + 1) * tokens / parts - token);
+      if (rows > kTileRows) {
+        matrix_tiles<Format, 2, 2, S>(a, tile, end, token, rows);
+      } else {
+        matrix_tiles<Format, 4, 1, S>(a, tile, end, token, rows);
+      }
     }
   }
-}
-
-template <class Format, int N>
-void matrix_tile(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t token) {
-  const int64_t blocks = a.in_features / kBlockCodes;
-  const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
-  const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes;
-  const Isa::Unpack<Format> unpack;
-  alignas(64) uint8_t codes[kChunkBlocks * 512];
-  alignas(64) int32_t dots[kChunkBlocks][N][16];
-  __m512 acc[1][N];
-#pragma GCC unroll 16
-  for (int t = 0; t < N; ++t) acc[0][t] = Isa::zeros();
-  const int64_t chunk_groups = kChunkBlocks / group_blocks;
-  for (int64_t first = 0; first < groups; first += chunk_groups) {
-    const int64_t count = std::min(chunk_groups, groups - first);
-    for (int64_t b = 0; b < count * group_blocks; ++b, weight += kTileBlockBytes) {
-      Isa::prefetch(weight);
-      unpack_block<Format>(unpack, weight, codes + b * 512);
-    }
-    memory_barrier();
-    const int8_t* x = part.codes + first * group_blocks * N * kBlockCodes;
-    for (int64_t i = 0; i < count; i += 2) {
-      const int64_t b = i * group_blocks, next = b + group_blocks;
-      even_group_dots<N>(x + b * N * kBlockCodes, codes + b * 512, group_blocks, dots[i][0]);
-      if (i + 1 == count) break;
-      odd_group_dots<N>(x + next * N * kBlockCodes, codes + next * 512, group_blocks, dots[i + 1][0]);
-    }
-    memory_barrier();
-    scale_chunk<Format, N>(a, part, tile, first, count, dots, acc[0]);
-  }
-  store_tile<N>(a, tile, token, acc);
-}
-
-template <class Format, int N>
-void matrix_tiles(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t tile_end, int64_t token) {
-  const TileScope<N> scope;
-  for (; tile < tile_end; ++tile) matrix_tile<Format, N>(a, part, tile, token);
+  _tile_release();
 }
 
 }  // namespace
 
 extern "C" void mlspec_mxfp4_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Mxfp4>(*args, begin, end);
+  if (args->acts->num_rows < 14) return linear<Mxfp4>(*args, begin, end);
+  matrix_linear<Mxfp4, 1>(*args, begin, end);
 }
 
 extern "C" void mlspec_int4_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Int4>(*args, begin, end);
+  const int64_t from = args->group == kBlockCodes ? 14 : 6;  // tokens; measured on Granite Rapids
+  if (args->acts->num_rows < from) return linear<Int4>(*args, begin, end);
+  if (args->group == kBlockCodes) return matrix_linear<Int4, 1>(*args, begin, end);
+  matrix_linear<Int4, 2>(*args, begin, end);
 }
 
 #if defined(__clang__)

@@ -23,7 +23,6 @@
 
 namespace {
 
-#define MLSPEC_INT8_MATRIX 0
 #include "int8_linear_zmm.h"
 #include "int8_linear_tile.h"
 

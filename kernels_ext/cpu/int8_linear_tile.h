@@ -4,7 +4,7 @@
 // is compiled for that instruction set and shared with no other file. A lane is an output; per scale group and token
 //   dots = -zero * sum(x) + sum(code * x), exact;  acc = fma(float(dots), weight scale * x scale, acc) group by group.
 // Isa has Int and Float (vectors of kLanes = 16 / kVectors lanes), kSigned (its dot product takes signed codes),
-// kMaxTokens, kHasMatrix (matrix_tiles computes from Format::kMatrixTokens on), tiles_for(tokens), prefetch(p) and
+// kMaxTokens, tiles_for(tokens), prefetch(p) and
 //   broadcast(i), load_bytes(p) (kLanes bytes to int32), minus(i) (-i in the lower int16, zero above),
 //   low_products(a, b) (int16 a, zero above, times int16 b),
 //   zeros(), fma(a, b, c), times(v, scalar), half(v) (v / 2, Inf to NaN), power(i) (i << 23 as floats), to_float(i),
@@ -20,7 +20,6 @@ constexpr int kVaries = -1;  // an offset that differs between outputs
 
 struct Mxfp4 {
   static constexpr int kLargestCode = 24;
-  static constexpr int kMatrixTokens = 12;  // measured on Granite Rapids: 1.1 x vpdpbusd at 16
   static constexpr bool kUsesTable = true;
   static constexpr int8_t value(int code) {
     constexpr int magnitude[8] = {0, 1, 2, 3, 4, 6, 8, 12};
@@ -37,7 +36,6 @@ struct Mxfp4 {
 
 struct Int4 {
   static constexpr int kLargestCode = 15;
-  static constexpr int kMatrixTokens = 8;  // measured with groups of 128: 1.35 x vpdpbusd at 8, 1.8 x at 16
   static constexpr bool kUsesTable = false;  // the code is the operand
   static constexpr int8_t value(int code) { return static_cast<int8_t>(code); }
   static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
@@ -159,18 +157,11 @@ void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64
 }
 
 template <class Format, int N>
-void matrix_tiles(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t tile_end, int64_t token);
-
-template <class Format, int N>
 void multiply_tiles(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t tile_end, int64_t token) {
-  if constexpr (Isa::kHasMatrix && N >= Format::kMatrixTokens) {
-    matrix_tiles<Format, N>(a, part, tile, tile_end, token);
-  } else {
-    constexpr int T = Isa::tiles_for(N);
-    for (; tile + T <= tile_end; tile += T) multiply<Format, T, N>(a, part, tile, token);
-    if constexpr (T > 1) {
-      for (; tile < tile_end; ++tile) multiply<Format, 1, N>(a, part, tile, token);
-    }
+  constexpr int T = Isa::tiles_for(N);
+  for (; tile + T <= tile_end; tile += T) multiply<Format, T, N>(a, part, tile, token);
+  if constexpr (T > 1) {
+    for (; tile < tile_end; ++tile) multiply<Format, 1, N>(a, part, tile, token);
   }
 }
 

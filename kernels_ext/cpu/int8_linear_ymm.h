@@ -7,7 +7,6 @@ struct Isa {
   using Int = __m256i;
   using Float = __m256;
   static constexpr int kVectors = 2, kMaxTokens = 6;
-  static constexpr bool kHasMatrix = false;
   static constexpr bool kSigned = Dot::kSigned;
   static constexpr int tiles_for(int) { return 1; }
 

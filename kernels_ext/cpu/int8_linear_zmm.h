@@ -1,13 +1,12 @@
 // What does int8_linear_tile.h need of AVX-512? Vectors of one whole tile row: 16 outputs.
 //
 // Included inside the anonymous namespace of int8_linear_{avx512vnni,avx512bf16,amx}.cpp; MLSPEC_INT8_VBMI says that
-// vpermb is at hand, MLSPEC_INT8_MATRIX (0 or 1) that matrix_tiles is defined.
+// vpermb is at hand.
 
 struct Isa {
   using Int = __m512i;
   using Float = __m512;
-  static constexpr int kVectors = 1, kMaxTokens = MLSPEC_INT8_MATRIX ? 16 : 12;
-  static constexpr bool kHasMatrix = MLSPEC_INT8_MATRIX;
+  static constexpr int kVectors = 1, kMaxTokens = 12;
   static constexpr bool kSigned = false;
   static constexpr int tiles_for(int tokens) { return tokens <= 5 ? 2 : 1; }  // chains of dots, streams of memory
 

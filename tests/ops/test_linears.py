@@ -39,7 +39,7 @@ def test_no_worse_than_torch(dtype, out, size):
 
 
 @needs_kernel
-@pytest.mark.parametrize(("out", "size"), [(50, 160), (17, 1056)])
+@pytest.mark.parametrize(("out", "size"), [(50, 160), (17, 1056), (34, 256)])
 def test_a_row_does_not_depend_on_the_others(out, size):
     for case in cases.linears(out, size):
         cases.check_rows_stand_alone(case, size)
