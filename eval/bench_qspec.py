@@ -2,7 +2,7 @@
 
     python -m eval.bench_qspec --model PATH --prompts FILE --prompts FILE --draft PATH --draft PATH@mxfp4 \\
         --json out.jsonl --plot out.png
-    python -m eval.bench_qspec --model PATH --prompts FILE --acceptance    # acceptance over all prompts of the files
+    python -m eval.bench_qspec --model PATH --prompts FILE --acceptance    # this part only, over all prompts
     python -m eval.bench_qspec --report out.jsonl --plot out.png           # tables and picture of lines already there
     python -m eval.bench_qspec --quick                                     # the demo pair, few tokens
 
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoTokenizer
 
 import hf_mlspec
 from eval import bench_qspec_acceptance as accepting
@@ -36,12 +36,15 @@ from eval import bench_qspec_plot as plotting
 from eval import bench_qspec_report as reporting
 from eval import machine
 from eval.bench_decode import read_prompts, why_not_prepared
-from eval.bench_qspec_contenders import ALONE, DEQUANT, Contender, Target, contenders, measure, typical
+from eval.bench_qspec_contenders import ALONE, DEQUANT, LIKE_ALONE, Contender, Target, contenders, measure, typical
 
 QUICK = {"batch": [1, 2], "gamma": [2, 3], "count": 2, "batches": 1, "repeats": 1, "max_new_tokens": 12,
-         "memory": False}
+         "parts": ["decode"]}
 FULL = {"batch": [1, 2, 4, 8, 16, 32], "gamma": [2, 3, 4, 5, 6], "count": None, "batches": 4, "repeats": 3,
-        "max_new_tokens": 128, "memory": True}
+        "max_new_tokens": 128, "parts": ["decode", "memory"]}
+PARTS = {"decode": "throughput, latency, acceptance by batch size and gamma",
+         "memory": "weights, caches and peaks by batch size, a fresh process each",
+         "acceptance": "acceptance at w4a4 and w4a8 over all prompts, in batches of the largest size"}
 
 
 def counts(text: str) -> list[int]:
@@ -70,8 +73,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="(3)")
     parser.add_argument("--max-new-tokens", type=int, help="(128)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, help="peaks, a fresh process each (yes)")
-    parser.add_argument("--acceptance", action="store_true", help="acceptance at w4a4 and w4a8, nothing else")
+    for part, text in PARTS.items():
+        parser.add_argument(f"--{part}", dest="parts", action="append_const", const=part, help=f"only {text}")
     parser.add_argument("--report", type=Path, action="append", default=[], metavar="FILE",
                         help="tables of the JSON lines of earlier runs, nothing else; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender, gamma and batch size")
@@ -90,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def encoded(args: argparse.Namespace, folder: str) -> dict[str, list[list[int]]]:
     """The token ids of each file's prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     files = args.prompts or [Path(hf_mlspec.demo_pair()[0]).parent / "prompts.json"]
     return {file.stem: [tokenizer(text).input_ids for text in read_prompts(file, args.count)] for file in files}
 
@@ -142,8 +145,8 @@ def bench_decoding(args: argparse.Namespace, target: Target, by_size: dict[int, 
 
 
 def bench_memory(args: argparse.Namespace, target: Target, by_size: dict[int, list], lines: Lines) -> None:
-    """Of every contender, with the typical gamma, at every batch size."""
-    found = [one for one in chosen(args) if one.gamma in (None, typical(args.gamma))]
+    """With the typical gamma, at every batch size; without w4a8 and w4a4 alone, which hold what w4a16 holds."""
+    found = [one for one in chosen(args) if one.gamma in (None, typical(args.gamma)) and one.name not in LIKE_ALONE]
     with tempfile.TemporaryDirectory() as folder:
         target.int4.save_pretrained(folder)
         for size, batches in by_size.items():
@@ -169,6 +172,8 @@ def report(rows: list[dict[str, Any]], plot: Path | None, show) -> int:
         show(reporting.memory_table(held))
     if plot is not None:
         plotting.plot(decoded, plot)
+    if not decoded:
+        return 0
     differing = sum(row.get("rows_differing", 0) for row in decoded)
     compared = [row for row in decoded if row["gamma"] is not None]
     show(f"{sum(row['rows_compared'] for row in compared):,} rows, "
@@ -204,10 +209,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.report:
         return reread(args, show)
     torch.set_num_threads(args.threads)
+    transformers.utils.logging.disable_progress_bar()
     folder = str(Path(args.model).resolve()) if args.model else str(hf_mlspec.demo_pair()[0])
     prompts = encoded(args, folder)
     try:
-        by_size = {} if args.acceptance else batches_of(mixed(prompts), args.batch, args.batches)
+        by_size = batches_of(mixed(prompts), args.batch, args.batches) if args.parts != ["acceptance"] else {}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -215,11 +221,11 @@ def main(argv: list[str] | None = None) -> int:
     lines = Lines(args.json, common(args, target))
     if lines.common["not_prepared"] is not None:
         show(f"NOT PREPARED, nothing here runs compiled steps: {lines.common['not_prepared']}", markup=False)
-    if args.acceptance:
+    if "acceptance" in args.parts:
         bench_acceptance(args, target, prompts, lines, show)
-        return 0
-    bench_decoding(args, target, by_size, lines, show)
-    if args.memory:
+    if "decode" in args.parts:
+        bench_decoding(args, target, by_size, lines, show)
+    if "memory" in args.parts:
         bench_memory(args, target, by_size, lines)
     status = report(lines.rows, args.plot, show)
     lines.add(reporting.averages(lines.rows))

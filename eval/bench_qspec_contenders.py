@@ -16,6 +16,7 @@ import hf_mlspec
 from eval import machine
 
 ALONE, DEQUANT = "w4a16", "w4a16 dequant"
+LIKE_ALONE = ("w4a8", "w4a4")  # the int4 model alone, called with coarser activations
 PAPER_GAMMA = 3  # QSpec, section 4
 _WARMING_TOKENS = 8
 

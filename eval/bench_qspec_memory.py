@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,9 @@ import hf_mlspec
 from eval import machine
 from eval.bench_qspec_contenders import Contender, Target, padded
 
+# glibc then gives freed blocks back at once: the peak is what was in use, the same to 0.1 %, not what was kept.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
 
 def request(one: Contender, target: Target, saved: str, rows: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
     """What the fresh process is asked; `saved` holds the quantized model: quantizing is no part of the peak."""
@@ -30,7 +34,7 @@ def request(one: Contender, target: Target, saved: str, rows: list[list[int]], m
 def in_fresh_process(asked: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request; RuntimeError with the end of what the process said where it failed."""
     done = subprocess.run([sys.executable, "-m", "eval.bench_qspec_memory"], input=json.dumps(asked), text=True,
-                          capture_output=True, cwd=Path(__file__).parents[1])
+                          capture_output=True, cwd=Path(__file__).parents[1], env={**os.environ, **_ALLOCATOR})
     if done.returncode:
         name = asked["contender"]["name"]
         raise RuntimeError(f"the process that measures the memory of {name!r} failed: {done.stderr[-2000:]}")
@@ -43,6 +47,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     target, begin = Target(asked["folder"], None), time.perf_counter()
     model = target.int4 if one.quantized else target.bfloat16
     load_seconds = time.perf_counter() - begin
+    model.generation_config.eos_token_id = None  # no row ends early: all contenders hold the same tokens
     with machine.PeakMemory() as memory:
         take = target.decode(one, padded(asked["rows"]), asked["max_new_tokens"])
     kept = take.stats.target_cache_bytes + sum(level.cache_bytes for level in take.stats.levels)

@@ -92,3 +92,41 @@ def test_an_interrupted_write_is_noticed(lossless):
     file.write_text(file.read_text()[:-20])
     with pytest.raises(SystemExit, match="in the middle of a line"):
         lossless()
+
+
+QUANTIZED = """
+[quantize]
+format = "int4"
+group_size = 32
+"""
+
+
+def test_a_plan_may_quantize_its_target(lossless, tmp_path):
+    plan = tmp_path / "plan.toml"
+    chains = '[["w4a8"], ["w4a4", "prompt_lookup"]]'
+    text = plan.read_text().replace('[["mxfp4"], ["prompt_lookup"]]', chains)
+    plan.write_text(text + QUANTIZED, encoding="utf-8")
+    assert lossless()[0] == 0
+    found = entries(lossless.results)
+    assert len(found) == 2 * (3 + 2)
+    assert all(e["differences"] == [] and e["asked"]["quantize"]["format"] == "int4" for e in found)
+    assert found[0]["speculation"]["levels"][0]["name"] == "w4a8"
+    report = lossless("--report")[1]
+    assert "float32, format int4, group_size 32, 6 new tokens" in report
+    assert "| w4a4 <- prompt_lookup | words | 2 | 3 | 18 | 0 |" in report
+    plan.write_text(text + QUANTIZED.replace("32", "64"), encoding="utf-8")
+    with pytest.raises(SystemExit, match="rename the plan"):
+        lossless()
+
+
+def test_the_plan_of_qspec_is_complete():
+    import hf_mlspec
+
+    program = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("lossless", PROGRAM))
+    sys.modules["lossless"] = program
+    spec.loader.exec_module(program)
+    plan = program.read_plan(PROGRAM.parent / "configs" / "lossless_qspec.toml")
+    config = hf_mlspec.MLSpecConfig(**plan["quantize"])
+    assert (config.format, config.group_size, config.symmetric) == ("int4", 128, True)
+    assert plan["batch_sizes"] == [1, 8, 32]
+    assert [data["count"] for data in plan["data"]] == [164, 300]
