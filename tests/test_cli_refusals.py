@@ -79,7 +79,7 @@ def test_a_bad_call_is_refused(capsys, saved_model, argv, message):
 def test_a_folder_without_a_model_is_refused(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     line = refusal(capsys, "generate", "--model", tmp_path, "--prompt", "x")
-    assert "holds no causal language model" in line
+    assert "cannot be loaded as a causal language model" in line
 
 
 def another_width(folder):

@@ -1,4 +1,4 @@
-"""What can be done from a shell? mlspec demo | verify | generate | info."""
+"""What can be done from a shell? mlspec demo | quantize | verify | generate | info."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..ops import KernelError
 from .demo import add_demo
 from .generate import add_generate
 from .info import add_info
+from .quantize import add_quantize
 from .verify import add_verify
 
 
@@ -24,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line, each command with a `run(args) -> exit status`."""
     top = _Parser(prog="mlspec", description="Multi-level lossless speculative decoding for transformers.")
     top.add_argument("--traceback", action="store_true", help="show where an error came from")
-    commands = top.add_subparsers(dest="command", required=True, metavar="demo | verify | generate | info")
-    for add in (add_demo, add_verify, add_generate, add_info):
+    commands = top.add_subparsers(dest="command", required=True, metavar="demo | quantize | verify | generate | info")
+    for add in (add_demo, add_quantize, add_verify, add_generate, add_info):
         add(commands)
     return top
 

@@ -82,10 +82,14 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
 
 
 def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set[str]) -> None:
-    """The weights that are to be quantized, by their names in ``model``, are in the files; ValueError naming those
-    that are not."""
-    stored, _ = _by_name_in_model(checkpoint, model, model.state_dict())
+    """The weights that are to be quantized, by their names in ``model``, are in the files and of its shapes;
+    ValueError naming one that is not."""
+    expected = model.state_dict()
+    stored, merged = _by_name_in_model(checkpoint, model, expected)
     _require_complete(checkpoint, stored, model, sources)
+    for name in sources - merged:
+        if name in stored:
+            _require_fit(stored[name], expected[name], False)
 
 
 def _by_name_in_model(

@@ -21,22 +21,28 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tu
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).is_dir():
-        raise ValueError(f"model folder {path!r} does not exist; give a folder written by save_pretrained")
+    require_folder(path)
     model = read_model(path, DTYPES[dtype])
     return model.to(device).eval(), read_tokenizer(path)
 
 
-def read_model(path: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """The causal language model of a folder or hub name, on the CPU. ValueError, in one line, where there is none."""
+def require_folder(path: str) -> None:
+    """ValueError where ``path`` can only be a folder and there is none."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not Path(path).is_dir():
+        raise ValueError(f"model folder {path!r} does not exist; give a folder written by save_pretrained")
+
+
+def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transformers.PreTrainedModel:
+    """The causal language model of a folder or hub name, on the CPU, loaded with these options of from_pretrained.
+    ValueError, in one line, where there is none."""
     try:
         # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except LOAD_ERRORS as error:
-        raise ValueError(f"{path!r} holds no causal language model: {first_line(error)}") from error
+        raise ValueError(f"{path!r} cannot be loaded as a causal language model: {first_line(error)}") from error
     if found["mismatched_keys"]:
         name, stored, expected = min(found["mismatched_keys"])
         raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import get_module_from_name
@@ -55,6 +56,7 @@ class QuantizeTensor(ConversionOps):
         try:
             if isinstance(module, PackedExperts):
                 return module.quantized(name, wide, path.removesuffix(f".{name}"), self._config.rule)
+            _require_shape(wide, module._parameters[name], path)
             weight = module.packing.weight.from_dense(wide, **self._config.format_settings, name=path)
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from error
@@ -64,6 +66,12 @@ class QuantizeTensor(ConversionOps):
     def close(self) -> None:
         """Take the progress bar away."""
         self._bar.close()
+
+
+def _require_shape(wide: torch.Tensor, expected: nn.Parameter, path: str) -> None:
+    shape = expected.to_local().shape if isinstance(expected, DTensor) else expected.shape
+    if wide.shape != shape:
+        raise ValueError(f"{path} has shape {list(wide.shape)}, config.json makes it {list(shape)}: they do not fit")
 
 
 class _Refused(dict):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 CHECKSUMS_KEY = "mlspec_crc32"  # in every file's metadata: JSON, tensor name -> CRC-32 as 8 hexadecimal digits
 _LENGTH_BYTES = 8  # a file opens with the header's length, little-endian
@@ -131,10 +132,14 @@ def require_checksums(file: Path, tensors: Iterable[StoredTensor], expected: dic
 
 
 def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """CRC-32 of every tensor's bytes, as 8 hexadecimal digits; tensors on the meta device are left out."""
-    present = [name for name, tensor in tensors.items() if not tensor.is_meta]
+    """CRC-32 of every tensor's bytes, as 8 hexadecimal digits; tensors on the meta device are left out.
+
+    A tensor that processes share (DTensor) is gathered for it, one at a time: all of them must call this.
+    """
+    shared = {name: _tensor_crc(t.full_tensor()) for name, t in tensors.items() if isinstance(t, DTensor)}
+    local = [name for name, tensor in tensors.items() if name not in shared and not tensor.is_meta]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(present, pool.map(lambda name: _tensor_crc(tensors[name]), present), strict=True))
+        return {**shared, **dict(zip(local, pool.map(lambda name: _tensor_crc(tensors[name]), local), strict=True))}
 
 
 def _tensor_crc(tensor: torch.Tensor) -> str:
