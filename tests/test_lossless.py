@@ -119,6 +119,21 @@ def test_a_plan_may_quantize_its_target(lossless, tmp_path):
         lossless()
 
 
+def test_a_difference_from_a_quantized_target_is_looked_at_in_float64(lossless, tmp_path):
+    plan = tmp_path / "plan.toml"
+    text = plan.read_text().replace('[["mxfp4"], ["prompt_lookup"]]', '[["w4a8"]]')
+    plan.write_text(text.replace("[1, 2]", "[3]") + QUANTIZED, encoding="utf-8")
+    lossless()
+    (known,) = entries(lossless.results)
+    known["reference_ids"][1][2] ^= 1
+    next(lossless.results.glob("*.jsonl")).write_text(json.dumps({**known, "chain": ["w4a4"]}) + "\n")
+    assert lossless()[0] == 1
+    (difference,) = entries(lossless.results)[1]["differences"]
+    assert (difference["prompt"], difference["position"]) == (1, 2)
+    assert difference["top2_float64"][0][0] == difference["got"]
+    assert difference["gap_float64"] == pytest.approx(difference["gap"], rel=0.1)
+
+
 def test_the_plan_of_qspec_is_complete():
     import hf_mlspec
 

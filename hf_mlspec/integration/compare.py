@@ -111,7 +111,7 @@ class _Run:
 
     def _look_closer(self, prompt: list[int], item: Item, position: int) -> Difference:
         if self.precise is None:
-            self.precise = copy.deepcopy(self.model).double()
+            self.precise = _in_float64(self.model)
         prefix = prompt + item.ids[:position]
         top2, exact = _two_best(self.model, prefix), _two_best(self.precise, prefix)
         expected, got = (ids[position] if position < len(ids) else None for ids in (item.reference_ids, item.ids))
@@ -150,6 +150,12 @@ class _TimedStreamer:
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
         return taken
+
+
+def _in_float64(model: Any) -> Any:
+    """A copy that computes in float64; packed weights become the numbers they stand for."""
+    wide = copy.deepcopy(model)
+    return (wide.dequantize(dtype=torch.float64) if getattr(model, "is_quantized", False) else wide).double()
 
 
 @torch.inference_mode()
