@@ -40,7 +40,7 @@ from eval.bench_qspec_contenders import ALONE, DEQUANT, LIKE_ALONE, Contender, T
 
 QUICK = {"batch": [1, 2], "gamma": [2, 3], "count": 2, "batches": 1, "repeats": 1, "max_new_tokens": 12,
          "parts": ["decode"]}
-FULL = {"batch": [1, 2, 4, 8, 16, 32], "gamma": [2, 3, 4, 5, 6], "count": None, "batches": 4, "repeats": 3,
+FULL = {"batch": [1, 2, 4, 8, 16, 32], "gamma": [2, 3, 4, 5, 6], "count": None, "batches": None, "repeats": 3,
         "max_new_tokens": 128, "parts": ["decode", "memory"]}
 PARTS = {"decode": "throughput, latency, acceptance by batch size and gamma",
          "memory": "weights, caches and peaks by batch size, a fresh process each",
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=128, choices=(32, 64, 128))
     parser.add_argument("--asymmetric", action="store_true", help="codes with a zero point per group")
     parser.add_argument("--count", type=int, help="prompts to read of each file (all)")
-    parser.add_argument("--batches", type=int, help="different batches per batch size, at most (4)")
+    parser.add_argument("--batches", type=int, help="different batches per batch size (4; 2 of 16 rows, 1 of 32)")
     parser.add_argument("--repeats", type=int, help="(3)")
     parser.add_argument("--max-new-tokens", type=int, help="(128)")
     parser.add_argument("--threads", type=int, default=2)
@@ -104,12 +104,13 @@ def mixed(prompts: dict[str, list[list[int]]]) -> list[list[int]]:
     return [rows[place] for place in range(longest) for rows in prompts.values() if place < len(rows)]
 
 
-def batches_of(rows: list[list[int]], sizes: list[int], most: int) -> dict[int, list[list[list[int]]]]:
+def batches_of(rows: list[list[int]], sizes: list[int], most: int | None) -> dict[int, list[list[list[int]]]]:
     """At most so many batches of each size, all of them whole; ValueError where there is not one."""
+    number = {size: most or max(1, min(4, 32 // size)) for size in sizes}
     if len(rows) < max(sizes):
         raise ValueError(f"a batch of {max(sizes)} needs as many prompts, and {len(rows)} were read: raise --count, "
                          "give more --prompts, or leave this batch size out")
-    return {size: [rows[start : start + size] for start in range(0, len(rows) - size + 1, size)][:most]
+    return {size: [rows[start : start + size] for start in range(0, len(rows) - size + 1, size)][: number[size]]
             for size in sizes}
 
 

@@ -274,3 +274,15 @@ def test_the_picture_is_drawn_of_lines(qspec_run, monkeypatch):
     pytest.importorskip("matplotlib")
     qspec_run("--only", "QSpec w4a8", "--plot", str(file))
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_batches_hold_rows_of_every_file_and_are_whole():
+    bench = program("bench_qspec")
+    rows = bench.mixed({"a": [[1], [2], [3]], "b": [[4, 4]]})
+    assert rows == [[1], [4, 4], [2], [3]]
+    assert bench.batches_of(rows, [1, 3], None) == {1: [[[1]], [[4, 4]], [[2]], [[3]]], 3: [[[1], [4, 4], [2]]]}
+    assert bench.batches_of(rows, [2], 1) == {2: [[[1], [4, 4]]]}
+    by_size = bench.batches_of([[0]] * 200, [1, 8, 16, 32, 64], None)
+    assert [len(found) for found in by_size.values()] == [4, 4, 2, 1, 1]
+    with pytest.raises(ValueError, match="a batch of 5 needs as many prompts, and 4 were read"):
+        bench.batches_of(rows, [5], None)
