@@ -39,6 +39,10 @@ _ASYMMETRIC_DIVISORS = (15.0, 16.0, 17.0)
 _LARGEST_SCALE = torch.finfo(torch.float16).max
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest subnormal
 _CHUNK = 1 << 19  # elements in flight: the temporaries stay in the cache, whatever the tensor's size
+# Below torch's grain of 32768 elements every operation of the search stays on its thread: on a busy machine barriers
+# after each of fifty short operations a chunk cost 20 times what a second thread gains on an idle one.
+_SEARCH_CHUNK = (1 << 15) - 1
+_TO_INTEGERS = 1.5 * 2.0**23  # added and taken away: rounds to integers, ties to even; torch's round splits at 2048
 
 
 def require_group_size(group_size: int, in_features: int) -> None:
@@ -70,7 +74,7 @@ def quantize(
     codes = torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_features, in_features // group_size, dtype=torch.float16, device=weight.device)
     zeros = torch.empty_like(scales, dtype=torch.uint8)
-    step = max(1, _CHUNK // max(in_features, 1))
+    step = max(1, _SEARCH_CHUNK // max(in_features, 1))
     for first in range(0, out_features, step):
         part = slice(first, first + step)
         groups = weight[part].to(torch.float32).unflatten(-1, (-1, group_size))  # [rows, in / group, group]
@@ -82,10 +86,10 @@ def quantize(
 
 def _require_range(low: torch.Tensor, high: torch.Tensor, symmetric: bool, first_row: int) -> None:
     widest = _widest_scale(low, high, symmetric)
-    bad = (~(widest <= _LARGEST_SCALE)).nonzero()  # NaN is bad too
-    if not len(bad):
+    fits = widest <= _LARGEST_SCALE  # NaN does not
+    if fits.all():
         return
-    row, group = bad[0].tolist()
+    row, group = (~fits).nonzero()[0].tolist()
     where = f"row {first_row + row}, group {group}"
     smallest, largest = low[row, group].item(), high[row, group].item()
     if not (low[row, group].isfinite() and high[row, group].isfinite()):
@@ -115,12 +119,12 @@ def _search(
     for divisor in divisors:
         scale = (span / divisor).clamp_(min=_SMALLEST_SCALE).to(torch.float16).to(torch.float32)
         zero = _zero_point(low, scale, divisor, symmetric)
-        values = (_codes(groups, scale, zero) - zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1))
+        values = _integers(groups, scale, zero, symmetric).mul_(scale.unsqueeze(-1))
         error = values.sub_(groups).mul_(unit).square_().sum(-1)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
-    codes = _codes(groups, best_scale, best_zero).to(torch.uint8)
+    codes = _integers(groups, best_scale, best_zero, symmetric).add_(best_zero.unsqueeze(-1)).to(torch.uint8)
     best_scale = torch.where(span > 0, best_scale, 1.0)  # of zeros: then a zero on disk is always damage
     return pack_nibbles(codes.flatten(-2)), best_scale.to(torch.float16), best_zero.to(torch.uint8)
 
@@ -132,8 +136,12 @@ def _zero_point(low: torch.Tensor, scale: torch.Tensor, divisor: float, symmetri
     return (low.clamp(max=0).neg_() / scale - clipped).round_().clamp_(0, LARGEST_CODE)
 
 
-def _codes(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    return (groups / scale.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, LARGEST_CODE)
+def _integers(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, symmetric: bool) -> torch.Tensor:
+    """code - zero of every element, as float32."""
+    steps = (groups / scale.unsqueeze(-1)).add_(_TO_INTEGERS).sub_(_TO_INTEGERS)
+    if symmetric:
+        return steps.clamp_(-SYMMETRIC_ZERO, LARGEST_CODE - SYMMETRIC_ZERO)
+    return steps.add_(zero.unsqueeze(-1)).clamp_(0, LARGEST_CODE).sub_(zero.unsqueeze(-1))
 
 
 def dequantize(
