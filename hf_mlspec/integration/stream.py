@@ -60,7 +60,7 @@ def generate_stream(
     Decoding happens while the iterator is asked for the next completion; closing it gives everything back. For a
     progress bar wrap it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose
     own processor, criterion or streamer fails, completes with "error". Raises TypeError or ValueError at once for
-    arguments of the call itself.
+    arguments of the call itself; a model whose logits are NaN ends the whole stream with FloatingPointError.
     """
     check_target(model, None)
     if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:

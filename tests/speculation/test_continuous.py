@@ -194,10 +194,16 @@ def test_a_row_joins_in_the_pass_that_checks_the_others(path):
         serving.rules.append(RowRule(VOCAB, prompt_length=9))
         serving.loop.admit([[8] * 9], [40], [1])
         serving.loop.round()
-    assert serving.loop.target.runner.forwards == passes + 1
-    assert serving.loop.drafted[0] > 0
-    assert serving.loop.drafted[1] == 0  # the cast writes into the target's cache, where the prompt was not yet
-    assert len(serving.loop.rows[1]) == 10
+        assert serving.loop.target.runner.forwards == passes + 1
+        assert serving.loop.drafted[0] > 0
+        assert serving.loop.drafted[1] == 0  # the cast writes into the target's cache, where the prompt was not yet
+        assert len(serving.loop.rows[1]) == 10
+        serving.rules[0] = RowRule(VOCAB, prompt_length=7)
+        serving.loop.replace(0, [9] * 7, 40, 2)
+        serving.loop.round()
+    assert serving.loop.drafted[0] == 0
+    assert serving.loop.drafted[1] > 0
+    assert len(serving.loop.rows[0]) == 8
 
 
 @pytest.mark.parametrize("path", PATHS)
