@@ -30,7 +30,7 @@ class PackedExperts(PackedModule):
         X_bias       [experts, out], the very parameter of the original, where it has one
 
     The gating (act_fn, _apply_gate and what it reads), norms and every other attribute are the original's own. A
-    token's experts are summed in float32 in the order of its routing: its bits depend on no other token.
+    token's experts are summed in float32 in the order of its routing, whatever else is in the call.
     """
 
     disk_axes = 3

@@ -232,6 +232,43 @@ def test_experts_without_a_gate_and_with_a_norm():
     assert torch.allclose(normed(*single), norm(bare), rtol=1e-5, atol=1e-6)
 
 
+class AnyConfig:
+    """Sizes and names that every module of experts understands."""
+
+    _experts_implementation, moe_latent_size = "eager", None
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "act" in name:
+            return "silu"
+        if "limit" in name or "alpha" in name:
+            return 1.5
+        return 4 if "expert" in name and "size" not in name else 64
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("aria", "AriaExperts"),  # [experts, in, out], one half after the other
+        ("openai_privacy_filter", "OpenAIPrivacyFilterExperts"),  # the same with biases and a gate of its own
+        ("minimax_m3_vl", "MiniMaxM3VLExperts"),
+        ("deepseek_v3", "DeepseekV3Experts"),
+    ],
+)
+def test_other_gates_and_layouts(model, kind):
+    modeling = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    module = getattr(modeling, kind)(AnyConfig()).requires_grad_(False)
+    if not is_experts(module):
+        pytest.skip(f"{kind} of this transformers holds its experts in another way")
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    packed = PackedExperts.from_module(module)
+    inputs = routing(module)
+    expected = packed.dequantized_module()(*inputs)
+    assert torch.allclose(packed.materialize(torch.float32)(*inputs), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_first_forwards_from_several_threads():
     module = experts_of("gpt_oss")
     inputs = routing(module)
