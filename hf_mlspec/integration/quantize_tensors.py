@@ -13,6 +13,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
 from ..nn.experts import PackedExperts
+from .mapped_memory import let_go
 from .mlspec_config import MLSpecConfig
 
 
@@ -45,6 +46,7 @@ class QuantizeTensor(ConversionOps):
             packed = self._quantize(module, name, wide, full_layer_name)
         except (TypeError, ValueError) as error:
             return _Refused(error)
+        let_go(wide)
         del module._parameters[name]
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)

@@ -3,7 +3,9 @@
 import copy
 import io
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +199,49 @@ def test_modules_that_cannot_be_packed_are_named_once(folders):
         load(folders("gpt2"), FORMATS["int4"])
 
 
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+import transformers.models.llama.modeling_llama
+import hf_mlspec
+
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+torch.set_num_threads(1)
+AutoModelForCausalLM.from_pretrained(sys.argv[2], quantization_config=hf_mlspec.MLSpecConfig())  # imports, pools
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=hf_mlspec.MLSpecConfig())
+print(status("VmHWM") - before, hf_mlspec.resident_bytes(model))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of resident memory are read as on Linux")
+def test_memory_never_holds_more_than_a_shard_and_the_packed_model(folders, tmp_path):
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    tiny(dtype=torch.bfloat16, **shape).save_pretrained(tmp_path, max_shard_size="10MB")
+    command = [sys.executable, "-c", PEAK, str(tmp_path), str(folders())]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    peak, packed = map(int, ran.stdout.split())
+    sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
+    assert max(sizes) + packed < 0.5 * sum(sizes)  # holding the wide model would be seen
+    assert peak <= max(sizes) + packed
+
+
+def test_a_state_dict_in_memory_survives_being_quantized(folders):
+    wide = load(folders(hidden_size=256, intermediate_size=512))
+    state = {name: tensor.clone() for name, tensor in wide.state_dict().items()}
+    LlamaForCausalLM.from_pretrained(None, config=wide.config, state_dict=state, quantization_config=MLSpecConfig())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in wide.state_dict().items())
+
+
 # What cannot work is refused before a tensor is read.
 
 
@@ -241,7 +286,7 @@ def test_a_truncated_source_is_named(folders, tmp_path):
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    said = rf"safetensors is damaged: it has {len(whole) - 100} bytes, its header describes {len(whole)}: it is truncated"
+    said = rf"safetensors is damaged: it has {len(whole) - 100} bytes, its header describes {len(whole)}: it is trunc"
     with pytest.raises(ValueError, match=said):
         load(tmp_path, FORMATS["int4"])
 
