@@ -59,8 +59,9 @@ def generate_stream(
 
     Decoding happens while the iterator is asked for the next completion; closing it gives everything back. For a
     progress bar wrap it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose
-    own processor, criterion or streamer fails, completes with "error". Raises TypeError or ValueError at once for
-    arguments of the call itself; a model whose logits are NaN ends the whole stream with FloatingPointError.
+    own processor, criterion or streamer fails, completes with "error", and so does one for which the target's logits
+    are NaN (FloatingPointError; those of a level below end the whole stream). Raises TypeError or ValueError at once
+    for arguments of the call itself.
     """
     check_target(model, None)
     if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
@@ -91,6 +92,7 @@ class _Stream:
         self.model, self.chain, self.prepare, self.source = model, chain, prepare, source
         self.rules, self.max_batch, self.exhausted, self.admitted = rules, max_batch, False, 0
         self.live: dict[int, Admitted] = {}  # by the number of their row
+        self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
         device = next(model.parameters()).device
         self.loop = Decoding(
             chain.target,
@@ -161,7 +163,8 @@ class _Stream:
 
     def _place(self, going: list[int], joining: list[int]) -> None:
         """New rows take the slots of those that ended; what is left over joins behind, or leaves."""
-        loop, free = self.loop, sorted(set(range(len(self.loop.rows))) - set(going))
+        loop, left = self.loop, set(range(len(self.loop.rows))) - set(going)
+        free = sorted(r for r in left if loop.numbers[r] not in self.spoiled)  # a masked NaN is still a NaN
         with torch.inference_mode():
             for r, number in zip(free, joining, strict=False):
                 one = self.live[number]
@@ -174,7 +177,7 @@ class _Stream:
             if more:
                 self.rules += [one.rule for one in more]
                 loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
-            if free:
+            if left:
                 self._shrink()
 
     def _shrink(self) -> None:
@@ -205,6 +208,7 @@ class _Stream:
             one.finish_reason = "stop"
         elif len(good) < len(tokens):
             one.fail(one.rule.error)
+            self.spoiled.add(number)
         elif one.request.cancelled:
             one.finish_reason = "cancelled"
         return count, one.finish_reason is not None

@@ -73,7 +73,7 @@ class Checker:
         """Score every row with its draft in one forward pass and settle; the cache keeps what turned out true.
 
         alive: False for rows that rest: nothing of theirs is fed or settled. Raises FloatingPointError if the logits
-        hold NaN.
+        hold NaN, unless the sampler knows how to end a single row.
         """
         alive = alive or [True] * len(rows)
         if self.fused_greedy and not self.keep_logits:
@@ -88,8 +88,9 @@ class Checker:
             columns, probs = self._greedy(draft, self.sampler.keys(scores, [len(row) for row in rows], asked)), None
         # The one host synchronisation of the check.
         values = columns.tolist()
-        if any(line[0] and on for line, on in zip(values, alive, strict=True)):
-            raise nan_error(self.name, logits.dtype)
+        for r, (line, on) in enumerate(zip(values, alive, strict=True)):
+            if line[0] and on:
+                self.sampler.refuse(r, len(rows[r]), nan_error(self.name, logits.dtype))
         accepted = [line[1] for line in values]
         tokens = [line[2 : 3 + a] if on else [] for line, a, on in zip(values, accepted, alive, strict=True)]
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
@@ -101,8 +102,9 @@ class Checker:
         scores = self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
         accepted = [_agreement(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
-        if any(-1 in line for line in tokens):
-            raise nan_error(self.name, self.runner.decoder.dtype)
+        for r, line in enumerate(tokens):
+            if -1 in line:
+                self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, self.runner.decoder.dtype))
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, None, None, None, scores.confidence)
 

@@ -49,8 +49,8 @@ class RowRule:
     """How the tokens of one row are taken, at every level that speaks the target's vocabulary.
 
     noise: None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
-    error: what the row's own processors raised when the target asked them for token number `failed_at`: that token and
-        those behind it mean nothing. Where the guesses before it are refused, nobody needed them.
+    error: why the target cannot take token number `failed_at` (a processor of the row raised, or its logits are NaN):
+        that token and those behind it mean nothing. Where the guesses before it are refused, nobody needed them.
     """
 
     def __init__(
@@ -117,6 +117,12 @@ class RowSampler(Sampler):
     def reads_tokens(self) -> bool:
         """Whether the scores of any row depend on the tokens before a position."""
         return any(rule.sampler.reads_tokens for rule in self.rules)
+
+    def refuse(self, row: int, position: int, error: Exception) -> None:
+        """A token the target cannot take ends its row only; a level below that fails is the whole call's."""
+        if not self.judges:
+            raise error
+        self.rules[row].error, self.rules[row].failed_at = error, position
 
     def scores(
         self,

@@ -64,6 +64,10 @@ class Sampler:
     def replace(self, row: int) -> None:
         """Row `row` is another one from now on; here all rows are treated alike."""
 
+    def refuse(self, row: int, position: int, error: Exception) -> None:
+        """Token number `position` of row `row` cannot be taken; here that ends the whole call."""
+        raise error
+
     def fit(self, logits: Tensor) -> Tensor:
         """Float32 logits over the checker's vocabulary."""
         logits = logits.float()

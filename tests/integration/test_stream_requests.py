@@ -173,6 +173,26 @@ def test_a_bad_request_fails_alone(what, levels):
         assert sequences[request.id] == expected[0].tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["modules", "compiled where built"])
+@pytest.mark.parametrize("levels", [[], ["prompt_lookup"]], ids=["alone", "chain"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_logits_that_are_nan_end_one_request(dtype, levels, sampled):
+    target = tiny(seed=2, dtype=dtype)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[62] = float("nan")
+    good = [Request([*IDS, 5 + i], id=i, eos_token_id=[], do_sample=sampled, seed=i) for i in range(6)]
+    bad = Request([*IDS * 3, 62], id="bad")
+    # Greedy rows without processors take the compiled argmax; they happen not to say 62.
+    options = {"assistant_models": levels, "bad_words_ids": [[62]] if sampled else None, **GREEDY}
+    expected = [next(generate_stream(target, [request], **options)).sequence for request in good]
+    done = {one.id: one for one in generate_stream(target, [good[0], bad, *good[1:]], max_batch=2, **options)}
+    assert done["bad"].finish_reason == "error"
+    assert done["bad"].new_tokens == []
+    with pytest.raises(FloatingPointError, match="the logits of the target are NaN"):
+        raise done["bad"].error
+    assert [done[i].sequence for i in range(6)] == expected
+
+
 def test_a_processor_that_fails_at_a_refused_guess_costs_nothing():
     whole = generated()
 

@@ -169,7 +169,7 @@ class Serving:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("share_sampled", [0.0, 0.5])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_rows_come_and_go(path, name, share_sampled, seed):
     serving = Serving(path, name, seed, share_sampled)
@@ -238,13 +238,15 @@ DRAFTERS: dict[str, Callable] = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_row_that_joins_is_drafted_for_as_in_a_new_batch(path, name):
+@pytest.mark.parametrize("alike", [True, False], ids=["same end", "short"])
+def test_a_row_that_joins_is_drafted_for_as_in_a_new_batch(path, name, alike):
     rules = [RowRule(VOCAB, prompt_length=1) for _ in range(3)]
     worn, fresh = (DRAFTERS[name](path, rules) for _ in range(2))
     rng = random.Random(0)
     old = [[rng.randrange(3, 20) for _ in range(40)] for _ in range(2)]
-    new = [[rng.randrange(3, 20) for _ in range(45)] for _ in range(2)]
-    new[0][:38] = old[0][:38]  # what the row before it said is of no use: it goes on otherwise
+    new = [[rng.randrange(3, 20) for _ in range(12)] for _ in range(2)]
+    if alike:  # the tokens a drafter compares are those of the row that was there; what they follow is not
+        new[0] = [40, 41, 42, 43, *old[0][4:], 40, 41]
     with torch.inference_mode(), ragged_attention_on(list(MODELS.values()) if path == "modules" else []):
         worn.start(2, CPU)
         draft = worn.propose(old, [4, 4])
