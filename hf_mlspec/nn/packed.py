@@ -80,9 +80,11 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def _register_parts(self, name: str, tensors: Parts) -> None:
-        for part, tensor in zip(self.packing.parts, tensors, strict=True):
-            held = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-            self.register_parameter(f"{name}_{part}", held)
+        with torch.inference_mode(False):  # a tensor made in that mode could not be sliced outside of it
+            for part, tensor in zip(self.packing.parts, tensors, strict=True):
+                if tensor is not None:
+                    tensor = nn.Parameter(tensor.clone() if tensor.is_inference() else tensor, requires_grad=False)
+                self.register_parameter(f"{name}_{part}", tensor)
 
     def _hold(self, tensors: list[Parts]) -> None:
         # The last name's codes come last: other threads look at them to tell the layout.
