@@ -23,7 +23,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_mlspec
 from eval import machine
@@ -50,8 +50,14 @@ def write_model(folder: Path, shard: str) -> None:
         torch.set_default_dtype(before)
 
 
+def import_model(folder: str) -> None:
+    """transformers imports a model's code when it first meets its config."""
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(folder))]
+
+
 def quantize(source: str, target: str, name: str) -> dict[str, Any]:
     """Seconds and bytes of one quantization while loading, and of the save."""
+    import_model(source)
     config = hf_mlspec.MLSpecConfig(**FORMATS[name])
     with machine.PeakMemory() as memory:
         begin = time.perf_counter()
@@ -68,6 +74,7 @@ def quantize(source: str, target: str, name: str) -> dict[str, Any]:
 
 def reload(target: str) -> dict[str, Any]:
     """Seconds and bytes of loading the packed model, and whether every tensor is the one that was saved."""
+    import_model(target)
     with machine.PeakMemory() as memory:
         begin = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(target)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_mlspec.formats import mxfp4
-from hf_mlspec.formats.weights import MXFP4_TENSORS, Mxfp4Weight
+from hf_mlspec.formats.weights import MXFP4_TENSORS, Int4Weight, Mxfp4Weight, require_values
 
 
 @pytest.fixture
@@ -61,3 +61,32 @@ def test_nan_scale_is_located(weight):
     weight.weight_scale[4, 1] = 255
     with pytest.raises(ValueError, match="1 NaN codes \\(255\\), the first \\(255\\) at row 4, block 1"):
         weight.validate()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0, -0.5])
+def test_an_int4_scale_no_quantizer_writes_is_located(value):
+    dense = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    weight = Int4Weight.from_dense(dense, group_size=32, name="q_proj")
+    weight.weight_scale[4, 1] = value
+    said = rf"weight_scale holds 1 values that are NaN, Inf, zero or negative, the first \({value:g}\) at row 4, group 1"
+    with pytest.raises(ValueError, match=said):
+        weight.validate()
+
+
+def test_a_group_of_zeros_has_a_scale_that_is_no_damage():
+    weight = Int4Weight.from_dense(torch.zeros(2, 64), group_size=32)
+    assert torch.equal(weight.validate().dequantize(), torch.zeros(2, 64))
+
+
+def test_a_zero_point_beyond_15_names_the_expert():
+    zeros = torch.zeros(3, 4, 2, dtype=torch.uint8)
+    zeros[2, 1, 0], zeros[2, 3, 1] = 16, 255
+    with pytest.raises(ValueError, match=r"experts: down_proj_zero holds 2 zero points above 15, the first \(16\) at "
+                                         r"expert 2, row 1, group 0"):
+        require_values("experts", "down_proj_zero", zeros)
+
+
+@pytest.mark.parametrize("name", ["weight_packed", "bias", "weight"])
+def test_values_of_other_tensors_are_not_looked_at(name):
+    require_values("q_proj", name, torch.full((2, 2), torch.nan))
+    require_values("q_proj", "weight_scale", torch.empty(2, 2, dtype=torch.float16, device="meta"))
