@@ -64,10 +64,7 @@ def generate_stream(
     for arguments of the call itself.
     """
     check_target(model, None)
-    if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
-        raise ValueError(f"max_batch is {max_batch!r}, it must be a positive integer: the rows decoded at a time")
-    if isinstance(requests, (str, Request)) or not isinstance(requests, Iterable):
-        raise TypeError(f"requests is a {type(requests).__name__}, it must be an iterable: write [request]")
+    _check_call(requests, max_batch)
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults)
     prepare.check_defaults()
     config = SpeculationConfig.of(speculation_config)
@@ -75,6 +72,13 @@ def generate_stream(
     rules: list[RowRule] = []
     chain = RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY).build(levels)
     return _Stream(model, chain, rules, prepare, iter(requests), max_batch).completions()
+
+
+def _check_call(requests: Any, max_batch: Any) -> None:
+    if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
+        raise ValueError(f"max_batch is {max_batch!r}, it must be a positive integer: the rows decoded at a time")
+    if isinstance(requests, (str, Request)) or not isinstance(requests, Iterable):
+        raise TypeError(f"requests is a {type(requests).__name__}, it must be an iterable: write [request]")
 
 
 class _Stream:
