@@ -108,14 +108,15 @@ struct Product {
     const int64_t tile_bytes = steps * S * kTileBlockBytes;
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
     const int8_t* step_x = x + token * in;
-    for (int i = 0; i < kCount; ++i) unpack_step(tile + i, 0, weight + i * tile_bytes, codes[i]);
+    const TileStreams streams(tile_bytes, kCount);
+    for (int i = 0; i < kCount; ++i) unpack_step(tile + i, 0, weight + i * tile_bytes, streams.ahead, codes[i]);
     int64_t step = 0;
     for (int64_t g = 0; g < groups; ++g) {
       clear_sums<0, kCount * M>();
       for (int64_t s = 1; s <= group_steps; ++s, step_x += kStep) {
         const int64_t next = std::min(++step, steps - 1);  // the last step is unpacked twice
         const int64_t next_group = s < group_steps || step == steps ? g : g + 1;
-        add_step<0, kCount>(tile, next_group, weight + next * S * kTileBlockBytes, tile_bytes, step_x, step % 2);
+        add_step<0, kCount>(tile, next_group, weight, next * S * kTileBlockBytes, streams, step_x, step % 2);
       }
       add_group<0, kCount>(tile, token, g, rows);
     }
@@ -123,11 +124,11 @@ struct Product {
       for (int t = 0; t < rows; t += kTileRows) add_rows(a, tile + i, token + t, std::min(rows - t, kTileRows), acc[i] + t);
   }
 
-  inline void unpack_step(int64_t tile, int64_t g, const uint8_t* bytes, int8_t (*to)[64]) const {
+  inline void unpack_step(int64_t tile, int64_t g, const uint8_t* bytes, int64_t ahead, int8_t (*to)[64]) const {
     const __m512i zeros = unpack.zeros(a, (tile * groups + g) * kTileOutputs);
 #pragma GCC unroll 2
     for (int s = 0; s < S; ++s) {
-      Isa::prefetch(bytes + s * kTileBlockBytes);
+      Isa::prefetch(bytes + ahead + s * kTileBlockBytes);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const __m512i both = _mm512_loadu_si512(bytes + s * kTileBlockBytes + 64 * j);
@@ -142,11 +143,14 @@ struct Product {
     if constexpr (kSum < kEnd) clear<kSum>(), clear_sums<kSum + 1, kEnd>();
   }
 
-  // Unpacks the next step into the half `next_half` of the buffer and multiplies the other half by x.
+  // Unpacks the next step, at byte `offset` of every tile, into the half `next_half` of the buffer and multiplies the other
+  // half by x.
   template <int i, int kCount>
-  inline void add_step(int64_t tile, int64_t next_group, const uint8_t* next, int64_t tile_bytes, const int8_t* step_x, int next_half) {
+  inline void add_step(int64_t tile, int64_t next_group, const uint8_t* weight, int64_t offset, const TileStreams& streams,
+                       const int8_t* step_x, int next_half) {
     if constexpr (i < kCount) {
-      unpack_step(tile + i, next_group, next + i * tile_bytes, codes[next_half * T + i]);
+      const uint8_t* const next = weight + i * streams.tile_bytes + offset;
+      unpack_step(tile + i, next_group, next, streams.distance(offset), codes[next_half * T + i]);
       load<kWeights>(codes[(1 - next_half) * T + i], 64);
       if constexpr (M == 2) {
         if constexpr (i == 0) load<kFullRows>(step_x, in);
@@ -154,7 +158,7 @@ struct Product {
       }
       if constexpr (i == 0) load<kLastRows>(step_x + (M - 1) * kTileRows * in, in);
       multiply_add<i * M + M - 1, kLastRows>();
-      add_step<i + 1, kCount>(tile, next_group, next, tile_bytes, step_x, next_half);
+      add_step<i + 1, kCount>(tile, next_group, weight, offset, streams, step_x, next_half);
     }
   }
 

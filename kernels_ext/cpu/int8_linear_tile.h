@@ -10,6 +10,8 @@
 //   zeros(), fma(a, b, c), times(v, scalar), half(v) (v / 2, Inf to NaN), power(i) (i << 23 as floats), to_float(i),
 //   load_float16(p), store(p, v), Unpack<Format> and add_block<Format, N>(unpack, weight, x, dots).
 
+#include "tile_streams.h"
+
 constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
 constexpr int kLanes = 16 / Isa::kVectors;
 
@@ -121,6 +123,7 @@ void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
   const int8_t* x = part.codes;
   const typename Isa::template Unpack<Format> unpack;
+  const TileStreams streams(tile_bytes, T);
   typename Isa::Float acc[T][V][N];
 #pragma GCC unroll 4
   for (int i = 0; i < T * V; ++i) {
@@ -135,10 +138,11 @@ void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64
       start_dots<Format, N>(a, at, part.prepared, part.corrections + g * N, dots[i / V][i % V]);
     }
     for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += N * kBlockCodes) {
+      const int64_t ahead = streams.distance((g * group_blocks + b) * kTileBlockBytes);
 #pragma GCC unroll 4
       for (int i = 0; i < T * V; ++i) {
         const uint8_t* w = weight + i / V * tile_bytes;
-        if (i % V == 0) Isa::prefetch(w);
+        if (i % V == 0) Isa::prefetch(w + ahead);
         Isa::template add_block<Format, N>(unpack, w + i % V * kLanes * 4, x, dots[i / V][i % V]);
       }
     }

@@ -22,8 +22,8 @@ struct Isa {
   static Float to_float(Int i) { return _mm256_cvtepi32_ps(i); }
   static Float load_float16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
   static void store(float* p, Float v) { _mm256_storeu_ps(p, v); }
-  static void prefetch(const uint8_t* p) {
-    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)p + 4096 + 64 * line, _MM_HINT_T0);
+  static void prefetch(const uint8_t* block) {
+    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)block + 64 * line, _MM_HINT_T0);
   }
 
   template <class Format>

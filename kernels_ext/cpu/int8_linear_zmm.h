@@ -24,10 +24,9 @@ struct Isa {
   static Float to_float(Int i) { return _mm512_cvtepi32_ps(i); }
   static Float load_float16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
-  static void prefetch(const uint8_t* p) {
-    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)p + kPrefetchBytes + 64 * line, _MM_HINT_T0);
+  static void prefetch(const uint8_t* block) {
+    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)block + 64 * line, _MM_HINT_T0);
   }
-  static constexpr int kPrefetchBytes = 4096;  // 16 blocks ahead, into the next tile where this one ends
 
   template <class Format>
   struct Unpack {

@@ -22,6 +22,7 @@ namespace {
 
 #include "w4a16_linear_zmm.h"
 using Isa = Zmm;
+#include "tile_streams.h"
 #include "w4a16_linear_formats.h"
 
 constexpr int kTileRows = 16;
@@ -79,21 +80,24 @@ struct Product {
     for (int i = 0; i < kCount; ++i) std::memset(acc[i], 0, rows * sizeof acc[i][0]);
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes;
     const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
-    for (int i = 0; i < kCount; ++i) unpack_block(tile + i, 0, weight + i * blocks * kTileBlockBytes, pairs[i]);
+    const TileStreams streams(blocks * kTileBlockBytes, kCount);
+    for (int i = 0; i < kCount; ++i) unpack_block(tile + i, 0, weight + i * streams.tile_bytes, streams.ahead, pairs[i]);
     int64_t block = 0;
     for (int64_t g = 0; g < groups; ++g) {
       clear_sums<0, kCount * M>();
       for (int64_t b = 1; b <= group_blocks; ++b, x += kBlockCodes) {
         const int64_t next = std::min(++block, blocks - 1);  // the last block is unpacked twice
-        add_block<0, kCount>(tile, b < group_blocks || block == blocks ? g : g + 1, weight + next * kTileBlockBytes, x, block % 2);
+        const int64_t next_group = b < group_blocks || block == blocks ? g : g + 1;
+        add_block<0, kCount>(tile, next_group, weight, next * kTileBlockBytes, streams, x, block % 2);
       }
       add_group<0, kCount>(tile, g, rows);
     }
     for (int i = 0; i < kCount; ++i) add_rows(a, tile + i, token, rows, acc[i]);
   }
 
-  inline void unpack_block(int64_t tile, int64_t g, const uint8_t* bytes, uint16_t (*to)[2 * kTileOutputs]) const {
-    Isa::prefetch(bytes);
+  inline void unpack_block(int64_t tile, int64_t g, const uint8_t* bytes, int64_t ahead,
+                           uint16_t (*to)[2 * kTileOutputs]) const {
+    Isa::prefetch(bytes + ahead);
     Isa::Zeros zeros;
     if constexpr (Format::kHasZeros) zeros = Isa::load_zeros(a.zero + (tile * groups + g) * kTileOutputs);
 #pragma GCC unroll 4
@@ -110,11 +114,14 @@ struct Product {
     if constexpr (kSum < kEnd) clear<kSum>(), clear_sums<kSum + 1, kEnd>();
   }
 
-  // Unpacks the next block into the half `next_half` of the buffer and multiplies the other half by x.
+  // Unpacks the next block, at byte `offset` of every tile, into the half `next_half` of the buffer and multiplies the
+  // other half by x.
   template <int i, int kCount>
-  inline void add_block(int64_t tile, int64_t next_group, const uint8_t* next, const uint16_t* x, int next_half) {
+  inline void add_block(int64_t tile, int64_t next_group, const uint8_t* weight, int64_t offset, const TileStreams& streams,
+                        const uint16_t* x, int next_half) {
     if constexpr (i < kCount) {
-      unpack_block(tile + i, next_group, next + i * blocks * kTileBlockBytes, pairs[next_half * T + i]);
+      const uint8_t* const next = weight + i * streams.tile_bytes + offset;
+      unpack_block(tile + i, next_group, next, streams.distance(offset), pairs[next_half * T + i]);
       load<kWeights>(pairs[(1 - next_half) * T + i], 64);
       if constexpr (M == 2) {
         if constexpr (i == 0) load<kFullRows>(x, in * 2);
@@ -122,7 +129,7 @@ struct Product {
       }
       if constexpr (i == 0) load<kLastRows>(x + (M - 1) * kTileRows * in, in * 2);
       multiply_add<i * M + M - 1, kLastRows>();
-      add_block<i + 1, kCount>(tile, next_group, next, x, next_half);
+      add_block<i + 1, kCount>(tile, next_group, weight, offset, streams, x, next_half);
     }
   }
 

@@ -31,10 +31,9 @@ struct Isa {
   static Float load_float16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
   static void store(float* p, Float v) { _mm256_storeu_ps(p, v); }
   static Zeros load_zeros(const uint8_t* p) { return _mm256_mullo_epi32(load_bytes(p), _mm256_set1_epi32(0x01010101)); }
-  static void prefetch(const uint8_t* p) {
-    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)p + kPrefetchBytes + 64 * line, _MM_HINT_T0);
+  static void prefetch(const uint8_t* block) {
+    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)block + 64 * line, _MM_HINT_T0);
   }
-  static constexpr int kPrefetchBytes = 4096;
 
   template <int N>
   struct Tokens {

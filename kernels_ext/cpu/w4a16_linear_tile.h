@@ -8,6 +8,7 @@
 //   points), Unpack<Format>, Tokens<N> with load(x, stride) (one block of N rows of x), and
 //   add_block<Format, N>(unpack, weight, zeros, tokens, dots).
 
+#include "tile_streams.h"
 #include "w4a16_linear_formats.h"
 
 constexpr int kLanes = 16 / Isa::kVectors;
@@ -31,6 +32,7 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
   const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
   const typename Isa::template Unpack<Format> unpack;
+  const TileStreams streams(tile_bytes, T);
   typename Isa::template Tokens<N> tokens;
   typename Isa::Float acc[T][V][N];
   for (auto& tile_acc : acc) for (auto& row : tile_acc) for (auto& sum : row) sum = Isa::zeros();
@@ -44,10 +46,11 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
     }
     for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += kBlockCodes) {
       tokens.load(x, in);
+      const int64_t ahead = streams.distance((g * group_blocks + b) * kTileBlockBytes);
 #pragma GCC unroll 4
       for (int i = 0; i < T * V; ++i) {
         const uint8_t* w = weight + i / V * tile_bytes;
-        if (i % V == 0) Isa::prefetch(w);
+        if (i % V == 0) Isa::prefetch(w + ahead);
         Isa::template add_block<Format, N>(unpack, w + i % V * kLanes * 4, zeros[i / V][i % V], tokens, dots[i / V][i % V]);
       }
     }

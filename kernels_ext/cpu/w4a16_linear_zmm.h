@@ -16,10 +16,9 @@ struct Zmm {
   static Float load_float16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
   static Zeros load_zeros(const uint8_t* p) { return _mm512_mullo_epi32(load_bytes(p), _mm512_set1_epi32(0x01010101)); }
-  static void prefetch(const uint8_t* p) {
-    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)p + kPrefetchBytes + 64 * line, _MM_HINT_T0);
+  static void prefetch(const uint8_t* block) {
+    for (int line = 0; line < 4; ++line) _mm_prefetch((const char*)block + 64 * line, _MM_HINT_T0);
   }
-  static constexpr int kPrefetchBytes = 4096;
 
   // Bytes whose lower nibbles, or with zero points lower five bits, are indices; what lies above is not looked at.
   template <class Format>
