@@ -55,7 +55,7 @@ class Checkpoint:
 def _checksums_of(file: Path, metadata: dict[str, str]) -> dict[str, str]:
     try:
         return dict(json.loads(metadata.get(CHECKSUMS_KEY, "{}")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: its checksums cannot be read ({error})") from error
 
 
@@ -64,9 +64,11 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
 
     packed: names of the 4-bit parameters in ``model.state_dict()``. ValueError (TypeError for a dtype) naming tensor,
     file and numbers for tensors that are missing, unknown, of another shape or dtype, whose bytes have another
-    checksum, or with scales and zero points that no quantizer writes. Where the checkpoint was saved from another
-    class (a base model without its head), only the packed tensors must be complete, as transformers has it.
+    checksum, or with scales and zero points that no quantizer writes, and for files of different saves. Where the
+    checkpoint was saved from another class (a base model without its head), only the packed tensors must be complete,
+    as transformers has it.
     """
+    _require_one_save(checkpoint)
     expected = model.state_dict()
     stored, merged = _by_name_in_model(checkpoint, model, expected)
     same_class = type(model).__name__ in (model.config.architectures or [type(model).__name__])
@@ -90,6 +92,19 @@ def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set
     for name in sources - merged:
         if name in stored:
             _require_fit(stored[name], expected[name], False)
+
+
+def _require_one_save(checkpoint: Checkpoint) -> None:
+    # Shards of another model may fit, each whole in itself; but every file lists the checksums of all tensors.
+    lists = {file: sums for file, sums in checkpoint.checksums.items() if sums}
+    first = next(iter(lists), None)
+    for file, sums in lists.items():
+        if sums != lists[first]:
+            differ = sum(sums.get(name) != lists[first].get(name) for name in sums.keys() | lists[first].keys())
+            raise ValueError(
+                f"{file} and {first} are of different saves: the checksums they list differ for {differ} of "
+                f"{len(sums)} tensors; restore the files that were saved together"
+            )
 
 
 def _by_name_in_model(

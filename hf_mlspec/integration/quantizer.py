@@ -76,7 +76,8 @@ class MLSpecQuantizer(HfQuantizer):
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
         put_packed(model, config, set(config.modules_to_not_convert), with_sources=False)
-        guard = rf"(^|\.){re.escape(_guard_name(model))}$"
+        guard = _guard_name(model).removeprefix(f"{model.base_model_prefix}.")  # a base model's has no prefix
+        guard = rf"(^|\.){re.escape(guard)}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
         if checkpoint is not None:
             require_packed(checkpoint, model, packed_parameters(model))
@@ -108,7 +109,7 @@ class MLSpecQuantizer(HfQuantizer):
         for name, module in packed_modules(model):
             for parameter in (getattr(module, f"{n}_{part}") for n in module.names for part in module.packing.parts):
                 if parameter is not None:
-                    _require_loaded(name, parameter.requires_grad_(False))
+                    _require_loaded(name, parameter.requires_grad_(False), self._checked or not self.pre_quantized)
             if self.pre_quantized and not self._checked:
                 _require_valid(name, module)
         model.add_model_tags([QUANT_METHOD, self.quantization_config.format])
@@ -126,7 +127,8 @@ class MLSpecQuantizer(HfQuantizer):
         state = {**model.state_dict(), _guard_name(model): torch.zeros(1, dtype=torch.uint8)}
         return state, {CHECKSUMS_KEY: json.dumps(checksums(state))}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str) -> PreTrainedModel:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word in the config once it was saved
         for name, module in list(packed_modules(model)):
             linear = isinstance(module, PackedLinear)
             wide = _wide_linear(module, dtype) if linear else module.dequantized_module(dtype)
@@ -146,11 +148,17 @@ class MLSpecQuantizer(HfQuantizer):
         return True
 
 
-def _require_loaded(name: str, parameter: nn.Parameter) -> None:
+def _require_loaded(name: str, parameter: nn.Parameter, was_there: bool) -> None:
     if parameter.is_meta:
         raise ValueError(
-            f"{name} was sent to disk by the device map or was not in the checkpoint: packed layers stay in memory, "
-            "give a device_map without 'disk' and the whole checkpoint"
+            f"{name} was offloaded by the device map or was not in the checkpoint: packed layers stay in memory, give "
+            "a device_map that offloads nothing and the whole checkpoint"
+        )
+    # transformers fills what it did not find with whatever the memory holds, and marks what it did.
+    if not (was_there or getattr(parameter, "_is_hf_initialized", False)):
+        raise ValueError(
+            f"{name}: its 4-bit tensors (one has shape {list(parameter.shape)}) were not all among what was loaded: "
+            "give the whole checkpoint"
         )
 
 

@@ -68,10 +68,10 @@ def read_header(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
         text = stream.read(length)
     try:
         header = json.loads(text)
-        metadata = header.pop("__metadata__", {})
+        metadata = dict(header.pop("__metadata__", {}))
         start = _LENGTH_BYTES + length
         tensors = [_stored(name, entry, start, file) for name, entry in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, f"its header of {length} bytes cannot be read ({error})") from error
     _require_whole(tensors, start, size, file)
     return tensors, metadata
@@ -80,6 +80,9 @@ def read_header(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
 def _stored(name: str, entry: dict[str, Any], start: int, file: Path) -> StoredTensor:
     begin, end = entry["data_offsets"]
     dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+    odd = [number for number in (begin, end, *shape) if type(number) is not int or number < 0]
+    if odd:
+        raise ValueError(f"{name} has {odd[0]!r} among its sizes and offsets")
     if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError(f"{name} has shape {list(shape)} of {entry['dtype']} in {end - begin} bytes")
     return StoredTensor(name, dtype, shape, start + begin, start + end, file)

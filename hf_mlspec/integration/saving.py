@@ -9,10 +9,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from transformers import PreTrainedModel
+
+try:
+    import fcntl
+except ImportError:  # only POSIX has it
+    fcntl = None
 
 from .model_card import model_card
 from .quantizer import MLSpecQuantizer
@@ -20,6 +25,7 @@ from .quantizer import MLSpecQuantizer
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = re.compile(r"No space left|quota exceeded|File too large|os error (28|122|27)\b", re.IGNORECASE)
 _BESIDE_WEIGHTS, _BESIDE_TENSOR = 1 << 16, 1 << 9  # bytes: config, generation config and card; names in the headers
+_STAGED = ".saving-"  # begins the names of the folders that saves write to, each locked while its save lives
 _hooked: Callable | None = None  # what stands at PreTrainedModel.save_pretrained, while enabled
 
 
@@ -69,21 +75,28 @@ def _bytes_needed(model: PreTrainedModel) -> int:
 def _staging(folder: Path, needed: int) -> Iterator[Path]:
     """A new folder inside ``folder``, and so on its file system; at the end its files take their places there.
 
-    An error leaves ``folder`` as it was. OSError with the bytes needed and free where the disk is full, before or
-    while writing; NotADirectoryError where ``folder`` is a file.
+    An error leaves ``folder`` as it was; what a killed process left there goes with the next save. OSError with the
+    bytes needed and free where the disk is full, before or while writing; NotADirectoryError where ``folder`` is a
+    file.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a model is saved into a folder, this is a file", str(folder))
+    if folder.exists():
+        _remove_abandoned(folder)
     free = shutil.disk_usage(next(f for f in (folder, *folder.absolute().parents) if f.exists())).free
     if free < needed:
         raise _no_space(folder, needed, free, None)
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    held = ExitStack()
+    with _locked(folder):
+        staged = Path(tempfile.mkdtemp(prefix=_STAGED, dir=folder))
+        held.enter_context(_locked(staged))
     try:
         yield staged
         _flush(staged)
-        _take_places(staged, folder)
+        with _locked(folder):  # else the files of two saves could mix
+            _take_places(staged, folder)
     except Exception as error:
         if not _is_full(error):
             raise
@@ -91,8 +104,41 @@ def _staging(folder: Path, needed: int) -> Iterator[Path]:
         raise _no_space(folder, needed, free, error) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+        held.close()
         if created and not any(folder.iterdir()):
             folder.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Whether the folder's advisory lock, which ends with the process, could be had.
+
+    Where nothing locks folders (some network file systems) saves go on, and leave what a killed process left.
+    """
+    if fcntl is None:
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield _lock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_abandoned(folder: Path) -> None:
+    with _locked(folder):
+        for staged in folder.glob(f"{_STAGED}*"):
+            with suppress(FileNotFoundError), _locked(staged, wait=False) as abandoned:
+                if abandoned:
+                    shutil.rmtree(staged, ignore_errors=True)
 
 
 def _is_full(error: Exception) -> bool:

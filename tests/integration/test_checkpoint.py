@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mlspec import MLSpecConfig
+from hf_mlspec.integration.checkpoint import Checkpoint
 from hf_mlspec.integration.safetensors_file import CHECKSUMS_KEY, read_header
 from tests.models import tiny
 
@@ -134,6 +135,23 @@ def test_a_damaged_header(folder, old, new, words):
     refused(folder, (ValueError, TypeError), str(file), *([] if words is None else [words]))
 
 
+@pytest.mark.parametrize(("change", "words"), [
+    ({"__metadata__": 5}, "cannot be read"),
+    ({"__metadata__": None}, "cannot be read"),
+    ({"a": {"dtype": "U8", "shape": [-2, -2], "data_offsets": [0, 4]}}, "a has -2 among its sizes and offsets"),
+    ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0.0, 4.0]}}, "a has 0.0 among its sizes and offsets"),
+    (b'{"a":' * 100_000, "cannot be read"),
+    ({"__metadata__": {CHECKSUMS_KEY: "[" * 100_000}}, "its checksums cannot be read"),
+], ids=["metadata", "no metadata", "negative", "no integers", "nested", "nested checksums"])  # fmt: skip
+def test_a_strange_header(tmp_path, change, words):
+    file = tmp_path / "model.safetensors"
+    text = change if isinstance(change, bytes) else json.dumps(change).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"1234" * (b'"a"' in text and text[:1] == b"{"))
+    with pytest.raises(ValueError, match=words) as raised:
+        Checkpoint.read([file])
+    assert str(file) in str(raised.value)
+
+
 def test_an_overlapping_tensor(folder):
     file = file_of(folder, f"{LAYER}.weight_packed")
     whole = file.read_bytes()
@@ -252,3 +270,29 @@ def test_a_missing_shard_is_named(saved, tmp_path):
     lost = sorted(tmp_path.glob("*.safetensors"))[1]
     lost.unlink()
     refused(tmp_path, OSError, lost.name)
+
+
+def test_shards_of_two_models(saved, tmp_path):
+    """Whole, of the same shapes and with good checksums, but not saved together."""
+    shutil.copytree(saved["int4", "shards"], tmp_path, dirs_exist_ok=True)
+    other = AutoModelForCausalLM.from_pretrained(saved["int4", "shards"])
+    other.get_submodule(LAYER).weight_packed.data ^= 1
+    other.save_pretrained(tmp_path / "other", max_shard_size="9KB")
+    first, *_, last = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    shutil.copy(tmp_path / "other" / last, tmp_path)
+    refused(tmp_path, ValueError, str(tmp_path / first), str(tmp_path / last), "of different saves", "differ for 1 of")
+
+
+@pytest.mark.parametrize("part", ["weight_packed", "weight_zero"])
+def test_tensors_missing_from_another_kind_of_file(saved, tmp_path, part):
+    """transformers would fill the codes with what the memory happens to hold."""
+    model = AutoModelForCausalLM.from_pretrained(saved["int4", "whole"])
+    state = dict(model.state_dict())
+    del state[f"{LAYER}.{part}"]
+    shutil.copy(saved["int4", "whole"] / "config.json", tmp_path)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=rf"{LAYER}: its 4-bit tensors .* were not all among what was loaded"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    state[f"{LAYER}.{part}"] = model.state_dict()[f"{LAYER}.{part}"]
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -162,6 +162,7 @@ def test_dequantize_gives_a_plain_model_that_saves_as_one(folders, tmp_path, set
     model = load(folders("qwen2"), settings, dtype=torch.float32)
     layer = model.model.layers[1].self_attn.v_proj
     dense, bias = layer.dequantized(torch.float32), layer.bias
+    model.save_pretrained(tmp_path / "packed")  # which makes config.dtype a word
     plain = model.dequantize()
     assert not list(packed_modules(plain))
     assert torch.equal(plain.model.layers[1].self_attn.v_proj.weight, dense)
@@ -177,6 +178,11 @@ def test_a_base_model_reads_a_causal_lms_checkpoint(folders, tmp_path):
     base = AutoModel.from_pretrained(tmp_path)
     whole = load(tmp_path)
     assert same(base, whole.model)
+    base.save_pretrained(tmp_path / "base")
+    headless, found = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert same(headless.model, base)
+    assert not found["unexpected_keys"]
+    assert found["missing_keys"] == {"lm_head.weight"}
 
 
 def test_the_progress_bar_counts_tensors_and_can_be_disabled(folders, monkeypatch):

@@ -41,6 +41,10 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 def test_a_second_save_replaces_the_first_whatever_its_shards(model, tmp_path):
     for size in ("1GB", "9KB", "5KB", "1GB"):
         model.save_pretrained(tmp_path, max_shard_size=size)
@@ -158,6 +162,43 @@ def test_any_other_error_is_its_own_and_changes_nothing(model, earlier, monkeypa
         model.save_pretrained(folder)
     assert raised.value is error
     assert contents(folder) == before
+
+
+def test_what_a_killed_save_left_goes_with_the_next(dense, model, earlier):
+    folder, before = earlier
+    program = f"""
+import os, signal, hf_mlspec, transformers.modeling_utils
+from transformers import AutoModelForCausalLM
+from hf_mlspec import MLSpecConfig
+model = AutoModelForCausalLM.from_pretrained({str(dense)!r}, quantization_config=MLSpecConfig("int4", group_size=32))
+write = transformers.modeling_utils.safe_save_file
+def killed(*args, **kwargs):
+    write(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+transformers.modeling_utils.safe_save_file = killed
+model.save_pretrained({str(folder)!r})
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == -9
+    (left,) = folder.glob(".saving-*")
+    assert list(left.glob("*.safetensors"))
+    assert files_of(folder) == before
+    with saving._staging(folder, 0):  # another save that is still going on
+        model.save_pretrained(folder)
+        (going_on,) = folder.glob(".saving-*")
+        assert going_on != left
+    assert sorted(contents(folder)) == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("errno_of_lock", [errno.ENOLCK, errno.EBADF])
+def test_a_file_system_without_locks(model, tmp_path, monkeypatch, errno_of_lock):
+    def no_lock(descriptor, how):
+        raise OSError(errno_of_lock, os.strerror(errno_of_lock))
+
+    monkeypatch.setattr(saving.fcntl, "flock", no_lock)
+    (tmp_path / ".saving-unknown").mkdir()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / ".saving-unknown").exists()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
 
 
 def test_a_file_where_the_folder_should_be(model, tmp_path):
