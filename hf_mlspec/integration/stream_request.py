@@ -112,8 +112,8 @@ class Admitted:
         return self.row[self.prompts.lengths[0] :]
 
     def fail(self, error: Exception) -> None:
-        """The request ends with this error; its tokens so far stay."""
-        self.finish_reason, self.error = "error", error
+        """The request ends with this error, or the one that came before it; its tokens so far stay."""
+        self.finish_reason, self.error = "error", self.error or error
 
     def stream(self, tokens: Tensor) -> None:
         """Hand tokens to the request's streamer, whose failure ends this request only."""
@@ -154,12 +154,16 @@ class Preparation:
 
     def __call__(self, request: Request, began: float) -> Admitted:
         """Raises TypeError or ValueError for what cannot be served, before anything is computed."""
-        if request.seed is not None and (not isinstance(request.seed, int) or isinstance(request.seed, bool)):
-            raise TypeError(f"seed is {request.seed!r}, it must be an integer or None")
-        options = self._merged(request.options)
+        _check_seed(request.seed)
+        options, ids = self._merged(request.options), self._input_ids(request.input_ids)
         if options.get("attention_mask") is not None:
-            options["attention_mask"] = _as_row(options["attention_mask"]).to(self.model.device)
-        call = self._call(self._input_ids(request.input_ids), options)
+            mask = options["attention_mask"] = _as_row(options["attention_mask"]).to(self.model.device)
+            if mask.shape != ids.shape:  # stock generate would make one that fits
+                raise ValueError(
+                    f"attention_mask has shape {list(mask.shape)} and input_ids {list(ids.shape)}: one flag per token "
+                    "is needed"
+                )
+        call = self._call(ids, options)
         prompts = check(self.model, call)
         stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
         row = list(prompts.rows[0])
@@ -216,6 +220,13 @@ class Preparation:
         above = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
         keywords = above | {name: value for name, value in options.items() if name != "generation_config"}
         return {**settings.update(**keywords), "generation_config": settings}
+
+
+def _check_seed(seed: Any) -> None:
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise TypeError(f"seed is {seed!r}, it must be an integer or None")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}, torch's generators take integers from -2**63 to 2**64 - 1")
 
 
 def _as_row(prompt: Any) -> Tensor:

@@ -15,6 +15,7 @@ from ..speculation.draft import Drafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.drafters.ngram import NGram
+from ..speculation.drafters.prompt_lookup import PromptLookup
 from ..speculation.drafters.self_precision import at_lower_precision
 from ..speculation.fused_runner import FusedRunner
 from ..speculation.runner import Runner
@@ -151,8 +152,9 @@ class Wiring:
         """A level without a model: it drafts in whatever vocabulary stands above it."""
         threshold = self.config.of_level("confidence_threshold", index, self.count)
         drafter = levels[index].drafter
+        if isinstance(drafter, (NGram, PromptLookup)):
+            drafter = drafter.fork()  # a table is everyone's; rows, and its threshold, are this call's
         if isinstance(drafter, NGram):
-            drafter = drafter.fork()  # the table is everyone's, rows and threshold are this call's
             drafter.threshold = drafter.threshold if threshold is None else threshold
         chain.levels.append(drafter)
         chain.runners.append(None)

@@ -91,8 +91,8 @@ def prepare(model: nn.Module) -> nn.Module:
     compiled call per step; of other architectures each linear runs through its kernel, said once. From then on plain
     `model.generate` decodes this way too where it can (greedy and sampling); a call that it cannot serve runs in
     transformers' own loop, which is said once. A later change of the weights, or of what a PrecisionSwitch says, is
-    noticed (a cast of them made before a
-    change through `.data` is not made anew: it drafts worse, no token changes). A deep copy is not prepared.
+    noticed (a cast of them made before a change through `.data` is not made anew: it drafts worse, no token changes).
+    A deep copy is not prepared.
     KernelError when no kernels are built (with the command that builds them), TypeError for what is no model,
     ValueError when the model is not on the CPU or its weights are neither bfloat16 nor float32.
     """

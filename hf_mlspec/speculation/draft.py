@@ -44,7 +44,11 @@ class Draft:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A level below the target. See docs/architecture.md, "The drafter protocol"."""
+    """A level below the target. See docs/architecture.md, "The drafter protocol".
+
+    It knows the rows of one call, so one object serves one call, or one stream, at a time. (Those of this package that a
+    user may hand over, lookups and n-gram tables, are forked for every call.)
+    """
 
     name: str
     stats: LevelStats

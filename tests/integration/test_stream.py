@@ -15,6 +15,8 @@ import hf_mlspec
 from hf_mlspec import Request, generate_stream
 from hf_mlspec.integration.stream import _Stream
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.drafters.ngram import NGram
+from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
 
 TARGETS = {"modules": tiny(seed=2, dtype=torch.float32), "compiled": tiny(seed=2, dtype=torch.bfloat16)}
 NEAR = {path: near(model, 0.05) for path, model in TARGETS.items()}
@@ -251,6 +253,17 @@ def test_closing_early_frees_everything():
     assert len(made) == len(ended) == 3
     assert model.generate(torch.tensor([[5]]), max_new_tokens=2).shape == (1, 3)
     assert list(iterator) == []
+
+
+@pytest.mark.parametrize("level", [PromptLookup(), NGram()], ids=lambda level: level.name)
+def test_two_streams_take_turns_with_one_level(level):
+    requests = [{**request, "eos_token_id": []} for request in asked(seed=8)]
+    streams = [
+        generate_stream(TARGETS["modules"], order, max_batch=size, assistant_models=[level], do_sample=False)
+        for size, order in ((2, requests), (3, requests[::-1]))
+    ]
+    done = [completion for both in zip(*streams, strict=True) for completion in both]
+    assert by_id(done[::2]) == by_id(done[1::2]) == {r["id"]: alone("modules", r) for r in requests}
 
 
 def test_between_completions_the_model_is_its_own():

@@ -117,6 +117,7 @@ class FailingStreamer:
 
     def end(self):
         self.ended += 1
+        raise ValueError("and cannot be closed")  # not what went wrong first
 
 
 class FailingCriterion(StoppingCriteria):
@@ -142,6 +143,9 @@ BAD = {
     "another loop": ({"input_ids": IDS, "custom_generate": "someone/loop"}, ValueError, "custom_generate"),
     "no length": ({"input_ids": IDS, "max_new_tokens": 0}, ValueError, "max_new_tokens"),
     "seed": ({"input_ids": IDS, "seed": "x"}, TypeError, "seed is 'x'"),
+    "large seed": ({"input_ids": IDS, "seed": 2**64}, ValueError, "seed is 18446744073709551616.*2\\*\\*64 - 1"),
+    "short mask": ({"input_ids": IDS, "attention_mask": [1, 1]}, ValueError, r"attention_mask has shape \[1, 2\]"),
+    "long mask": ({"input_ids": IDS, "attention_mask": [1] * 99}, ValueError, r"attention_mask has shape \[1, 99\]"),
     "temperature": ({"input_ids": IDS, "do_sample": True, "temperature": -1.0}, ValueError, "temperature"),
     "assistants": ({"input_ids": IDS, "assistant_models": ["ngram"]}, ValueError, "assistant_models"),
     "guidance": ({"input_ids": IDS, "guidance_scale": 2.0}, ValueError, "keeps state"),

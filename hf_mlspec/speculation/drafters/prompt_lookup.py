@@ -82,6 +82,10 @@ class PromptLookup:
         self.stats = LevelStats(name)
         self.start(0, torch.device("cpu"))
 
+    def fork(self) -> PromptLookup:
+        """Another lookup with the same settings, and rows and counts of its own: one a call of generate."""
+        return PromptLookup(self.max_ngram, self.min_ngram, self.name)
+
     def start(self, batch: int, device: torch.device) -> None:
         """Forget every earlier row; `batch` rows follow, drafts go to `device`."""
         self.stats.reset()
