@@ -74,7 +74,7 @@ RULES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[float, ...]
 
 def require_rule(rule: str) -> None:
     """ValueError naming the known rules when ``rule`` is none of them."""
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise ValueError(f"unknown MXFP4 rounding rule {rule!r}: choose one of {', '.join(RULES)}")
 
 

@@ -64,7 +64,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         _require_known(quant_method, format, format_version, unknown)
         _require_own(format, {"rule": rule, "group_size": group_size, "symmetric": symmetric})
         require_rule(rule)
-        if group_size not in GROUP_SIZES:
+        if type(group_size) is not int or group_size not in GROUP_SIZES:
             raise ValueError(f"MLSpecConfig: group_size is {group_size!r}, int4 has {_listed(GROUP_SIZES)}")
         if not isinstance(symmetric, bool):
             raise ValueError(f"MLSpecConfig: symmetric is {symmetric!r}, choose True or False")
@@ -121,7 +121,7 @@ def _require_own(format: str, settings: dict[str, Any]) -> None:
 
 
 def _names(setting: str, names: list[str]) -> list[str]:
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"MLSpecConfig: {setting} is {names!r}, expected a list of module names")
     return list(names)
 

@@ -9,12 +9,10 @@ from torch import nn
 
 from ..formats.mxfp4 import BLOCK
 from ..ops.reference import sliced_linear
-from .expert_modules import ExpertModule, is_experts
+from .expert_modules import ExpertModule
 from .packed import PackedModule, require_switch
 from .packed_formats import Parts, require_fit, zeros
 from .switch import PrecisionSwitch
-
-__all__ = ["PackedExperts", "is_experts"]
 
 
 class PackedExperts(PackedModule):

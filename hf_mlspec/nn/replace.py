@@ -15,7 +15,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ..formats import mxfp4
 from ..precision import Precision
 from .castable import linears_and_experts, require_dense, require_finite_floats, unfit
-from .experts import PackedExperts, is_experts
+from .expert_modules import is_experts
+from .experts import PackedExperts
 from .linear import Mxfp4Linear
 from .switch import PrecisionSwitch
 

@@ -140,6 +140,9 @@ def test_damaged_checkpoints_are_refused(saved):
     [
         ({"format": "nvfp4"}, "format 'nvfp4' is unknown"),
         ({"rule": "up"}, "rounding rule 'up'"),
+        ({"rule": ["ceil"]}, r"rounding rule \['ceil'\]"),
+        ({"format": "int4", "group_size": 64.0}, r"group_size is 64\.0"),
+        ({"skip_modules": 5}, "skip_modules is 5, expected a list"),
         ({"activation_bits": 7}, "activation_bits is 7: choose 16"),
         ({"planes": 3}, r"unknown settings \['planes'\]"),
         ({"quant_method": "awq"}, "quant_method is 'awq'"),

@@ -14,7 +14,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_mlspec.nn.experts import PackedExperts, is_experts
+from hf_mlspec.nn.expert_modules import is_experts
+from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.replace import resident_bytes
 from hf_mlspec.nn.switch import PrecisionSwitch
