@@ -131,6 +131,7 @@ class DecoderObject : public torch::CustomClassHolder {
   std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
                                                        const Ints& starts, const Ints& limits, double threshold,
                                                        int64_t activation_bits) {
+    mlspec::check_threshold("threshold", threshold);
     std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, activation_bits);
     const auto rows = split(tokens, counts, starts);
@@ -147,6 +148,8 @@ class DecoderObject : public torch::CustomClassHolder {
       int64_t num_draft_tokens, double tiny_threshold, double middle_threshold, int64_t activation_bits,
       int64_t tiny_activation_bits) {
     TORCH_CHECK_VALUE(num_draft_tokens >= 0, "num_draft_tokens is ", num_draft_tokens);
+    mlspec::check_threshold("tiny_threshold", tiny_threshold);
+    mlspec::check_threshold("middle_threshold", middle_threshold);
     std::unique_lock own(decoder_.busy, std::defer_lock), other(tiny->decoder_.busy, std::defer_lock);
     tiny.get() == this ? own.lock() : std::lock(own, other);
     mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, activation_bits);

@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <optional>
 #include <string>
 
@@ -95,6 +96,11 @@ inline void check_width(const Decoder& decoder, int64_t bits) {
   TORCH_CHECK_VALUE(bits == 0 || packed, "activation_bits is ", bits, ", and the decoder holds no 4-bit weights; pass 0");
   TORCH_CHECK_VALUE(bits == 0 || bits == 16 || bits == 8 || (bits == 4 && !mxfp4), "activation_bits is ", bits, ", choose ",
                     mxfp4 ? "16 or 8 for MXFP4 weights" : "16, 8 or 4 for int4 weights", ", or 0 for each layer's own");
+}
+
+// With NaN the rounds would neither ask for confidences nor do without them.
+inline void check_threshold(const char* name, double threshold) {
+  TORCH_CHECK_VALUE(!std::isnan(threshold), name, " is NaN, expected a probability, or 0 for none");
 }
 
 // A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim].

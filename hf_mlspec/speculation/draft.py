@@ -46,8 +46,8 @@ class Draft:
 class Drafter(Protocol):
     """A level below the target. See docs/architecture.md, "The drafter protocol".
 
-    It knows the rows of one call, so one object serves one call, or one stream, at a time. (Those of this package that a
-    user may hand over, lookups and n-gram tables, are forked for every call.)
+    It knows the rows of one call, so one object serves one call, or one stream, at a time. (The
+    package's own lookups and n-gram tables are forked for every call.)
     """
 
     name: str

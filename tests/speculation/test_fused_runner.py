@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from itertools import chain
 
 import pytest
@@ -195,6 +196,19 @@ def test_nothing_lies_beyond_the_cache_or_the_rotary_tables():
     assert positions < 4096
     with pytest.raises(IndexError, match=f"the rotary tables {positions} positions"):
         one.draft([[5] * positions], [1], 0.0)
+
+
+def test_a_threshold_that_is_no_number_is_refused():
+    one, other = runner("small"), runner("float32")
+    for level in (one, other):
+        level.start(1, CPU)
+    with pytest.raises(ValueError, match="^threshold is NaN"):
+        one.draft([[5]], [3], math.nan)
+    for tiny_threshold, threshold in ((math.nan, 0.0), (0.0, math.nan)):
+        with pytest.raises(ValueError, match="_threshold is NaN"):
+            one.draft_checked(
+                other, [[5]], [4], num_draft_tokens=2, tiny_threshold=tiny_threshold, threshold=threshold
+            )
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """How does a model draft for itself? The same packed weights, read with coarser activations, in the same cache.
 
 QSpec (arXiv 2410.11305): gamma tokens are drafted with 4- or 8-bit activations, then all gamma + 1 positions are
-scored with 16-bit ones, which overwrites every drafted slot of the cache. One copy of the weights, one cache; after each
-round that cache holds what 16-bit decoding alone would have put there.
+scored with 16-bit ones, which overwrites every drafted slot of the cache. One copy of the weights, one cache; after
+each round that cache holds what 16-bit decoding alone would have put there.
 
 What drafts is a runner like any other, so it may stand under a `ModelDrafter`, or under a `Checker` in the middle of a
 chain.
