@@ -202,7 +202,7 @@ def test_a_threshold_that_is_no_number_is_refused():
     one, other = runner("small"), runner("float32")
     for level in (one, other):
         level.start(1, CPU)
-    with pytest.raises(ValueError, match="^threshold is NaN"):
+    with pytest.raises(ValueError, match=r"^threshold is NaN"):
         one.draft([[5]], [3], math.nan)
     for tiny_threshold, threshold in ((math.nan, 0.0), (0.0, math.nan)):
         with pytest.raises(ValueError, match="_threshold is NaN"):
