@@ -29,23 +29,8 @@ namespace {
 #define MLSPEC_INT8_VBMI
 #include "int8_linear_zmm.h"
 #include "int8_linear_tile.h"
+#include "amx_registers.h"
 
-constexpr int kTileRows = 16;
-constexpr int kWeights = 4, kFullRows = 5, kLastRows = 6;  // tile registers; sums lie in 0..3
-
-// GCC's intrinsics take literal register numbers only, and do not say that they read and write memory.
-template <int kTile>
-inline void load(const void* p, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
-}
-template <int kTile>
-inline void store(void* p, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
-}
-template <int kTile>
-inline void clear() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-}
 template <int kSums, int kX>
 inline void multiply_add() {
   asm volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kWeights), "i"(kX), "i"(kSums));
