@@ -44,16 +44,8 @@ def packed_parameters(model: nn.Module) -> set[str]:
 def _packable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every path of every module that has a 4-bit counterpart."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module) or (is_experts(module) and _why_not(module, name) is None):
+        if is_dense(module) or ExpertModule.obstacle(module) is None:
             yield name, module
-
-
-def _why_not(experts: nn.Module, name: str) -> str | None:
-    try:
-        ExpertModule.of(experts, name)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def choose_kept(model: PreTrainedModel, patterns: list[str], defaults: list[str]) -> set[str]:
@@ -161,7 +153,7 @@ def warn_of_unpackable(model: PreTrainedModel, kept: set[str]) -> None:
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
         other_linear = isinstance(module, nn.Linear | Conv1D) and not is_dense(module)
-        if name not in kept and (other_linear or (is_experts(module) and _why_not(module, name) is not None)):
+        if name not in kept and (other_linear or (is_experts(module) and ExpertModule.obstacle(module) is not None)):
             kinds[type(module).__name__] += 1
     if kinds:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

@@ -107,7 +107,7 @@ class MLSpecQuantizer(HfQuantizer):
                 f"{waiting[0]}: give the whole checkpoint"
             )
         for name, module in packed_modules(model):
-            for parameter in (getattr(module, f"{n}_{part}") for n in module.names for part in module.packing.parts):
+            for parameter in (tensor for own in module.names for tensor in module.held(own)):
                 if parameter is not None:
                     _require_loaded(name, parameter.requires_grad_(False), self._checked or not self.pre_quantized)
             if self.pre_quantized and not self._checked:
