@@ -1,0 +1,128 @@
+"""Which items of a long run are finished? A file that survives a killed process: nothing is computed twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: two processes on one journal are then not noticed
+    fcntl = None
+
+_OPENING = b'{"asked": '
+
+
+class Journal:
+    """JSON lines: first what was asked, then one line per finished item, `{"key": ..., "value": ...}`.
+
+    A line reaches the disk before `add` returns (one write, fsync). A process killed inside a write leaves a last line
+    without its end; the next one cuts that line off, its item was never reported as finished.
+
+    file:   made, with its folders, where it does not exist.
+    asked:  what the items depend on (model, levels, settings), as JSON; a journal of something else is refused, so
+            that results of two settings never meet in one table.
+    Raises ValueError for a file that is another journal or none, naming what differs, and while another process
+    writes it.
+    """
+
+    def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any]) -> None:
+        self.path, self.asked = Path(file), json.loads(json.dumps(asked))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._items: dict[str, Any] = {}
+        self._out: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115 - open as long as the journal lives
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._out.close()
+            raise
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def items(self) -> dict[str, Any]:
+        """What is finished, in the order it was; a copy."""
+        return dict(self._items)
+
+    def add(self, key: str, value: Any) -> None:
+        """An item is finished; ValueError where it was before: computing it again is a mistake of the caller."""
+        if key in self._items:
+            raise ValueError(f"{self.path}: item {key!r} is finished already; ask `key in journal` before computing")
+        self._write({"key": key, "value": value})
+        self._items[key] = json.loads(json.dumps(value))
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        self._out.close()
+
+    def _lock(self) -> None:
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"{self.path} is being written by another process: wait for it, or name another file"
+            ) from error
+
+    def _read(self) -> None:
+        self._out.seek(0)
+        text = self._out.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        if lines:
+            self._check_asked(self._parse(1, lines[0]))
+        elif not _OPENING.startswith(text[: len(_OPENING)]):
+            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
+        for number, line in enumerate(lines[1:], 2):
+            entry = self._parse(number, line)
+            if set(entry) != {"key", "value"} or entry["key"] in self._items:
+                raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; name another file")
+            self._items[entry["key"]] = entry["value"]
+        if len(whole) < len(text):
+            self._out.truncate(len(whole))
+        if not lines:
+            self._write({"asked": self.asked})
+
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}, line {number}: no JSON ({error}); this is no journal, or it is damaged: name another file"
+            ) from error
+        if not isinstance(entry, dict):
+            raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; name another file")
+        return entry
+
+    def _check_asked(self, first: dict[str, Any]) -> None:
+        if set(first) != {"asked"} or not isinstance(first["asked"], dict):
+            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
+        was, now = first["asked"], self.asked
+        names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
+        if names:
+            parts = "; ".join(f"{name}: {was.get(name)!r} then, {now.get(name)!r} now" for name in names)
+            raise ValueError(
+                f"{self.path} holds the results of another run ({parts}): name another file, or remove it"
+            )
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._out.write(json.dumps(entry).encode() + b"\n")
+        self._out.flush()
+        os.fsync(self._out.fileno())
