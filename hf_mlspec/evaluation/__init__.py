@@ -1,6 +1,7 @@
 """What does a model score with its levels, and can it be shown that they changed nothing?
 
-Names are imported when they are asked for: lm-eval takes seconds to load. Public like the names of `hf_mlspec` itself: `from hf_mlspec.evaluation import Journal`.
+Names are imported when they are asked for: lm-eval takes seconds to load. Public like the names of `hf_mlspec`
+itself: `from hf_mlspec.evaluation import Journal`.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Journal:
             entry = json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"{self.path}, line {number}: no JSON ({error}); this is no journal, or it is damaged: name another file"
+                f"{self.path}, line {number}: no JSON ({error}): no journal, or a damaged one; name another file"
             ) from error
         if not isinstance(entry, dict):
             raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; name another file")
