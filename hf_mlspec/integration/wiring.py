@@ -115,9 +115,7 @@ class Wiring:
         if level.drafter is not None:
             return self._lookup(chain, levels, index)
         size = vocab_size(level.model)
-        same = level.shape_of_target or same_vocabulary(
-            level.name, size, level.tokenizer, above.vocab_size, above.tokenizer
-        )
+        same = level.shape_of_target or self._same_vocabulary(level, size, above)
         shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
         runner = self._runner(level.model)
         if level.activation_bits is not None:
@@ -130,7 +128,7 @@ class Wiring:
         place = len(chain.levels)
         chain.levels.append(None)
         chain.runners.append(runner)
-        most = None if level.shape_of_target else _reach(runner)
+        most = None if level.shape_of_target else reach(runner)
         if last:
             drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold, max_positions=most)
         else:
@@ -147,6 +145,9 @@ class Wiring:
             )
         chain.levels[place] = drafter if same else self._across(drafter, level, above, size)
         return chain.levels[place]
+
+    def _same_vocabulary(self, level: Level, size: int, above: _Above) -> bool:
+        return same_vocabulary(level.name, size, level.tokenizer, above.vocab_size, above.tokenizer)
 
     def _lookup(self, chain: Chain, levels: list[Level], index: int) -> Drafter:
         """A level without a model: it drafts in whatever vocabulary stands above it."""
@@ -175,17 +176,7 @@ class Wiring:
         )
 
     def _runner(self, model: nn.Module) -> Runner | FusedRunner:
-        """A compiled decoder over the model where there is one, else its modules."""
-        decoder = fused_decoder(model) if self.config.prepare or is_prepared(model) else None
-        if decoder is not None:
-            return FusedRunner(model, decoder, capacity=self.capacity)
-        return Runner(
-            model,
-            forward=bare_forward(model),
-            capacity=self.capacity,
-            num_embeddings=model.get_input_embeddings().num_embeddings,
-            num_positions=max_positions(model),
-        )
+        return runner_of(model, prepare=self.config.prepare, capacity=self.capacity)
 
     def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
         """Levels in another vocabulary take the processors that look at no token ids."""
@@ -221,8 +212,25 @@ class Wiring:
         return default if given is None else given
 
 
-def _reach(runner: Runner | FusedRunner) -> int | None:
-    """Tokens a level attends to: its positions, and compiled only those before its rotation changes."""
+def runner_of(model: nn.Module, *, prepare: bool = True, capacity: int = 0) -> Runner | FusedRunner:
+    """A compiled decoder over the model where there is one, else its modules.
+
+    prepare: as in SpeculationConfig. capacity: slots a row of the cache has at first.
+    """
+    decoder = fused_decoder(model) if prepare or is_prepared(model) else None
+    if decoder is not None:
+        return FusedRunner(model, decoder, capacity=capacity)
+    return Runner(
+        model,
+        forward=bare_forward(model),
+        capacity=capacity,
+        num_embeddings=model.get_input_embeddings().num_embeddings,
+        num_positions=max_positions(model),
+    )
+
+
+def reach(runner: Runner | FusedRunner) -> int | None:
+    """Tokens a model attends to: its positions, and compiled only those before its rotation changes."""
     decoder = runner.decoder if isinstance(runner, FusedRunner) else None
     bounds = (max_positions(runner.model), decoder and decoder.max_positions)
     return min((bound for bound in bounds if bound is not None), default=None)
