@@ -53,7 +53,7 @@ def add_chain_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
     """The options that every decoding command has."""
     parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
                         help="a level below the target, from the largest down; repeat it for more: a folder, mxfp4, "
-                             "FOLDER@mxfp4, prompt_lookup, ngram or early_exit:N")
+                             "FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N, or qspec, w4a8, w4a4 for a packed one")
     parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
                         help="tokens to write for each prompt (default %(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32",
@@ -94,6 +94,17 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
     return value
+
+
+def positives(text: str) -> list[int]:
+    """An argparse type: different integers of 1 or more, between commas."""
+    values = [positive(part) for part in text.split(",")]
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text} names one number twice")
+    return values
+
+
+positives.__name__ = "list of integers"  # argparse: "invalid list of integers value"
 
 
 def seed(text: str) -> int:

@@ -1,0 +1,216 @@
+"""Can it be shown, later and elsewhere, that a chain of levels changed no token of its target?
+
+A certificate is one JSON document ("mlspec-certificate/1", docs/certificate.md): which weights, kernels, versions and
+prompts, how many tokens were compared, and every place where two decodings part. Its last entry is a digest over all
+others, so that a document that was edited is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..integration.load import hide_progress_bars, load_causal_lm
+from . import certificate_badge as badge
+from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters, kernels
+
+SCHEMA = "mlspec-certificate/1"
+_NUMBER = (int, float)
+# What every reader of a certificate relies on. A type, the entries of an object, or those of each item of a list.
+_NEEDED: dict[str, Any] = {
+    "schema": str, "created": str, "sha256": str,
+    "result": {"lossless": bool, "prompts": int, "identical": int, "tokens_compared": int, "mismatches": int,
+               "tolerated": int},
+    "target": {"name": str, "parameters_sha256": str, "configuration_sha256": str, "decoding": dict},
+    "levels": [{"name": str, "kind": str}],
+    "runs": [{"batch_size": int, "prompts": int, "tokens_compared": int, "mismatches": int, "tolerated": int,
+              "tokens_per_pass": _NUMBER, "levels": [{"name": str, "acceptance": _NUMBER}],
+              "differences": [{"prompt": int, "position": int}]}],
+    "machine": {"processor": str},
+    "kernels": {"library": str, "instruction_set": str, "ops": dict},
+    "versions": {"hf_mlspec": str, "torch": str, "transformers": str, "python": str},
+    "prompts": {"count": int, "sha256": str},
+    "settings": {"dtype": str, "max_new_tokens": int, "reference": str},
+}
+
+
+@dataclass
+class Check:
+    """What `Certificate.check` found.
+
+    same:      what was hashed anew and is what the certificate says.
+    different: what is not, each with both values. unchecked: what was not given, so nothing is known of it.
+    """
+
+    same: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether nothing differs."""
+        return not self.different
+
+    def compare(self, what: str, there: str | None, here: str | None) -> None:
+        """Hold a hash of the certificate against one taken now; None: there is none."""
+        shown = [value[:16] if value else "none" for value in (there, here)]
+        if there == here:
+            self.same.append(f"{what} ({shown[0]})")
+        else:
+            self.different.append(f"{what}: {shown[0]} in the certificate, {shown[1]} here")
+
+
+def result_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all batch sizes; a prompt is identical where it is with each of them."""
+    different = {item["prompt"] for run in runs for item in run["differences"]}
+    total = {name: sum(run[name] for run in runs) for name in ("tokens_compared", "mismatches", "tolerated")}
+    prompts = max((run["prompts"] for run in runs), default=0)
+    return {"lossless": total["mismatches"] == total["tolerated"], "prompts": prompts,
+            "identical": prompts - len(different), **total}
+
+
+class Certificate:
+    """The document. Made by `certify`, read back by `Certificate.load`; it never changes."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        """content: everything but "sha256", as JSON values; ValueError where it is no certificate."""
+        document = json.loads(json.dumps(content, allow_nan=False))
+        self._document = document | {"sha256": hash_json(document)}
+        _require(self._document, _NEEDED, "this document")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Certificate:
+        """Read a certificate; ValueError naming the file for one that cannot be read, is another kind of document, or
+        was changed since it was written."""
+        said = f"certificate {str(path)!r}"
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+        except OSError as error:
+            raise ValueError(f"{said} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{said} is no JSON document: {error}") from error
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            schema = document.get("schema") if isinstance(document, dict) else None
+            raise ValueError(f"{said} is no document of schema {SCHEMA!r} (its schema is {schema!r}); give a file "
+                             "that mlspec verify --certificate wrote, or upgrade hf_mlspec")
+        digest = hash_json({name: value for name, value in document.items() if name != "sha256"})
+        if digest != document.get("sha256"):
+            raise ValueError(f"{said} was changed after it was made: its content has SHA-256 {digest[:16]}..., it "
+                             f"says {str(document.get('sha256'))[:16]}...; take the original, or verify again")
+        _require(document, _NEEDED, said)
+        if document["result"] != result_of(document["runs"]):
+            raise ValueError(f"{said} contradicts itself: its result is not that of its runs; run mlspec verify again")
+        loaded = cls.__new__(cls)
+        loaded._document = document
+        return loaded
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no token differs (ties that `tolerate_ties` allowed aside)."""
+        return self._document["result"]["lossless"]
+
+    @property
+    def statement(self) -> str:
+        """One line: ``lossless: 0 of 55,517 tokens differ from the target alone over ...``."""
+        return badge.statement(self._document)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole document, a copy; docs/certificate.md describes every entry."""
+        return copy.deepcopy(self._document)
+
+    def markdown(self) -> str:
+        """The block for a model card: statement and table between two marking comments."""
+        return badge.block(self._document)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the document, aside and renamed; ValueError where no file can be written there."""
+        badge.check_folder(path, "the certificate")
+        text = json.dumps(self._document, indent=1, ensure_ascii=False, allow_nan=False)
+        badge.write_aside(Path(path).resolve(), (text + "\n").encode("utf-8"))
+
+    def save_badge(self, path: str | os.PathLike[str]) -> None:
+        """Put `markdown()` into a model card: in place of the block that is there, else at its end."""
+        badge.place_block(path, self.markdown())
+
+    def check(self, model: str | PreTrainedModel, levels: Sequence[Any] = (),
+              prompts: Sequence[str] | None = None) -> Check:
+        """Hash anew and say what is no longer as the certificate says.
+
+        model: the target's folder, or the target itself. levels: those of the chain that lie in folders or are models,
+        matched by their names; the others come from the target and need none. prompts: their texts.
+        Raises ValueError for a folder that cannot be read, or a level that the certificate does not name.
+        """
+        found, document = Check(), self._document
+        _check_model(found, "target", document["target"], model, document["settings"]["dtype"])
+        _check_levels(found, document, levels)
+        device = document["machine"].get("device", "cpu")
+        there, here = document["kernels"], kernels(device)
+        found.compare("kernels", there["sha256"], here["sha256"])
+        same = (there["instruction_set"], there["ops"]) == (here["instruction_set"], here["ops"])
+        (found.same if same else found.different).append(
+            f"instruction set {here['instruction_set']}" if same else
+            f"instruction set: {there['instruction_set']} in the certificate, {here['instruction_set']} here")
+        if prompts is None:
+            found.unchecked.append("prompts")
+        else:
+            found.compare("prompts", document["prompts"]["sha256"], hash_json(list(prompts)))
+        return found
+
+
+def _check_levels(found: Check, document: dict[str, Any], levels: Sequence[Any]) -> None:
+    given = {_name(level): level for level in levels}
+    entries = {entry["name"]: entry for entry in document["levels"]}
+    unknown = sorted(set(given) - set(entries))
+    if unknown:
+        raise ValueError(f"the certificate has no level {', '.join(unknown)}: its levels are {', '.join(entries)}")
+    for name, entry in entries.items():
+        if entry["kind"] not in ("model", "model cast to mxfp4"):
+            continue
+        level = given.get(name)
+        if level is None:
+            found.unchecked.append(f"level {name}")
+            continue
+        folder = level.removesuffix("@mxfp4") if isinstance(level, str) else level
+        _check_model(found, f"level {name}", entry, folder, document["settings"]["dtype"])
+
+
+def _check_model(found: Check, what: str, entry: dict[str, Any], model: str | PreTrainedModel, dtype: str) -> None:
+    if isinstance(model, str | os.PathLike) and entry.get("weights_sha256"):
+        configs, weights = hash_folder(model)
+        count = f"{len(weights)} file{'s' * (len(weights) > 1)}"
+        found.compare(f"{what}: weights, {count}", entry["weights_sha256"], combined(weights))
+        found.compare(f"{what}: configuration files", combined(entry["configuration_files"]), combined(configs))
+        return
+    if isinstance(model, str | os.PathLike):  # certified as a live model: its numbers, not its files, are known
+        hide_progress_bars()
+        model, _ = load_causal_lm(str(model), dtype)
+    found.compare(f"{what}: parameters", entry["parameters_sha256"], hash_parameters(model))
+    found.compare(f"{what}: configuration", entry["configuration_sha256"], hash_configuration(model))
+
+
+def _name(level: Any) -> str:
+    text = level if isinstance(level, str) else getattr(level.config, "_name_or_path", "") or type(level).__name__
+    return text.rstrip("/").rpartition("/")[2]
+
+
+def _require(value: Any, needed: Any, said: str, place: str = "it") -> None:
+    kind = type(needed) if isinstance(needed, dict | list) else needed
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(f"{said} is no whole certificate: {place} is {type(value).__name__}, expected {wanted}")
+    if isinstance(needed, dict):
+        for name, inner in needed.items():
+            _require(value.get(name), inner, said, name if place == "it" else f"{place}.{name}")
+    elif isinstance(needed, list):
+        for index, item in enumerate(value):
+            _require(item, needed[0], said, f"{place}[{index}]")
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")

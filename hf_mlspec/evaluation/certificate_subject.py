@@ -1,0 +1,159 @@
+"""What does a certificate say of the target, its levels, the machine and the prompts?
+
+A certificate is published, so folders and files go by their last part alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.generation import LogitsProcessorList
+
+from .. import __version__
+from ..integration.config import SpeculationConfig, parse_level
+from ..integration.levels import Level
+from ..integration.processing import Prompts
+from ..integration.wiring import Chain, Wiring
+from ..nn.architecture import require_known
+from ..nn.compiled_weights import UnknownArchitecture
+from ..nn.fused import FusedDecoder, is_prepared
+from ..nn.switch import precision_switch
+from ..ops.compiled_decoder import has_compiled_decoder
+from ..speculation.fused_runner import FusedRunner
+from ..speculation.runner import Runner
+from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters
+
+COMPILED, BY_MODULE, LOOKUP = "compiled decoder", "module by module", "lookup"
+_KINDS = {"cast": "cast of the target to mxfp4", "precision": "the target at a lower precision",
+          "early_exit": "first layers of the target", "prompt_lookup": LOOKUP, "ngram": LOOKUP}
+
+
+def chain_of(model: PreTrainedModel, tokenizer: Any, config: SpeculationConfig, levels: list[Level]) -> Chain:
+    """The chain as a call of generate wires it up: which runners serve, and how far each level drafts."""
+    wiring = Wiring(model, tokenizer, config, do_sample=False, processors=LogitsProcessorList(),
+                    prompts=Prompts(torch.zeros(1, 1, dtype=torch.int64), None), capacity=1)
+    return wiring.build(levels)
+
+
+def target_entry(model: PreTrainedModel, folder: str | None, chain: Chain, config: SpeculationConfig,
+                 ) -> dict[str, Any]:
+    """Name, class, format, hashes, and what decoded it."""
+    return {"name": last_part(folder or model.config.name_or_path) or type(model).__name__, **_identity(model, folder),
+            "format": _format(model), "decoding": _decoding(model, chain.target.runner, config)}
+
+
+def level_entries(given: Sequence[Any], levels: list[Level], chain: Chain, config: SpeculationConfig,
+                  ) -> list[dict[str, Any]]:
+    """One entry a level, from the largest down; hashes only where a level has weights."""
+    drafting = list(_drafting(chain, len(levels)))
+    entries = []
+    for asked, level, runner, (count, threshold) in zip(given, levels, chain.runners, drafting, strict=True):
+        entry = {"name": last_part(level.name), "kind": _kind(asked, level)}
+        if level.model is not None:
+            entry |= {**_identity(level.model, _folder(asked)), "decoding": _decoding(level.model, runner, config)}
+        if level.activation_bits is not None:
+            entry["activation_bits"] = level.activation_bits
+        entries.append(entry | {"num_draft_tokens": count, "confidence_threshold": threshold})
+    return entries
+
+
+def prompts_entry(tokenizer: Any, prompts: Sequence[str], name: str | None) -> dict[str, Any]:
+    """File name, count and hash of the texts; the hash of their ids stands for the tokenizer."""
+    ids = [list(tokenizer(prompt).input_ids) for prompt in prompts]
+    return {"name": last_part(name) if name else None, "count": len(prompts), "sha256": hash_json(list(prompts)),
+            "tokens": sum(map(len, ids)), "ids_sha256": hash_json(ids)}
+
+
+def versions() -> dict[str, str]:
+    """Of everything whose release can change a bit."""
+    return {"hf_mlspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+            "python": platform.python_version()}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Processor or GPU, system, cores and threads; no name of the machine."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"processor": name, "device": device.type, "system": f"{platform.system()} {platform.machine()}",
+            "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def last_part(path: str) -> str:
+    """A folder's or a file's own name; a hub name keeps its organization."""
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists():
+        return path
+    return Path(path).name if set(path) - {".", "/"} else Path(path).resolve().name
+
+
+def _identity(model: PreTrainedModel, folder: str | None) -> dict[str, Any]:
+    """Hashes of the files, where the model is known to come from a folder, and of what is in memory."""
+    configs, weights = hash_folder(folder) if folder else ([], [])
+    return {"class": type(model).__name__, "weight_files": weights,
+            "weights_sha256": combined(weights) if weights else None, "configuration_files": configs,
+            "parameters_sha256": hash_parameters(model), "configuration_sha256": hash_configuration(model)}
+
+
+def _folder(asked: Any) -> str | None:
+    """Where the level a user named was loaded from; None for a hub name, and for what was not loaded."""
+    word = parse_level(asked) if isinstance(asked, str) else None
+    return word.path if word is not None and word.kind == "load" and Path(word.path).is_dir() else None
+
+
+def _kind(asked: Any, level: Level) -> str:
+    if not isinstance(asked, str):
+        return "model" if level.model is not None else LOOKUP
+    word = parse_level(asked)
+    return _KINDS.get(word.kind) or ("model cast to mxfp4" if word.cast else "model")
+
+
+def _format(model: PreTrainedModel) -> dict[str, Any] | None:
+    config = getattr(model.config, "quantization_config", None)
+    if config is None:
+        return None
+    settings = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    bits = precision_switch(model).activation_bits if settings.get("quant_method") == "mlspec" else None
+    return json.loads(json.dumps({**settings, "activation_bits": bits}, default=str))
+
+
+def _decoding(model: PreTrainedModel, runner: Runner | FusedRunner, config: SpeculationConfig) -> dict[str, Any]:
+    if isinstance(runner, FusedRunner):
+        return {"how": COMPILED, "reason": None}
+    return {"how": BY_MODULE, "reason": _why_by_module(model, config)}
+
+
+def _why_by_module(model: PreTrainedModel, config: SpeculationConfig) -> str:
+    if not config.prepare and not is_prepared(model):
+        return "prepare=False"
+    if not has_compiled_decoder():
+        return "no compiled kernels"
+    try:
+        require_known(model)
+        FusedDecoder(model)
+    except UnknownArchitecture as error:
+        return str(error)
+    return "autocast"
+
+
+def _drafting(chain: Chain, count: int) -> Iterator[tuple[int, float | None]]:
+    """Per level how many tokens it drafts at most, and the probability below which it stops (None: no such rule)."""
+    limit = chain.num_draft_tokens
+    for level in chain.levels[:count]:
+        drafter = level if hasattr(level, "threshold") else getattr(level, "inner", level)  # across tokenizers
+        yield limit, getattr(drafter, "threshold", None)
+        limit = getattr(drafter, "num_draft_tokens", 0)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

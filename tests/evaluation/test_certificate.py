@@ -1,0 +1,379 @@
+"""Does a certificate say what was found, of exactly these bytes, and is one that was changed refused?"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_mlspec
+from hf_mlspec.evaluation import Certificate, certify
+from hf_mlspec.evaluation import certificate as certificate_module
+from hf_mlspec.evaluation.certificate_badge import BEGIN, END
+from hf_mlspec.evaluation.certificate_identity import hash_json, hash_parameters
+from hf_mlspec.evaluation.certificate_run import attest
+from hf_mlspec.integration.load import load_causal_lm
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from tests.models import tiny
+
+PROMPTS = ["def area(radius):", "Once upon a time", "x"]
+
+
+@pytest.fixture(scope="module")
+def target(saved_model):
+    return load_causal_lm(str(saved_model))
+
+
+@pytest.fixture(scope="module")
+def made(target, saved_model):
+    """Of a chain of a cast and a model from a folder, at two batch sizes."""
+    return certify(*target, PROMPTS, ["mxfp4", str(saved_model)], max_new_tokens=8, batch_sizes=(1, 2),
+                   folder=str(saved_model), prompts_name=str(saved_model / "prompts.txt"))
+
+
+@pytest.fixture
+def folder(saved_model, tmp_path) -> Path:
+    return Path(shutil.copytree(saved_model, tmp_path / saved_model.name))
+
+
+def one_wrong_token(target, **options) -> Certificate:
+    """Of a chain held against a target that is said to have written one other id."""
+    model, tokenizer = target
+    ids = [item.ids for item in hf_mlspec.compare(model, tokenizer, PROMPTS, [], max_new_tokens=6).items]
+    ids[1][2] ^= 1
+    found = hf_mlspec.compare(model, tokenizer, PROMPTS, ["mxfp4"], max_new_tokens=6, reference_ids=ids)
+    return attest(model, tokenizer, PROMPTS, ["mxfp4"], {1: found}, max_new_tokens=6, **options)
+
+
+def edited(made: Certificate, change, *, new_digest: bool = False) -> dict:
+    document = made.to_dict()
+    change(document)
+    if new_digest:
+        document["sha256"] = hash_json({name: value for name, value in document.items() if name != "sha256"})
+    return document
+
+
+def test_what_a_lossless_chain_gets(made):
+    told = made.to_dict()
+    assert told["result"] == {"lossless": True, "prompts": 3, "identical": 3, "tokens_compared": 48, "mismatches": 0,
+                              "tolerated": 0}
+    assert made.statement == "lossless: 0 of 48 tokens differ from the target alone over 3 prompts, batch size 1 and 2"
+    assert [run["batch_size"] for run in told["runs"]] == [1, 2]
+    assert [level["kind"] for level in told["levels"]] == ["cast of the target to mxfp4", "model"]
+    assert [level["num_draft_tokens"] for level in told["levels"]] == [8, 8]
+    assert [level["confidence_threshold"] for level in told["levels"]] == [0.4, 0.4]
+    counted = told["runs"][0]["levels"][0]
+    assert counted["acceptance"] == round(counted["accepted"] / counted["tested"], 6)
+    assert told["settings"]["max_new_tokens"] == 8
+    assert told["prompts"]["name"] == "prompts.txt"
+    assert told["prompts"]["tokens"] == sum(map(len, PROMPTS))  # a token a byte
+
+
+def test_weights_have_the_hashes_of_sha256sum(made, saved_model):
+    told = made.to_dict()["target"]
+    digest = hashlib.sha256((saved_model / "model.safetensors").read_bytes()).hexdigest()
+    assert [(entry["name"], entry["sha256"]) for entry in told["weight_files"]] == [("model.safetensors", digest)]
+    assert told["weights_sha256"] == hashlib.sha256(f"{digest}  model.safetensors\n".encode()).hexdigest()
+    assert [entry["name"] for entry in told["configuration_files"]] == ["config.json", "generation_config.json"]
+
+
+def test_no_path_and_no_name_of_the_machine_is_told(made, saved_model):
+    text = json.dumps(made.to_dict()) + made.markdown()
+    for secret in (str(saved_model.parent), os.sep + "hf_mlspec", os.uname().nodename):
+        assert secret not in text
+    assert re.search(r'"/|~/', text) is None
+
+
+def test_parameters_of_a_live_model():
+    model = tiny(dtype=torch.float32)
+    before = hash_parameters(model)
+    by_hand = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        by_hand.update(f"{name} float32 {'x'.join(map(str, tensor.shape))}\n".encode() + tensor.numpy().tobytes())
+    assert before == by_hand.hexdigest()
+    assert hash_parameters(copy.deepcopy(model)) == before
+    model.model.norm.weight.data[3] += 1e-3
+    assert hash_parameters(model) != before
+    assert hash_parameters(tiny(dtype=torch.bfloat16)) != before
+
+
+def test_packed_parameters_do_not_depend_on_their_layout(saved_model):
+    config = hf_mlspec.MLSpecConfig(format="int4", group_size=32)
+    model = AutoModelForCausalLM.from_pretrained(saved_model, dtype="bfloat16", quantization_config=config)
+    before = hash_parameters(model)
+    model(torch.tensor([[1, 2]]))
+    assert model.model.layers[0].mlp.up_proj.is_prepacked
+    assert hash_parameters(model) == before
+
+
+def test_one_wrong_token_is_told_with_its_logits(target):
+    found = one_wrong_token(target)
+    told = found.to_dict()
+    assert not found.lossless
+    assert told["result"]["mismatches"] == 1
+    assert told["result"]["identical"] == 2
+    assert found.statement.startswith("NOT lossless: 1 of 15 tokens differ")
+    (different,) = told["runs"][0]["differences"]
+    assert (different["prompt"], different["position"]) == (1, 2)
+    assert different["expected"] == different["got"] ^ 1
+    first, second = different["top2_float64"]
+    assert different["gap_float64"] == first["logit"] - second["logit"]
+    assert different["top2"][0]["token"] == different["got"]
+    assert "NOT lossless" in found.markdown()
+
+
+def test_a_tolerated_tie_is_told_as_one(target):
+    found = one_wrong_token(target, tolerate_ties=1e9)
+    assert found.lossless
+    assert found.to_dict()["result"]["tolerated"] == 1
+    assert found.statement.startswith("lossless up to ties: 1 of 15 tokens differ, each between two float64 logits")
+
+
+def test_a_certificate_is_read_back(made, tmp_path):
+    made.save(tmp_path / "c.json")
+    again = Certificate.load(tmp_path / "c.json")
+    assert again.to_dict() == made.to_dict()
+    assert again.markdown() == made.markdown()
+    (tmp_path / "c.json").write_text(json.dumps(made.to_dict()), encoding="utf-8")  # other spaces, the same content
+    assert Certificate.load(tmp_path / "c.json").statement == made.statement
+
+
+EDITS = {
+    "a mismatch less": lambda d: d["result"].update(mismatches=0, lossless=True, identical=3),
+    "other weights": lambda d: d["target"].update(weights_sha256="0" * 64),
+    "more tokens": lambda d: d["runs"][0].update(tokens_compared=10**6),
+    "a new entry": lambda d: d.update(note="trust me"),
+    "no digest": lambda d: d.pop("sha256"),
+    "another name": lambda d: d["levels"][0].update(name="mxfp5"),
+}
+
+
+@pytest.mark.parametrize("change", EDITS.values(), ids=EDITS)
+def test_an_edited_certificate_is_refused(target, tmp_path, change):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(edited(one_wrong_token(target), change)), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"c\.json' was changed after it was made"):
+        Certificate.load(path)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda d: d.pop("runs"), "runs is NoneType, expected list"),
+    (lambda d: d["target"].pop("name"), r"target\.name is NoneType, expected str"),
+    (lambda d: d["runs"][1].update(mismatches="0"), r"runs\[1\]\.mismatches is str, expected int"),
+    (lambda d: d["result"].update(mismatches=True), r"result\.mismatches is bool"),
+    (lambda d: d["runs"][1].update(mismatches=1), "contradicts itself"),
+    (lambda d: d["result"].update(tokens_compared=10**6), "contradicts itself")])
+def test_a_document_with_its_own_digest_that_is_none_is_refused(made, tmp_path, change, message):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(edited(made, change, new_digest=True)), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        Certificate.load(path)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "no JSON document"), ("{", "no JSON document"), ("[]", "its schema is None"), ("3", "its schema is None"),
+    ('{"schema": "mlspec-trace/1"}', "its schema is 'mlspec-trace/1'"), ("[" * 10**5, "no JSON document"),
+    ('{"schema": "mlspec-certificate/1", "x": NaN}', "NaN is no number")])
+def test_another_document_is_refused(tmp_path, text, message):
+    (tmp_path / "c.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        Certificate.load(tmp_path / "c.json")
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        Certificate.load(tmp_path / "c.json")
+    (tmp_path / "c.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="no JSON document"):
+        Certificate.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"batch_sizes": ()}, "batch sizes are"), ({"batch_sizes": (1, 1)}, "batch sizes are"),
+    ({"batch_sizes": (0,)}, "batch sizes are"), ({"tolerate_ties": 1e-5}, "float32")])
+def test_bad_settings_are_refused_before_anything_is_decoded(options, message):
+    model = tiny(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        certify(model, None, PROMPTS, ["mxfp4"], **options)
+
+
+def test_no_levels_are_refused(target):
+    with pytest.raises(ValueError, match="no levels to certify"):
+        certify(*target, PROMPTS, [])
+
+
+def test_what_decoded_is_told(target, made):
+    how = made.to_dict()["target"]["decoding"]
+    assert how == ({"how": "compiled decoder", "reason": None} if has_compiled_decoder() else
+                   {"how": "module by module", "reason": "no compiled kernels"})
+    options = {"max_new_tokens": 2, "speculation_config": {"prepare": False, "num_draft_tokens": [3, 2]}}
+    told = certify(*target, PROMPTS[:1], ["mxfp4", "ngram"], **options).to_dict()
+    assert told["target"]["decoding"] == {"how": "module by module", "reason": "prepare=False"}
+    assert [(level["kind"], level["num_draft_tokens"]) for level in told["levels"]] == [
+        ("cast of the target to mxfp4", 3), ("lookup", 2)]
+    assert "parameters_sha256" not in told["levels"][1]
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="without kernels everything runs module by module")
+def test_the_reason_of_an_unknown_class_is_told(target):
+    _, tokenizer = target
+    told = certify(tiny("gpt2", dtype=torch.float32, vocab_size=258), tokenizer, ["x"], ["prompt_lookup"],
+                   max_new_tokens=2).to_dict()
+    assert told["target"]["decoding"]["reason"] == "the compiled decoder does not know this class"
+
+
+def test_one_4_bit_model_that_drafts_for_itself(saved_model, target):
+    config = hf_mlspec.MLSpecConfig(format="int4", group_size=32)
+    model = AutoModelForCausalLM.from_pretrained(saved_model, dtype="bfloat16", quantization_config=config).eval()
+    found = certify(model, target[1], PROMPTS, ["qspec"], max_new_tokens=6, batch_sizes=(1, 3))
+    told = found.to_dict()
+    assert told["target"]["format"]["format"] == "int4"
+    assert told["target"]["format"]["activation_bits"] == 16
+    assert told["levels"][0]["activation_bits"] == 8
+    assert told["levels"][0]["kind"] == "the target at a lower precision"
+    assert told["levels"][0]["parameters_sha256"] == told["target"]["parameters_sha256"]
+    assert told["settings"]["dtype"] == "bfloat16"
+    if has_compiled_decoder():
+        assert found.lossless
+
+
+def test_check_finds_the_same(made, folder, saved_model):
+    found = made.check(str(folder), prompts=PROMPTS)
+    assert found
+    assert found.unchecked == [f"level {saved_model.name}"]
+    whole = made.check(str(folder), [str(folder)], PROMPTS)
+    assert whole
+    assert whole.unchecked == []
+    assert len(whole.same) == 7
+
+
+def flip(folder: Path, name: str = "model.safetensors") -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (flip, "target: weights, 1 file: "), (lambda folder: flip(folder, "config.json"), "target: configuration files: "),
+    (lambda folder: shutil.copy(folder / "model.safetensors", folder / "more.safetensors"), "weights, 2 files: ")])
+def test_check_finds_another_model(made, folder, change, message):
+    change(folder)
+    found = made.check(str(folder))
+    assert not found
+    (line,) = found.different
+    assert message in line
+
+
+def test_check_finds_other_prompts_levels_and_kernels(made, folder, monkeypatch):
+    assert not made.check(str(folder), prompts=[*PROMPTS[:2], "y"])
+    flip(folder)
+    found = made.check(str(folder), [str(folder)])
+    assert [line.split(":")[0] for line in found.different] == ["target", f"level {folder.name}"]
+    monkeypatch.setattr(certificate_module, "kernels", lambda device: {
+        "library": "_C.so", "sha256": "0" * 64, "instruction_set": "generic", "ops": {}})
+    assert [line.split(":")[0] for line in made.check(str(folder)).different] == ["target", "kernels",
+                                                                                 "instruction set"]
+
+
+def test_check_of_a_live_model(target):
+    model, tokenizer = target
+    found = certify(model, tokenizer, PROMPTS[:1], ["prompt_lookup"], max_new_tokens=2)
+    assert found.check(model)
+    assert found.check(model.config.name_or_path)  # loads it: there were no files to compare
+    other = copy.deepcopy(model)
+    other.model.norm.weight.data[0] += 1
+    assert [line.split(":")[1] for line in found.check(other).different] == [" parameters"]
+
+
+@pytest.mark.parametrize(("model", "levels", "message"), [
+    ("./nowhere", [], "'./nowhere' does not exist"), (None, ["./other"], "has no level other")])
+def test_check_of_what_is_not_there_is_refused(made, folder, model, levels, message):
+    with pytest.raises(ValueError, match=message):
+        made.check(model or str(folder), levels)
+
+
+OTHER = "0 < 1 | \u00e9\u4e16 <!-- a comment --> "
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize(("before", "after"), [
+    ("", ""), ("# Card\n\ntext\n", ""), ("# Card", ""), ("", "\nmore\n"), (OTHER + "\n", "\n" + OTHER),
+    ("\ufeff---\ntags: a\n---\n", "\n\n\ntail without an end"), (f"Use {BEGIN} and {END}.\n", "\n")])
+def test_a_badge_replaces_itself_and_touches_nothing_else(made, tmp_path, before, after, newline):
+    card = tmp_path / "README.md"
+    before, after = before.replace("\n", newline), after.replace("\n", newline)
+    block = f"{BEGIN}{newline}old{newline}{END}" if after else ""
+    card.write_bytes((before + block + after).encode())
+    made.save_badge(card)
+    once = card.read_bytes()
+    text = once.decode()
+    assert text.startswith(before)
+    assert text.endswith(after)
+    assert text.count(made.statement.replace("_", r"\_")) == 1
+    assert "old" not in text.removeprefix(before)
+    assert newline not in before + after or text.count("\n") == text.count(newline)
+    made.save_badge(card)
+    assert card.read_bytes() == once
+
+
+@pytest.mark.parametrize("text", [f"{BEGIN}\n", f"{END}\n", f"{END}\n{BEGIN}\n",
+                                  f"{BEGIN}\nx\n{END}\n{BEGIN}\ny\n{END}\n"])
+def test_a_card_with_half_a_block_is_refused_and_kept(made, tmp_path, text):
+    card = tmp_path / "README.md"
+    card.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"README\.md' holds \d lines"):
+        made.save_badge(card)
+    assert card.read_text(encoding="utf-8") == text
+
+
+def test_other_cards_are_refused(made, tmp_path):
+    (tmp_path / "b.md").write_bytes(b"ab\xff")
+    for path, message in ((tmp_path / "b.md", "byte 2"), (tmp_path, "is a folder"),
+                          (tmp_path / "no" / "b.md", "that folder does not exist")):
+        with pytest.raises(ValueError, match=message):
+            made.save_badge(path)
+    with pytest.raises(ValueError, match="that folder does not exist"):
+        made.save(tmp_path / "no" / "c.json")
+
+
+def test_links_and_modes_of_files_stay(made, tmp_path):
+    card, link = tmp_path / "card.md", tmp_path / "README.md"
+    card.write_text("text\n", encoding="utf-8")
+    card.chmod(0o640)
+    link.symlink_to(card)
+    made.save_badge(link)
+    assert link.is_symlink()
+    assert BEGIN in card.read_text(encoding="utf-8")
+    assert card.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_failing_write_leaves_the_earlier_file(made, tmp_path, monkeypatch):
+    path = tmp_path / "c.json"
+    path.write_text("earlier", encoding="utf-8")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        made.save(path)
+    assert path.read_text(encoding="utf-8") == "earlier"
+    assert os.listdir(tmp_path) == ["c.json"]
+
+
+def test_names_cannot_break_the_table(made):
+    def rename(document):
+        document["target"]["name"] = "a|b\n<!-- x --> `c` [d](e)"
+
+    document = edited(made, rename)
+    document.pop("sha256")
+    line = next(line for line in Certificate(document).markdown().splitlines() if line.startswith("| target"))
+    assert r"a\|b \<!-- x --\> \`c\` \[d\](e)" in line
