@@ -12,11 +12,19 @@ from typing import Any
 _HOMES = {
     "Certificate": "certificate",
     "Journal": "journal",
+    "LevelAcceptance": "traces_counts",
     "MLSpecLM": "harness",
+    "ReplayResult": "traces_replay",
     "TokenScores": ".integration.scoring",
+    "Trace": ".speculation.trace",
+    "certify": "certificate_run",
+    "level_acceptance": "traces_counts",
+    "read_trace": ".speculation.trace_file",
+    "record_trace": "traces",
+    "replay": "traces_replay",
     "score_rows": ".integration.scoring",
     "token_logprobs": ".integration.scoring",
-    "certify": "certificate_run",
+    "write_trace": ".speculation.trace_file",
 }
 __all__ = sorted(_HOMES)
 
