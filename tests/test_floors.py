@@ -197,7 +197,8 @@ def test_a_kept_rule_is_not_reported(name, source):
 
 
 @pytest.mark.parametrize("statement", ["from hf_mlspec.nn.linear import X", "from hf_mlspec import formats",
-                                       "from hf_mlspec.evaluation.journal import Journal", "import hf_mlspec.cli", "from hf_mlspec import _hidden"])
+                                       "from hf_mlspec.evaluation.journal import Journal",
+                                       "import hf_mlspec.cli", "from hf_mlspec import _hidden"])
 def test_a_program_entering_a_room_is_found(statement):
     assert len(violations(PurePosixPath("eval", "x.py"), OPENING + statement + "\n")) == 1
 
