@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
-from ..speculation.decode import decode
+from ..speculation.decode import Emit, decode
 from ..speculation.draft import Rows
 from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.stats import SpeculationStats
@@ -78,6 +79,7 @@ class Call:
     """What stock generate prepared, and what the user said of the levels.
 
     input_ids: int64 `[batch, width]`. keep_cache: the user's own past_key_values is to come back filled.
+    watch: shown the chain before it decodes, and what it emits to; answers what it emits to instead.
     """
 
     input_ids: Tensor
@@ -91,6 +93,7 @@ class Call:
     tokenizer: object | None = None
     streamer: object | None = None
     keep_cache: bool = False
+    watch: Callable[[Chain, Emit], Emit] | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -106,8 +109,9 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     record = Record(call.settings, call.streamer, len(prompts.rows))
     rows = [list(row) for row in prompts.rows]
     keep_stats(model, SpeculationStats([level.stats for level in chain.levels]))  # a streamer may watch them grow
+    emit = record if call.watch is None else call.watch(chain, record)
     with ragged_attention_on(chain.models):
-        stats, cache = _decode(chain, call, prompts, rows, stop, record)
+        stats, cache = _decode(chain, call, prompts, rows, stop, emit)
     keep_stats(model, chain.finish(stats))
     if call.streamer is not None:
         call.streamer.end()
@@ -143,7 +147,7 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping)
     return wiring.build(levels)
 
 
-def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stopping, record: Record):
+def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stopping, emit: Emit):
     """Extend the rows; the counts, and the cache a user asked to have back."""
     given = call.model_kwargs.get("past_key_values")
     device = call.input_ids.device
@@ -156,7 +160,7 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
             [call.new_tokens] * len(rows),
             num_draft_tokens=chain.num_draft_tokens,
             stop=stop,
-            emit=record,
+            emit=emit,
             device=device,
             cached=cached,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -130,6 +131,9 @@ class CheckedDrafter:
         inner.settle_fused([])
         inner.stats.rounds += rounds
         inner.stats.settle(checks[::2], checks[1::2])
+        if self.checker.on_check is not None:
+            for check in _fused_checks(settled, checks):
+                self.checker.on_check(*check)
         self.stats.forwards, self.stats.seconds = runner.forwards, runner.seconds
         return Draft.from_lists(settled)
 
@@ -172,6 +176,22 @@ class CheckedDrafter:
         width = tokens.tokens.shape[1]
         each = probs[:, :width].gather(2, tokens.tokens[..., None])[..., 0].tolist()
         return [min(line[:n], default=1.0) >= self.threshold for line, n in zip(each, tokens.lengths, strict=True)]
+
+
+def _fused_checks(settled: Rows, checks: list[int]) -> Iterator[tuple[list[int], list[int], list[bool]]]:
+    """The rounds inside one compiled call, as `OnCheck` is told of them.
+
+    checks: (drafted, accepted) of every row and round behind each other; a row takes part until what it settled, one
+    token more than it accepted in each round, is all that was handed up.
+    """
+    pairs = iter(zip(checks[::2], checks[1::2], strict=True))
+    left = [len(row) for row in settled]
+    while any(left):
+        alive = [count > 0 for count in left]
+        found = [next(pairs) if on else (0, 0) for on in alive]
+        drafted, accepted = (list(column) for column in zip(*found, strict=True))
+        yield drafted, accepted, alive
+        left = [count - a - 1 if on else 0 for count, a, on in zip(left, accepted, alive, strict=True)]
 
 
 def _gather(probs: list[Tensor], places: list[list[int]], draft: Draft) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from .draft import Draft, Rows
 from .fused_runner import FusedRunner
 from .runner import Runner
 from .sampling import Sampler
+
+# (per row: tokens drafted, tokens accepted, whether it was checked at all)
+OnCheck = Callable[[list[int], list[int], list[bool]], None]
 
 
 @dataclass
@@ -39,7 +43,10 @@ class Checker:
     """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
     keep_logits: verdicts carry logits and scores even where nothing of the check needs them.
+    on_check: told of every check, also of those inside one compiled call; None: nobody listens.
     """
+
+    on_check: OnCheck | None = None
 
     def __init__(self, runner: Runner | FusedRunner, sampler: Sampler, name: str, *, keep_logits: bool = True):
         self.runner, self.sampler, self.name, self.keep_logits = runner, sampler, name, keep_logits
@@ -76,8 +83,13 @@ class Checker:
         hold NaN, unless the sampler knows how to end a single row.
         """
         alive = alive or [True] * len(rows)
-        if self.fused_greedy and not self.keep_logits:
-            return self._check_fused(rows, draft, want_confidence, alive)
+        fused = self.fused_greedy and not self.keep_logits
+        verdict = self._check_fused(rows, draft, want_confidence, alive) if fused else self._check(rows, draft, alive)
+        if self.on_check is not None:
+            self.on_check(draft.lengths, verdict.accepted, alive)
+        return verdict
+
+    def _check(self, rows: Rows, draft: Draft, alive: list[bool]) -> Verdict:
         guess = draft.tokens if draft.tokens.shape[1] else None
         logits = self.runner.feed(rows, guess, draft.lengths, alive)
         scores = self.sampler.scores(logits, rows, guess, draft.lengths, alive)
