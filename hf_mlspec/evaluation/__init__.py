@@ -12,9 +12,14 @@ from typing import Any
 _HOMES = {
     "Certificate": "certificate",
     "Journal": "journal",
+    "MathMatch": "metrics_math",
     "LevelAcceptance": "traces_counts",
     "MLSpecLM": "harness",
     "ReplayResult": "traces_replay",
+    "NumberMatch": "metrics_number",
+    "PassAtK": "metrics_pass_at_k",
+    "ProgramOutcome": "sandbox",
+    "TASKS": "tasks",
     "TokenScores": ".integration.scoring",
     "Trace": ".speculation.trace",
     "certify": "certificate_run",
@@ -23,6 +28,8 @@ _HOMES = {
     "record_trace": "traces",
     "replay": "traces_replay",
     "score_rows": ".integration.scoring",
+    "run_program": "sandbox",
+    "run_programs": "sandbox",
     "token_logprobs": ".integration.scoring",
     "write_trace": ".speculation.trace_file",
 }
