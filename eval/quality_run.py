@@ -1,0 +1,163 @@
+"""How is what a plan asks for computed, item by item, so that a killed run goes on where it was?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from eval import quality_fidelity as fidelity
+from eval import quality_scores as scores
+from eval import quality_tasks as tasks
+from eval.plan import PlanError
+from eval.plan_systems import Prompts, System
+from eval.quality_models import Models, check_levels
+from eval.quality_plan import Material, Plan
+from eval.quality_units import Unit, Units
+from eval.results import Results
+from hf_mlspec.evaluation import Journal
+
+
+class Run:
+    """The units of a plan under way. Journals of single items lie in `folder`, finished units in `results`."""
+
+    def __init__(self, plan: Plan, units: Units, material: Material, models: Models, results: Results,
+                 folder: Path) -> None:
+        self.plan, self.units, self.material, self.models = plan, units, material, models
+        self.results, self.folder = results, folder
+        self.progress: Progress | None = None
+
+    def run(self, todo: list[Unit], progress: Progress, path: Path) -> None:
+        """Check all of what is left, then compute it; PlanError with the plan's path before anything is computed."""
+        left = [unit for unit in todo if unit.line(self.results) is None]
+        self.progress = progress
+        try:
+            self._check(left)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+        compute = {"fidelity": self._fidelity, "perplexity": self._perplexity, "tasks": self._task,
+                   "probabilities": self._probabilities}
+        for unit in left:
+            compute[unit.part](unit)
+
+    def _check(self, left: list[Unit]) -> None:
+        """What can be known only with a model or with lm-eval."""
+        if asked := [task for task in self.plan.tasks if any(unit.identity.get("task") == task.task for unit in left)]:
+            tasks.check(asked, self.models.places.data)
+        for system in self.plan.in_order:
+            mine = [unit for unit in left if system in self._taking_part(unit)]
+            if not mine:
+                continue
+            loaded = self.models.load(system)
+            check_levels(system, loaded)
+            for data in {unit.identity["data"] for unit in mine if unit.part in ("fidelity", "probabilities")}:
+                fidelity.check_lengths(system, loaded, self.material.prompts[data], self.plan.max_new_tokens, data)
+            for text in self.plan.perplexity:
+                if any(unit.part == "perplexity" and unit.identity["data"] == text.name for unit in mine):
+                    scores.text_windows(system, loaded, text, self.material.texts[text.name])
+
+    def _taking_part(self, unit: Unit) -> list[System]:
+        reference = unit.identity.get("reference")
+        return [unit.system] if reference is None else [unit.system, self.plan.system(reference)]
+
+    def _fidelity(self, unit: Unit) -> None:
+        data = self.plan.data(unit.identity["data"])
+        expected = self._continuations(self.plan.system(unit.identity["reference"]), data, self.plan.sizes(data)[0])
+        got = self._continuations(unit.system, data, unit.identity["batch"])
+        found = fidelity.compared([entry["ids"] for entry in expected], [entry["ids"] for entry in got],
+                                  self.plan.seed)
+        self._add(unit, {**found, "max_new_tokens": self.plan.max_new_tokens,
+                         "seconds": sum(entry["seconds"] for entry in got)})
+
+    def _continuations(self, system: System, data: Prompts, size: int) -> list[dict[str, Any]]:
+        prompts = self.material.prompts[data.name]
+        asked = {**self.units.decoding(system, data.name), "batch": size}
+        with self._items(f"ids-{system.name}-{data.name}-{size}", asked, len(prompts)) as (journal, done):
+            if len(journal) < len(prompts):
+                fidelity.decode(system, self.models.load(system), prompts, max_new_tokens=self.plan.max_new_tokens,
+                                batch_size=size, journal=journal, done=done)
+            return [journal[str(number)] for number in range(len(prompts))]
+
+    def _perplexity(self, unit: Unit) -> None:
+        asked = next(text for text in self.plan.perplexity if text.name == unit.identity["data"])
+        loaded, text = self.models.load(unit.system), self.material.texts[asked.name]
+        rows = scores.text_windows(unit.system, loaded, asked, text)
+        with self._items(f"windows-{unit.system.name}-{asked.name}", unit.asked, len(rows)) as (journal, done):
+            found = scores.scored(loaded, rows, batch_size=self.plan.batch_size, journal=journal, done=done,
+                                  keep=lambda logprobs: -float(logprobs.double().sum()))
+        self._add(unit, scores.perplexity(found, sum(row.scored for row in rows), text))
+
+    def _probabilities(self, unit: Unit) -> None:
+        pair = unit.identity
+        data, reference = self.plan.data(pair["data"]), self.plan.system(pair["reference"])
+        ids = [entry["ids"] for entry in self._continuations(reference, data, self.plan.sizes(data)[0])]
+        found = [self._logprobs(system, reference, data, ids) for system in (reference, unit.system)]
+        self._add(unit, scores.agreement(*found, seed=self.plan.seed))
+
+    def _logprobs(self, system: System, reference: System, data: Prompts, ids: list[list[int]]) -> list[float]:
+        """Of every token of the reference's continuations, in their order, under this system."""
+        name = f"logprobs-{system.name}-{reference.name}-{data.name}"
+        asked = {**self.units.decoding(system, data.name), "continued_by": reference.asked,
+                 "continued_by_weights": self.units.weights[reference.model]}
+        with self._items(name, asked, len(ids)) as (journal, done):
+            if len(journal) < len(ids):
+                loaded = self.models.load(system)
+                prompts = [loaded.encode(prompt) for prompt in self.material.prompts[data.name]]
+                rows = [scores.Window([*prompt, *new], len(new)) for prompt, new in zip(prompts, ids, strict=True)]
+                scores.scored(loaded, rows, batch_size=self.plan.batch_size, journal=journal, done=done,
+                              keep=lambda logprobs: logprobs.tolist())
+            return [value for number in range(len(ids)) for value in journal[str(number)]]
+
+    def _task(self, unit: Unit) -> None:
+        task = next(task for task in self.plan.tasks if task.task == unit.identity["task"])
+        name = f"{unit.system.name}-{task.task}"
+        bar = self.progress.add_task(f"task {name}", total=1)
+        begin = time.perf_counter()
+        metrics, answers = tasks.evaluate(
+            task, unit.system, self.models.load(unit.system), self.models.places.data, seed=self.plan.seed,
+            batch_size=self.plan.batch_size, journal=self.folder / f"requests-{name}.jsonl")
+        seconds = time.perf_counter() - begin
+        with self._items(f"answers-{name}", unit.asked, len(answers)) as (journal, done):
+            for item, found in answers.items():
+                if item not in journal:
+                    journal.add(item, found)
+                    done()
+            compared = self._compared_task(unit, task.task, journal)
+        names = [metric["metric"] for metric in metrics]
+        for metric in metrics:
+            if self.results.find("task", unit.asked, **unit.identity, metric=metric["metric"]) is None:
+                self._add(unit, {**metric, "metrics": names, "items": len(answers), "seconds": seconds, **compared})
+        self.progress.advance(bar)
+
+    def _compared_task(self, unit: Unit, task: str, journal: Journal) -> dict[str, Any]:
+        """With the answers of the reference, which came before."""
+        if unit.system.reference is None:
+            return {"identical_items": None, "differences": []}
+        reference = self.plan.system(unit.system.reference)
+        asked = next(one.asked for one in self.units.tasks(reference) if one.identity["task"] == task)
+        with self._items(f"answers-{reference.name}-{task}", asked, len(journal)) as (expected, _):
+            if set(expected.items) != set(journal.items):
+                raise PlanError(f"{expected.path} holds {len(expected)} answers, {journal.path} {len(journal)}, and not "
+                                f"of the same items: remove the files and lines of task {task} and run again")
+            return tasks.compared(expected, journal)
+
+    def _add(self, unit: Unit, values: dict[str, Any]) -> None:
+        self.results.add(unit.kind, {**unit.identity, **values}, asked=unit.asked)
+
+    @contextmanager
+    def _items(self, name: str, asked: dict[str, Any], total: int) -> Iterator[tuple[Journal, Callable[[], None]]]:
+        """A journal of single items with its progress bar."""
+        try:
+            journal = Journal(self.folder / f"{name}.jsonl", asked)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        with journal:
+            if len(journal) == total:  # read again for a comparison
+                yield journal, lambda: None
+            else:
+                bar = self.progress.add_task(name, total=total, completed=len(journal))
+                yield journal, lambda: self.progress.advance(bar)

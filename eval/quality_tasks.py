@@ -1,0 +1,126 @@
+"""What do a plan's systems score on lm-eval's tasks, and does a chain answer every item as its target alone does?
+
+The only module of the program that needs lm-eval, which is imported when the first task is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eval.plan import PlanError
+from eval.plan_systems import System
+from eval.quality_fidelity import first_difference
+from eval.quality_models import Loaded
+from eval.quality_plan import Task
+from hf_mlspec.evaluation import Journal
+
+BOOTSTRAP = 1000  # resamples of metrics without a closed form of their error
+_OURS = "mlspec_"  # tasks that come with the package; others are looked for in lm-eval's own
+Answers = list[Any]  # of one item, a list of ids or a score per request
+
+
+def check(asked: Sequence[Task], data: Path) -> None:
+    """PlanError for a task that lm-eval does not know, or whose files are not there; nothing is computed."""
+    for task in asked:
+        _read(task, data)
+
+
+def evaluate(task: Task, system: System, loaded: Loaded, data: Path, *, batch_size: int, seed: int,
+             journal: Path) -> tuple[list[dict[str, Any]], dict[str, Answers]]:
+    """Run one task on one system; -> its metrics (metric, value, stderr) and the answers of every item.
+
+    journal: a file that MLSpecLM keeps every finished request in, and does not compute those again.
+    """
+    import lm_eval
+
+    from hf_mlspec.evaluation import MLSpecLM
+
+    lm = MLSpecLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, levels=loaded.levels, batch_size=batch_size,
+                  precision=system.precision, journal=str(journal), **system.speculation)
+    with _quiet():
+        found = lm_eval.simple_evaluate(
+            model=lm, tasks=[_read(task, data)], limit=task.limit, bootstrap_iters=BOOTSTRAP, log_samples=True,
+            gen_kwargs=None if task.max_gen_toks is None else {"max_gen_toks": task.max_gen_toks},
+            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
+            confirm_run_unsafe_code=True)  # generated programs run in the sandbox of our tasks
+    samples = found["samples"][task.task]
+    first = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
+    return _metrics(found["results"][task.task]), {str(one["doc_id"]): _answers(one, lm) for one in first}
+
+
+def compared(expected: Journal, got: Journal) -> dict[str, Any]:
+    """How many items have the same answers, and of every other one the first token (or score) that differs."""
+    places = {item: _difference(expected[item], answers) for item, answers in got.items.items()}
+    return {"identical_items": sum(place is None for place in places.values()),
+            "differences": [{"item": item, **place} for item, place in places.items() if place is not None]}
+
+
+def _difference(expected: Answers, got: Answers) -> dict[str, int] | None:
+    for request, (one, other) in enumerate(zip(expected, got, strict=True)):
+        if one != other:
+            ids = isinstance(one, list)
+            return {"request": request, "position": first_difference(one, other) if ids else 0}
+    return None
+
+
+def _answers(sample: dict[str, Any], lm: Any) -> Answers:
+    """Of an item: the ids written for each of its requests, or the log-probability of each continuation."""
+    from hf_mlspec.evaluation import request_key
+
+    found = []
+    for arguments, responses in zip(sample["arguments"], sample["resps"], strict=True):
+        if isinstance(responses[0], str):
+            found.append(lm.generations[request_key("generate_until", tuple(arguments))]["ids"])
+        else:
+            score = responses[0]
+            found.append(float(score[0] if isinstance(score, (list, tuple)) else score))
+    return found
+
+
+def _metrics(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """lm-eval's `{"exact_match,strict": 0.1, "exact_match_stderr,strict": 0.03}` as one entry per metric."""
+    found = []
+    for key, value in results.items():
+        name, _, rule = key.partition(",")
+        if not rule or name.endswith("_stderr") or not isinstance(value, (int, float)):
+            continue
+        error = results.get(f"{name}_stderr,{rule}")
+        found.append({"metric": name if rule == "none" else f"{name} ({rule})", "value": float(value),
+                      "stderr": float(error) if isinstance(error, (int, float)) else None})
+    return found
+
+
+def _read(task: Task, data: Path) -> Any:
+    """The task, with the plan's number of examples. Given to lm-eval as an argument, that number would be dropped
+    without a word where the task's own is 0."""
+    from lm_eval.tasks import TaskManager
+
+    from hf_mlspec.evaluation import TASKS
+
+    changes = {} if task.num_fewshot is None else {"num_fewshot": task.num_fewshot}
+    try:
+        with _quiet():
+            manager = TaskManager(include_path=str(TASKS), include_defaults=not task.task.startswith(_OURS),
+                                  metadata={"data": str(data.resolve())})
+            (found,) = manager.load([{"task": task.task, **changes}])["tasks"].values()
+    except Exception as error:  # whatever the loaders of lm-eval, datasets and YAML raise
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise PlanError(f"[[tasks]] {task.task!r} cannot be read: {said}") from error
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval tells every setting as a warning; errors are still said."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
