@@ -1,4 +1,4 @@
-"""What can be done from a shell? mlspec demo | quantize | verify | generate | info."""
+"""What can be done from a shell? mlspec demo | quantize | verify | generate | eval | info."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from ..integration.generate import enable
 from ..ops import KernelError
 from .demo import add_demo
+from .eval import add_eval
 from .generate import add_generate
 from .info import add_info
 from .quantize import add_quantize
@@ -25,8 +26,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line, each command with a `run(args) -> exit status`."""
     top = _Parser(prog="mlspec", description="Multi-level lossless speculative decoding for transformers.")
     top.add_argument("--traceback", action="store_true", help="show where an error came from")
-    commands = top.add_subparsers(dest="command", required=True, metavar="demo | quantize | verify | generate | info")
-    for add in (add_demo, add_quantize, add_verify, add_generate, add_info):
+    names = "demo | quantize | verify | generate | eval | info"
+    commands = top.add_subparsers(dest="command", required=True, metavar=names)
+    for add in (add_demo, add_quantize, add_verify, add_generate, add_eval, add_info):
         add(commands)
     return top
 

@@ -52,10 +52,11 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
     return model
 
 
-def read_tokenizer(path: str) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. ValueError, in one line, where there is none that can be read."""
+def read_tokenizer(path: str, **options: Any) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name, loaded with these options of from_pretrained. ValueError, in one line,
+    where there is none that can be read."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(path)
+        return transformers.AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # the tokenizers library raises bare Exceptions for a file it cannot parse
         said = f"{path!r} holds no tokenizer that can be read: {first_line(error)}; restore its files"
         raise ValueError(said) from error

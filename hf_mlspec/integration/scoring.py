@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class _Scoring:
 
 def _check(model: PreTrainedModel, rows: list[list[int]], counts: list[int], batch_size: int) -> None:
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size!r}, it must be a positive integer: the rows in the cache at a time")
+        raise ValueError(f"batch_size is {batch_size!r}, it must be a positive number of rows")
     if len(counts) != len(rows):
         raise ValueError(f"num_scored has {len(counts)} entries for {len(rows)} rows: give one number per row")
     size = vocab_size(model)
@@ -193,7 +194,7 @@ def _check(model: PreTrainedModel, rows: list[list[int]], counts: list[int], bat
 def _deal(tasks: list[_Task], slots: int) -> list[deque[_Task]]:
     """Stretches of neighbours of about the same number of tokens to feed, one for every slot, none empty."""
     costs = [len(tasks[0].row)]
-    for before, task in zip(tasks, tasks[1:], strict=False):
+    for before, task in pairwise(tasks):
         costs.append(len(task.row) - min(_common(before.row, task.row), task.before))
     queues: list[deque[_Task]] = [deque() for _ in range(slots)]
     total, dealt = sum(costs), 0

@@ -1,0 +1,51 @@
+"""What does a chain score on the tasks of lm-eval? Its own command line, with our model and our tasks in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+_OWN_HELP = """Options of mlspec beside those of lm-eval, which follow:
+  --data FOLDER       where the data of the mlspec_... tasks lie (sets MLSPEC_DATA)
+  --model mlspec      is what --model is by default; its arguments:
+                      --model_args pretrained=PATH levels=mxfp4+PATH format=int4 precision=w4a4 journal=FILE ...
+  --include_path DIR  is looked through besides our own tasks
+  --batch_size N      rows at a time, 8 by default; --device is "cuda" by default where there is one, else "cpu"
+"""
+
+
+def add_eval(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="score a chain on tasks of lm-eval, with all of lm-eval's options",
+                                 add_help=False)
+    # Every word behind `eval` is lm-eval's, whose parser is asked for only when the command runs: it takes seconds.
+    parser.parse_known_args = lambda words, namespace=None: (_keep(words, namespace), [])
+    parser.set_defaults(run=run_eval)
+
+
+def _keep(words: list[str], namespace: argparse.Namespace | None) -> argparse.Namespace:
+    namespace = namespace if namespace is not None else argparse.Namespace()
+    namespace.words, namespace.run = list(words), run_eval
+    return namespace
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    options = argparse.ArgumentParser(prog="mlspec eval", add_help=False, allow_abbrev=False)
+    options.add_argument("--data", metavar="FOLDER")
+    given, words = options.parse_known_args(args.words)
+    if given.data is not None:
+        if not Path(given.data).is_dir():
+            raise ValueError(f"--data {given.data}: there is no such folder")
+        os.environ["MLSPEC_DATA"] = str(Path(given.data).resolve())
+    if "-h" in words or "--help" in words or not words:
+        print(_OWN_HELP)
+    try:
+        from ..evaluation.harness_command import run
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise ValueError('lm_eval is not installed: pip install --no-build-isolation -e ".[eval]" in the folder of '
+                         "hf_mlspec") from error
+    run(words)
+    return 0

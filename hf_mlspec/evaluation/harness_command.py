@@ -1,0 +1,42 @@
+"""How does lm-eval's own command line run with our model and our tasks in it?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from lm_eval._cli import HarnessCLI
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.utils import setup_logging
+
+from . import TASKS
+from .harness import MODEL_NAME
+from .harness_arguments import BATCH_SIZE
+
+
+def run(words: list[str]) -> None:
+    """Run `lm-eval WORDS`: its subcommands, options and output. SystemExit as its parser raises it."""
+    setup_logging()
+    command = HarnessCLI()
+    before, sys.argv = sys.argv, ["mlspec eval", *words]
+    try:
+        args = command.parse_args()  # which reads sys.argv, and takes "run" as said where no subcommand is
+    finally:
+        sys.argv = before
+    if hasattr(args, "include_path"):
+        args.include_path = [str(TASKS), *([args.include_path] if args.include_path else [])]
+    if args.command == "run":
+        for name, value in _defaults(args).items():
+            setattr(args, name, value)
+    command.execute(args)
+
+
+def _defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """What neither the command line nor the file of --config says, and where our defaults are not lm-eval's."""
+    said = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours = {"model": MODEL_NAME, "device": device, "batch_size": BATCH_SIZE}
+    return {name: value for name, value in ours.items() if name not in said and getattr(args, name, None) is None}
+
