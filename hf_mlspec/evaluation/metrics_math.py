@@ -37,7 +37,7 @@ _FRACTION = re.compile(r"([-+]?)([0-9]{0,300})\\frac\{(-?[0-9]{1,300})\}\{(-?[0-
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (or `\fbox`, or `\boxed 5`); None where there is none, or it is cut off."""
+    r"""What stands in the last `\boxed{...}` (or `\fbox`, or `\boxed 5`); None where there is none, or no end."""
     starts = [found.end() for found in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])", solution)]
     rest = solution[starts[-1]:].lstrip() if starts else ""
     if not rest.startswith("{"):

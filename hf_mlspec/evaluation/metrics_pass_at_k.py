@@ -27,8 +27,8 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 class PassAtK(evaluate.Metric):
     """pass@k of generated programs, each run with its tests in the sandbox of `run_program`.
 
-    `PassAtK().compute(predictions=[[program, ...], ...], references=[tests, ...], k=[1])` gives {"pass@1": mean}; tests
-    are Python text that is appended to every program. Options: timeout (seconds), workers (processes at a time).
+    `PassAtK().compute(predictions=[[program, ...], ...], references=[tests, ...], k=[1])` gives {"pass@1": mean};
+    tests are Python text that is appended to every program. Options: timeout (seconds), workers (processes at a time).
     """
 
     def _info(self) -> evaluate.MetricInfo:

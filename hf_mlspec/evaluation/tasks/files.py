@@ -1,0 +1,138 @@
+"""Where does a benchmark's file lie, and is each of its lines what its layout says?"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+MOST_SHOTS = 64  # examples kept of a train file; nobody asks for more, and train files are long
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that somebody must fetch.
+
+    names:   where it may lie in the data folder; the first that exists is read.
+    project: whose it is, and its path there.
+    layout:  what it holds.
+    """
+
+    names: tuple[str, ...]
+    project: str
+    layout: str
+
+    def missing(self, folder: Path) -> str:
+        return (f"{' or '.join(self.names)} is not in {folder}: put there {self.project}; layout: {self.layout} "
+                f"(every file: README.md in {Path(__file__).parent})")
+
+    def find(self, folder: Path) -> Path | None:
+        return next((folder / name for name in self.names if (folder / name).exists()), None)
+
+    def need(self, folder: Path) -> Path:
+        path = self.find(folder)
+        if path is None:
+            raise FileNotFoundError(self.missing(folder))
+        return path
+
+
+class Record(dict):
+    """One object of a file, which knows its place there."""
+
+    def __init__(self, where: str, fields: dict[str, Any]) -> None:
+        super().__init__(fields)
+        self.where = where
+
+    def wrong(self, field: str, problem: str) -> ValueError:
+        return ValueError(f"{self.where}, field {field!r}: {problem}")
+
+    def check(self, **types: type) -> Record:
+        """Raise ValueError unless every named field is there and of its type."""
+        for field, wanted in types.items():
+            if field not in self:
+                raise self.wrong(field, f"missing; there are {', '.join(map(repr, self)) or 'none'}")
+            if not isinstance(self[field], wanted) or (wanted is int and isinstance(self[field], bool)):
+                raise self.wrong(field, f"{type(self[field]).__name__}, expected {wanted.__name__}")
+        return self
+
+
+class AbsentExample(dict):
+    """Stands for an example of a train file that is not there: reading it says so, and asking for no shots is fine."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__()
+        self.problem = problem
+
+    def __getitem__(self, field: str) -> Any:
+        raise FileNotFoundError(f"few-shot examples are asked for, but {self.problem}; "
+                                "or run without examples: --num_fewshot 0")
+
+
+def data_folder(data: str | os.PathLike[str] | None) -> Path:
+    """The folder that the metadata names, or else the environment variable MLSPEC_DATA."""
+    named = data or os.environ.get("MLSPEC_DATA")
+    if not named:
+        raise ValueError("no data folder: set MLSPEC_DATA=FOLDER, or give --metadata '{\"data\": \"FOLDER\"}'; what "
+                         f"belongs into it is in README.md in {Path(__file__).parent}")
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the data folder {folder} (MLSPEC_DATA, or \"data\" in the metadata) is no folder")
+    return folder
+
+
+def test_split(items: list[dict[str, Any]], path: Path) -> datasets.Dataset:
+    if not items:
+        raise ValueError(f"{path} holds no items")
+    return datasets.Dataset.from_list([dict(item) for item in items])
+
+
+def examples(source: Source, folder: Path, read: Callable[[Path, int], list[dict]]) -> list[dict]:
+    """The first items of the train file, `read(path, most)`; stand-ins that raise when used where it is missing."""
+    path = source.find(folder)
+    if path is None:
+        return [AbsentExample(source.missing(folder))] * MOST_SHOTS
+    return read(path, MOST_SHOTS)
+
+
+def records(path: Path, most: int | None = None) -> list[Record]:
+    """The JSON objects of a file with one a line (or of a .gz of such); ValueError names file, line and problem."""
+    return [_record(f"{path}, line {number}", line) for number, line in islice(lines(path), most)]
+
+
+def whole_record(path: Path) -> Record:
+    """A file that is one JSON object."""
+    return _record(str(path), path.read_bytes())
+
+
+def labels(path: Path, values: tuple[str, ...], count: int, *, exactly: bool) -> list[int]:
+    """The index of each line of a label file among `values`; it must have `count` lines, or no fewer."""
+    found = list(lines(path))
+    if len(found) < count or (exactly and len(found) > count):
+        raise ValueError(f"{path} has {len(found)} lines, but its items are {count}: line n is the label of item n")
+    for number, line in found[:count]:
+        if line.decode(errors="replace").strip() not in values:
+            raise ValueError(f"{path}, line {number}: {line[:40]!r} is no label; expected {' or '.join(values)}")
+    return [values.index(line.decode().strip()) for _, line in found[:count]]
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, text) of every line that is not blank."""
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _record(where: str, text: bytes) -> Record:
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{where}: no JSON object ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: a {type(value).__name__}, expected a JSON object")
+    return Record(where, value)
