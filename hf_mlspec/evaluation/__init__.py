@@ -27,6 +27,7 @@ _HOMES = {
     "read_trace": ".speculation.trace_file",
     "record_trace": "traces",
     "replay": "traces_replay",
+    "request_key": "harness_requests",
     "score_rows": ".integration.scoring",
     "run_program": "sandbox",
     "run_programs": "sandbox",
