@@ -1,0 +1,133 @@
+"""How many of the tokens that each level drafts are accepted, at which place in a draft, with which draft lengths?
+
+    python -m eval.acceptance PLAN.toml --models FOLDER --data FOLDER     # decode, record, count
+    python -m eval.acceptance PLAN.toml ... --report                      # the tables of what is done so far
+    python -m eval.acceptance --trace eval/traces/*.json                  # of traces recorded earlier; nothing decoded
+
+A plan (eval/configs/acceptance_*.toml; Python 3.11 or later) names systems, one per chain and draft length, and data.
+Counted are real runs, nothing is teacher-forced: accepted is what the level above kept, tested what it got to judge.
+Every finished batch of prompts is on disk at once (RESULTS/NAME/*.jsonl), a finished chain one line a level in
+RESULTS/NAME.jsonl; a run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import hf_mlspec
+from eval.acceptance_plan import Plan, Unit, read_plan, record, units
+from eval.plan import Places, PlanError
+from eval.results import Results, ResultsError
+from hf_mlspec.evaluation import Trace, level_acceptance, read_trace
+
+_POSITIONS = 8  # columns of the table; the lines hold all
+
+
+def lines_of(trace: Trace) -> list[dict[str, Any]]:
+    """One result of kind "acceptance" per level."""
+    about = {
+        "target": trace.target.name, "levels": [level.name for level in trace.levels], "data": trace.data,
+        "batch": trace.batch_size, "num_draft_tokens": [level.num_draft_tokens for level in trace.levels],
+        "confidence_threshold": [level.confidence_threshold for level in trace.levels], "prompts": len(trace.rows),
+        "new_tokens": trace.new_tokens, "max_new_tokens": trace.max_new_tokens,
+    }
+    return [{**about, **found.to_dict()} for found in level_acceptance(trace)]
+
+
+def table(lines: Iterable[dict[str, Any]]) -> Table:
+    """Acceptance per level, then at each place of a draft: kept of those all before which were kept."""
+    places = [f"at {place}" for place in range(1, _POSITIONS + 1)]
+    out = Table("chain", "data", "K, threshold", "level", "drafted", "tested", "acceptance", "mean draft",
+                "tokens / pass", *places, title="acceptance a token, greedy, in real runs")
+    for line in lines:
+        made = sum(line["draft_lengths"][1:])
+        settings = ", ".join(f"{k} {t:g}" for k, t in zip(line["num_draft_tokens"], line["confidence_threshold"],
+                                                          strict=True))
+        at = [f"{one['accepted'] / one['tested']:.2f}" if one["tested"] else "-" for one in line["by_position"]]
+        at += ["-"] * _POSITIONS
+        share = "-" if line["acceptance"] is None else f"{line['acceptance']:.4f}"
+        out.add_row(f"{line['target']} <- {' <- '.join(line['levels'])}", line["data"], settings, line["level"],
+                    f"{line['drafted']:,}", f"{line['tested']:,}", share,
+                    f"{line['drafted'] / made:.2f}" if made else "-", f"{line['tokens_per_pass']:.3f}",
+                    *at[:_POSITIONS])
+    return out
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.acceptance", description=__doc__.splitlines()[0])
+    parser.add_argument("plan", type=Path, nargs="?", help="TOML file: systems and data")
+    parser.add_argument("--trace", type=Path, nargs="+", default=[], metavar="FILE", help="traces instead of a plan")
+    parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} stands for (%(default)s)")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="what {data} stands for (%(default)s)")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the results (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="threads of this process (torch's own choice)")
+    parser.add_argument("--report", action="store_true", help="print the tables of what is done, compute nothing")
+    args = parser.parse_args(argv)
+    if (args.plan is None) == (not args.trace):
+        parser.error("give a plan, or --trace with files, and not both")
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads is {args.threads}, it must be at least 1")
+    return args
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of the plan: those of earlier runs, then, each as soon as it is there, what was left to do."""
+    plan = read_plan(args.plan)
+    with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
+        todo = [unit for unit in units(plan) if len(_done(unit, results)) < len(unit.system.levels)]
+        if todo and not args.report:
+            _measure(todo, plan, args, results)
+        for unit in units(plan):
+            yield from _done(unit, results)
+
+
+def _measure(todo: list[Unit], plan: Plan, args: argparse.Namespace, results: Results) -> None:
+    places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+    with Progress(console=Console(stderr=True)) as progress:
+        for unit, trace in record(todo, plan, places, args.plan, device=args.device,
+                                  folder=args.results / plan.name, progress=progress):
+            for index, line in enumerate(lines_of(trace)):
+                if _line(unit, index, results) is None:
+                    results.add("acceptance", {"system": unit.system.name, **line}, asked=unit.asked)
+
+
+def _done(unit: Unit, results: Results) -> list[dict[str, Any]]:
+    """The unit's lines that are there already, one a level."""
+    found = [_line(unit, index, results) for index in range(len(unit.system.levels))]
+    return [line for line in found if line is not None]
+
+
+def _line(unit: Unit, index: int, results: Results) -> dict[str, Any] | None:
+    identity = {"system": unit.system.name, "data": unit.data.name, "level_index": index}
+    return results.find("acceptance", unit.asked, **identity)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    console = Console(width=None if Console().is_terminal else 220)
+    try:
+        if args.trace:
+            lines = [line for file in args.trace for line in lines_of(read_trace(file))]
+        else:
+            lines = list(measured(args))
+    except (PlanError, ResultsError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console.print(table(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

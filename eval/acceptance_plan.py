@@ -1,0 +1,107 @@
+"""Which chains does a plan record on which prompts? And their traces, batch by batch, so that a killed run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from eval import machine
+from eval.plan import Places, PlanError, check_name, read_table, read_tables, read_toml
+from eval.plan_systems import Prompts, System, check_systems, read_prompts
+from eval.quality_models import Models, check_levels
+from hf_mlspec.evaluation import Journal, Trace, record_trace
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every [[systems]] on every [[data]], greedily; `batch_size` prompts at a time where the data has no size."""
+
+    name: str
+    max_new_tokens: int = 128
+    batch_size: int = 8
+    systems: list = field(default_factory=list)
+    data: list = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One trace of a plan."""
+
+    system: System
+    data: Prompts
+    batch_size: int
+    max_new_tokens: int
+
+    @property
+    def name(self) -> str:
+        """Of its file and its journal."""
+        return f"{self.system.name}-{self.data.name}".lower()
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What its rounds depend on, in the plan's own words."""
+        return {**self.system.asked, "data": self.data.name, "file": self.data.file, "count": self.data.count,
+                "max_new_tokens": self.max_new_tokens, "batch_size": self.batch_size}
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan; PlanError, naming table and key, for what no plan can say."""
+    plan = read_table(Plan, raw := read_toml(path), str(path))
+    check_name(plan.name, str(path))
+    tables = {"systems": System, "data": Prompts}
+    plan = dataclasses.replace(plan, **{key: read_tables(kind, raw, key, path) for key, kind in tables.items()})
+    for key in tables:
+        if not getattr(plan, key):
+            raise PlanError(f"{path}: no table [[{key}]]")
+    for where, value in (("max_new_tokens", plan.max_new_tokens), ("batch_size", plan.batch_size)):
+        if value < 1:
+            raise PlanError(f"{path}: {where} is {value}, it must be at least 1")
+    for system in plan.systems:
+        if not system.levels:
+            raise PlanError(f"{path}: [[systems]] {system.name!r} has no levels, so nothing is accepted: add levels")
+    for data in plan.data:
+        if len(data.batch_sizes) > 1 or min(data.batch_sizes, default=1) < 1:
+            raise PlanError(f"{path}: [[data]] {data.name!r}: batch_sizes is {data.batch_sizes}, give at most one, "
+                            "of 1 or more: rounds do not depend on it")
+    return plan
+
+
+def units(plan: Plan) -> list[Unit]:
+    """Every trace of the plan, those of one system behind each other."""
+    return [Unit(system, data, (data.batch_sizes or [plan.batch_size])[0], plan.max_new_tokens)
+            for system in plan.systems for data in plan.data]
+
+
+def record(todo: list[Unit], plan: Plan, places: Places, path: Path, *, device: str, folder: Path,
+           progress: Progress) -> Iterator[tuple[Unit, Trace]]:
+    """The trace of every unit, in turn; finished batches are kept under `folder` and not decoded again.
+
+    PlanError, before anything is decoded, for folders and files that are not there or do not hold what is asked.
+    """
+    check_systems(plan.systems, places, path)
+    prompts = {data.name: read_prompts(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
+    models = Models(places, device)
+    bar = progress.add_task("prompts", total=sum(unit.data.count for unit in todo))
+    for unit in todo:
+        progress.update(bar, description=unit.name)
+        yield unit, _record(unit, prompts[unit.data.name], models, folder)
+        progress.advance(bar, unit.data.count)
+
+
+def _record(unit: Unit, prompts: list[str], models: Models, folder: Path) -> Trace:
+    loaded = models.load(unit.system)
+    check_levels(unit.system, loaded)
+    try:
+        with Journal(folder / f"{unit.name}.jsonl", unit.asked) as journal:
+            return record_trace(
+                loaded.model, loaded.tokenizer, prompts, loaded.levels, max_new_tokens=unit.max_new_tokens,
+                speculation_config=unit.system.speculation, batch_size=unit.batch_size, data=unit.data.name,
+                origin={"commit": machine.card()["commit"], "asked": unit.asked}, journal=journal,
+            )
+    except ValueError as error:
+        raise PlanError(f"[[systems]] {unit.system.name!r} on {unit.data.name}: {error}") from error

@@ -1,0 +1,80 @@
+"""Which traces does a plan name, and are they recorded? One JSON file a chain and data set, small enough to commit.
+
+    python -m eval.record_traces eval/configs/acceptance_traces.toml --models FOLDER --data FOLDER --out eval/traces
+
+The plan is that of eval.acceptance. A file that holds already what the plan asks for stays; one that holds something
+else is refused, unless --overwrite. Finished batches are kept under --journals, so that a killed run goes on.
+docs/traces.md describes the files; `hf_mlspec.evaluation.replay` and eval.replay use them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+import hf_mlspec
+from eval.acceptance_plan import Unit, read_plan, record, units
+from eval.plan import Places, PlanError
+from hf_mlspec.evaluation import read_trace, write_trace
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.record_traces", description=__doc__.splitlines()[0])
+    parser.add_argument("plan", type=Path, help="TOML file: systems and data, as eval.acceptance takes them")
+    parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} stands for (%(default)s)")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="what {data} stands for (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("eval/traces"), help="folder of the traces (%(default)s)")
+    parser.add_argument("--journals", type=Path, default=Path("results/traces"), help="(%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="record anew what stands there already")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="threads of this process (torch's own choice)")
+    args = parser.parse_args(argv)
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads is {args.threads}, it must be at least 1")
+    return args
+
+
+def is_recorded(unit: Unit, file: Path) -> bool:
+    """Whether the file holds this trace; PlanError where it holds another one."""
+    if not file.exists():
+        return False
+    was = read_trace(file).origin.get("asked", {})
+    names = [name for name in sorted({*was, *unit.asked}) if was.get(name) != unit.asked.get(name)]
+    if names:
+        parts = "; ".join(f"{name}: {was.get(name)!r} there, {unit.asked.get(name)!r} in the plan" for name in names)
+        raise PlanError(f"{file} holds another trace ({parts}): rename the system, or pass --overwrite")
+    return True
+
+
+def run(args: argparse.Namespace) -> None:
+    plan = read_plan(args.plan)
+    files = [(unit, args.out / f"{unit.name}.json") for unit in units(plan)]
+    todo = [unit for unit, file in files if args.overwrite or not is_recorded(unit, file)]
+    places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+    with Progress(console=Console(stderr=True)) as progress:
+        for unit, trace in record(todo, plan, places, args.plan, device=args.device, folder=args.journals,
+                                  progress=progress):
+            write_trace(trace, args.out / f"{unit.name}.json")
+    for unit, file in files:
+        print(f"{file}: {'recorded' if unit in todo else 'was there'}, {file.stat().st_size:,} bytes")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        run(args)
+    except (PlanError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
