@@ -20,14 +20,7 @@ def add_eval(commands: Any) -> None:
     parser = commands.add_parser("eval", help="score a chain on tasks of lm-eval, with all of lm-eval's options",
                                  add_help=False)
     # Every word behind `eval` is lm-eval's, whose parser is asked for only when the command runs: it takes seconds.
-    parser.parse_known_args = lambda words, namespace=None: (_keep(words, namespace), [])
-    parser.set_defaults(run=run_eval)
-
-
-def _keep(words: list[str], namespace: argparse.Namespace | None) -> argparse.Namespace:
-    namespace = namespace if namespace is not None else argparse.Namespace()
-    namespace.words, namespace.run = list(words), run_eval
-    return namespace
+    parser.parse_known_args = lambda words, _=None: (argparse.Namespace(words=list(words), run=run_eval), [])
 
 
 def run_eval(args: argparse.Namespace) -> int:
