@@ -1,0 +1,108 @@
+"""Which pictures show the records of a report, and how do all of them look?
+
+Every function that draws returns a matplotlib Figure that no window and no global state knows of. Series differ in
+colour (Okabe and Ito's eight, told apart with any colour vision) and in marker and dash, so that grey print works too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DASHES = ("-", "--", "-.", ":")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--")
+INK, GRID = "#333333", "#dddddd"
+
+
+def figures(heading: str, rows: list[Row]) -> Iterator[tuple[str, str, Figure]]:
+    """The pictures under a heading of the report: a name for the file, what it shows, the figure."""
+    from eval import plots_bars, plots_curves, plots_points
+
+    drawers: dict[str, list[tuple[str, str, Callable[[list[Row]], Figure | None]]]] = {
+        "Throughput": [("speed", "Tokens a second by batch", plots_curves.speed_by_batch),
+                       ("speedup", "Speedup by batch", plots_curves.speedup_by_batch)],
+        "Where the time goes": [("latency", "Where a token's time goes", plots_bars.latency_split)],
+        "Acceptance": [("acceptance", "Acceptance by position in the draft", plots_curves.acceptance_by_position)],
+        "Draft length": [("draft-length", "Speed by draft length", plots_curves.ablation)],
+        "Memory": [("memory", "Weights, keys and values, peak", plots_bars.memory)],
+        "Kernels": [("roofline", "Kernels under the roof of the memory", plots_points.roofline)],
+        "Token probabilities of two precisions": [
+            ("probabilities", "Probabilities of the same tokens", plots_points.probabilities)],
+        "Fidelity": [("fidelity", "Prompts written as the reference writes them", plots_bars.fidelity)],
+    }
+    for name, what, draw in drawers.get(heading, []) if rows else []:
+        figure = draw(rows)
+        if figure is not None:
+            yield name, what, figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As a PNG that depends on the figure only: no date, no program version."""
+    figure.savefig(path, dpi=150, format="png", metadata={"Software": None}, facecolor="white")
+
+
+def panels(titles: list[str], *, width: float = 4.6, height: float = 3.6, columns: int = 3,
+           **more: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with a plain panel per title."""
+    columns = min(columns, len(titles))
+    lines = -(-len(titles) // columns)
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, **more).flatten()
+    for unused in axes[len(titles):]:
+        unused.remove()
+    for one, title in zip(axes, titles, strict=False):
+        plain(one)
+        one.set_title(title, fontsize=10, color=INK, loc="left")
+    return figure, list(axes[: len(titles)])
+
+
+def plain(axes: Axes) -> None:
+    """Data before ink: two spines, a faint horizontal grid behind the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def styles(labels: list[str]) -> dict[str, dict[str, Any]]:
+    """A look for each series; the same label looks the same in every panel."""
+    return {label: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)],
+                    "linestyle": DASHES[(at // len(COLOURS) + at) % len(DASHES)]} for at, label in enumerate(labels)}
+
+
+def legend(figure: Figure, axes: list[Axes], columns: int | None = None, title: str | None = None) -> None:
+    """One legend of all panels, below them."""
+    shown = {label: handle for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
+    if not shown:
+        return
+    wide = max(map(len, shown))
+    fit = max(1, int(figure.get_size_inches()[0] * 12 / (wide + 6)))
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=min(columns or fit, len(shown)),
+                  frameon=False, fontsize=9, title=title, labelcolor=INK)
+
+
+def from_zero(axes: list[Axes]) -> None:
+    """Ordinates that start at zero, with room above the highest marker."""
+    for one in axes:
+        one.set_ylim(0, one.dataLim.y1 * 1.06 if one.dataLim.y1 > 0 else 1.0)
+
+
+def alike(peaks: list[float]) -> bool:
+    """Whether panels whose highest values are these can share an ordinate: in none would the data vanish."""
+    return max(peaks) < 5 * min(peaks)
+
+
+def batches_axis(axes: Axes, batches: list[int]) -> None:
+    """Batch sizes, each doubling as far as the one before."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set_xlabel("batch (rows)", fontsize=9, color=INK)
