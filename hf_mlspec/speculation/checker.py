@@ -83,13 +83,14 @@ class Checker:
         hold NaN, unless the sampler knows how to end a single row.
         """
         alive = alive or [True] * len(rows)
-        fused = self.fused_greedy and not self.keep_logits
-        verdict = self._check_fused(rows, draft, want_confidence, alive) if fused else self._check(rows, draft, alive)
+        verdict = self._settle(rows, draft, want_confidence, alive)
         if self.on_check is not None:
             self.on_check(draft.lengths, verdict.accepted, alive)
         return verdict
 
-    def _check(self, rows: Rows, draft: Draft, alive: list[bool]) -> Verdict:
+    def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
+        if self.fused_greedy and not self.keep_logits:
+            return self._check_fused(rows, draft, want_confidence, alive)
         guess = draft.tokens if draft.tokens.shape[1] else None
         logits = self.runner.feed(rows, guess, draft.lengths, alive)
         scores = self.sampler.scores(logits, rows, guess, draft.lengths, alive)

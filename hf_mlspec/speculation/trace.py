@@ -156,13 +156,13 @@ def _check_row(name: str, row: TracedRow, trace: Trace) -> None:
             f"{name}: {row.prompt_tokens} prompt tokens and {row.new_tokens} new ones; there must be at least one of "
             f"each, and of the new ones at most max_new_tokens ({trace.max_new_tokens})"
         )
+    for number, round in enumerate(row.rounds):
+        _check_round(f"{name}, round {number}", round, trace.levels)
     if not sum(settled[:-1]) < row.new_tokens <= sum(settled):
         raise ValueError(
             f"{name}: {row.new_tokens} new tokens, but its {len(settled)} rounds settle {sum(settled)}, "
             f"{sum(settled[:-1])} of them before the last"
         )
-    for number, round in enumerate(row.rounds):
-        _check_round(f"{name}, round {number}", round, trace.levels)
 
 
 def _check_round(name: str, round: Round, levels: tuple[TracedLevel, ...]) -> None:

@@ -11,6 +11,7 @@ import torch
 from .chain import CheckedDrafter
 from .checker import Checker, Verdict
 from .draft import Draft, Drafter, Rows
+from .stats import LevelStats
 from .trace import Round
 
 # A positive threshold that no greedy token is below: levels compute their confidence, and never stop for it.
@@ -50,12 +51,9 @@ class ScriptedChecker(Checker):
     def replace(self, row: int) -> None:
         raise NotImplementedError("rows of a replay start together: a trace tells of no others")
 
-    def check(
-        self, rows: Rows, draft: Draft, want_confidence: bool = False, alive: list[bool] | None = None
-    ) -> Verdict:
-        """As `Checker.check`. The token after the accepted ones is one that the checker would have put somewhere."""
-        alive = alive or [True] * len(rows)
-        verdict = super().check(rows, draft, want_confidence, alive)
+    def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
+        """The token after the accepted ones is one that the checker would have put somewhere."""
+        verdict = super()._settle(rows, draft, want_confidence, alive)
         guesses = draft.rows()
         for r, on in enumerate(alive):
             if on:
@@ -76,9 +74,14 @@ class ScriptedDrafter:
 
     def __init__(self, drafter: Drafter, above: ScriptedChecker):
         self.drafter, self.above = drafter, above
-        self.name, self.stats = drafter.name, drafter.stats
+        self.name = drafter.name
         for each in ("start", "rollback", "select", "admit", "replace"):
             setattr(self, each, getattr(drafter, each))
+
+    @property
+    def stats(self) -> LevelStats:
+        """The drafter's own."""
+        return self.drafter.stats
 
     @property
     def follows(self) -> bool:
