@@ -57,8 +57,8 @@ class Writer:
     def fit(self, prompts: Prompts) -> Prompts:
         """The prompts with what does not fit beside their new tokens cut off on the left, which is said once.
 
-        Longest first: what runs out of memory does so at once, and short ones fill the gaps at the end. ValueError
-        where the new tokens alone fill the model.
+        In an order that brings together what begins alike: a slot keeps the examples of a few-shot prompt for the next
+        one. ValueError where the new tokens alone fill the model.
         """
         fitting, cut = {}, []
         for key, (ids, how) in prompts.items():
@@ -76,7 +76,7 @@ class Writer:
                 "%d of %d prompts do not fit max_length=%d beside their new tokens: %d tokens were cut off on the "
                 "left, at most %d of one", len(cut), len(prompts), self.max_length, sum(cut), max(cut),
             )  # fmt: skip
-        return dict(sorted(fitting.items(), key=lambda item: -len(item[1][0])))
+        return dict(sorted(fitting.items(), key=lambda item: item[1][0]))
 
     def _request(self, key: str, ids: list[int], how: Generation) -> Request:
         seed = how.seed if how.seed is not None or not how.do_sample else seed_of(key, self.asked.seed)

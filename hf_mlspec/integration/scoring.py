@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..nn.switch import precision_switch
 from ..speculation.checker import nan_error
+from ..speculation.drafters.agreement import common_prefix
 from ..speculation.fused_runner import FusedRunner
 from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.runner import Runner
@@ -148,7 +149,7 @@ class _Scoring:
         task = queue.popleft()
         if queue:
             keep = list(runner.lengths)
-            keep[slot] = min(_common(task.row, queue[0].row), queue[0].before)
+            keep[slot] = min(common_prefix(task.row, queue[0].row), queue[0].before)
             runner.rollback(keep)
         return task
 
@@ -195,21 +196,13 @@ def _deal(tasks: list[_Task], slots: int) -> list[deque[_Task]]:
     """Stretches of neighbours of about the same number of tokens to feed, one for every slot, none empty."""
     costs = [len(tasks[0].row)]
     for before, task in pairwise(tasks):
-        costs.append(len(task.row) - min(_common(before.row, task.row), task.before))
+        costs.append(len(task.row) - min(common_prefix(before.row, task.row), task.before))
     queues: list[deque[_Task]] = [deque() for _ in range(slots)]
     total, dealt = sum(costs), 0
     for task, cost in zip(tasks, costs, strict=True):
         queues[dealt * slots // total].append(task)
         dealt += cost
     return [queue for queue in queues if queue]
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Tokens that two rows begin with."""
-    for count, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return count
-    return min(len(one), len(other))
 
 
 def _logits(runner: Runner | FusedRunner, rows: list[list[int]], guesses: list[list[int]]) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ import torch
 
 from .checker import Checker, Verdict
 from .draft import Draft, Drafter, Rows
+from .drafters.agreement import common_prefix
+from .fused_runner import FusedRunner
 from .stats import SpeculationStats
 
 # (row number, row before, settled tokens) -> (how many of them count, whether the row is finished)
@@ -87,9 +89,16 @@ class Decoding:
             self._append(row, budget, number)
 
     def replace(self, r: int, row: list[int], budget: int, number: int) -> None:
-        """Another row takes the place, and the slots of the caches, of row r, which ended."""
+        """Another row takes the place, and the slots of the caches, of row r, which ended.
+
+        What both begin with, such as the examples of a few-shot prompt, stays in the cache of a compiled target: it
+        would write the same bits again (law 3).
+        """
+        runner = self.target.runner
+        common = min(runner.lengths[r], common_prefix(self.rows[r], row)) if isinstance(runner, FusedRunner) else 0
         for level in self._levels():
             level.replace(r)
+        runner.lengths[r] = common
         self.rows[r], self.numbers[r], self.ends[r] = row, number, len(row) + budget
         self._ready[r] = not self._waits
 

@@ -1,4 +1,4 @@
-"""How does `optimum-cli mlspec ...` run the mlspec command line? optimum imports this file at every start: keep it light.
+"""How does `optimum-cli mlspec ...` run the mlspec command line? optimum reads this at every start.
 
 No folder above this file may hold an __init__.py: they are optimum's own, as a namespace (PEP 420).
 """
