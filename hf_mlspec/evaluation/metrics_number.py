@@ -8,7 +8,8 @@ from fractions import Fraction
 import datasets
 import evaluate
 
-_NUMBER = re.compile(r"-?\$?\s?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+# A minus sign behind a digit, a letter or a bracket subtracts.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$ ?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _MOST_DIGITS = 300  # longer ones are no answers, and Python refuses to convert thousands of digits
 
 _CITATION = """@article{cobbe2021gsm8k, title={Training Verifiers to Solve Math Word Problems},
@@ -29,7 +30,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _value(number: str) -> Fraction | None:
-    plain = re.sub(r"[$,\s]", "", number)
+    plain = re.sub(r"[$, ]", "", number)
     return Fraction(plain) if len(plain) <= _MOST_DIGITS else None
 
 
