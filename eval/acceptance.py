@@ -34,9 +34,11 @@ _POSITIONS = 8  # columns of the table; the lines hold all
 
 def lines_of(trace: Trace) -> list[dict[str, Any]]:
     """One result of kind "acceptance" per level."""
+    packed = trace.target.activation_bits is not None
     about = {
-        "target": trace.target.name, "levels": [level.name for level in trace.levels], "data": trace.data,
-        "batch": trace.batch_size, "num_draft_tokens": [level.num_draft_tokens for level in trace.levels],
+        "target": trace.target.name + (f" {trace.target.weights}" if packed else ""),
+        "levels": [level.name for level in trace.levels], "data": trace.data, "batch": trace.batch_size,
+        "num_draft_tokens": [level.num_draft_tokens for level in trace.levels],
         "confidence_threshold": [level.confidence_threshold for level in trace.levels], "prompts": len(trace.rows),
         "new_tokens": trace.new_tokens, "max_new_tokens": trace.max_new_tokens,
     }

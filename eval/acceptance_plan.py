@@ -13,7 +13,7 @@ from rich.progress import Progress
 from eval import machine
 from eval.plan import Places, PlanError, check_name, read_table, read_tables, read_toml
 from eval.plan_systems import Prompts, System, check_systems, read_prompts
-from eval.quality_models import Models, check_levels
+from eval.quality_models import Loaded, Models, check_levels
 from hf_mlspec.evaluation import Journal, Trace, record_trace
 
 
@@ -81,11 +81,14 @@ def record(todo: list[Unit], plan: Plan, places: Places, path: Path, *, device: 
            progress: Progress) -> Iterator[tuple[Unit, Trace]]:
     """The trace of every unit, in turn; finished batches are kept under `folder` and not decoded again.
 
-    PlanError, before anything is decoded, for folders and files that are not there or do not hold what is asked.
+    PlanError, before anything is decoded, for folders and files that are not there or do not hold what is asked, for
+    levels that cannot draft for their target, and for prompts that its positions do not hold.
     """
     check_systems(plan.systems, places, path)
     prompts = {data.name: read_prompts(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
     models = Models(places, device)
+    for unit in todo:
+        _check(unit, prompts[unit.data.name], models.load(unit.system))
     bar = progress.add_task("prompts", total=sum(unit.data.count for unit in todo))
     for unit in todo:
         progress.update(bar, description=unit.name)
@@ -93,9 +96,17 @@ def record(todo: list[Unit], plan: Plan, places: Places, path: Path, *, device: 
         progress.advance(bar, unit.data.count)
 
 
+def _check(unit: Unit, prompts: list[str], loaded: Loaded) -> None:
+    check_levels(unit.system, loaded)
+    longest = max(len(loaded.encode(prompt)) for prompt in prompts)
+    if loaded.positions is not None and longest + unit.max_new_tokens > loaded.positions:
+        raise PlanError(f"[[data]] {unit.data.name!r}: its longest prompt has {longest} tokens, which with "
+                        f"{unit.max_new_tokens} new ones exceed the {loaded.positions} positions of "
+                        f"{unit.system.name!r}: lower max_new_tokens")
+
+
 def _record(unit: Unit, prompts: list[str], models: Models, folder: Path) -> Trace:
     loaded = models.load(unit.system)
-    check_levels(unit.system, loaded)
     try:
         with Journal(folder / f"{unit.name}.jsonl", unit.asked) as journal:
             return record_trace(
