@@ -1,4 +1,4 @@
-"""Do two answers in LaTeX mean the same? (MATH; loads by class or by `evaluate.load(path)`.)"""
+"""Do two answers in LaTeX mean the same, as MATH asks? Loads by class or by `evaluate.load(path)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the number at the end of a worked answer the right one? (GSM8K; loads by class or by `evaluate.load(path)`.)"""
+"""Is the number at the end of a worked answer right, as GSM8K asks? Loads by class or by `evaluate.load(path)`."""
 
 from __future__ import annotations
 

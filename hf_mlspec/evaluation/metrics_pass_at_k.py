@@ -1,4 +1,4 @@
-"""How likely does one of k generated programs pass its tests? (HumanEval, MBPP; loads by class or by path.)"""
+"""How likely does one of k generated programs pass its tests? Loads by class or by `evaluate.load(path)`."""
 
 from __future__ import annotations
 

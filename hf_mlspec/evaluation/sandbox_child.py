@@ -1,4 +1,4 @@
-"""How does a process lock itself in, run one generated program and tell how it ended? (Runs in that process.)
+"""How does a process lock itself in, run one generated program and tell how it ended?
 
 This text is started by `python -c`, without site-packages and without hf_mlspec, and reads one JSON object from its
 standard input: program, token, report (a descriptor), parent (a process id), filter (BPF, hexadecimal), landlock (its

@@ -1,4 +1,4 @@
-"""How does the process that runs one generated program begin, speak and end? (Seen from outside.)"""
+"""How does the process that runs one generated program begin, speak and end, seen from outside?"""
 
 from __future__ import annotations
 

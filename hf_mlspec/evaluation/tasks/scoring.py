@@ -1,4 +1,4 @@
-"""What is a model's answer to one item worth? (lm-eval's `process_results`, and the filter that runs programs.)"""
+"""What is a model's answer to one item worth: lm-eval's `process_results`, and the filter that runs programs?"""
 
 from __future__ import annotations
 

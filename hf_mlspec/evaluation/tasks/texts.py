@@ -1,4 +1,4 @@
-"""Which text does a model predict in LAMBADA and WikiText-2?  (Functions for lm-eval's `custom_dataset`.)"""
+"""Which text does a model predict in LAMBADA and WikiText-2? Functions for lm-eval's `custom_dataset`."""
 
 from __future__ import annotations
 
