@@ -55,7 +55,7 @@ class Generation:
         if "max_length" in options:
             raise ValueError("generation_kwargs: max_length counts the prompt, too: say max_gen_toks")
         given = next((gen_kwargs[name] for name in _LENGTHS if gen_kwargs.get(name) is not None), max_new_tokens)
-        if isinstance(given, bool) or given != int(given) or given < 1:
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or given != int(given) or given < 1:
             raise ValueError(f"generation_kwargs: max_gen_toks is {given!r}, it must be a positive integer")
         options["do_sample"] = do_sample
         return cls(_stops(gen_kwargs.get("until")), int(given), options, gen_kwargs.get("seed"))
