@@ -4,10 +4,15 @@
     python -m eval.bench_decode --model PATH --chain mxfp4 --chain mxfp4,PATH --prompts FILE    # several chains
     python -m eval.bench_decode --shape llama-1.1b          # random weights: steps of the target and of its MXFP4 cast
     python -m eval.bench_decode --quick                     # the demo pair, few tokens
+    python -m eval.bench_decode PLAN.toml --models FOLDER --data FOLDER    # batches, ablations, memory
 
 Every prompt is decoded by every contender in turn, so that all meet the same state of the machine. Decode-only starts
 when a contender hands out its first tokens, so reading the prompt is no part of it; "with prefill" is the whole call.
 Ratios are of tokens a second on one prompt, their geometric mean over prompts and repeats.
+
+A plan (eval/configs/decode_*.toml; Python 3.11 or later) names chains over one target, data files, batch sizes and
+draft lengths. A finished batch of all contenders is on disk at once (RESULTS/NAME/), the lines of a finished plan are
+in RESULTS/NAME.jsonl. Exit status 1 where a chain wrote another id than its target alone.
 """
 
 from __future__ import annotations
@@ -45,6 +50,12 @@ def read_prompts(path: Path, count: int) -> list[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("plan", type=Path, nargs="?", help="TOML file; goes with --models, --data, "
+                        "--results, --device, --threads")
+    parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} of a plan stands for")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="what {data} of a plan stands for")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of a plan's results")
+    parser.add_argument("--device", default="cpu", help="of a plan (%(default)s)")
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
     parser.add_argument("--shape", choices=sorted(shapes), help="a target of random BF16 weights instead")
     parser.add_argument("--level", action="append", default=[], help="a level; repeated: the levels of one chain")
@@ -62,6 +73,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="1 prompt, 1 repeat, 12 tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
     args = parser.parse_args(argv)
+    _check_plan(parser, args)
     if args.shape and (args.model or args.level or args.chain or args.prompts):
         parser.error("--shape has random weights: no --model, --level, --chain or --prompts goes with it")
     few, many = {"count": 1, "repeats": 1, "max_new_tokens": 12}, {"count": 10, "repeats": 3, "max_new_tokens": 128}
@@ -69,6 +81,34 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
+
+
+def _check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """A plan says what the other options say; both at once would hide which of them counts."""
+    of_plan = ("plan", "models", "data", "results", "device", "threads")
+    given = [name for name, value in vars(args).items() if name not in of_plan and value != parser.get_default(name)]
+    if args.plan is not None and given:
+        parser.error(f"--{given[0].replace('_', '-')} does not go with a plan, which says it itself")
+    needless = [name for name in ("models", "data", "results", "device")
+                if getattr(args, name) != parser.get_default(name)]
+    if args.plan is None and needless:
+        parser.error(f"--{needless[0]} goes with a plan, and none is given")
+    if args.threads < 1:
+        parser.error(f"--threads is {args.threads}, it must be at least 1")
+
+
+def run_plan(args: argparse.Namespace, console: Console) -> int:
+    """The plan's status; 2 with one sentence for what cannot be, 130 where it was interrupted."""
+    from eval import bench_decode_run  # plans need Python 3.11; the rest of this program does not
+
+    try:
+        return bench_decode_run.run(args, console)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted: finished batches are kept in {args.results}; the same command goes on", file=sys.stderr)
+        return 130
 
 
 def chosen_chains(args: argparse.Namespace) -> list[list[str]]:
@@ -121,9 +161,11 @@ def why_not_prepared(target: PreTrainedModel) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(args.threads)
+    console = Console(width=None if Console().is_terminal else 200)
+    if args.plan is not None:
+        return run_plan(args, console)
     target, contenders, prompts = load(args)
     reason = why_not_prepared(target)
-    console = Console(width=None if Console().is_terminal else 200)
     common = {"machine": machine.card(), "memory": memory(target), "not_prepared": reason,
               "asked": {name: str(value) for name, value in vars(args).items()}}
     for data, encoded in prompts.items():

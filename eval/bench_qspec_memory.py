@@ -31,9 +31,9 @@ def request(one: Contender, target: Target, saved: str, rows: list[list[int]], m
             "max_new_tokens": max_new_tokens, "threads": torch.get_num_threads()}
 
 
-def in_fresh_process(asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request; RuntimeError with the end of what the process said where it failed."""
-    done = subprocess.run([sys.executable, "-m", "eval.bench_qspec_memory"], input=json.dumps(asked), text=True,
+def in_fresh_process(asked: dict[str, Any], program: str = "eval.bench_qspec_memory") -> dict[str, Any]:
+    """The program's answer to a request; RuntimeError with the end of what the process said where it failed."""
+    done = subprocess.run([sys.executable, "-m", program], input=json.dumps(asked), text=True,
                           capture_output=True, cwd=Path(__file__).parents[1], env={**os.environ, **_ALLOCATOR})
     if done.returncode:
         name = asked["contender"]["name"]

@@ -75,7 +75,8 @@ def plain(axes: Axes) -> None:
 def styles(labels: list[str]) -> dict[str, dict[str, Any]]:
     """A look for each series; the same label looks the same in every panel."""
     return {label: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)],
-                    "linestyle": DASHES[(at // len(COLOURS) + at) % len(DASHES)]} for at, label in enumerate(labels)}
+                    "linestyle": DASHES[(at // len(COLOURS) + at) % len(DASHES)]}
+            for at, label in enumerate(dict.fromkeys(labels))}
 
 
 def legend(figure: Figure, axes: list[Axes], columns: int | None = None, title: str | None = None) -> None:

@@ -108,7 +108,7 @@ def fidelity(rows: list[Row]) -> Figure | None:
         one.set_yticks(range(len(labels)), labels)
         one.set_xlim(0, 1.12)
         one.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
-        one.xaxis.set_major_formatter(PercentFormatter(1.0))
+        one.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         one.grid(visible=False)
         one.set_xlabel("prompts with equal ids", fontsize=9, color=INK)
     axes[0].invert_yaxis()

@@ -117,7 +117,7 @@ def acceptance_by_position(rows: list[Row]) -> Figure | None:
             line = [(place, accepted / tested) for place, tested, accepted in row["by_position"] if tested]
             label = f"level {row['level_index'] + 1}"
             one.plot(*zip(*line, strict=True), label=label, **looks[label])
-        one.yaxis.set_major_formatter(PercentFormatter(1.0))
+        one.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         one.xaxis.get_major_locator().set_params(integer=True)
         one.set_xlabel("position in the draft", fontsize=9, color=INK)
     lowest = min(accepted / tested for row in rows for _, tested, accepted in row["by_position"] if tested)

@@ -97,6 +97,8 @@ def acceptance(rows: list[Row]) -> Iterator[str]:
     yield ("Acceptance is accepted / tested: of the tokens whose verdict is known, the accepted ones and the first "
            "rejected one of a draft.\n")
     placed = [row for row in rows if row["by_position"]]
+    if any(":" in row["num_draft_tokens"] for row in rows):
+        yield "K: tokens per draft and confidence threshold of each level, from the largest down.\n"
     if placed:
         most = max(place for row in placed for place, _, _ in row["by_position"])
         places = range(min(place for row in placed for place, _, _ in row["by_position"]), most + 1)
@@ -115,7 +117,7 @@ def ablation(rows: list[Row]) -> Iterator[str]:
                                             row["batch"] or 0, row["lengths"]))
     yield table(["chain", "data", "batch", "K", "tokens/s", "acceptance", "tokens / pass"], (
         [row["label"], row["data"], row["batch"], row["num_draft_tokens"], fixed(row["tokens_per_second"], 1),
-         ", ".join(f"{one:.3f}" for one in row["acceptance"]), fixed(row["tokens_per_pass"])]
+         ", ".join(fixed(one, 3) or "-" for one in row["acceptance"]), fixed(row["tokens_per_pass"])]
         for row in ordered), left=2)
 
 

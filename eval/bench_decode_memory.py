@@ -1,0 +1,103 @@
+"""How many bytes do a target and its levels hold and read, and what does a process that decodes with them hold?
+
+`python -m eval.bench_decode_memory` is such a process: it reads one request as JSON and prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_mlspec
+from eval import machine
+from eval.bench_decode_plan import Contender
+from eval.bench_decode_takes import Decoder
+from eval.bench_qspec_memory import in_fresh_process
+from eval.plan import Places
+from eval.plan_systems import System
+from eval.quality_models import Models
+
+
+def request(one: Contender, places: Places, rows: list[list[int]], max_new_tokens: int, device: str) -> dict[str, Any]:
+    """What the fresh process is asked."""
+    return {"contender": asdict(one), "places": {name: str(place) for name, place in asdict(places).items()},
+            "rows": rows, "max_new_tokens": max_new_tokens, "threads": torch.get_num_threads(), "device": device}
+
+
+def ask(asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a fresh process; RuntimeError with what it said where it failed."""
+    return in_fresh_process(asked, "eval.bench_decode_memory")
+
+
+def measure(asked: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of weights, of keys and values when the last row ended, and resident at the peak of decoding."""
+    one = Contender(**{**asked["contender"], "system": System(**asked["contender"]["system"])})
+    places = Places(Path(asked["places"]["models"]), Path(asked["places"]["data"]), asked["places"]["demo"])
+    loaded = Models(places, asked["device"]).load(one.system)
+    loaded.model.generation_config.eos_token_id = None  # no row ends early: all contenders hold the same tokens
+    decoder = Decoder(loaded, places, asked["max_new_tokens"])
+    with machine.PeakMemory() as memory:
+        take, _ = decoder.take(one, asked["rows"])
+    kept = None
+    if "target_cache_bytes" in take:
+        kept = take["target_cache_bytes"] + sum(level["cache_bytes"] for level in take["levels"])
+    weights = hf_mlspec.resident_bytes(loaded.model)
+    weights += sum(adds(places.fill(level), loaded.model) for level in one.system.levels)
+    return {"weights_bytes": weights, "kv_bytes": kept, "before_bytes": memory.before, "peak_bytes": memory.peak}
+
+
+def adds(word: str, target: PreTrainedModel) -> int:
+    """Bytes that a level holds beside its target's."""
+    if word == "mxfp4":
+        return hf_mlspec.resident_bytes(hf_mlspec.direct_cast(target, "mxfp4", cast_head=True), shared_with=target)
+    level = _model_of(word, target)
+    return 0 if level is None or level is target or _is_view(word) else hf_mlspec.resident_bytes(level)
+
+
+def reads(word: str | None, target: PreTrainedModel) -> int:
+    """Bytes of weights that one pass of a level reads, or of the target (None): all but the embedding's table, of
+    which a token reads one row, unless it is the output head, too."""
+    level = target if word is None else _model_of(word, target)
+    if level is None:
+        return 0
+    embedding, head = level.get_input_embeddings(), level.get_output_embeddings()
+    tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    return hf_mlspec.resident_bytes(level) - (0 if tied else embedding.weight.nbytes)
+
+
+def _is_view(word: str) -> bool:
+    return word.startswith("early_exit:")
+
+
+def _model_of(word: str, target: PreTrainedModel) -> PreTrainedModel | None:
+    """The model behind a level's word: its weights are what counts here. None for lookups."""
+    if word in ("prompt_lookup", "ngram"):
+        return None
+    if word == "mxfp4":
+        return hf_mlspec.direct_cast(target, "mxfp4", cast_head=True)
+    if _is_view(word):
+        return hf_mlspec.early_exit(target, int(word.removeprefix("early_exit:")))
+    folder = word.removesuffix("@mxfp4")
+    if not Path(folder).is_dir():
+        return target  # a precision of its own: the same weights
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+    return model if folder == word else hf_mlspec.direct_cast(model, "mxfp4", cast_head=True)
+
+
+def main() -> int:
+    asked = json.load(sys.stdin)
+    torch.set_num_threads(asked["threads"])
+    transformers.utils.logging.disable_progress_bar()
+    print(json.dumps(measure(asked)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

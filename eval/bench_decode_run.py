@@ -1,0 +1,151 @@
+"""How is a throughput plan run so that it may be killed at any moment? Unit by unit, each kept at once.
+
+A unit is one batch that every contender decodes in turn. Ratios are taken inside units only, so a run that was killed
+and goes on hours later is as honest as one that was not: both sides of a ratio met the same minutes of the machine.
+Another machine, other settings or another commit are refused: their units would meet in one mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+import hf_mlspec
+from eval import bench_decode_memory as memory
+from eval import machine
+from eval.bench_decode_lines import lines
+from eval.bench_decode_plan import ALONE, STOCK, Contender, Plan, Unit, check, contenders, read_plan, sizes_of, units
+from eval.bench_decode_takes import Decoder, unit
+from eval.plan import Places
+from eval.quality_models import Models, check_levels
+from eval.results import Results
+from hf_mlspec.evaluation import Journal
+
+Row = dict[str, Any]
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Whatever of the plan is not done yet, its lines, its table; -> 1 where a chain wrote other ids than its target.
+
+    PlanError, ResultsError and ValueError (of the journal) name what cannot be.
+    """
+    disable_progress_bar()  # of weights being loaded; the units have their own
+    plan = read_plan(args.plan)
+    places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+    prompts = check(plan, places, args.plan)
+    card = {name: value for name, value in machine.card(args.device).items() if name != "time"}
+    asked = {"plan": asdict(plan), "machine": card}
+    file = args.results / f"{plan.name}.jsonl"
+    with Journal(args.results / plan.name / "decode.jsonl", asked) as journal:
+        measure(plan, places, prompts, journal, args.device)
+        found = journal.items
+    with Results(file, plan.name, args.device) as results:
+        for kind, values, identity in all_lines(plan, found):
+            if results.find(kind, asked, **identity) is None:
+                results.add(kind, values, asked=asked)
+        rows = [row for row in results.rows if row["name"] == plan.name]
+    show(plan, rows, console)
+    console.print(f"lines in {file}; python -m eval.report {file} makes tables and pictures of them", markup=False)
+    return 1 if any(row.get("rows_differing") for row in rows) else 0
+
+
+def measure(plan: Plan, places: Places, prompts: dict[str, list[str]], journal: Journal, device: str) -> None:
+    """Decode the units, and ask for the memory, that the journal does not have."""
+    left = [one for one in units(plan) if one.key not in journal]
+    held = [one for one in memory_keys(plan) if one[0] not in journal] if plan.memory else []
+    if not left and not held and "reads" in journal:
+        return
+    field_ = contenders(plan)
+    loaded = Models(places, device).load(field_[0].system)
+    for system in plan.systems:
+        check_levels(system, _with_levels(loaded, places, system))
+    rows = {name: [loaded.encode(text) for text in texts] for name, texts in prompts.items()}
+    if "reads" not in journal:
+        journal.add("reads", reads_of(field_, places, loaded.model))
+    with Progress(console=Console(stderr=True)) as progress:
+        _measure_units(left, field_, Decoder(loaded, places, plan.max_new_tokens), rows, journal, progress)
+        task = progress.add_task("memory", total=len(held), visible=bool(held))
+        for key, one, data, size in held:
+            journal.add(key, memory.ask(memory.request(one, places, rows[data][:size], plan.max_new_tokens, device)))
+            progress.advance(task)
+
+
+def _with_levels(loaded, places: Places, system):
+    return type(loaded)(loaded.model, loaded.tokenizer, [places.fill(level) for level in system.levels])
+
+
+def _measure_units(left: list[Unit], field_: list[Contender], decoder: Decoder, rows, journal: Journal,
+                   progress: Progress) -> None:
+    probe, warmed = machine.ReadProbe(), set()
+    task = progress.add_task("decoding", total=len(left), visible=bool(left))
+    for one in left:
+        batch = rows[one.data][one.batch * one.size:][: one.size]
+        there = [contender for contender in field_ if contender.takes_part(one.size)]
+        if (one.data, one.size) not in warmed:
+            for contender in there:
+                decoder.warm(contender, batch)
+            warmed.add((one.data, one.size))
+        journal.add(one.key, unit(decoder, there, batch, one.repeat + one.batch, probe))
+        progress.advance(task)
+
+
+def reads_of(field_: list[Contender], places: Places, target) -> dict[str, list[int]]:
+    """By contender: bytes that one pass of the target reads, then of each level. Stock generate counts no passes."""
+    words = dict.fromkeys(level for one in field_ for level in one.system.levels)
+    by_word = {word: memory.reads(places.fill(word), target) for word in words}
+    whole = memory.reads(None, target)
+    return {one.name: [] if one.way in ("stock", "assisted") else [whole, *(by_word[w] for w in one.system.levels)]
+            for one in field_}
+
+
+def memory_keys(plan: Plan) -> list[tuple[str, Contender, str, int]]:
+    """(key, contender, data, batch size), on the first data file of each size; ablations hold what their chain does.
+    """
+    by_size: dict[int, str] = {}
+    for data in plan.data:
+        for size in sizes_of(plan, data):
+            by_size.setdefault(size, data.name)
+    return [(f"memory of {one.name}, batch size {size}", one, data, size) for size, data in sorted(by_size.items())
+            for one in contenders(plan) if one.ablation is None and one.takes_part(size)]
+
+
+def all_lines(plan: Plan, found: Row) -> list[tuple[str, Row, Row]]:
+    """(kind, values, what tells the line from others of its kind) of everything that was measured."""
+    made, every = [], contenders(plan)
+    for data in plan.data:
+        for size in sorted(set(sizes_of(plan, data))):
+            same = [found[one.key] for one in units(plan) if (one.data, one.size) == (data.name, size)]
+            for one in (one for one in every if one.takes_part(size)):
+                for kind, values in lines(one, data.name, size, same, found["reads"][one.name]):
+                    made.append((kind, values, _identity(values)))
+    for key, one, _, size in memory_keys(plan) if plan.memory else []:
+        values = {"contender": one.name, "batch": size, **found[key]}
+        made.append(("memory", values, {"contender": one.name, "batch": size}))
+    return made
+
+
+def _identity(values: Row) -> Row:
+    names = ("contender", "system", "level_index", "data", "batch", "num_draft_tokens")
+    return {name: values[name] for name in names if name in values}
+
+
+def show(plan: Plan, rows: list[Row], console: Console) -> None:
+    """A row a contender and batch size; ratios are geometric means over its units."""
+    table = Table("contender", "data", "batch", "tokens/s", f"x {ALONE}", f"x {STOCK}", "tokens/pass", "bandwidth",
+                  "rows that differ", title=f"{plan.name}: decode-only, {plan.max_new_tokens} new tokens, greedy")
+    for row in (row for row in rows if row["kind"] == "decode"):
+        table.add_row(escape(row["contender"]), row["data"], str(row["batch"]), _number(row["tokens_per_second"], 1),
+                      *(_number(row["over"].get(peer)) for peer in (ALONE, STOCK)), _number(row["tokens_per_pass"]),
+                      _number(row["bandwidth_share"]), f"{row.get('rows_differing', '')}")
+    console.print(table)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
