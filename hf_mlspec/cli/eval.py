@@ -36,7 +36,7 @@ def run_eval(args: argparse.Namespace) -> int:
     try:
         from ..evaluation.harness_command import run
     except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
+        if (error.name or "").split(".")[0] != "lm_eval":
             raise
         raise ValueError('lm_eval is not installed: pip install --no-build-isolation -e ".[eval]" in the folder of '
                          "hf_mlspec") from error

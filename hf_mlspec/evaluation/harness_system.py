@@ -26,8 +26,8 @@ def load_model(asked: Arguments) -> PreTrainedModel:
     if not isinstance(asked.pretrained, str):
         model = asked.pretrained
     else:
-        place = _device(asked.device)
         require_folder(asked.pretrained)
+        place = _device(asked.device)
         config = asked.quantization
         options = asked.load_options | ({} if config is None else {"quantization_config": config})
         model = read_model(asked.pretrained, DTYPES.get(asked.dtype, asked.dtype), **options)
@@ -65,6 +65,7 @@ def load_tokenizer(asked: Arguments) -> Any:
     place = asked.tokenizer or (model if isinstance(model, str) else model.config.name_or_path)
     if not place:
         raise ValueError(f"pretrained is a {type(model).__name__} from no folder: pass its tokenizer as well")
+    require_folder(place)
     return read_tokenizer(place, **asked.load_options)
 
 

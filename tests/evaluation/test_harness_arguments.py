@@ -57,7 +57,7 @@ def test_a_model_is_needed(given, error, words):
     ({"levels": "early_exit:9"}, "early_exit"),
     ({"max_length": 513}, "max_length is 513, and the model has 512 positions"),
     ({"device": "cuda:77"}, "device 'cuda:77' cannot be used"),
-    ({"tokenizer": "/no/such/tokenizer"}, "holds no tokenizer"),
+    ({"tokenizer": "/no/such/tokenizer"}, "'/no/such/tokenizer' does not exist"),
     ({"format": "int4"}, "in_features"),
 ])
 def test_what_does_not_fit_the_model_is_refused_before_a_request(saved_model, given, words):
