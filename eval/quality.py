@@ -27,8 +27,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import hf_mlspec
 from eval.plan import Places, PlanError
@@ -57,12 +55,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def bars() -> Progress:
-    """Progress on stderr; stdout is for the tables."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                    TimeRemainingColumn(), console=Console(stderr=True))
-
-
 def measure(args: argparse.Namespace) -> int:
     """Compute what is left, print the tables; -> the exit status."""
     plan = read_plan(args.plan)
@@ -73,8 +65,7 @@ def measure(args: argparse.Namespace) -> int:
     with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
         if not args.report:
             run = Run(plan, units, material, Models(places, args.device), results, args.results / plan.name)
-            with bars() as progress:
-                run.run(todo, progress, args.plan)
+            run.run(todo, args.plan)
         print("\n".join(report(plan, todo, results)))
         found = [line for unit in todo if (line := unit.line(results))]
     return 1 if any(lossy(plan, line) for line in found) else 0

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eval import quality_fidelity as fidelity
 from eval import quality_scores as scores
@@ -29,12 +30,10 @@ class Run:
                  folder: Path) -> None:
         self.plan, self.units, self.material, self.models = plan, units, material, models
         self.results, self.folder = results, folder
-        self.progress: Progress | None = None
 
-    def run(self, todo: list[Unit], progress: Progress, path: Path) -> None:
+    def run(self, todo: list[Unit], path: Path) -> None:
         """Check all of what is left, then compute it; PlanError with the plan's path before anything is computed."""
         left = [unit for unit in todo if unit.line(self.results) is None]
-        self.progress = progress
         try:
             self._check(left)
         except PlanError as error:
@@ -115,23 +114,20 @@ class Run:
     def _task(self, unit: Unit) -> None:
         task = next(task for task in self.plan.tasks if task.task == unit.identity["task"])
         name = f"{unit.system.name}-{task.task}"
-        bar = self.progress.add_task(f"task {name}", total=1)
         begin = time.perf_counter()
         metrics, answers = tasks.evaluate(
             task, unit.system, self.models.load(unit.system), self.models.places.data, seed=self.plan.seed,
             batch_size=self.plan.batch_size, journal=self.folder / f"requests-{name}.jsonl")
         seconds = time.perf_counter() - begin
-        with self._items(f"answers-{name}", unit.asked, len(answers)) as (journal, done):
+        with self._journal(f"answers-{name}", unit.asked) as journal:
             for item, found in answers.items():
                 if item not in journal:
                     journal.add(item, found)
-                    done()
             compared = self._compared_task(unit, task.task, journal)
         names = [metric["metric"] for metric in metrics]
         for metric in metrics:
             if self.results.find("task", unit.asked, **unit.identity, metric=metric["metric"]) is None:
                 self._add(unit, {**metric, "metrics": names, "items": len(answers), "seconds": seconds, **compared})
-        self.progress.advance(bar)
 
     def _compared_task(self, unit: Unit, task: str, journal: Journal) -> dict[str, Any]:
         """With the answers of the reference, which came before."""
@@ -139,25 +135,34 @@ class Run:
             return {"identical_items": None, "differences": []}
         reference = self.plan.system(unit.system.reference)
         asked = next(one.asked for one in self.units.tasks(reference) if one.identity["task"] == task)
-        with self._items(f"answers-{reference.name}-{task}", asked, len(journal)) as (expected, _):
+        with self._journal(f"answers-{reference.name}-{task}", asked) as expected:
             if set(expected.items) != set(journal.items):
-                raise PlanError(f"{expected.path} holds {len(expected)} answers, {journal.path} {len(journal)}, and not "
-                                f"of the same items: remove the files and lines of task {task} and run again")
+                raise PlanError(f"{expected.path} holds {len(expected)} answers, {journal.path} {len(journal)}, and "
+                                f"not of the same items: remove the files and lines of task {task} and run again")
             return tasks.compared(expected, journal)
 
     def _add(self, unit: Unit, values: dict[str, Any]) -> None:
         self.results.add(unit.kind, {**unit.identity, **values}, asked=unit.asked)
 
-    @contextmanager
-    def _items(self, name: str, asked: dict[str, Any], total: int) -> Iterator[tuple[Journal, Callable[[], None]]]:
-        """A journal of single items with its progress bar."""
+    def _journal(self, name: str, asked: dict[str, Any]) -> Journal:
         try:
-            journal = Journal(self.folder / f"{name}.jsonl", asked)
+            return Journal(self.folder / f"{name}.jsonl", asked)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        with journal:
-            if len(journal) == total:  # read again for a comparison
+
+    @contextmanager
+    def _items(self, name: str, asked: dict[str, Any], total: int) -> Iterator[tuple[Journal, Callable[[], None]]]:
+        """A journal of single items, with a progress bar where some are left."""
+        with self._journal(name, asked) as journal:
+            if len(journal) == total:
                 yield journal, lambda: None
-            else:
-                bar = self.progress.add_task(name, total=total, completed=len(journal))
-                yield journal, lambda: self.progress.advance(bar)
+                return
+            with _bars() as progress:
+                bar = progress.add_task(name, total=total, completed=len(journal))
+                yield journal, lambda: progress.advance(bar)
+
+
+def _bars() -> Progress:
+    """On stderr; stdout is for the tables."""
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                    TimeRemainingColumn(), console=Console(stderr=True))

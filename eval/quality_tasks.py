@@ -26,7 +26,15 @@ Answers = list[Any]  # of one item, a list of ids or a score per request
 def check(asked: Sequence[Task], data: Path) -> None:
     """PlanError for a task that lm-eval does not know, or whose files are not there; nothing is computed."""
     for task in asked:
-        _read(task, data)
+        found = _read(task, data)
+        if getattr(found, "UNSAFE_CODE", False):
+            raise PlanError(f"[[tasks]] {task.task!r} runs generated programs as they are; mlspec_humaneval and "
+                            "mlspec_mbpp run them confined")
+        try:
+            with _quiet():
+                found.build_all_requests(limit=1, rank=0, world_size=1)  # reads the examples, which may not be there
+        except Exception as error:  # whatever a task's own functions raise
+            raise PlanError(f"[[tasks]] {task.task!r}: {_first_line(error)}") from error
 
 
 def evaluate(task: Task, system: System, loaded: Loaded, data: Path, *, batch_size: int, seed: int,
@@ -45,8 +53,7 @@ def evaluate(task: Task, system: System, loaded: Loaded, data: Path, *, batch_si
         found = lm_eval.simple_evaluate(
             model=lm, tasks=[_read(task, data)], limit=task.limit, bootstrap_iters=BOOTSTRAP, log_samples=True,
             gen_kwargs=None if task.max_gen_toks is None else {"max_gen_toks": task.max_gen_toks},
-            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
-            confirm_run_unsafe_code=True)  # generated programs run in the sandbox of our tasks
+            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed)
     samples = found["samples"][task.task]
     first = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     return _metrics(found["results"][task.task]), {str(one["doc_id"]): _answers(one, lm) for one in first}
@@ -95,22 +102,25 @@ def _metrics(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read(task: Task, data: Path) -> Any:
-    """The task, with the plan's number of examples. Given to lm-eval as an argument, that number would be dropped
-    without a word where the task's own is 0."""
+    """The task, with the plan's number of examples, which lm-eval, given it, would drop where the task's own is 0."""
     from lm_eval.tasks import TaskManager
 
     from hf_mlspec.evaluation import TASKS
 
-    changes = {} if task.num_fewshot is None else {"num_fewshot": task.num_fewshot}
     try:
         with _quiet():
             manager = TaskManager(include_path=str(TASKS), include_defaults=not task.task.startswith(_OURS),
                                   metadata={"data": str(data.resolve())})
-            (found,) = manager.load([{"task": task.task, **changes}])["tasks"].values()
+            (found,) = manager.load([task.task])["tasks"].values()
     except Exception as error:  # whatever the loaders of lm-eval, datasets and YAML raise
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise PlanError(f"[[tasks]] {task.task!r} cannot be read: {said}") from error
+        raise PlanError(f"[[tasks]] {task.task!r} cannot be read: {_first_line(error)}") from error
+    if task.num_fewshot is not None:
+        found.set_config(key="num_fewshot", value=task.num_fewshot)
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

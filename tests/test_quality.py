@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,21 @@ reference = "W4A16"
 data = "words"
 """
 PLAN = SYSTEMS + FIDELITY + PERPLEXITY + PROBABILITIES
+TASKS = """
+[[tasks]]
+task = "mlspec_gsm8k"
+num_fewshot = 1
+limit = 3
+max_gen_toks = 10
+
+[[tasks]]
+task = "mlspec_piqa"
+num_fewshot = 0
+limit = 2
+
+[[tasks]]
+task = "mlspec_wikitext2"
+"""
 PROMPTS = [{"prompt": "def f("}, {"question": "How many?"}, {"turns": ["one", "two"]}, {"text": "a"},
            {"prompt": "import os\n"}, {"prompt": "not asked for"}]
 TEXT = "The first line is here.\n\nAn é and a ü, then words.\nleft out\n"
@@ -96,6 +112,15 @@ def toy(tmp_path, saved_model):
     (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
     (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)), encoding="utf-8")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    sums = [{"question": f"What is {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(5)]
+    choices = [{"goal": goal, "sol1": "Use it.", "sol2": "Do not use it."} for goal in ("A tool?", "A hat?", "A cup?")]
+    for name, text in {
+        "gsm8k/test.jsonl": "\n".join(map(json.dumps, sums)), "gsm8k/train.jsonl": json.dumps(sums[0]),
+        "piqa/valid.jsonl": "\n".join(map(json.dumps, choices)), "piqa/valid-labels.lst": "0\n1\n1\n",
+        "wikitext2/test.txt": " = One = \n\n Some words . \n = Two = \n\n Other words , and more . \n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
 
 
@@ -153,6 +178,65 @@ def test_a_difference_of_a_chain_is_an_error_and_listed(toy, saved_model, capsys
     assert "- chain, words, item 3, position 7" in report
     assert "| chain | wide | words | 2 | 5 | 4 (80.0%) |" in report
     assert quality.main(arguments(toy, saved_model, "--report")) == 1
+
+
+def test_tasks_are_compared_item_by_item(toy, saved_model, capsys):
+    """Ids of what is written, log-probabilities of what is scored; one wrong answer of each is found and listed."""
+    (toy / "plan.toml").write_text(SYSTEMS + TASKS, encoding="utf-8")
+    assert quality.main(arguments(toy, saved_model)) == 0
+    report = capsys.readouterr().out
+    found = lines(toy, "task")
+    assert [(line["system"], line["task"], line["metric"], line["items"], line["identical_items"]) for line in found
+            if line["system"] in ("wide", "chain")] == [
+        (system, task, metric, items, None if system == "wide" else items) for system in ("wide", "chain")
+        for task, metrics, items in (("mlspec_gsm8k", ["exact_match", "flexible_match"], 3),
+                                     ("mlspec_piqa", ["acc", "acc_norm"], 2),
+                                     ("mlspec_wikitext2", ["word_perplexity", "byte_perplexity", "bits_per_byte"], 2))
+        for metric in metrics]
+    by_key = {(line["system"], line["task"], line["metric"]): line["value"] for line in found}
+    assert all(by_key[("chain", *key[1:])] == value for key, value in by_key.items() if key[0] == "wide")
+    assert "| chain | wide | mlspec_gsm8k | 3 of 3 |" in report
+    assert report.endswith("Systems with levels against their target alone: 0 differences.\n")
+    assert quality.main(arguments(toy, saved_model)) == 0
+    assert capsys.readouterr().out == report
+
+    results = toy / "results" / "toy.jsonl"
+    rows = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(row for row in rows if '"system": "chain"' not in row))
+    _tamper(toy / "results" / "toy" / "answers-chain-mlspec_gsm8k.jsonl", lambda answers: answers[0].append(7))
+    _tamper(toy / "results" / "toy" / "answers-chain-mlspec_piqa.jsonl", lambda answers: answers.append(
+        answers.pop() - 1e-9))
+    assert quality.main(arguments(toy, saved_model)) == 1
+    report = capsys.readouterr().out
+    assert "against their target alone: 2 differences:" in report
+    assert re.search(r"- chain, mlspec_gsm8k, item 0, position \d+\n- chain, mlspec_piqa, item 0, position 0\n",
+                     report)
+    assert "| chain | wide | mlspec_gsm8k | 2 of 3 |" in report
+
+
+def _tamper(file: Path, change) -> None:
+    """Change the first item of a journal."""
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    change(entries[1]["value"])
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("mlspec_gsm8k", "mlspec_gsm9k", r"\[\[tasks\]\] 'mlspec_gsm9k' cannot be read: .*mlspec_gsm9k"),
+    ('piqa"\nnum_fewshot = 0', 'piqa"\nnum_fewshot = 2', r"\[\[tasks\]\] 'mlspec_piqa': .*/train.jsonl .*is not in"),
+    ("wikitext2", "lambada", r"'mlspec_lambada' cannot be read: .*lambada_test.jsonl .*is not in"),
+    ("limit = 3", "limit = 0", "'mlspec_gsm8k': limit is 0, it must be at least 1"),
+    ("num_fewshot = 1", "num_fewshot = -1", "num_fewshot is -1, it must be at least 0"),
+    ("mlspec_piqa", "mlspec_gsm8k", r"2 tables \[\[tasks\]\] have task 'mlspec_gsm8k': leave one"),
+])
+def test_a_task_that_cannot_be_is_refused_before_anything_is_computed(old, new, words, toy, saved_model, capsys):
+    assert old in TASKS
+    (toy / "plan.toml").write_text(SYSTEMS + TASKS.replace(old, new), encoding="utf-8")
+    assert quality.main(arguments(toy, saved_model)) == 2
+    said = capsys.readouterr().err
+    assert re.search(words, said)
+    assert f"eval.quality: {toy / 'plan.toml'}" in said
+    assert not list((toy / "results").glob("toy/*"))
 
 
 def test_the_perplexity_is_that_of_the_model(toy, saved_model):
@@ -334,12 +418,13 @@ def test_other_files_are_no_results(tmp_path, text):
 NURSERY = """
 import os, sys, time
 import hf_mlspec
-from eval import quality, quality_fidelity, quality_scores
-from hf_mlspec.evaluation import score_rows
-import lm_eval
+from eval import quality, quality_fidelity, quality_scores, quality_tasks
+from hf_mlspec.evaluation import harness, harness_generation, score_rows
+import lm_eval.tasks
 
 log = open(sys.argv[1], "ab", buffering=0)
 stream, decode, scored = hf_mlspec.generate_stream, quality_fidelity.decode, quality_scores.scored
+evaluate = quality_tasks.evaluate
 now = None
 
 def begun(item):
@@ -369,7 +454,20 @@ def told_scored(loaded, rows, *, journal, **options):
     quality_scores.score_rows = telling
     return scored(loaded, rows, journal=journal, **options)
 
-hf_mlspec.generate_stream = told_stream
+def told_evaluate(*args, journal, **options):
+    global now
+    now = journal.name
+    found = evaluate(*args, journal=journal, **options)
+    now = None
+    return found
+
+def slow_scores(*args, **options):
+    for found in score_rows(*args, **options):
+        time.sleep(0.01)
+        yield found
+
+hf_mlspec.generate_stream = harness_generation.generate_stream = told_stream
+harness.score_rows, quality_tasks.evaluate = slow_scores, told_evaluate
 quality_fidelity.decode, quality_scores.scored = told_decode, told_scored
 for line in sys.stdin:
     child = os.fork()
@@ -428,16 +526,19 @@ def nursery(tmp_path_factory):
 
 
 def finished(folder: Path) -> set[tuple[str, str]]:
-    """(journal, item) of everything that is on disk."""
-    return {(file.name, json.loads(line)["key"]) for file in (folder / "results" / "toy").glob("*.jsonl")
+    """(journal, item) of everything on disk that a nursery tells of: all but scores inside lm-eval."""
+    files = [file for file in (folder / "results" / "toy").glob("*.jsonl")
+             if not re.match(r"answers-|requests-.*-mlspec_(piqa|wikitext2)", file.name)]
+    return {(file.name, json.loads(line)["key"]) for file in files
             for line in file.read_bytes().rpartition(b"\n")[0].splitlines()[1:]}
 
 
-def test_killed_at_random_moments(nursery, toy, saved_model, tmp_path_factory, monkeypatch):
+def test_killed_at_random_moments(nursery, toy, saved_model, tmp_path_factory):
     """Nothing that was finished is begun again, and what comes out is what an undisturbed run says."""
     seed = random.randrange(2**32)
     print("seed", seed)  # shown where the test fails
     random.seed(seed)
+    (toy / "plan.toml").write_text(PLAN + TASKS, encoding="utf-8")
     killed = 0
     for _ in range(40):
         before = finished(toy)
@@ -451,10 +552,9 @@ def test_killed_at_random_moments(nursery, toy, saved_model, tmp_path_factory, m
     assert status == 0
     assert killed >= 3
     report = nursery.report.read_text()
-    assert "8 of 8 results." in report
+    assert "20 of 20 results." in report
     other = tmp_path_factory.mktemp("undisturbed")
-    for name in ("plan.toml", "words.jsonl", "text.txt"):
-        (other / name).write_bytes((toy / name).read_bytes())
+    shutil.copytree(toy, other, dirs_exist_ok=True, ignore=shutil.ignore_patterns("results"))
     status, begun = nursery.run(arguments(other, saved_model))
     assert (status, nursery.report.read_text()) == (0, report)
     assert finished(other) == finished(toy) == set(begun)
