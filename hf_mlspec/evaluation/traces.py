@@ -37,12 +37,9 @@ def record_trace(
     levels: Sequence[Any],
     *,
     max_new_tokens: int,
-    speculation_config: SpeculationConfig | dict | None = None,
-    assistant_tokenizers: Sequence[Any] | None = None,
+    speculation_config: SpeculationConfig | dict | None = None, assistant_tokenizers: Sequence[Any] | None = None,
     batch_size: int = 1,
-    data: str = "",
-    name: str | None = None,
-    origin: dict[str, Any] | None = None,
+    data: str = "", name: str | None = None, origin: dict[str, Any] | None = None,
     journal: Journal | None = None,
 ) -> Trace:
     """Decode every prompt greedily with the chain and write down its rounds.
@@ -71,9 +68,12 @@ def record_trace(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         rows=tuple(found),
-        origin={"hf_mlspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
-                "prepare": asked.config.prepare, **(origin or {})},
+        origin={**_versions(), "prepare": asked.config.prepare, **(origin or {})},
     )
+
+
+def _versions() -> dict[str, str]:
+    return {"hf_mlspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def prompts_hash(rows: Sequence[list[int]]) -> str:

@@ -91,12 +91,7 @@ def replay(
     """
     trace = _selected(trace, rows, batch_size, max_new_tokens)
     check_model(model, "the target")
-    if len(levels) != len(trace.levels):
-        recorded = ", ".join(level.name for level in trace.levels) or "none"
-        raise ValueError(
-            f"the trace has {len(trace.levels)} levels ({recorded}), the replay is given {len(levels)}: give one for "
-            "each, or trace.alone() for the target alone"
-        )
+    _check_count(trace, levels)
     run = _Replay(model, trace, list(levels), _config(speculation_config, trace), max_new_tokens)
     words = [level if isinstance(level, str) else type(level).__name__ for level in levels]
     result = ReplayResult(f"{name or words} (replayed)", trace.data, batch_size, len(trace.rows))
@@ -197,6 +192,15 @@ def _selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new
             "more; give 1 to that many, or record a longer one"
         )
     return trace
+
+
+def _check_count(trace: Trace, levels: Sequence[Any]) -> None:
+    if len(levels) != len(trace.levels):
+        recorded = ", ".join(level.name for level in trace.levels) or "none"
+        raise ValueError(
+            f"the trace has {len(trace.levels)} levels ({recorded}), the replay is given {len(levels)}: give one for "
+            "each, or trace.alone() for the target alone"
+        )
 
 
 def _config(given: SpeculationConfig | dict | None, trace: Trace) -> SpeculationConfig:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from models import EOS, near, packed, prompts, tiny
@@ -11,6 +15,7 @@ from hf_mlspec.evaluation import Journal, Trace, level_acceptance, read_trace, r
 from hf_mlspec.evaluation import traces as recording
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
+from hf_mlspec.speculation.trace_file import trace_from_dict, trace_to_dict
 
 LENGTHS = [5, 3, 9]
 
@@ -255,3 +260,23 @@ def test_a_trace_is_the_same_from_its_file(two_levels, tmp_path):
     again = read_trace(tmp_path / "t.json")
     assert isinstance(again, Trace)
     assert again == two_levels
+
+
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
+
+
+def test_the_documented_example_is_a_trace():
+    text = re.search(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)[1]
+    trace = trace_from_dict(json.loads(text))
+    assert trace.prompts_sha256 == recording.prompts_hash([[1, 2, 3, 4, 5, 6]])
+    assert [(one.drafted, one.accepted) for one in level_acceptance(trace)] == [(11, 9), (9, 8)]
+    keys = re.findall(r"^\| (`.*?) \|", DOCUMENT.partition("### Example")[0], re.MULTILINE)
+    named = {name for key in keys for name in re.findall(r"`(\w+)`", key)}
+    assert named == set(trace_to_dict(trace)) - {"schema"}
+
+
+def test_the_documented_program_runs(capsys):
+    exec(compile(re.search(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)[1], "docs/traces.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert "mxfp4 " in shown
+    assert "(replayed)" in shown
