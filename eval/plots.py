@@ -73,21 +73,32 @@ def plain(axes: Axes) -> None:
 
 
 def styles(labels: list[str]) -> dict[str, dict[str, Any]]:
-    """A look for each series; the same label looks the same in every panel."""
-    return {label: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)],
-                    "linestyle": DASHES[(at // len(COLOURS) + at) % len(DASHES)]}
-            for at, label in enumerate(dict.fromkeys(labels))}
+    """A look for each series; the same label looks the same in every panel. From the ninth on colours come again, in
+    hollow markers of another form."""
+    looks = {}
+    for at, label in enumerate(dict.fromkeys(labels)):
+        turn, place = divmod(at, len(COLOURS))
+        looks[label] = {"color": COLOURS[place], "marker": MARKERS[(place + 3 * turn) % len(MARKERS)],
+                        "linestyle": DASHES[(turn + place) % len(DASHES)], "markersize": 6.5,
+                        "markerfacecolor": "white" if turn else COLOURS[place]}
+    return looks
 
 
-def legend(figure: Figure, axes: list[Axes], columns: int | None = None, title: str | None = None) -> None:
-    """One legend of all panels, below them."""
+def legend(figure: Figure, axes: list[Axes]) -> None:
+    """One legend of all panels, below them, or beside a single one; the figure grows by what it takes."""
     shown = {label: handle for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
     if not shown:
         return
-    wide = max(map(len, shown))
-    fit = max(1, int(figure.get_size_inches()[0] * 12 / (wide + 6)))
-    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=min(columns or fit, len(shown)),
-                  frameon=False, fontsize=9, title=title, labelcolor=INK)
+    width, height = figure.get_size_inches()
+    wide = (max(map(len, shown)) + 7) * 0.083  # inches of one entry
+    fit = min(max(1, int(width / wide)), len(shown))
+    beside = len(axes) == 1 and len(shown) > 3
+    if beside:
+        figure.set_size_inches(width + wide, max(height, 0.5 + 0.22 * len(shown)))
+    else:
+        figure.set_size_inches(width, height + 0.24 * -(-len(shown) // fit))
+    figure.legend(list(shown.values()), list(shown), loc="outside right center" if beside else "outside lower center",
+                  ncols=1 if beside else fit, frameon=False, fontsize=9, labelcolor=INK)
 
 
 def from_zero(axes: list[Axes]) -> None:

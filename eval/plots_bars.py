@@ -79,8 +79,8 @@ def memory(rows: list[Row]) -> Figure | None:
             one.scatter(*zip(*peaks, strict=True), marker="|", s=180, linewidths=2, color=INK,
                         label="peak of the process")
         one.grid(visible=False)
-        one.set_xlim(left=0)
         one.set_xlabel("MB", fontsize=9, color=INK)
+    axes[0].set_xlim(left=0)  # of all panels, and fixed only when the last one has its bars
     axes[0].invert_yaxis()
     legend(figure, axes)
     return figure
@@ -92,11 +92,13 @@ def fidelity(rows: list[Row]) -> Figure | None:
     references = distinct(rows, "reference")
     if not references:
         return None
-    labels, data = in_paper_order(distinct(rows, "label")), distinct(rows, "data")
+    data = distinct(rows, "data")
+    systems = {name: in_paper_order(distinct([row for row in rows if row["reference"] == name], "label"))
+               for name in references}
     figure, axes = panels([f"against {name}" for name in references], width=6.0, columns=2,
-                          height=1.0 + 0.24 * len(labels) * len(data), sharey=True, sharex=True)
+                          height=1.0 + 0.24 * max(map(len, systems.values())) * len(data), sharex=True)
     thick = 0.8 / len(data)
-    for one, reference in zip(axes, references, strict=True):
+    for one, (reference, labels) in zip(axes, systems.items(), strict=True):
         for at, name in enumerate(data):
             found = {row["label"]: row["equal"] / row["prompts"] for row in rows
                      if (row["reference"], row["data"]) == (reference, name)}
@@ -106,11 +108,11 @@ def fidelity(rows: list[Row]) -> Figure | None:
                             linewidth=0.6, label=name)
             one.bar_label(bars, fmt=lambda share: f"{100 * share:.0f} %", padding=3, fontsize=8, color=INK)
         one.set_yticks(range(len(labels)), labels)
+        one.set_ylim(len(labels) - 0.5, -0.5)
         one.set_xlim(0, 1.12)
         one.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
         one.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         one.grid(visible=False)
         one.set_xlabel("prompts with equal ids", fontsize=9, color=INK)
-    axes[0].invert_yaxis()
     legend(figure, axes)
     return figure

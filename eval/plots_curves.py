@@ -61,7 +61,7 @@ def speedup_by_batch(rows: list[Row]) -> Figure | None:
     alone = next((peer for row in rows for peer in row["over"] if "alone" in peer or peer == "w4a16"), None)
     if not peers or alone is None or len(distinct(rows, "batch")) == 1:
         return None
-    chosen = [row for row in _typical(rows) if row["over"].get(alone) and row["label"] != alone]
+    chosen = [row for row in _typical(rows) if row["over"].get(alone) and row["contender"] != alone]
     if not chosen:
         return None
     data = distinct(chosen, "data")

@@ -27,7 +27,7 @@ def roofline(rows: list[Row]) -> Figure | None:
         looks = styles(distinct(shape, "label"))
         for (label,), line in groups(shape, "label"):
             points = sorted((_intensity(row), _flops(row) / row["ms"] / 1e6, row["n"]) for row in line)
-            one.plot([x for x, _, _ in points], [y for _, y, _ in points], label=label, markersize=5, **looks[label])
+            one.plot([x for x, _, _ in points], [y for _, y, _ in points], label=label, **looks[label])
         _rows_at_points(one, shape)
         _roof(one, shape)
         one.set(xscale="log", yscale="log")

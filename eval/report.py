@@ -78,7 +78,8 @@ def labelled(records: list[Row]) -> list[Row]:
     several = len({row["commit"] for row in records}) > 1
 
     def more(row: Row) -> str:
-        return " (replayed)" * row["replayed"] + f" @{row['commit']}" * several
+        says = "(replayed)" in row["label"]  # eval.replay's names say it already
+        return " (replayed)" * (row["replayed"] and not says) + f" @{row['commit']}" * several
 
     return [{**row, "label": row["label"] + more(row), "suffix": more(row)} for row in records]
 

@@ -32,15 +32,15 @@ def _task(entry: Row) -> list[Row]:
     task, metric = str(entry["task"]), str(entry["metric"])
     return [{"kind": "task", "key": (entry["system"], task, metric, entry.get("items")), "label": str(entry["system"]),
              "task": task, "metric": metric, "value": number(entry, "value"),
-             "stderr": number(entry, "stderr", none=True), "items": entry.get("items"),
+             "stderr": number(entry, "stderr", none=True), "items": number(entry, "items", none=True),
              "seconds": number(entry, "seconds", none=True),
              "identical_items": number(entry, "identical_items", none=True)}]
 
 
 def _fidelity(entry: Row) -> list[Row]:
-    return [{"kind": "fidelity", "key": (entry["system"], entry["reference"], entry["data"],
-                                         entry.get("max_new_tokens")),
-             "label": str(entry["system"]), "reference": str(entry["reference"]), "data": str(entry["data"]),
+    data = str(entry["data"]) + ("" if entry.get("batch") is None else f", batch {entry['batch']}")
+    return [{"kind": "fidelity", "key": (entry["system"], entry["reference"], data, entry.get("max_new_tokens")),
+             "label": str(entry["system"]), "reference": str(entry["reference"]), "data": data,
              "prompts": int(number(entry, "prompts")), "equal": int(number(entry, "equal")),
              "mean_first_difference": number(entry, "mean_first_difference", none=True),
              "tokens": number(entry, "tokens", none=True),

@@ -14,8 +14,10 @@ def decode(entry: Row) -> list[Row]:
     data, batch = str(entry.get("data", "mixed prompts")), int(number(entry, "batch"))
     length = drafts(entry)
     contender = str(entry["contender"])
-    return [{"kind": "decode", "key": (contender, data, batch, length), "label": contender, "data": data,
-             "batch": batch, "num_draft_tokens": length,
+    trace = chain(words(entry["recorded_on"])) if "recorded_on" in entry else None  # of eval.replay
+    label = contender if trace is None else f"{contender}, trace of {trace}"
+    return [{"kind": "decode", "key": (label, data, batch, length), "label": label, "contender": contender,
+             "data": data, "batch": batch, "num_draft_tokens": length,
              "tokens_per_second": number(entry, "tokens_per_second", none=True),
              "with_prefill": number(entry, "tokens_per_second_with_prefill", none=True),
              "over": {str(peer): number({"ratio": ratio}, "ratio", none=True)
@@ -68,7 +70,7 @@ def decode_one_prompt(entry: Row) -> list[Row]:
 
 def acceptance(entry: Row) -> list[Row]:
     levels = words(entry["levels"]) if "levels" in entry else [str(entry["level"])]
-    length, at = drafts(entry), int(entry.get("level_index", 0))
+    length, at = drafts(entry), int(number(entry, "level_index", none=True) or 0)
     batch = int(number(entry, "batch"))
     positions = [(int(number(one, "position")), int(number(one, "tested")), int(number(one, "accepted")))
                  for one in entry.get("by_position") or []]
@@ -83,11 +85,10 @@ def acceptance(entry: Row) -> list[Row]:
 
 def ablation(entry: Row) -> list[Row]:
     levels, length = words(entry["levels"]), drafts(entry)
-    batch = entry.get("batch")
+    batch = number(entry, "batch", none=True)
     return [{"kind": "ablation", "key": (chain(levels), entry["data"], batch, length), "label": chain(levels),
              "data": str(entry["data"]), "batch": batch, "num_draft_tokens": length,
-             "lengths": [int(one) for one in many(entry["num_draft_tokens"])],
+             "lengths": [int(number({"K": one}, "K")) for one in many(entry["num_draft_tokens"])],
              "tokens_per_second": number(entry, "tokens_per_second", none=True),
              "acceptance": [number({"share": one}, "share", none=True) for one in many(entry.get("acceptance"))],
-             "tokens_per_pass": number(entry, "tokens_per_pass", none=True),
-             "over": {str(peer): ratio for peer, ratio in (entry.get("over") or {}).items()}}]
+             "tokens_per_pass": number(entry, "tokens_per_pass", none=True)}]

@@ -11,7 +11,6 @@ from typing import Any
 
 from eval.report_kinds import kind_of, records_of
 
-_CARD = ("processor", "cores", "threads", "torch", "transformers")  # what makes two machines two
 Row = dict[str, Any]
 
 
@@ -21,7 +20,7 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """What was the same for all lines of one part of a report."""
+    """What was the same for all lines of one part of a report: numbers of two of these are never compared."""
 
     processor: str
     cores: int | None
@@ -32,8 +31,10 @@ class Machine:
     @classmethod
     def of(cls, card: Any) -> Machine:
         card = card if isinstance(card, dict) else {}
-        return cls(*(card.get(name) if name in ("cores", "threads") else str(card.get(name) or "unknown")
-                     for name in _CARD))
+        counts = [card[name] if isinstance(card.get(name), int) else None for name in ("cores", "threads")]
+        processor, torch, transformers = (str(card.get(name) or "unknown")
+                                          for name in ("processor", "torch", "transformers"))
+        return cls(processor, *counts, torch, transformers)
 
     def __str__(self) -> str:
         if self.processor == "unknown":
@@ -122,7 +123,8 @@ def _take(entry: Row, file: Path, number: int, found: Results, newest: dict[tupl
     about = _about(entry, file)
     for record in records:
         record |= about
-        key = (about["machine"], about["commit"], about["run"], about["replayed"], record["kind"], *record.pop("key"))
+        question = tuple(map(str, record.pop("key")))
+        key = (about["machine"], about["commit"], about["run"], about["replayed"], record["kind"], question)
         if key in newest:
             found.superseded[record["kind"]] += 1
         if key not in newest or newest[key]["time"] <= record["time"]:

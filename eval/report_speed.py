@@ -62,7 +62,7 @@ def _mean(name: str, columns: list[tuple[str, int]], cells: dict[tuple, float]) 
 
 
 def _is(row: Row, peer: str) -> bool:
-    return row["label"].removesuffix(row["suffix"]) == peer
+    return row["contender"] == peer
 
 
 def latency(rows: list[Row]) -> Iterator[str]:

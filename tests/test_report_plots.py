@@ -1,0 +1,49 @@
+"""Do the pictures of the report show what its lines say?"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from result_lines import acceptance, decode
+
+ROOT = Path(__file__).resolve().parents[1]
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def test_curves_show_what_the_lines_say(monkeypatch):
+    curves, report = importlib.import_module("eval.plots_curves"), importlib.import_module("eval.report")
+    records_of = importlib.import_module("eval.report_kinds").records_of
+
+    def rows(*lines, **more):
+        return report.labelled([{**record, "replayed": False, "commit": "x", **more}
+                                for one in lines for record in records_of(one["kind"], one)])
+
+    found = rows(decode("chain", 300.0, 2.0), decode("chain", 600.0, 3.0, batch=4), decode("target alone", 150.0, 1.0),
+                 replayed=True)
+    drawn = {one.get_label(): list(zip(*one.get_data(), strict=True))
+             for one in curves.speed_by_batch(found).axes[0].get_lines()}
+    assert drawn == {"chain (replayed), K 8, 4": [(1, 300.0), (4, 600.0)], "target alone (replayed)": [(1, 150.0)]}
+    levels = [acceptance(), {**acceptance(), "level": "tiny", "level_index": 1}]
+    panel = curves.acceptance_by_position(rows(*levels)).axes[0]
+    assert [one.get_label() for one in panel.get_lines()] == ["level 1", "level 2"]
+    assert list(panel.get_lines()[0].get_data()[1]) == pytest.approx([0.9, 0.9])
+    assert curves.acceptance_by_position(rows({**acceptance(), "by_position": []})) is None
+
+
+def test_a_kernel_lies_where_its_bytes_and_seconds_put_it(monkeypatch):
+    points = importlib.import_module("eval.plots_points")
+    row = {"label": "ours", "op": "o", "m": 100, "k": 200, "n": 2, "ours": True, "missing": None, "ms": 0.5,
+           "weight_bytes": 10_000, "probe": 2e10}
+    lines = points.roofline([row, {**row, "n": 4, "missing": "x"}]).axes[0].get_lines()
+    (x,), (y,) = lines[0].get_data()
+    assert x == pytest.approx(80_000 / (10_000 + 4 * 2 * 300))  # FLOP over bytes of weight and of float32 rows
+    assert y == pytest.approx(80_000 / 0.5e-3 / 1e9)
+    roof = lines[1].get_data()
+    assert list(roof[1]) == pytest.approx([20 * at for at in roof[0]])  # 20 GB/s
