@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -97,20 +98,20 @@ def _spent(stats: hf_mlspec.SpeculationStats, rows: int) -> Take:
 def unit(
     decoder: Decoder, field_: list[Contender], rows: list[list[int]], first: int, probe: machine.ReadProbe
 ) -> Take:
-    """Every contender on one batch in turn, beginning with the `first`-th, after a read of memory.
+    """Every contender on one batch in turn, beginning with the `first`-th, each after a read of memory.
 
     Returns takes by contender, each with the number of rows that differ from what the target alone wrote.
     """
-    begin = time.perf_counter()
-    probe()
-    reads = probe.nbytes / (time.perf_counter() - begin)
-    takes, ids = {}, {}
+    reads, takes, ids = [], {}, {}
     start = first % len(field_)
     for one in field_[start:] + field_[:start]:
+        begin = time.perf_counter()
+        probe()
+        reads.append(probe.nbytes / (time.perf_counter() - begin))
         takes[one.name], ids[one.name] = decoder.take(one, rows)
     for one in (one for one in field_ if one.way == "chain"):
         takes[one.name]["rows_differing"] = sum(differing(ids[one.name], ids[ALONE]))
-    return {"probe_bytes_per_second": reads, "rows": len(rows), "takes": takes}
+    return {"probe_bytes_per_second": statistics.median(reads), "rows": len(rows), "takes": takes}
 
 
 def differing(got: list[list[int]], expected: list[list[int]]) -> Iterator[bool]:
