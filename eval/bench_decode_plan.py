@@ -175,7 +175,8 @@ def contenders(plan: Plan) -> list[Contender]:
     found += [Contender(ALONE, alone, "alone"), *(Contender(system.name, system) for system in plan.systems)]
     by_name = {system.name: system for system in plan.systems}
     for one in plan.ablation:
-        found += [_of_length(by_name[one.system], one, length) for length in one.num_draft_tokens]
+        varied = [_of_length(by_name[one.system], one, length) for length in one.num_draft_tokens]
+        found += [each for each in varied if each not in found]  # curves over two levels cross at one point
     return found
 
 
@@ -193,6 +194,6 @@ def _only_level(system: System, at: int) -> System:
 def _of_length(system: System, ablation: Ablation, length: int) -> Contender:
     lengths = [per_level(system.num_draft_tokens, at) for at in range(len(system.levels))]
     lengths[ablation.level - 1] = length
-    name = f"{system.name}, level {ablation.level} drafts {length}, batch size {ablation.batch}"
+    name = f"{system.name}, K {', '.join(map(str, lengths))}, batch size {ablation.batch}"
     varied = dataclasses.replace(system, name=system.name, num_draft_tokens=lengths)
     return Contender(name, varied, only=ablation.batch, ablation=system.name)

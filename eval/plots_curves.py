@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -134,8 +135,7 @@ def _smallest_batch(rows: list[Row]) -> list[Row]:
 
 def ablation(rows: list[Row]) -> Figure | None:
     """Tokens a second, and tokens per pass, by the draft length that varies; a line per chain and data set."""
-    lines = [line for line in (_varied(name, found) for name, found in groups(rows, "label", "data", "batch"))
-             if len(line[1]) > 1]
+    lines = [line for name, found in groups(rows, "label", "data", "batch") for line in _varied(name, found)]
     if not lines:
         return None
     figure, axes = panels(["speed", "tokens per pass of the target"], columns=2)
@@ -153,17 +153,16 @@ def ablation(rows: list[Row]) -> Figure | None:
     return figure
 
 
-def _varied(name: tuple, rows: list[Row]) -> tuple[str, list[tuple[int, Row]]]:
-    """The rows by the length of the level whose length varies; written x among the other levels'."""
+def _varied(name: tuple, rows: list[Row]) -> Iterator[tuple[str, list[tuple[int, Row]]]]:
+    """A line for each level whose length varies while the others' stay: its label, with x for that length, and its
+    points."""
     label, data, batch = name
-    title = f"{label}, {data}" + (f", batch {batch}" if batch else "")
-    width = {len(row["lengths"]) for row in rows}
-    varying = [at for at in range(min(width)) if len({row["lengths"][at] for row in rows}) > 1]
-    if len(width) > 1 or len(varying) != 1:  # several vary at once: no one number to draw them over
-        return title, []
-    named_level = "" if min(width) == 1 else f", K {_pattern(rows[0], varying[0])}"
-    return title + named_level, sorted(((row["lengths"][varying[0]], row) for row in rows), key=lambda one: one[0])
-
-
-def _pattern(row: Row, varying: int) -> str:
-    return ", ".join("x" if at == varying else str(length) for at, length in enumerate(row["lengths"]))
+    title = f"{label}, {data}" + (f", batch {batch:g}" if batch else "")
+    for at in range(max(len(row["lengths"]) for row in rows)):
+        same: dict[str, list[tuple[int, Row]]] = {}
+        for row in (row for row in rows if at < len(row["lengths"])):
+            pattern = ", ".join("x" if place == at else str(k) for place, k in enumerate(row["lengths"]))
+            same.setdefault(pattern, []).append((row["lengths"][at], row))
+        for pattern, points in same.items():
+            if len(points) > 1:
+                yield title + f", K {pattern}" * (pattern != "x"), sorted(points, key=lambda point: point[0])

@@ -137,6 +137,18 @@ def test_a_killed_run_goes_on_and_decodes_no_unit_twice(bench, monkeypatch):
     assert (bench.folder / "results" / "toy.jsonl").read_text() == table
 
 
+def test_draft_lengths_that_two_curves_share_are_decoded_once(bench):
+    plans, plan = program("bench_decode_plan"), PLAN.format(more="") + ABLATION + """
+[[ablation]]
+system = "chain"
+num_draft_tokens = [4, 6]
+batch = 2
+"""
+    (bench.folder / "plan.toml").write_text(plan.replace("[1, 3]", "[1, 2]"))
+    found = plans.contenders(plans.read_plan(bench.folder / "plan.toml"))
+    assert [one.system.num_draft_tokens for one in found if one.ablation] == [[4, 1], [4, 2], [6, 2]]
+
+
 def test_units_of_other_settings_never_meet(bench):
     bench()
     status, said, _ = bench(PLAN.format(more="").replace("max_new_tokens = 10", "max_new_tokens = 12"))

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from result_lines import acceptance, decode
+from result_lines import CHAIN, acceptance, decode, line
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest.importorskip("matplotlib")
@@ -35,6 +35,23 @@ def test_curves_show_what_the_lines_say(monkeypatch):
     assert [one.get_label() for one in panel.get_lines()] == ["level 1", "level 2"]
     assert list(panel.get_lines()[0].get_data()[1]) == pytest.approx([0.9, 0.9])
     assert curves.acceptance_by_position(rows({**acceptance(), "by_position": []})) is None
+
+
+def test_each_level_whose_length_varies_has_its_curve():
+    curves = importlib.import_module("eval.plots_curves")
+    read = importlib.import_module("eval.report_kinds").records_of
+
+    def row(first: int, second: int) -> dict:
+        made = line("ablation", levels=CHAIN, data="D", num_draft_tokens=[first, second], acceptance=[0.9, 0.8],
+                    tokens_per_second=100.0 * first + second, tokens_per_pass=2.0)
+        return read("ablation", made)[0]
+
+    speed, passes = curves.ablation([row(4, 5), row(8, 5), row(8, 2)]).axes
+    drawn = {one.get_label(): list(zip(*one.get_data(), strict=True)) for one in speed.get_lines()}
+    assert drawn == {"mxfp4 <- tiny, D, K x, 5": [(4, 405.0), (8, 805.0)],
+                     "mxfp4 <- tiny, D, K 8, x": [(2, 802.0), (5, 805.0)]}
+    assert len(passes.get_lines()) == 2
+    assert curves.ablation([row(4, 5), row(8, 2)]) is None
 
 
 def test_a_kernel_lies_where_its_bytes_and_seconds_put_it(monkeypatch):
