@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lm_eval
 from lm_eval.tasks import TaskManager
@@ -44,7 +45,8 @@ def write_tasks(folder: Path, items: int = 10) -> Path:
 def evaluate(lm: Any, folder: Path, names: list[str], **options: Any) -> dict[str, Any]:
     """lm-eval's results, with samples."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    return lm_eval.simple_evaluate(model=lm, tasks=names, task_manager=manager, bootstrap_iters=0, **options)
+    with mock.patch("lm_eval.evaluator.add_env_info"):  # which asks pip and the machine for seconds
+        return lm_eval.simple_evaluate(model=lm, tasks=names, task_manager=manager, bootstrap_iters=0, **options)
 
 
 def answers(results: dict[str, Any]) -> dict[str, list[Any]]:
