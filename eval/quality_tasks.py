@@ -6,10 +6,15 @@ The only module of the program that needs lm-eval, which is imported when the fi
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from eval.plan import PlanError
 from eval.plan_systems import System
@@ -49,11 +54,16 @@ def evaluate(task: Task, system: System, loaded: Loaded, data: Path, *, batch_si
 
     lm = MLSpecLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, levels=loaded.levels, batch_size=batch_size,
                   precision=system.precision, journal=str(journal), **system.speculation)
+    asked = _read(task, data)
+    if task.max_gen_toks is not None and asked.OUTPUT_TYPE == "generate_until":
+        asked.set_config(key="generation_kwargs", value={"max_gen_toks": task.max_gen_toks}, update=True)
+    asked.set_fewshot_seed(seed=seed)
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):  # metrics may draw
+        set_seed(seed)
     with _quiet():
-        found = lm_eval.simple_evaluate(
-            model=lm, tasks=[_read(task, data)], limit=task.limit, bootstrap_iters=BOOTSTRAP, log_samples=True,
-            gen_kwargs=None if task.max_gen_toks is None else {"max_gen_toks": task.max_gen_toks},
-            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed)
+        # Not simple_evaluate: it would describe the machine after every task, with pip and compilers, for seconds.
+        found = lm_eval.evaluate(lm=lm, task_dict={"tasks": {task.task: asked}}, limit=task.limit,
+                                 bootstrap_iters=BOOTSTRAP, log_samples=True)
     samples = found["samples"][task.task]
     first = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     return _metrics(found["results"][task.task]), {str(one["doc_id"]): _answers(one, lm) for one in first}
@@ -103,20 +113,25 @@ def _metrics(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _read(task: Task, data: Path) -> Any:
     """The task, with the plan's number of examples, which lm-eval, given it, would drop where the task's own is 0."""
+    try:
+        with _quiet():
+            manager = _tasks_known(str(data.resolve()), not task.task.startswith(_OURS))
+            (found,) = manager.load([task.task])["tasks"].values()
+    except Exception as error:  # whatever the loaders of lm-eval, datasets and YAML raise
+        raise PlanError(f"[[tasks]] {task.task!r} cannot be read: {_first_line(error)}") from error
+    own = found.get_config("num_fewshot")
+    found.set_config(key="num_fewshot", value=(own or 0) if task.num_fewshot is None else task.num_fewshot)
+    return found
+
+
+@lru_cache
+def _tasks_known(data: str, of_lm_eval: bool) -> Any:
+    """Ours, and where they are asked for lm-eval's own: thousands of files, all of which are read for their names."""
     from lm_eval.tasks import TaskManager
 
     from hf_mlspec.evaluation import TASKS
 
-    try:
-        with _quiet():
-            manager = TaskManager(include_path=str(TASKS), include_defaults=not task.task.startswith(_OURS),
-                                  metadata={"data": str(data.resolve())})
-            (found,) = manager.load([task.task])["tasks"].values()
-    except Exception as error:  # whatever the loaders of lm-eval, datasets and YAML raise
-        raise PlanError(f"[[tasks]] {task.task!r} cannot be read: {_first_line(error)}") from error
-    if task.num_fewshot is not None:
-        found.set_config(key="num_fewshot", value=task.num_fewshot)
-    return found
+    return TaskManager(include_path=str(TASKS), include_defaults=of_lm_eval, metadata={"data": data})
 
 
 def _first_line(error: Exception) -> str:

@@ -533,16 +533,25 @@ def finished(folder: Path) -> set[tuple[str, str]]:
             for line in file.read_bytes().rpartition(b"\n")[0].splitlines()[1:]}
 
 
-def test_killed_at_random_moments(nursery, toy, saved_model, tmp_path_factory):
+KILLED = {
+    "ids, windows, logprobs": (PLAN, 8, 12),
+    "tasks": (SYSTEMS.partition('[[systems]]\nname = "W4A16"')[0] + TASKS.partition('[[tasks]]\ntask = "mlspec_wi')[0],
+              4, 4),
+}
+
+
+@pytest.mark.parametrize("plan", KILLED)
+def test_killed_at_random_moments(plan, nursery, toy, saved_model, tmp_path_factory):
     """Nothing that was finished is begun again, and what comes out is what an undisturbed run says."""
     seed = random.randrange(2**32)
     print("seed", seed)  # shown where the test fails
     random.seed(seed)
-    (toy / "plan.toml").write_text(PLAN + TASKS, encoding="utf-8")
+    text, results, most = KILLED[plan]
+    (toy / "plan.toml").write_text(text, encoding="utf-8")
     killed = 0
     for _ in range(40):
         before = finished(toy)
-        status, begun = nursery.run(arguments(toy, saved_model), kill_after=random.randint(1, 12))
+        status, begun = nursery.run(arguments(toy, saved_model), kill_after=random.randint(1, most))
         assert not before & set(begun)
         assert len(begun) == len(set(begun))
         assert status in (0, -signal.SIGKILL)
@@ -550,9 +559,9 @@ def test_killed_at_random_moments(nursery, toy, saved_model, tmp_path_factory):
             break
         killed += 1
     assert status == 0
-    assert killed >= 3
+    assert killed >= 1
     report = nursery.report.read_text()
-    assert "20 of 20 results." in report
+    assert f"{results} of {results} results." in report
     other = tmp_path_factory.mktemp("undisturbed")
     shutil.copytree(toy, other, dirs_exist_ok=True, ignore=shutil.ignore_patterns("results"))
     status, begun = nursery.run(arguments(other, saved_model))
