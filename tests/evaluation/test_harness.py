@@ -14,8 +14,7 @@ from harness_tasks import TASKS, answers, evaluate, write_tasks
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from hf_mlspec.evaluation import MLSpecLM
-from hf_mlspec.evaluation.harness_requests import request_key
+from hf_mlspec.evaluation import MLSpecLM, request_key
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 GREEDY = ["t_generate", "t_choice", "t_text"]
