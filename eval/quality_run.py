@@ -15,6 +15,7 @@ from eval import quality_fidelity as fidelity
 from eval import quality_scores as scores
 from eval import quality_tasks as tasks
 from eval.plan import PlanError
+from eval.plan_identity import arithmetic
 from eval.plan_systems import Prompts, System
 from eval.quality_models import Models, check_levels
 from eval.quality_plan import Material, Plan
@@ -114,11 +115,12 @@ class Run:
     def _task(self, unit: Unit) -> None:
         task = next(task for task in self.plan.tasks if task.task == unit.identity["task"])
         name = f"{unit.system.name}-{task.task}"
-        begin = time.perf_counter()
+        requests = self.folder / f"requests-{name}.jsonl"
+        resumed, begin = requests.exists(), time.perf_counter()
         metrics, answers = tasks.evaluate(
             task, unit.system, self.models.load(unit.system), self.models.places.data, seed=self.plan.seed,
-            batch_size=self.plan.batch_size, journal=self.folder / f"requests-{name}.jsonl")
-        seconds = time.perf_counter() - begin
+            batch_size=self.plan.batch_size, journal=requests)
+        seconds = None if resumed else time.perf_counter() - begin  # of a part of the items it would say nothing
         with self._journal(f"answers-{name}", unit.asked) as journal:
             for item, found in answers.items():
                 if item not in journal:
@@ -146,7 +148,7 @@ class Run:
 
     def _journal(self, name: str, asked: dict[str, Any]) -> Journal:
         try:
-            return Journal(self.folder / f"{name}.jsonl", asked)
+            return Journal(self.folder / f"{name}.jsonl", {**asked, "arithmetic": arithmetic(self.models.device)})
         except ValueError as error:
             raise PlanError(str(error)) from error
 
