@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.plan import Places
+from eval.plan_identity import digest, fingerprint, level_weights
 from eval.plan_systems import System
 from eval.quality_plan import Material, Plan
 from eval.results import Results
-
-_PROBES, _PROBE_BYTES = 64, 1 << 14  # read of every file of weights: 1 MiB, evenly spread
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,7 @@ class Units:
         self.plan = plan
         folders = {system.model: Path(places.fill(system.model)) for system in plan.systems}
         self.weights = {model: fingerprint(folder) for model, folder in folders.items()}
+        self.level_weights = {system.name: level_weights(system, places) for system in plan.systems}
         self.hashes = {data: digest(prompts) for data, prompts in material.prompts.items()}
         self.text_hashes = {text: digest(content) for text, content in material.texts.items()}
 
@@ -61,8 +59,12 @@ class Units:
 
     def decoding(self, system: System, data: str) -> dict[str, Any]:
         """What a system's greedy continuations of this data depend on."""
-        return {"system": system.asked, "weights": self.weights[system.model], "prompts": self.hashes[data],
-                "max_new_tokens": self.plan.max_new_tokens}
+        return {**self._system(system), "prompts": self.hashes[data], "max_new_tokens": self.plan.max_new_tokens}
+
+    def _system(self, system: System) -> dict[str, Any]:
+        """A system and the weights behind its names, those of its levels where these are folders."""
+        levels = {"level_weights": found} if (found := self.level_weights[system.name]) else {}
+        return {"system": system.asked, "weights": self.weights[system.model], **levels}
 
     def fidelity(self, system: System) -> Iterator[Unit]:
         """One per data file and batch size, of systems with a reference."""
@@ -85,10 +87,11 @@ class Units:
 
     def tasks(self, system: System) -> Iterator[Unit]:
         """One per task."""
-        reference = None if system.reference is None else self.plan.system(system.reference).asked
+        other = None if system.reference is None else self.plan.system(system.reference)
+        reference = {"reference": other and other.asked}
+        reference |= {"reference_weights": self.weights[other.model]} if other else {}
         for task in self.plan.tasks:
-            asked = {"system": system.asked, "weights": self.weights[system.model], "reference": reference,
-                     "task": task.asked, "seed": self.plan.seed}
+            asked = {**self._system(system), **reference, "task": task.asked, "seed": self.plan.seed}
             yield Unit("tasks", "task", system, {"system": system.name, "task": task.task}, asked)
 
     def probabilities(self) -> Iterator[Unit]:
@@ -99,26 +102,3 @@ class Units:
                      "system_weights": self.weights[system.model], "seed": self.plan.seed}
             identity = {"system": system.name, "reference": reference.name, "data": pair.data}
             yield Unit("probabilities", "probabilities", system, identity, asked)
-
-
-def digest(value: Any) -> str:
-    """A hash of something JSON can write."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def fingerprint(folder: Path) -> str | None:
-    """A hash of a model's config and of samples of its weights, so that another model in its folder is noticed.
-
-    No certificate: of each file of weights it reads its size and 1 MiB. None for a hub name.
-    """
-    if not folder.is_dir():
-        return None
-    state = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = file.stat().st_size
-        state.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as weights:
-            for number in range(_PROBES):
-                weights.seek(number * size // _PROBES)
-                state.update(weights.read(_PROBE_BYTES))
-    return state.hexdigest()[:16]
