@@ -34,6 +34,7 @@ import hf_mlspec
 from eval.bench_decode_contenders import shapes
 from eval.bench_qspec import counts
 from eval.results import Results
+from hf_mlspec import SpeculationStats
 from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay
 
 ALONE = "target alone"
@@ -155,22 +156,31 @@ def line_of(one: Contender, alone: Contender, batch: int) -> dict[str, Any]:
     stats = [take.stats for take in one.takes]
     seconds = [take.decode_seconds for take in one.takes]
     tokens = sum(s.new_tokens - s.prefill_tokens for s in stats)
+    passes = sum(s.row_passes - take.rows for s, take in zip(stats, one.takes, strict=True))
     ratios = [take.tokens_per_second / base.tokens_per_second
               for take, base in zip(one.takes, alone.takes, strict=True)
               if take.tokens_per_second and base.tokens_per_second]
-    parts = {"total": sum(s.seconds for s in stats), "target": sum(s.target_seconds for s in stats),
-             "levels": [sum(s.levels[at].seconds for s in stats) for at in range(len(one.words))]}
-    parts["other"] = parts["total"] - parts["target"] - sum(parts["levels"])
     return {
         "contender": one.takes[0].name, "levels": one.words, "data": one.trace.data, "batch": batch,
         "num_draft_tokens": [level.num_draft_tokens for level in one.trace.levels] or None,
-        "tokens_per_second": tokens / sum(seconds) if tokens else None,
-        "over": {f"{ALONE} (replayed)": statistics.geometric_mean(ratios)} if ratios else {}, "seconds": parts,
+        "confidence_threshold": [level.confidence_threshold for level in one.trace.levels] or None,
+        "decode_tokens": tokens, "tokens_per_second": tokens / sum(seconds) if tokens else None,
+        "over": {f"{ALONE} (replayed)": statistics.geometric_mean(ratios)} if ratios else {}, "seconds": split(stats, len(one.words)),
         "bandwidth_share": None,
-        "tokens_per_pass": sum(s.new_tokens for s in stats) / sum(s.row_passes for s in stats),
+        "tokens_per_pass": tokens / passes if passes else None,
         "fused_rounds": one.takes[0].fused_rounds,
         "recorded_on": [one.trace.target.name, *(level.name for level in one.trace.levels)],
     }
+
+
+def split(stats: list[SpeculationStats], levels: int) -> dict[str, Any]:
+    """Decode-only seconds: in the target's passes, in those of each level, in neither."""
+    found = [sum(s.levels[at].seconds for s in stats) for at in range(levels)]
+    if found:
+        found[0] -= sum(s.prefill_draft_seconds for s in stats)
+    whole = sum(s.seconds - s.prefill_seconds for s in stats)
+    target = sum(s.target_seconds - s.prefill_target_seconds for s in stats)
+    return {"total": whole, "target": target, "levels": found, "other": whole - target - sum(found)}
 
 
 def table(lines: list[dict[str, Any]], target: str) -> Table:
@@ -179,7 +189,8 @@ def table(lines: list[dict[str, Any]], target: str) -> Table:
     for line in lines:
         speed, over = line["tokens_per_second"], next(iter(line["over"].values()), math.nan)
         out.add_row(" <- ".join(line["recorded_on"]), line["data"], str(line["batch"]), escape(line["contender"]),
-                    "-" if speed is None else f"{speed:.1f}", f"{over:.2f}", f"{line['tokens_per_pass']:.2f}",
+                    "-" if speed is None else f"{speed:.1f}", f"{over:.2f}",
+                    "-" if line["tokens_per_pass"] is None else f"{line['tokens_per_pass']:.2f}",
                     "-" if speed is None else f"{1000 * line['batch'] / speed:.2f}")
     return out
 

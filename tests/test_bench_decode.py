@@ -105,6 +105,7 @@ def test_a_plan_measures_every_contender_at_every_batch_size(bench):
     accepted = [line for line in found if line["kind"] == "acceptance" and line["system"] == "chain"]
     assert [(e["batch"], e["level_index"]) for e in accepted] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert all(0 < e["accepted"] <= e["tested"] <= e["drafted"] for e in accepted)
+    assert [e["tokens_per_pass"] is None for e in accepted] == [False, True] * 2  # of the target's passes
     varied = [line for line in found if line["kind"] == "ablation"]
     assert [(e["num_draft_tokens"], e["batch"], e["system"]) for e in varied] == [
         ([4, 1], 2, "chain"), ([4, 3], 2, "chain")]
