@@ -71,7 +71,7 @@ class ConfinedProcess:
                 return self._ended(left)
             if len(self.said) > _LONGEST_REPORT:
                 return "tampered", f"more than {_LONGEST_REPORT} bytes where verdicts are written"
-            if disk := over_disk(self.scratch):
+            if disk := over_disk(self.scratch, self.process.pid):
                 return "disk", disk
         return "timeout", ""
 
@@ -137,15 +137,31 @@ def _silent_end(status: int) -> tuple[str, str]:
     return "exit", f"the process ended with status {status} before its tests did"
 
 
-def over_disk(scratch: str) -> str | None:
-    """Which limit of the scratch folder is passed? It holds plain files only."""
-    used = files = 0
+def over_disk(scratch: str, pid: int) -> str | None:
+    """Which limit of the scratch folder is passed? It holds plain files only.
+
+    A file that was removed, replaced or never had a name is in no listing, and takes space as long as it is mapped: it
+    counts as one of the largest size. (Open descriptors are few: RLIMIT_NOFILE.)
+    """
+    used, files = LARGEST_FILE * _removed_and_mapped(scratch, pid), 0
     with os.scandir(scratch) as entries:
         for files, entry in enumerate(entries, 1):
             used += _disk_bytes(entry)
             if used > _LARGEST_FOLDER or files > _MOST_FILES:
-                return f"over {_LARGEST_FOLDER} bytes or {_MOST_FILES} files in its folder"
-    return None
+                break
+    over = used > _LARGEST_FOLDER or files > _MOST_FILES
+    return f"over {_LARGEST_FOLDER} bytes or {_MOST_FILES} files in its folder" if over else None
+
+
+def _removed_and_mapped(scratch: str, pid: int) -> int:
+    """How many files that no longer lie in the folder does the process map?"""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it ended meanwhile
+    folder = f"/{Path(scratch).name}/".encode()
+    gone = (line.split(None, 5) for line in lines if folder in line and line.endswith(b" (deleted)"))
+    return len({(device, inode) for _, _, _, device, inode, _ in gone})
 
 
 def _disk_bytes(entry: os.DirEntry) -> int:

@@ -254,6 +254,28 @@ def test_its_folder_is_limited(program):
     assert run("n = 0\n" + program, timeout=20.0).kind == "disk"
 
 
+HIDES = """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4]
+for n in range({0}):
+    fd = os.open({1} | os.O_RDWR, 0o600)
+    os.write(fd, b'x' * 2**23)
+    libc.mmap(None, 4096, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)  # no descriptor is kept
+    os.close(fd)
+    {2}"""
+
+
+@needs_landlock
+@pytest.mark.parametrize(("name", "hide"), [
+    ("'a', os.O_CREAT", "os.unlink('a')"), ("'a', os.O_CREAT", "os.rename('a', 'b')"), ("'.', os.O_TMPFILE", ""),
+], ids=["removed", "replaced", "nameless"])  # fmt: skip
+def test_files_without_a_name_count(name, hide):
+    outcome = run(HIDES.format(300, name, hide), timeout=30.0)
+    assert (outcome.kind, outcome.detail) == ("disk", "over 67108864 bytes or 1000 files in its folder")
+    assert run(HIDES.format(6, name, hide) + "\nimport time\ntime.sleep(0.2)").passed
+
+
 @needs_landlock
 def test_a_large_file_is_refused_and_other_files_are_not_read(tmp_path):
     (tmp_path / "secret").write_text("x")
