@@ -13,9 +13,9 @@ _CITATION = """@article{hendrycks2021math, title={Measuring Mathematical Problem
 
 # Applied in this order to the text of an answer, without its outer dollar signs.
 _REWRITES = tuple((re.compile(pattern), new) for pattern, new in (
-    (r"\\(?:[!,;:>\s]|quad\b|qquad\b)|~", ""),  # space
+    (r"(?<!\\)\\(?:[!,;:>\s]|q?quad(?![a-zA-Z]))|~", ""),  # space; a second backslash ends a row of a matrix
     (r"\\(?:left|right|big|Big|bigg|Bigg)(?![a-zA-Z])", ""),  # the size of brackets
-    (r"\\[dtc]frac\b", r"\\frac"),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(leq|geq|neq)(?![a-zA-Z])", lambda found: "\\" + found[1][:2]),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\degree\b|\\?%|\\?\$", ""),  # degrees, percent, dollars
     (r"(?<=[^\s])\s*\\(?:text|mbox|mathrm|textrm)\s*\{[^{}]*\}(?:\^\{?[0-9]\}?)?\s*$", ""),  # a unit at the end
@@ -94,5 +94,10 @@ class MathMatch(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        pairs = list(zip(predictions, references, strict=True))
-        return {"exact_match": sum(math_equal(*map(boxed_answer, pair)) for pair in pairs) / len(pairs)}
+        if not predictions:
+            raise ValueError("there are no predictions to score; give one or more")
+        answers = [boxed_answer(reference) for reference in references]
+        if None in answers:
+            raise ValueError(f"the reference has no \\boxed{{...}}: {references[answers.index(None)][-80:]!r}")
+        pairs = zip(predictions, answers, strict=True)
+        return {"exact_match": sum(math_equal(boxed_answer(one), other) for one, other in pairs) / len(predictions)}

@@ -50,6 +50,8 @@ class NumberMatch(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        if not predictions:
+            raise ValueError("there are no predictions to score; give one or more")
         scores = [number_scores(*pair) for pair in zip(predictions, references, strict=True)]
         return {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import datasets
 import evaluate
@@ -39,10 +40,12 @@ class PassAtK(evaluate.Metric):
             features=datasets.Features({"predictions": datasets.Sequence(text), "references": text}),
         )
 
-    def _compute(self, predictions: list[list[str]], references: list[str], k: list[int] = (1,),
+    def _compute(self, predictions: list[list[str]], references: list[str], k: Sequence[int] | int = (1,),
                  timeout: float = 10.0, workers: int | None = None) -> dict[str, float]:
-        fewest = min(map(len, predictions))
-        if any(not 1 <= count <= fewest for count in k):
+        if not predictions:
+            raise ValueError("there are no programs to run; give a list of one or more for each item")
+        fewest, k = min(map(len, predictions)), [k] if isinstance(k, int) else k
+        if not k or any(not 1 <= count <= fewest for count in k):
             raise ValueError(f"k={list(k)}: give numbers from 1 to {fewest}, the fewest programs of an item")
         programs = [f"{program}\n{tests}\n" for item, tests in zip(predictions, references, strict=True)
                     for program in item]

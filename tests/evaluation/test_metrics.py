@@ -45,6 +45,8 @@ SAME = [
     ("[0,1]", r"x \in [0,1]"), (r"\frac{1}{2}", r"\frac{2}{4}"), (r"2\pi", r"2\, \pi"), (r"\leq 3", r"\le 3"),
     (r"\text{(A)}", "(A)"), (r"3\ \mbox{inches}", "3"), ("$7$", "7"), (r"\frac{3}4", "3/4"), (r"-1\frac12", "-1.5"),
     (r"\frac ab", r"\frac{a}{b}"), (r"\tfrac{1}{3}", r"\frac{1}{3}"), ("7.0", "7"),
+    (r"\dfrac12", "0.5"), (r"1,\quad2", "1,2"), (r"\dfrac ab", r"\frac{a}{b}"),
+    (r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", r"\begin{pmatrix}1\\-2\end{pmatrix}"),
 ]  # fmt: skip
 OTHER = [("(1,2)", "[1,2]"), ("1,2", "12"), ("1", "2"), ("x", "y"), ("1/0", "1"), (r"\leftarrow", "arrow"),
          ("-1", "1"), ("(-1,1)", "(1,1)"), (r"\frac{1}{2}", r"\frac{2}{1}"), ("x^{12}", "x^12"),
@@ -128,6 +130,24 @@ def test_pass_at_k_runs_programs(loaded):
         metric("pass_at_k", loaded).compute(predictions=programs, references=["pass"] * 2, k=[3])
 
 
-def test_a_reference_without_a_number():
+@pytest.mark.parametrize("k", [2, [2], []])
+def test_a_k_that_is_a_number_or_none(k):
+    options = {"predictions": [["pass", "pass"]], "references": ["assert True"], "k": k}
+    if k:
+        assert PassAtK().compute(**options) == {"pass@2": 1.0}
+    else:
+        with pytest.raises(ValueError, match=r"k=\[\]: give numbers from 1 to 2"):
+            PassAtK().compute(**options)
+
+
+@pytest.mark.parametrize("kind", [NumberMatch, MathMatch, PassAtK])
+def test_nothing_to_score(kind):
+    with pytest.raises(ValueError, match=r"there are no .* give .*one or more"):
+        kind().compute(predictions=[], references=[])
+
+
+def test_references_without_an_answer():
+    with pytest.raises(ValueError, match=r"the reference has no \\boxed\{...\}: 'five'"):
+        MathMatch().compute(predictions=[r"\boxed{5}"], references=["five"])
     with pytest.raises(ValueError, match="the reference has no number behind '####': 'five'"):
         NumberMatch().compute(predictions=["#### 5"], references=["five"])
