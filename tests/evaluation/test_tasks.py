@@ -146,6 +146,21 @@ def test_humaneval_as_it_is_fetched(data):
     assert generation.humaneval(data)["test"][0]["prompt"] == HUMANEVAL["prompt"]
 
 
+@pytest.mark.parametrize("content", [gzip.compress(b"{}\n" * 99)[:-9], b"{}\n", b"\x1f\x8b\x08\0" + b"x" * 40])
+def test_half_a_file(data, content):
+    (data / "humaneval/HumanEval.jsonl").unlink()
+    (data / "humaneval/HumanEval.jsonl.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"HumanEval\.jsonl\.gz cannot be read: .*; fetch the file again"):
+        generation.humaneval(data)
+
+
+def test_a_folder_is_no_file(data):
+    (data / "mbpp/mbpp.jsonl").unlink()
+    (data / "mbpp/mbpp.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"mbpp\.jsonl cannot be read: .*directory"):
+        generation.mbpp(data)
+
+
 def test_piqa(data):
     asked, scores, _ = score("mlspec_piqa", data)
     shots = "Question: Open it\nAnswer: pull\n\nQuestion: Open it\nAnswer: push hard\n\n" * 5
@@ -202,6 +217,10 @@ def test_a_missing_train_file_matters_only_with_shots(data):
         (data / name).unlink()
         with pytest.raises(FileNotFoundError, match=f"{name} is not in .*--num_fewshot 0"):
             score(f"mlspec_{name.split('/')[0]}", data)
+    write(data, "gsm8k/train.jsonl", "")
+    assert score("mlspec_gsm8k", data, num_fewshot=0)[0]
+    with pytest.raises(FileNotFoundError, match=r"gsm8k/train\.jsonl holds none.*--num_fewshot 0"):
+        score("mlspec_gsm8k", data)
 
 
 @pytest.mark.parametrize("task", [
@@ -235,6 +254,8 @@ def without(item, field):
     (generation.gsm8k, "gsm8k/train.jsonl", "\n{\n", "train.jsonl, line 2: no JSON object"),
     (generation.gsm8k, "gsm8k/test.jsonl", "[1]\n", "line 1: a list, expected a JSON object"),
     (generation.gsm8k, "gsm8k/test.jsonl", "\n", "holds no items"),
+    (generation.gsm8k, "gsm8k/test.jsonl", "[" * 10**5, "line 1: no JSON object"),
+    (generation.gsm8k, "gsm8k/test.jsonl", '{"question": "\\ud800"}\n', "line 1: no JSON object .*surrogates"),
     (generation.math, "math/test/algebra/1.json", MATH | {"solution": "x"}, r"1\.json, field 'solution': no \\boxed"),
     (generation.mbpp, "mbpp/mbpp.jsonl", MBPP[1] | {"test_list": []}, "field 'test_list': expected one text or more"),
     (generation.mbpp, "mbpp/mbpp.jsonl", MBPP[:1], "holds no items"),
@@ -249,6 +270,7 @@ def without(item, field):
     (choices.hellaswag, "hellaswag/hellaswag_val.jsonl", HELLASWAG | {"endings": ["x"]}, "expected four texts"),
     (texts.lambada, "lambada/lambada_test.jsonl", {"text": "word"}, "line 1: a passage needs words before its last"),
     (texts.wikitext2, "wikitext2/test.txt", "no titles", "no line ' = Title = '"),
+    (texts.wikitext2, "wikitext2/test.txt", " = One = \r\n x \r\n", "line ends of Windows"),
     (texts.wikitext2, "wikitext2/test.txt", "lost\n" + ARTICLES, "text before the first line ' = Title = ': 'lost'"),
 ])  # fmt: skip
 def test_a_malformed_file_is_named(data, task, name, content, error):

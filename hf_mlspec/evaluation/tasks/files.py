@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -96,9 +97,8 @@ def test_split(items: list[dict[str, Any]], path: Path) -> datasets.Dataset:
 def examples(source: Source, folder: Path, read: Callable[[Path, int], list[dict]]) -> list[dict]:
     """The first items of the train file, `read(path, most)`; stand-ins that raise when used where it is missing."""
     path = source.find(folder)
-    if path is None:
-        return [AbsentExample(source.missing(folder))] * MOST_SHOTS
-    return read(path, MOST_SHOTS)
+    found = [] if path is None else read(path, MOST_SHOTS)
+    return found or [AbsentExample(source.missing(folder) if path is None else f"{path} holds none")] * MOST_SHOTS
 
 
 def records(path: Path, most: int | None = None) -> list[Record]:
@@ -123,15 +123,20 @@ def labels(path: Path, values: tuple[str, ...], count: int, *, exactly: bool) ->
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, text) of every line that is not blank."""
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    """(number from 1, text) of every line that is not blank; ValueError where the file cannot be read to its end."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    except (OSError, EOFError, zlib.error) as error:  # a folder, half a .gz, none
+        raise ValueError(f"{path} cannot be read: {error}; fetch the file again") from error
 
 
 def _record(where: str, text: bytes) -> Record:
     try:
         value = json.loads(text.decode("utf-8-sig"))
-    except ValueError as error:  # not UTF-8, or not JSON
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise ValueError(f"{where}: no JSON object ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a {type(value).__name__}, expected a JSON object")

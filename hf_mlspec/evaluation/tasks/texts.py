@@ -38,6 +38,8 @@ def wikitext2(data: str | None = None, **_: Any) -> dict[str, Any]:
     """One item an article, its text as it stands in the file."""
     path = WIKITEXT2.need(data_folder(data))
     text = _decoded(path.read_bytes(), path)
+    if "\r\n" in text:
+        raise ValueError(f"{path} has the line ends of Windows, which would be scored; fetch it without conversion")
     starts = [found.start() for found in _TITLE.finditer(text)]
     if not starts:
         raise ValueError(f"{path}: no line ' = Title = ' begins an article; layout: {WIKITEXT2.layout}")
