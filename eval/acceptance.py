@@ -24,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import hf_mlspec
-from eval.acceptance_plan import Plan, Unit, read_plan, record, units
+from eval.acceptance_plan import Unit, read_plan, record, units
 from eval.plan import Places, PlanError
 from eval.results import Results, ResultsError
 from hf_mlspec.evaluation import Trace, level_acceptance, read_trace
@@ -85,22 +85,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The lines of the plan: those of earlier runs, then, each as soon as it is there, what was left to do."""
     plan = read_plan(args.plan)
+    places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+    every = units(plan, places, args.plan)
     with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
-        todo = [unit for unit in units(plan) if len(_done(unit, results)) < len(unit.system.levels)]
+        todo = [unit for unit in every if len(_done(unit, results)) < len(unit.system.levels)]
         if todo and not args.report:
-            _measure(todo, plan, args, results)
-        for unit in units(plan):
+            _measure(todo, places, args, results, args.results / plan.name)
+        for unit in every:
             yield from _done(unit, results)
 
 
-def _measure(todo: list[Unit], plan: Plan, args: argparse.Namespace, results: Results) -> None:
-    places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+def _measure(todo: list[Unit], places: Places, args: argparse.Namespace, results: Results, folder: Path) -> None:
     with Progress(console=Console(stderr=True)) as progress:
-        for unit, trace in record(todo, plan, places, args.plan, device=args.device,
-                                  folder=args.results / plan.name, progress=progress):
+        for unit, trace in record(todo, places, device=args.device, folder=folder, progress=progress):
             for index, line in enumerate(lines_of(trace)):
                 if _line(unit, index, results) is None:
-                    results.add("acceptance", {"system": unit.system.name, **line}, asked=unit.asked)
+                    results.add("acceptance", {"system": unit.system.name, **line}, asked=unit.identity)
 
 
 def _done(unit: Unit, results: Results) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def _done(unit: Unit, results: Results) -> list[dict[str, Any]]:
 
 def _line(unit: Unit, index: int, results: Results) -> dict[str, Any] | None:
     identity = {"system": unit.system.name, "data": unit.data.name, "level_index": index}
-    return results.find("acceptance", unit.asked, **identity)
+    return results.find("acceptance", unit.identity, **identity)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,6 +127,9 @@ def main(argv: list[str] | None = None) -> int:
     except (PlanError, ResultsError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
     console.print(table(lines))
     return 0
 

@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from eval import machine
 from eval.plan import Places, PlanError, check_name, read_table, read_tables, read_toml
+from eval.plan_identity import arithmetic, digest, fingerprint, level_weights
 from eval.plan_systems import Prompts, System, check_systems, read_prompts
 from eval.quality_models import Loaded, Models, check_levels
 from hf_mlspec.evaluation import Journal, Trace, record_trace
@@ -30,12 +31,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Unit:
-    """One trace of a plan."""
+    """One trace of a plan. material: what its files hold, as fingerprints of weights and prompts."""
 
     system: System
     data: Prompts
     batch_size: int
     max_new_tokens: int
+    prompts: list[str]
+    material: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -47,6 +50,11 @@ class Unit:
         """What its rounds depend on, in the plan's own words."""
         return {**self.system.asked, "data": self.data.name, "file": self.data.file, "count": self.data.count,
                 "max_new_tokens": self.max_new_tokens, "batch_size": self.batch_size}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its rounds depend on: the same words may stand for other weights and prompts tomorrow."""
+        return {**self.asked, **self.material}
 
 
 def read_plan(path: Path) -> Plan:
@@ -71,48 +79,63 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def units(plan: Plan) -> list[Unit]:
-    """Every trace of the plan, those of one system behind each other."""
-    return [Unit(system, data, (data.batch_sizes or [plan.batch_size])[0], plan.max_new_tokens)
-            for system in plan.systems for data in plan.data]
+def units(plan: Plan, places: Places, path: Path) -> list[Unit]:
+    """Every trace of the plan, those of one system behind each other.
 
-
-def record(todo: list[Unit], plan: Plan, places: Places, path: Path, *, device: str, folder: Path,
-           progress: Progress) -> Iterator[tuple[Unit, Trace]]:
-    """The trace of every unit, in turn; finished batches are kept under `folder` and not decoded again.
-
-    PlanError, before anything is decoded, for folders and files that are not there or do not hold what is asked, for
-    levels that cannot draft for their target, and for prompts that its positions do not hold.
+    PlanError for folders and files that are not there or do not hold what is asked.
     """
     check_systems(plan.systems, places, path)
     prompts = {data.name: read_prompts(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
+    hashes = {name: digest(texts) for name, texts in prompts.items()}
+    found = []
+    for system in plan.systems:
+        weights = {"weights": fingerprint(Path(places.fill(system.model))),
+                   "level_weights": level_weights(system, places)}
+        found += [Unit(system, data, (data.batch_sizes or [plan.batch_size])[0], plan.max_new_tokens,
+                       prompts[data.name], {**weights, "prompts": hashes[data.name]}) for data in plan.data]
+    return found
+
+
+def record(todo: list[Unit], places: Places, *, device: str, folder: Path,
+           progress: Progress) -> Iterator[tuple[Unit, Trace]]:
+    """The trace of every unit, in turn; finished batches are kept under `folder` and not decoded again.
+
+    PlanError, before anything is decoded, for levels that cannot draft for their target, and for prompts that its
+    positions do not hold.
+    """
     models = Models(places, device)
     for unit in todo:
-        _check(unit, prompts[unit.data.name], models.load(unit.system))
+        _check(unit, models.load(unit.system))
     bar = progress.add_task("prompts", total=sum(unit.data.count for unit in todo))
     for unit in todo:
         progress.update(bar, description=unit.name)
-        yield unit, _record(unit, prompts[unit.data.name], models, folder)
+        yield unit, _record(unit, models, folder)
         progress.advance(bar, unit.data.count)
 
 
-def _check(unit: Unit, prompts: list[str], loaded: Loaded) -> None:
+def _check(unit: Unit, loaded: Loaded) -> None:
     check_levels(unit.system, loaded)
-    longest = max(len(loaded.encode(prompt)) for prompt in prompts)
+    longest = max(len(loaded.encode(prompt)) for prompt in unit.prompts)
     if loaded.positions is not None and longest + unit.max_new_tokens > loaded.positions:
         raise PlanError(f"[[data]] {unit.data.name!r}: its longest prompt has {longest} tokens, which with "
                         f"{unit.max_new_tokens} new ones exceed the {loaded.positions} positions of "
                         f"{unit.system.name!r}: lower max_new_tokens")
 
 
-def _record(unit: Unit, prompts: list[str], models: Models, folder: Path) -> Trace:
+def journal_of(unit: Unit, folder: Path) -> Path:
+    """Where its finished batches are kept."""
+    return folder / f"{unit.name}.jsonl"
+
+
+def _record(unit: Unit, models: Models, folder: Path) -> Trace:
     loaded = models.load(unit.system)
     try:
-        with Journal(folder / f"{unit.name}.jsonl", unit.asked) as journal:
+        with Journal(journal_of(unit, folder), {**unit.identity, "arithmetic": arithmetic(models.device)}) as journal:
             return record_trace(
-                loaded.model, loaded.tokenizer, prompts, loaded.levels, max_new_tokens=unit.max_new_tokens,
+                loaded.model, loaded.tokenizer, unit.prompts, loaded.levels, max_new_tokens=unit.max_new_tokens,
                 speculation_config=unit.system.speculation, batch_size=unit.batch_size, data=unit.data.name,
-                origin={"commit": machine.card()["commit"], "asked": unit.asked}, journal=journal,
+                origin={"commit": machine.card()["commit"], "asked": unit.asked, **unit.material},
+                journal=journal,
             )
     except ValueError as error:
         raise PlanError(f"[[systems]] {unit.system.name!r} on {unit.data.name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Of which weights, texts and versions are a plan's results? What journals hold, so that no others are taken for them."""
+"""Of which weights, texts and versions are a plan's results? What keeps others from being taken for them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import hf_mlspec
-from eval.acceptance_plan import Unit, read_plan, record, units
+from eval.acceptance_plan import Unit, journal_of, read_plan, record, units
 from eval.plan import Places, PlanError
 from hf_mlspec.evaluation import read_trace, write_trace
 
@@ -43,23 +43,26 @@ def is_recorded(unit: Unit, file: Path) -> bool:
     """Whether the file holds this trace; PlanError where it holds another one."""
     if not file.exists():
         return False
-    was = read_trace(file).origin.get("asked", {})
-    names = [name for name in sorted({*was, *unit.asked}) if was.get(name) != unit.asked.get(name)]
+    origin = read_trace(file).origin
+    was, now = dict(origin.get("asked", {})), dict(unit.asked)
+    for name, value in unit.material.items():
+        if name in origin:  # older files do not say it
+            was[name], now[name] = origin[name], value
+    names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
     if names:
-        parts = "; ".join(f"{name}: {was.get(name)!r} there, {unit.asked.get(name)!r} in the plan" for name in names)
+        parts = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} in the plan" for name in names)
         raise PlanError(f"{file} holds another trace ({parts}): rename the system, or pass --overwrite")
     return True
 
 
 def run(args: argparse.Namespace) -> None:
-    plan = read_plan(args.plan)
-    files = [(unit, args.out / f"{unit.name}.json") for unit in units(plan)]
-    todo = [unit for unit, file in files if args.overwrite or not is_recorded(unit, file)]
     places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+    files = [(unit, args.out / f"{unit.name}.json") for unit in units(read_plan(args.plan), places, args.plan)]
+    todo = [unit for unit, file in files if args.overwrite or not is_recorded(unit, file)]
     with Progress(console=Console(stderr=True)) as progress:
-        for unit, trace in record(todo, plan, places, args.plan, device=args.device, folder=args.journals,
-                                  progress=progress):
+        for unit, trace in record(todo, places, device=args.device, folder=args.journals, progress=progress):
             write_trace(trace, args.out / f"{unit.name}.json")
+            journal_of(unit, args.journals).unlink()  # --overwrite records anew
     for unit, file in files:
         print(f"{file}: {'recorded' if unit in todo else 'was there'}, {file.stat().st_size:,} bytes")
 
@@ -73,6 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     except (PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,13 +122,39 @@ def test_finished_prompts_survive_a_kill(folder, monkeypatch):
         return decode(model, call)
 
     monkeypatch.setattr(recording, "run", dying)
-    with pytest.raises(KeyboardInterrupt):
-        accept(folder)
+    assert accept(folder)[0] == 130
     assert decoded == [["mxfp4"], ["mxfp4"], ["mxfp4", "prompt_lookup"]]
     monkeypatch.setattr(recording, "run", lambda model, call: decoded.append("again") or decode(model, call))
     found = accept(folder)[1]
     assert decoded[3:] == ["again"]  # the last batch of the second system
     assert len(found) == 3
+
+
+def test_other_weights_and_prompts_under_the_same_names_are_noticed(folder, saved_model, capsys):
+    (folder / "models" / "target").unlink()
+    target = shutil.copytree(saved_model, folder / "models" / "target")
+    assert accept(folder)[0] == 0
+    assert record(folder) == 0
+    (weights,) = target.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    capsys.readouterr()
+    assert accept(folder)[0] == 2
+    assert "(weights: " in capsys.readouterr().err
+    assert record(folder) == 2
+    assert "(weights: " in capsys.readouterr().err
+    words = folder / "data" / "words.jsonl"
+    words.write_text(words.read_text().replace("one two", "two one"))
+    assert accept(folder)[0] == 2
+    assert "(prompts: " in capsys.readouterr().err
+
+
+def test_overwriting_decodes_again(folder, monkeypatch):
+    assert record(folder) == 0
+    recording = importlib.import_module("hf_mlspec.evaluation.traces")
+    decode, decoded = recording.run, []
+    monkeypatch.setattr(recording, "run", lambda model, call: decoded.append(call.levels) or decode(model, call))
+    assert record(folder, "--overwrite") == 0
+    assert len(decoded) == 4  # two batches of each system
 
 
 def test_traces_are_recorded_once(folder, capsys):
@@ -154,9 +181,7 @@ def test_a_trace_of_something_else_is_not_overwritten(folder, capsys):
     assert record(folder) == 2
     assert "num_draft_tokens: 4 there, 5 in the plan" in capsys.readouterr().err
     assert (folder / "traces" / "cast-words.json").read_bytes() == before
-    assert record(folder, "--overwrite") == 2  # and so is its journal
-    assert "holds the results of another run" in capsys.readouterr().err
-    assert record(folder, "--overwrite", "--journals", str(folder / "others")) == 0
+    assert record(folder, "--overwrite") == 0
     assert read_trace(folder / "traces" / "cast-words.json").levels[0].num_draft_tokens == 5
 
 
