@@ -36,8 +36,9 @@ def lines(one: Contender, data: str, size: int, found: list[Row], bytes_read: li
     if one.way == "chain":
         made += [("acceptance", {"system": one.name, "level": name, "level_index": at, **about, **_counts(takes, at),
                                  "acceptance": _acceptance(takes, at), "by_position": [],
-                                 # passes of the target: what a pass of an inner level settles is not counted
-                                 "tokens_per_pass": None if at else _per_pass(takes)}) for at, name in enumerate(levels)]
+                                 # of the target's passes: those of inner levels are not counted apart
+                                 "tokens_per_pass": None if at else _per_pass(takes)})
+                 for at, name in enumerate(levels)]
     return made
 
 

@@ -73,8 +73,9 @@ def probabilities(rows: list[Row]) -> Figure | None:
     rows = [row for row in rows if row["points"]]
     if not rows:
         return None
-    figure, axes = panels([f"{row['data']}\nr = {row['pearson_r']:.4f}, {row['tokens']:,} tokens" for row in rows],
-                          width=3.9, height=4.3)
+    correlations = ["unknown" if row["pearson_r"] is None else f"{row['pearson_r']:.4f}" for row in rows]
+    figure, axes = panels([f"{row['data']}\nr = {r}, {row['tokens']:,} tokens"
+                           for r, row in zip(correlations, rows, strict=True)], width=3.9, height=4.3)
     for one, row in zip(axes, rows, strict=True):
         one.plot([0, 1], [0, 1], color=INK, linewidth=0.8, zorder=1)
         one.scatter(*zip(*row["points"], strict=True), s=9, alpha=0.35, linewidths=0, color=COLOURS[0], zorder=2)

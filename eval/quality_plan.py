@@ -134,6 +134,8 @@ def _check_numbers(plan: Plan, path: Path) -> None:
                          if getattr(task, key) is not None]
         if task.num_fewshot is not None and task.num_fewshot < 0:
             raise PlanError(f"{where}: num_fewshot is {task.num_fewshot}, it must be at least 0")
+    if plan.seed < 0:
+        raise PlanError(f"{path}: seed is {plan.seed}, it must be at least 0")
     for where, value in at_least_one:
         if value < 1:
             raise PlanError(f"{where} is {value}, it must be at least 1")

@@ -52,8 +52,11 @@ def evaluate(task: Task, system: System, loaded: Loaded, data: Path, *, batch_si
 
     from hf_mlspec.evaluation import MLSpecLM
 
-    lm = MLSpecLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, levels=loaded.levels, batch_size=batch_size,
-                  precision=system.precision, journal=str(journal), **system.speculation)
+    try:
+        lm = MLSpecLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, levels=loaded.levels,
+                      batch_size=batch_size, precision=system.precision, journal=str(journal), **system.speculation)
+    except ValueError as error:  # a journal of other versions or weights
+        raise PlanError(f"[[tasks]] {task.task!r}, {system.name!r}: {error}") from error
     asked = _read(task, data)
     if task.max_gen_toks is not None and asked.OUTPUT_TYPE == "generate_until":
         asked.set_config(key="generation_kwargs", value={"max_gen_toks": task.max_gen_toks}, update=True)

@@ -58,7 +58,8 @@ def _probabilities(entry: Row) -> list[Row]:
     points = [(number({"p": p}, "p"), number({"p": q}, "p")) for p, q in entry["points"]]
     return [{"kind": "probabilities", "key": (entry["system"], entry["reference"], entry["data"]),
              "label": str(entry["system"]), "reference": str(entry["reference"]), "data": str(entry["data"]),
-             "tokens": int(number(entry, "tokens")), "pearson_r": number(entry, "pearson_r"), "points": points}]
+             "tokens": int(number(entry, "tokens")), "pearson_r": number(entry, "pearson_r", none=True),
+             "points": points}]
 
 
 def _memory(entry: Row) -> list[Row]:

@@ -31,8 +31,11 @@ class Results:
 
     def __init__(self, file: Path, name: str, device: str = "cpu") -> None:
         self.file, self.name, self.device = file, name, device
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._out: IO[bytes] = open(file, "a+b")  # noqa: SIM115 - open as long as the results live
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._out: IO[bytes] = open(file, "a+b")  # noqa: SIM115 - open as long as the results live
+        except OSError as error:
+            raise ResultsError(f"{file} cannot be written ({error.strerror}): name another folder") from error
         try:
             self._lock()
             whole = _whole(file)

@@ -23,7 +23,7 @@ if sys.version_info < (3, 11):
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import quality, quality_fidelity, quality_scores
+from eval import plan_identity, quality, quality_fidelity, quality_run, quality_scores
 from eval.plan import Places, PlanError
 from eval.quality_plan import check_plan, read_plan
 from eval.results import Results, ResultsError, read_results
@@ -302,6 +302,7 @@ def test_probabilities_side_by_side():
 WRONG = {
     "no TOML": ("name =", "", "is no TOML"),
     "unknown key": ("seed = 3", "seeds = [3]", r"plan.toml: unknown key 'seeds'; it may have name, systems"),
+    "a negative seed": ("seed = 3", "seed = -3", "seed is -3, it must be at least 0"),
     "unknown key of a system": ('levels = ["mxfp4"', 'level = ["mxfp4"', r"\[\[systems\]\] 2: unknown key 'level'"),
     "wrong type": ("seed = 3", 'seed = "3"', r"seed is '3', it must be an integer"),
     "a bool is no number": ("count = 5", "count = true", r"count is True, it must be an integer"),
@@ -378,6 +379,33 @@ def test_results_of_another_plan_are_not_mixed_in(toy, saved_model, capsys):
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 2
     assert "stride: 16 then, 8 now" in capsys.readouterr().err
+
+
+def test_another_draft_under_the_same_name_is_noticed(toy, saved_model, capsys):
+    draft = shutil.copytree(saved_model, toy / "draft")
+    plan = SYSTEMS.replace('"prompt_lookup"', '"{data}/draft"') + FIDELITY
+    (toy / "plan.toml").write_text(plan, encoding="utf-8")
+    assert quality.main(arguments(toy, saved_model)) == 0
+    (weights,) = draft.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    capsys.readouterr()
+    assert quality.main(arguments(toy, saved_model)) == 2
+    assert "level_weights: {'{data}/draft': " in capsys.readouterr().err
+
+
+def test_items_of_two_versions_do_not_meet(toy, saved_model, capsys, monkeypatch):
+    assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 0
+    (toy / "results" / "toy.jsonl").unlink()  # as if killed behind the last item
+    other = {**plan_identity.arithmetic("cpu"), "torch": "1.0"}
+    monkeypatch.setattr(quality_run, "arithmetic", lambda device: other)
+    capsys.readouterr()
+    assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 2
+    assert "arithmetic: " in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_hold_results_is_named(toy, saved_model, capsys):
+    assert quality.main([*arguments(toy, saved_model), "--results", str(toy / "plan.toml")]) == 2
+    assert "toy.jsonl cannot be written" in capsys.readouterr().err
 
 
 def test_a_line_that_was_cut_is_written_again(tmp_path):

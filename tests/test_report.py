@@ -46,6 +46,15 @@ def test_every_kind_of_line_is_in_the_report(report):
     assert "| 50.0 % | 30.0 % | 10.0 % | 10.0 % |" in text
 
 
+def test_an_unknown_correlation_is_no_broken_line(report):
+    flat = line("probabilities", system="W4A4", reference="W4A16", data="short", tokens=1, pearson_r=None,
+                points=[[0.5, 0.5]])
+    status, text, said = report([flat], plots=True)
+    assert (status, said) == (0, "")
+    assert "| W4A4 | W4A16 | short | 1 |  |" in text
+    assert "![" in text
+
+
 def test_machines_are_never_in_one_table(report):
     other = {**CARD, "threads": 8}
     there = {**decode("chain", 999.0, 3.0), "machine": other}
