@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,8 +24,9 @@ from eval import machine
 from eval.bench_decode_lines import lines
 from eval.bench_decode_plan import ALONE, STOCK, Contender, Plan, Unit, check, contenders, read_plan, sizes_of, units
 from eval.bench_decode_takes import Decoder, unit
-from eval.plan import Places
-from eval.quality_models import Models, check_levels
+from eval.plan import Places, PlanError
+from eval.plan_identity import digest, fingerprint, level_weights
+from eval.quality_models import Loaded, Models, check_levels
 from eval.results import Results
 from hf_mlspec.evaluation import Journal
 
@@ -41,11 +43,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
     places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
     prompts = check(plan, places, args.plan)
     card = {name: value for name, value in machine.card(args.device).items() if name != "time"}
-    asked = {"plan": asdict(plan), "machine": card}
+    weights = {system.name: [fingerprint(Path(places.fill(system.model))), level_weights(system, places)]
+               for system in plan.systems}
+    asked = {"plan": asdict(plan), "machine": card, "weights": weights, "prompts": digest(prompts)}
     file = args.results / f"{plan.name}.jsonl"
-    with Journal(args.results / plan.name / "decode.jsonl", asked) as journal:
-        measure(plan, places, prompts, journal, args.device)
-        found = journal.items
+    journal = Journal(args.results / plan.name / "decode.jsonl", asked)
+    try:
+        with journal:
+            measure(plan, places, prompts, journal, args.device)
+            found = journal.items
+    except PlanError:
+        if not len(journal):
+            journal.path.unlink()  # it would refuse the corrected plan
+        raise
     with Results(file, plan.name, args.device) as results:
         for kind, values, identity in all_lines(plan, found):
             if results.find(kind, asked, **identity) is None:
@@ -67,6 +77,7 @@ def measure(plan: Plan, places: Places, prompts: dict[str, list[str]], journal: 
     for system in plan.systems:
         check_levels(system, _with_levels(loaded, places, system))
     rows = {name: [loaded.encode(text) for text in texts] for name, texts in prompts.items()}
+    _check_lengths(plan, loaded, rows)
     if "reads" not in journal:
         journal.add("reads", reads_of(field_, places, loaded.model))
     with Progress(console=Console(stderr=True)) as progress:
@@ -75,6 +86,15 @@ def measure(plan: Plan, places: Places, prompts: dict[str, list[str]], journal: 
         for key, one, data, size in held:
             journal.add(key, memory.ask(memory.request(one, places, rows[data][:size], plan.max_new_tokens, device)))
             progress.advance(task)
+
+
+def _check_lengths(plan: Plan, loaded: Loaded, rows: dict[str, list[list[int]]]) -> None:
+    for name, ids in rows.items():
+        longest = max(map(len, ids))
+        if loaded.positions is not None and longest + plan.max_new_tokens > loaded.positions:
+            raise PlanError(f"[[data]] {name!r}: its longest prompt has {longest} tokens, which with "
+                            f"{plan.max_new_tokens} new ones exceed the target's {loaded.positions} positions: lower "
+                            "max_new_tokens")
 
 
 def _with_levels(loaded, places: Places, system):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -155,6 +156,27 @@ def test_units_of_other_settings_never_meet(bench):
     status, said, _ = bench(PLAN.format(more="").replace("max_new_tokens = 10", "max_new_tokens = 12"))
     assert status == 2
     assert "'max_new_tokens': 12" in said
+
+
+def test_other_weights_under_the_same_name_are_noticed(bench, saved_model, tmp_path):
+    draft = shutil.copytree(saved_model, tmp_path / "draft")
+    plan = PLAN.format(more="").replace('"{models}/."', '"{data}/draft"')
+    assert bench(plan)[0] == 0
+    (weights,) = draft.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    status, said, _ = bench(plan)
+    assert status == 2
+    assert "weights: " in said
+
+
+def test_a_corrected_plan_finds_no_journal_in_its_way(bench):
+    plan = PLAN.format(more="")
+    for wrong, named in ((("max_new_tokens = 10", "max_new_tokens = 512"), "exceed the target's 512 positions"),
+                         (('levels = ["mxfp4"]', 'levels = ["w4a4"]'), "'cast': levels ['w4a4']")):
+        status, said, _ = bench(plan.replace(*wrong))
+        assert (status, said.count("\n")) == (2, 1)
+        assert named in said
+    assert bench(plan)[0] == 0
 
 
 @pytest.mark.parametrize(("change", "named"), [
