@@ -80,12 +80,11 @@ class Decoder:
 
 
 def _spent(stats: hf_mlspec.SpeculationStats, rows: int) -> Take:
-    """Decode-only: without the pass that read the prompts, and what the level below drafted before it."""
+    """Decode-only: without the pass that read the prompts, and what levels drafted before it."""
     levels = [{"name": level.name, "drafted": level.drafted, "tested": level.tested, "accepted": level.accepted,
-               "forwards": level.forwards, "seconds": level.seconds, "cache_bytes": level.cache_bytes}
+               "forwards": level.forwards, "seconds": level.seconds - level.prefill_seconds,
+               "cache_bytes": level.cache_bytes}
               for level in stats.levels]
-    if levels:
-        levels[0]["seconds"] -= stats.prefill_draft_seconds
     return {
         "decode_tokens": stats.new_tokens - stats.prefill_tokens,
         "decode_seconds": stats.seconds - stats.prefill_seconds,

@@ -111,7 +111,7 @@ class Take:
             stats.new_tokens - stats.prefill_tokens, stats.seconds - stats.prefill_seconds, stats.target_passes - 1,
             stats.row_passes - len(ids), stats.target_seconds - stats.prefill_target_seconds,
             share * sum(level.forwards for level in stats.levels),
-            sum(level.seconds for level in stats.levels) - stats.prefill_draft_seconds, ids, stats,
+            sum(level.seconds - level.prefill_seconds for level in stats.levels), ids, stats,
         )
 
 

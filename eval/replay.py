@@ -175,9 +175,7 @@ def line_of(one: Contender, alone: Contender, batch: int) -> dict[str, Any]:
 
 def split(stats: list[SpeculationStats], levels: int) -> dict[str, Any]:
     """Decode-only seconds: in the target's passes, in those of each level, in neither."""
-    found = [sum(s.levels[at].seconds for s in stats) for at in range(levels)]
-    if found:
-        found[0] -= sum(s.prefill_draft_seconds for s in stats)
+    found = [sum(s.levels[at].seconds - s.levels[at].prefill_seconds for s in stats) for at in range(levels)]
     whole = sum(s.seconds - s.prefill_seconds for s in stats)
     target = sum(s.target_seconds - s.prefill_target_seconds for s in stats)
     return {"total": whole, "target": target, "levels": found, "other": whole - target - sum(found)}

@@ -92,7 +92,7 @@ def accumulate(total: SpeculationStats, part: SpeculationStats) -> None:
     total.target_cache_bytes = max(total.target_cache_bytes, part.target_cache_bytes)
     for into, level in zip(total.levels, part.levels, strict=True):
         into.cache_bytes = max(into.cache_bytes, level.cache_bytes)
-        for name in ("drafted", "accepted", "tested", "rounds", "forwards", "seconds"):
+        for name in ("drafted", "accepted", "tested", "rounds", "forwards", "seconds", "prefill_seconds"):
             setattr(into, name, getattr(into, name) + getattr(level, name))
     counted = ("new_tokens", "target_passes", "row_passes", "seconds", "target_seconds", "prefill_seconds",
                "prefill_target_seconds", "prefill_draft_seconds", "prefill_tokens")

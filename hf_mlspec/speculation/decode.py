@@ -128,7 +128,16 @@ class Decoding:
         self.stats.target_seconds = self.target.runner.seconds
         drafting = self.drafter.stats.seconds if self.drafter else 0.0
         self.stats.settled(self.stats.seconds, self.stats.target_seconds, drafting)
+        if self.stats.target_passes == 1:
+            self._settle_prefill()
         return going
+
+    def _settle_prefill(self) -> None:
+        """What the levels spent so far is no part of decoding."""
+        level = self.drafter
+        while level is not None:
+            level.stats.prefill_seconds = level.stats.seconds
+            level = getattr(level, "inner", None)
 
     def _append(self, row: list[int], budget: int, number: int) -> None:
         self.rows.append(row)

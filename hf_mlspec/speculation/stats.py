@@ -15,7 +15,8 @@ class LevelStats:
         round.
     rounds:   calls of `propose`.
     forwards: model forward passes of this level (0 for lookups).
-    seconds:  wall time inside those forward passes, or inside the lookup.
+    seconds:  wall time inside those forward passes, or inside the lookup; prefill_seconds: of it before the target's
+        first pass was settled.
     cache_bytes: keys and values this level held when it ended; 0 where it drafts in the target's cache.
     """
 
@@ -26,6 +27,7 @@ class LevelStats:
     rounds: int = 0
     forwards: int = 0
     seconds: float = 0.0
+    prefill_seconds: float = 0.0
     cache_bytes: int = 0
 
     @property

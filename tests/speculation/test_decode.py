@@ -124,6 +124,20 @@ def test_the_first_pass_is_the_prefill():
     assert 0 <= stats.prefill_target_seconds <= stats.prefill_seconds < stats.seconds
 
 
+def test_every_level_that_drafts_before_the_prefill_counts_to_it():
+    class Timed(Watched):
+        def propose(self, rows, limits):
+            self.stats.seconds += 1.0
+            return super().propose(rows, limits)
+
+    below = Timed()
+    below.inner = Timed()
+    below.inner.stats.seconds = 3.0
+    run([[0]], [9], below=below)
+    assert below.stats.seconds > below.stats.prefill_seconds == 1.0
+    assert below.inner.stats.prefill_seconds == 3.0
+
+
 def test_a_draft_before_the_prefill_counts_to_it():
     class Timed(Watched):
         def propose(self, rows, limits):
