@@ -11,7 +11,7 @@ from .checker import Checker, Verdict
 from .draft import Draft, Drafter, Rows
 from .drafters.agreement import common_prefix
 from .fused_runner import FusedRunner
-from .stats import SpeculationStats
+from .stats import LevelStats, SpeculationStats
 
 # (row number, row before, settled tokens) -> (how many of them count, whether the row is finished)
 Stop = Callable[[int, list[int], list[int]], tuple[int, bool]]
@@ -135,8 +135,8 @@ class Decoding:
     def _settle_prefill(self) -> None:
         """What the levels spent so far is no part of decoding."""
         level = self.drafter
-        while level is not None:
-            level.stats.prefill_seconds = level.stats.seconds
+        while isinstance(stats := getattr(level, "stats", None), LevelStats):
+            stats.prefill_seconds = stats.seconds
             level = getattr(level, "inner", None)
 
     def _append(self, row: list[int], budget: int, number: int) -> None:

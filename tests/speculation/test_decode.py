@@ -133,6 +133,7 @@ def test_every_level_that_drafts_before_the_prefill_counts_to_it():
     below = Timed()
     below.inner = Timed()
     below.inner.stats.seconds = 3.0
+    below.inner.inner = object()  # of a drafter of the user's own: no level
     run([[0]], [9], below=below)
     assert below.stats.seconds > below.stats.prefill_seconds == 1.0
     assert below.inner.stats.prefill_seconds == 3.0
