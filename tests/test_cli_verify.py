@@ -97,6 +97,8 @@ def test_check_notices_another_model(capsys, folder, prompts, tmp_path):
     (["--level", "mxfp4"], "no --prompts FILE given"),
     (["--level", "mxfp4", "--prompts", "P", "--certificate", "no/folder/c.json"], "that folder does not exist"),
     (["--level", "mxfp4", "--prompts", "P", "--badge", "."], "which is a folder"),
+    (["--level", "mxfp4", "--prompts", "P", "--certificate", "P"], "--prompts and --certificate both name"),
+    (["--level", "mxfp4", "--prompts", "P", "--certificate", "c", "--badge", "./c"], "both name './c', and one would"),
     (["--level", "mxfp4", "--prompts", "P", "--batch-size", "1,1"], "1,1 names one number twice"),
     (["--level", "mxfp4", "--prompts", "P", "--batch-size", "1,0"], "0 is not 1 or more"),
     (["--level", "mxfp4", "--prompts", "P", "--batch-size", "few"], "invalid list of integers value: 'few'"),

@@ -80,6 +80,15 @@ def _require_input(args: argparse.Namespace) -> None:
         check_folder(args.certificate, "the certificate")
     if args.badge is not None:
         check_place(args.badge)
+    _require_different_files({"--prompts": args.prompts, "--certificate": args.certificate, "--badge": args.badge})
+
+
+def _require_different_files(named: dict[str, str | None]) -> None:
+    seen: dict[Path, str] = {}
+    for option, file in named.items():
+        if file is not None and seen.setdefault(Path(file).resolve(), option) != option:
+            raise ValueError(f"{seen[Path(file).resolve()]} and {option} both name {file!r}, and one would overwrite "
+                             "the other; name two files")
 
 
 def _write(args: argparse.Namespace, found: Certificate) -> None:

@@ -17,28 +17,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..integration.load import hide_progress_bars, load_causal_lm
+from ..integration.load import hide_progress_bars, load_causal_lm, read_tokenizer
 from . import certificate_badge as badge
-from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters, kernels
-
-SCHEMA = "mlspec-certificate/1"
-_NUMBER = (int, float)
-# What every reader of a certificate relies on. A type, the entries of an object, or those of each item of a list.
-_NEEDED: dict[str, Any] = {
-    "schema": str, "created": str, "sha256": str,
-    "result": {"lossless": bool, "prompts": int, "identical": int, "tokens_compared": int, "mismatches": int,
-               "tolerated": int},
-    "target": {"name": str, "parameters_sha256": str, "configuration_sha256": str, "decoding": dict},
-    "levels": [{"name": str, "kind": str}],
-    "runs": [{"batch_size": int, "prompts": int, "tokens_compared": int, "mismatches": int, "tolerated": int,
-              "tokens_per_pass": _NUMBER, "levels": [{"name": str, "acceptance": _NUMBER}],
-              "differences": [{"prompt": int, "position": int}]}],
-    "machine": {"processor": str},
-    "kernels": {"library": str, "instruction_set": str, "ops": dict},
-    "versions": {"hf_mlspec": str, "torch": str, "transformers": str, "python": str},
-    "prompts": {"count": int, "sha256": str},
-    "settings": {"dtype": str, "max_new_tokens": int, "reference": str},
-}
+from .certificate_identity import (
+    combined,
+    hash_configuration,
+    hash_folder,
+    hash_ids,
+    hash_json,
+    hash_parameters,
+    kernels,
+)
+from .certificate_schema import SCHEMA, agrees_with_itself, read_json, require_whole
 
 
 @dataclass
@@ -66,15 +56,6 @@ class Check:
             self.different.append(f"{what}: {shown[0]} in the certificate, {shown[1]} here")
 
 
-def result_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all batch sizes; a prompt is identical where it is with each of them."""
-    different = {item["prompt"] for run in runs for item in run["differences"]}
-    total = {name: sum(run[name] for run in runs) for name in ("tokens_compared", "mismatches", "tolerated")}
-    prompts = max((run["prompts"] for run in runs), default=0)
-    return {"lossless": total["mismatches"] == total["tolerated"], "prompts": prompts,
-            "identical": prompts - len(different), **total}
-
-
 class Certificate:
     """The document. Made by `certify`, read back by `Certificate.load`; it never changes."""
 
@@ -82,7 +63,7 @@ class Certificate:
         """content: everything but "sha256", as JSON values; ValueError where it is no certificate."""
         document = json.loads(json.dumps(content, allow_nan=False))
         self._document = document | {"sha256": hash_json(document)}
-        _require(self._document, _NEEDED, "this document")
+        require_whole(self._document, "this document")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Certificate:
@@ -90,7 +71,7 @@ class Certificate:
         was changed since it was written."""
         said = f"certificate {str(path)!r}"
         try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+            document = read_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{said} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
@@ -103,8 +84,8 @@ class Certificate:
         if digest != document.get("sha256"):
             raise ValueError(f"{said} was changed after it was made: its content has SHA-256 {digest[:16]}..., it "
                              f"says {str(document.get('sha256'))[:16]}...; take the original, or verify again")
-        _require(document, _NEEDED, said)
-        if document["result"] != result_of(document["runs"]):
+        require_whole(document, said)
+        if not agrees_with_itself(document):
             raise ValueError(f"{said} contradicts itself: its result is not that of its runs; run mlspec verify again")
         loaded = cls.__new__(cls)
         loaded._document = document
@@ -156,10 +137,7 @@ class Certificate:
         (found.same if same else found.different).append(
             f"instruction set {here['instruction_set']}" if same else
             f"instruction set: {there['instruction_set']} in the certificate, {here['instruction_set']} here")
-        if prompts is None:
-            found.unchecked.append("prompts")
-        else:
-            found.compare("prompts", document["prompts"]["sha256"], hash_json(list(prompts)))
+        _check_prompts(found, document["prompts"], model, prompts)
         return found
 
 
@@ -180,6 +158,19 @@ def _check_levels(found: Check, document: dict[str, Any], levels: Sequence[Any])
         _check_model(found, f"level {name}", entry, folder, document["settings"]["dtype"])
 
 
+def _check_prompts(found: Check, entry: dict[str, Any], model: str | PreTrainedModel, prompts: Sequence[str] | None,
+                   ) -> None:
+    if prompts is None:
+        found.unchecked.append("prompts")
+        return
+    found.compare("prompts", entry["sha256"], hash_json(list(prompts)))
+    if isinstance(model, str | os.PathLike):
+        ids = hash_ids(read_tokenizer(str(model)), prompts)
+        found.compare("token ids of the prompts (tokenizer)", entry["ids_sha256"], ids)
+    else:
+        found.unchecked.append("tokenizer")
+
+
 def _check_model(found: Check, what: str, entry: dict[str, Any], model: str | PreTrainedModel, dtype: str) -> None:
     if isinstance(model, str | os.PathLike) and entry.get("weights_sha256"):
         configs, weights = hash_folder(model)
@@ -197,20 +188,3 @@ def _check_model(found: Check, what: str, entry: dict[str, Any], model: str | Pr
 def _name(level: Any) -> str:
     text = level if isinstance(level, str) else getattr(level.config, "_name_or_path", "") or type(level).__name__
     return text.rstrip("/").rpartition("/")[2]
-
-
-def _require(value: Any, needed: Any, said: str, place: str = "it") -> None:
-    kind = type(needed) if isinstance(needed, dict | list) else needed
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ValueError(f"{said} is no whole certificate: {place} is {type(value).__name__}, expected {wanted}")
-    if isinstance(needed, dict):
-        for name, inner in needed.items():
-            _require(value.get(name), inner, said, name if place == "it" else f"{place}.{name}")
-    elif isinstance(needed, list):
-        for index, item in enumerate(value):
-            _require(item, needed[0], said, f"{place}[{index}]")
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")

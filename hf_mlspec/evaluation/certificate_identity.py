@@ -82,6 +82,11 @@ def hash_json(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def hash_ids(tokenizer: Any, prompts: Iterable[str]) -> str:
+    """SHA-256 of the prompts' token ids, a list of lists as canonical JSON, which stands for the tokenizer."""
+    return hash_json([list(tokenizer(prompt).input_ids) for prompt in prompts])
+
+
 def kernels(device: str) -> dict[str, Any]:
     """The compiled library by name and hash ("reference" and None without one), and which kernel serves each op."""
     ops = {op: kernel for op, where, kernel in kernel_table() if where == device}

@@ -15,8 +15,9 @@ from ..integration.compare import OnItem, compare
 from ..integration.comparison import Comparison, Item
 from ..integration.config import SpeculationConfig
 from ..integration.levels import resolve
-from .certificate import SCHEMA, Certificate, result_of
+from .certificate import Certificate
 from .certificate_identity import kernels
+from .certificate_schema import SCHEMA, result_of
 from .certificate_subject import chain_of, level_entries, machine, prompts_entry, target_entry, versions
 
 
@@ -82,8 +83,9 @@ def attest(
 
 def require_batch_sizes(sizes: Sequence[int]) -> None:
     """Raise ValueError unless there is one, all are 1 or more, and none is there twice."""
-    if not sizes or any(size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
-        raise ValueError(f"batch sizes are {list(sizes)}; give different numbers of 1 or more")
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
+    if not sizes or not whole or len(set(sizes)) < len(sizes):
+        raise ValueError(f"batch sizes are {list(sizes)}; give different whole numbers of 1 or more")
 
 
 def _run(size: int, found: Comparison, tolerated_gap: float, names: list[str]) -> dict[str, Any]:

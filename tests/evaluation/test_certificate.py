@@ -165,12 +165,23 @@ def test_an_edited_certificate_is_refused(target, tmp_path, change):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda d: d.pop("runs"), "runs is NoneType, expected list"),
-    (lambda d: d["target"].pop("name"), r"target\.name is NoneType, expected str"),
+    (lambda d: d.pop("runs"), "runs is not there, expected list"),
+    (lambda d: d["target"].pop("name"), r"target\.name is not there, expected str"),
     (lambda d: d["runs"][1].update(mismatches="0"), r"runs\[1\]\.mismatches is str, expected int"),
     (lambda d: d["result"].update(mismatches=True), r"result\.mismatches is bool"),
     (lambda d: d["runs"][1].update(mismatches=1), "contradicts itself"),
-    (lambda d: d["result"].update(tokens_compared=10**6), "contradicts itself")])
+    (lambda d: d["result"].update(tokens_compared=10**6), "contradicts itself"),
+    (lambda d: d["kernels"].pop("sha256"), r"kernels\.sha256 is not there"),
+    (lambda d: d["target"].pop("weights_sha256"), r"target\.weights_sha256 is not there"),
+    (lambda d: d["prompts"].pop("name"), r"prompts\.name is not there"),
+    (lambda d: (d["runs"][0]["differences"].append({"prompt": 0, "position": 1, "tolerated": False}),
+                d["result"].update(identical=2)), "contradicts itself"),
+    (lambda d: (d["runs"][0]["differences"].append({"prompt": 0, "position": 1, "tolerated": True}),
+                d["runs"][0].update(mismatches=1, tolerated=1),
+                d["result"].update(identical=2, mismatches=1, tolerated=1)), "contradicts itself"),
+    (lambda d: (d["runs"].clear(), d["result"].update(prompts=0, identical=0, tokens_compared=0)),
+     "certifies nothing: 2 levels, 0 runs, 0 tokens"),
+    (lambda d: d["levels"].clear(), "certifies nothing: 0 levels")])
 def test_a_document_with_its_own_digest_that_is_none_is_refused(made, tmp_path, change, message):
     path = tmp_path / "c.json"
     path.write_text(json.dumps(edited(made, change, new_digest=True)), encoding="utf-8")
@@ -181,7 +192,8 @@ def test_a_document_with_its_own_digest_that_is_none_is_refused(made, tmp_path, 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no JSON document"), ("{", "no JSON document"), ("[]", "its schema is None"), ("3", "its schema is None"),
     ('{"schema": "mlspec-trace/1"}', "its schema is 'mlspec-trace/1'"), ("[" * 10**5, "no JSON document"),
-    ('{"schema": "mlspec-certificate/1", "x": NaN}', "NaN is no number")])
+    ('{"schema": "mlspec-certificate/1", "x": NaN}', "NaN is no number"),
+    ('{"schema": "mlspec-certificate/1", "result": 1, "result": 2}', "'result' is there twice")])
 def test_another_document_is_refused(tmp_path, text, message):
     (tmp_path / "c.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
@@ -198,6 +210,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"batch_sizes": ()}, "batch sizes are"), ({"batch_sizes": (1, 1)}, "batch sizes are"),
+    ({"batch_sizes": "12"}, "different whole numbers"), ({"batch_sizes": (True,)}, "different whole numbers"),
     ({"batch_sizes": (0,)}, "batch sizes are"), ({"tolerate_ties": 1e-5}, "float32")])
 def test_bad_settings_are_refused_before_anything_is_decoded(options, message):
     model = tiny(dtype=torch.bfloat16)
@@ -252,7 +265,18 @@ def test_check_finds_the_same(made, folder, saved_model):
     whole = made.check(str(folder), [str(folder)], PROMPTS)
     assert whole
     assert whole.unchecked == []
-    assert len(whole.same) == 7
+    assert len(whole.same) == 8
+
+
+def test_check_finds_another_tokenizer(made, folder, target):
+    tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    vocabulary = json.loads(tokenizer)
+    names = vocabulary["model"]["vocab"]
+    names["d"], names["x"] = names["x"], names["d"]
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (line,) = made.check(str(folder), prompts=PROMPTS).different
+    assert line.startswith("token ids of the prompts (tokenizer): ")
+    assert "tokenizer" in made.check(target[0], prompts=PROMPTS).unchecked
 
 
 def flip(folder: Path, name: str = "model.safetensors") -> None:
