@@ -62,6 +62,8 @@ class Journal:
 
     def add(self, key: str, value: Any) -> None:
         """An item is finished; ValueError where it was before: computing it again is a mistake of the caller."""
+        if not isinstance(key, str):
+            raise TypeError(f"{self.path}: the key of an item is a str, got {key!r}")
         if key in self._items:
             raise ValueError(f"{self.path}: item {key!r} is finished already; ask `key in journal` before computing")
         self._write({"key": key, "value": value})
@@ -92,7 +94,7 @@ class Journal:
             raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
         for number, line in enumerate(lines[1:], 2):
             entry = self._parse(number, line)
-            if set(entry) != {"key", "value"} or entry["key"] in self._items:
+            if set(entry) != {"key", "value"} or not isinstance(entry["key"], str) or entry["key"] in self._items:
                 raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; name another file")
             self._items[entry["key"]] = entry["value"]
         if len(whole) < len(text):
@@ -103,7 +105,7 @@ class Journal:
     def _parse(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.path}, line {number}: no JSON ({error}): no journal, or a damaged one; name another file"
             ) from error

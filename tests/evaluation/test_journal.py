@@ -32,6 +32,8 @@ def test_an_item_twice_is_refused(tmp_path):
         journal.add("a", 1)
         with pytest.raises(ValueError, match="'a' is finished already"):
             journal.add("a", 1)
+        with pytest.raises(TypeError, match=r"the key of an item is a str, got \('a', 1\)"):
+            journal.add(("a", 1), 1)
 
 
 @pytest.mark.parametrize("cut", range(1, 20))
@@ -63,7 +65,9 @@ def test_killed_in_its_first_line(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["not json\n", "not json", '{"x": 1}\n', "[]\n", '{"asked": {}}\n{"key": "a"}\n',
-                                  '{"asked": {}}\n{"key": "a", "value": 1}\n{"key": "a", "value": 2}\n'])
+                                  '{"asked": {}}\n{"key": "a", "value": 1}\n{"key": "a", "value": 2}\n',
+                                  '{"asked": {}}\n{"key": ["a"], "value": 1}\n', '{"asked": {}}\n' + "[" * 10**5 + "\n",
+                                  ])  # fmt: skip
 def test_other_files_are_refused_and_kept(tmp_path, text):
     file = tmp_path / "a.jsonl"
     file.write_text(text)
