@@ -93,6 +93,10 @@ def units(plan: Plan, places: Places, path: Path) -> list[Unit]:
                    "level_weights": level_weights(system, places)}
         found += [Unit(system, data, (data.batch_sizes or [plan.batch_size])[0], plan.max_new_tokens,
                        prompts[data.name], {**weights, "prompts": hashes[data.name]}) for data in plan.data]
+    names = [unit.name for unit in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PlanError(f"{path}: {names.count(twice)} pairs of a system and a data set would be kept as {twice!r}, "
+                        "in lower case: rename one")
     return found
 
 

@@ -192,6 +192,7 @@ BAD_PLANS = {
     "no model": ("{models}/target", "{models}/other", "holds no config.json"),
     "no file": ("words.jsonl", "others.jsonl", "is no file"),
     "too many": ("count = 3", "count = 4", "holds 3 prompts, count is 4"),
+    "names": ('name = "two"', 'name = "CAST"', "2 pairs of a system and a data set would be kept as 'cast-words'"),
     "sizes": ("count = 3", "count = 3\nbatch_sizes = [1, 2]", "give at most one"),
     "zero": ("max_new_tokens = 10", "max_new_tokens = 0", "max_new_tokens is 0"),
     "a word": ('"prompt_lookup"', '"prompt_lookups"', "neither an existing folder nor a known word"),
