@@ -66,8 +66,8 @@ def test_killed_in_its_first_line(tmp_path):
 
 @pytest.mark.parametrize("text", ["not json\n", "not json", '{"x": 1}\n', "[]\n", '{"asked": {}}\n{"key": "a"}\n',
                                   '{"asked": {}}\n{"key": "a", "value": 1}\n{"key": "a", "value": 2}\n',
-                                  '{"asked": {}}\n{"key": ["a"], "value": 1}\n', '{"asked": {}}\n' + "[" * 10**5 + "\n",
-                                  ])  # fmt: skip
+                                  '{"asked": {}}\n{"key": ["a"], "value": 1}\n',
+                                  '{"asked": {}}\n' + "[" * 10**5 + "\n"])
 def test_other_files_are_refused_and_kept(tmp_path, text):
     file = tmp_path / "a.jsonl"
     file.write_text(text)
