@@ -2,7 +2,7 @@
 
 A ```python or ```bash block runs unless a comment right above it says why not: `<!-- not run: reason -->`, or
 `<!-- run where the kernels are built -->` on a machine without them. Python blocks share one interpreter, in their
-order; a bash block runs in an empty folder.
+order; a bash block runs in a folder that holds nothing but `eval`, as the checkout does.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def environment(tmp_path):
         script.parent.mkdir(exist_ok=True)
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
+    (tmp_path / "eval").symlink_to(README.parent / "eval")
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     packages = os.pathsep.join([str(README.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PATH": path, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
