@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from ..evaluation.certificate import Certificate
-from ..evaluation.certificate_badge import check_folder, check_place
+from ..evaluation.certificate import Certificate, check_place
+from ..evaluation.certificate_badge import check_place as check_badge
 from ..evaluation.certificate_run import attest
 from ..integration.compare import compare
 from ..integration.comparison import Comparison
@@ -76,11 +76,11 @@ def _require_input(args: argparse.Namespace) -> None:
         raise ValueError(f"--tolerate-ties is for float32, where sums may break ties either way, not {args.dtype}")
     if not args.levels:
         raise ValueError("no --level given; name at least one, as in --level mxfp4")
-    if args.certificate is not None:
-        check_folder(args.certificate, "the certificate")
-    if args.badge is not None:
-        check_place(args.badge)
     _require_different_files({"--prompts": args.prompts, "--certificate": args.certificate, "--badge": args.badge})
+    if args.certificate is not None:
+        check_place(args.certificate)
+    if args.badge is not None:
+        check_badge(args.badge)
 
 
 def _require_different_files(named: dict[str, str | None]) -> None:

@@ -56,6 +56,17 @@ class Check:
             self.different.append(f"{what}: {shown[0]} in the certificate, {shown[1]} here")
 
 
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError unless a certificate can be written there: where an earlier one lies, or nothing."""
+    badge.check_folder(path, "the certificate")
+    if not Path(path).exists():
+        return
+    try:
+        Certificate.load(path)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is there and no certificate ({error}): name another file") from error
+
+
 class Certificate:
     """The document. Made by `certify`, read back by `Certificate.load`; it never changes."""
 
@@ -110,8 +121,8 @@ class Certificate:
         return badge.block(self._document)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the document, aside and renamed; ValueError where no file can be written there."""
-        badge.check_folder(path, "the certificate")
+        """Write the document, aside and renamed; ValueError where no file can be written, or one lies that is none."""
+        check_place(path)
         text = json.dumps(self._document, indent=1, ensure_ascii=False, allow_nan=False)
         badge.write_aside(Path(path).resolve(), (text + "\n").encode("utf-8"))
 
@@ -142,20 +153,28 @@ class Certificate:
 
 
 def _check_levels(found: Check, document: dict[str, Any], levels: Sequence[Any]) -> None:
-    given = {_name(level): level for level in levels}
-    entries = {entry["name"]: entry for entry in document["levels"]}
-    unknown = sorted(set(given) - set(entries))
-    if unknown:
-        raise ValueError(f"the certificate has no level {', '.join(unknown)}: its levels are {', '.join(entries)}")
-    for name, entry in entries.items():
+    given = [(_name(level), level) for level in levels]
+    for entry, level in _matched(document["levels"], given):
+        name = entry["name"]
         if entry["kind"] not in ("model", "model cast to mxfp4"):
             continue
-        level = given.get(name)
         if level is None:
             found.unchecked.append(f"level {name}")
             continue
         folder = level.removesuffix("@mxfp4") if isinstance(level, str) else level
         _check_model(found, f"level {name}", entry, folder, document["settings"]["dtype"])
+
+
+def _matched(entries: list[dict[str, Any]], given: list[tuple[str, Any]]) -> list[tuple[dict[str, Any], Any]]:
+    """Each entry with the level of its name, None where none was given; of two with one name the upper comes first."""
+    left, pairs = list(given), []
+    for entry in entries:
+        place = next((place for place, (name, _) in enumerate(left) if name == entry["name"]), None)
+        pairs.append((entry, None if place is None else left.pop(place)[1]))
+    if left:
+        raise ValueError(f"the certificate has no level {', '.join(name for name, _ in left)} besides its own: "
+                         f"{', '.join(entry['name'] for entry in entries)}")
+    return pairs
 
 
 def _check_prompts(found: Check, entry: dict[str, Any], model: str | PreTrainedModel, prompts: Sequence[str] | None,
@@ -186,5 +205,7 @@ def _check_model(found: Check, what: str, entry: dict[str, Any], model: str | Pr
 
 
 def _name(level: Any) -> str:
-    text = level if isinstance(level, str) else getattr(level.config, "_name_or_path", "") or type(level).__name__
-    return text.rstrip("/").rpartition("/")[2]
+    if not isinstance(level, str):
+        path = getattr(getattr(level, "config", None), "_name_or_path", "")
+        level = path or getattr(level, "name", type(level).__name__)
+    return level.rstrip("/").rpartition("/")[2]

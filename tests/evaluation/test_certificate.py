@@ -318,7 +318,7 @@ def test_check_of_a_live_model(target):
 
 
 @pytest.mark.parametrize(("model", "levels", "message"), [
-    ("./nowhere", [], "'./nowhere' does not exist"), (None, ["./other"], "has no level other")])
+    ("./nowhere", [], "'./nowhere' does not exist"), (None, ["./other"], "no level other besides its own: mxfp4")])
 def test_check_of_what_is_not_there_is_refused(made, folder, model, levels, message):
     with pytest.raises(ValueError, match=message):
         made.check(model or str(folder), levels)
@@ -381,7 +381,8 @@ def test_links_and_modes_of_files_stay(made, tmp_path):
 
 def test_a_failing_write_leaves_the_earlier_file(made, tmp_path, monkeypatch):
     path = tmp_path / "c.json"
-    path.write_text("earlier", encoding="utf-8")
+    made.save(path)
+    earlier = path.read_bytes()
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -389,8 +390,30 @@ def test_a_failing_write_leaves_the_earlier_file(made, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         made.save(path)
-    assert path.read_text(encoding="utf-8") == "earlier"
+    assert path.read_bytes() == earlier
     assert os.listdir(tmp_path) == ["c.json"]
+
+
+@pytest.mark.parametrize("content", ["weights", '{"schema": "mlspec-trace/1"}', ""])
+def test_only_a_certificate_is_overwritten(made, tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"model\.safetensors' is there and no certificate"):
+        made.save(path)
+    assert path.read_text(encoding="utf-8") == content
+
+
+def test_two_levels_of_one_name_are_told_apart(target, tmp_path, saved_model):
+    upper, lower = (Path(shutil.copytree(saved_model, tmp_path / place / "model")) for place in ("a", "b"))
+    flip(lower)
+    levels = [str(upper), str(lower)]
+    found = certify(*target, PROMPTS[:1], levels, max_new_tokens=2, folder=str(saved_model))
+    whole = found.check(str(saved_model), levels)
+    assert whole
+    assert len(whole.same) == 8
+    assert len(found.check(str(saved_model), levels[::-1]).different) == 2
+    with pytest.raises(ValueError, match="no level model besides its own: model, model"):
+        found.check(str(saved_model), [*levels, str(upper)])
 
 
 def test_names_cannot_break_the_table(made):
