@@ -25,9 +25,9 @@ def digest(value: Any) -> str:
 def fingerprint(folder: Path) -> str | None:
     """A hash of a model's config and of samples of its weights, so that another model in its folder is noticed.
 
-    No certificate: of each file of weights it reads its size and 1 MiB. None for a hub name.
+    No certificate: of each file of weights it reads its size and 1 MiB. None for a hub name and for a level's word.
     """
-    if not folder.is_dir():
+    if not (folder / "config.json").is_file():
         return None
     state = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):

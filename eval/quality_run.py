@@ -125,6 +125,9 @@ class Run:
             for item, found in answers.items():
                 if item not in journal:
                     journal.add(item, found)
+                elif journal[item] != found:
+                    raise PlanError(f"{journal.path} holds another answer to item {item}: the data of {task.task} are "
+                                    "others now; remove the files and lines of this task and run again")
             compared = self._compared_task(unit, task.task, journal)
         names = [metric["metric"] for metric in metrics]
         for metric in metrics:

@@ -203,8 +203,8 @@ def test_tasks_are_compared_item_by_item(toy, saved_model, capsys):
     results = toy / "results" / "toy.jsonl"
     rows = results.read_text().splitlines(keepends=True)
     results.write_text("".join(row for row in rows if '"system": "chain"' not in row))
-    _tamper(toy / "results" / "toy" / "answers-chain-mlspec_gsm8k.jsonl", lambda answers: answers[0].append(7))
-    _tamper(toy / "results" / "toy" / "answers-chain-mlspec_piqa.jsonl", lambda answers: answers.append(
+    _tamper(toy / "results" / "toy" / "answers-wide-mlspec_gsm8k.jsonl", lambda answers: answers[0].append(7))
+    _tamper(toy / "results" / "toy" / "answers-wide-mlspec_piqa.jsonl", lambda answers: answers.append(
         answers.pop() - 1e-9))
     assert quality.main(arguments(toy, saved_model)) == 1
     report = capsys.readouterr().out
@@ -401,6 +401,21 @@ def test_items_of_two_versions_do_not_meet(toy, saved_model, capsys, monkeypatch
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 2
     assert "arithmetic: " in capsys.readouterr().err
+
+
+def test_answers_to_other_questions_are_not_kept(toy, saved_model, capsys):
+    plan = SYSTEMS.partition("[[systems]]\nname = \"chain\"")[0]
+    plan += '[[tasks]]\ntask = "mlspec_piqa"\nnum_fewshot = 0\nlimit = 2\n'
+    (toy / "plan.toml").write_text(plan, encoding="utf-8")
+    assert quality.main(arguments(toy, saved_model)) == 0
+    (toy / "results" / "toy.jsonl").unlink()
+    assert quality.main(arguments(toy, saved_model)) == 0
+    (toy / "results" / "toy.jsonl").unlink()
+    questions = toy / "piqa" / "valid.jsonl"
+    questions.write_text(questions.read_text().replace("A tool?", "A wheel?"))
+    capsys.readouterr()
+    assert quality.main(arguments(toy, saved_model)) == 2
+    assert "holds another answer to item 0: the data of mlspec_piqa are others now" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_hold_results_is_named(toy, saved_model, capsys):
