@@ -58,7 +58,8 @@ def run_program(program: str, *, timeout: float = 10.0, memory_bytes: int = 2**3
     timeout:      wall-clock seconds from confinement to the end, then its process group is killed; CPU seconds, too.
     memory_bytes: address space of the process, at least 64 MiB.
     landlock:     False denies all writing instead of confining it to the folder; so it is where the kernel has no
-                  Landlock of ABI 3 (Linux 6.2), and then the program can read what this user can.
+                  Landlock of ABI 3 (Linux 6.2), and then the program can read what this user can, other processes'
+                  environments included.
     Raises RuntimeError where a program cannot be confined, and ValueError or TypeError for arguments out of range.
     """
     _check(program, timeout, memory_bytes)

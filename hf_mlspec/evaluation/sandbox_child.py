@@ -29,6 +29,7 @@ OF_FILES = WRITE_FILE | READ_FILE | TRUNCATE
 READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/etc/ld.so.cache",
             "/etc/localtime", "/usr/share/zoneinfo", "/dev/urandom", "/dev/random", "/dev/zero")
 OUT_OF_MEMORY = b'{"kind": "memory", "detail": "MemoryError"}'  # written when there is no memory left to write one
+HOLDERS = (functools.partial, list, tuple, type(iter([])))
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -97,7 +98,7 @@ def allow(ruleset, path, access):
 def steps(program, report, token):
     """An iterator of two steps: the program runs, and if it came to its end, the token is written.
 
-    Consumed in C, it leaves the token in no Python frame above the program, and frozen objects are in no list of gc.
+    Consumed in C, it leaves the token in no Python frame above the program, and gc does not know of what leads to it.
     Whatever is raised ends it, StopIteration too: one `map` over both steps, for a chain of two would go on.
     """
     module = types.ModuleType("program")  # not __main__: as in the tests of HumanEval, such blocks do not run
@@ -106,9 +107,23 @@ def steps(program, report, token):
     both = [functools.partial(exec, code, vars(module)), functools.partial(os.write, report, token)]
     calls = map(operator.methodcaller("__call__"), both)
     del both
+    forget(calls)
     gc.freeze()
-    del gc.unfreeze
     return calls
+
+
+def forget(calls):
+    """Take an iterator and what leads from it to the token off the lists of gc, of which a program can get a second
+    module; and keep them for ever, because not all types can be freed when they are on no list."""
+    untrack, keep = ctypes.pythonapi.PyObject_GC_UnTrack, ctypes.pythonapi.Py_IncRef
+    untrack.argtypes = keep.argtypes = [ctypes.py_object]
+    untrack.restype = keep.restype = None
+    left = [calls]
+    while left:
+        found = left.pop()
+        left += [held for held in gc.get_referents(found) if isinstance(held, HOLDERS)]
+        keep(found)
+        untrack(found)
 
 
 def ending(error):

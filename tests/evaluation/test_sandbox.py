@@ -101,6 +101,17 @@ for found in gc.get_objects():
         try: found()
         except BaseException: pass
 os._exit(0)""",
+    "another gc": """
+import gc, importlib.util, os
+other = importlib.util.module_from_spec(gc.__spec__)
+gc.__spec__.loader.exec_module(other)
+other.unfreeze()
+known = other.get_objects()
+for found in [*known, *other.get_referrers(os.write), *other.get_referents(*known)]:
+    if getattr(found, "func", None) is os.write:
+        found()
+        break
+os._exit(0)""",
 }
 
 
