@@ -295,7 +295,8 @@ void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
 void Decoder::forward(Team& team, Pass& pass) {
   const CpuKernels& kernels = cpu_kernels();
   Workspace& w = *work_;
-  const int64_t n = pass.tokens.size(), context = shape.heads * shape.head_dim;
+  // All that is asked of the pass is asked before the last barrier: behind it the deciding thread fills the next pass.
+  const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
   const int64_t element = shape.embedding_dtype == MLSPEC_FLOAT32 ? 4 : 2;
   const char* const table = static_cast<const char*>(embedding);
   team.share(n, 1, [&](int64_t begin, int64_t end) {
@@ -321,7 +322,6 @@ void Decoder::forward(Team& team, Pass& pass) {
     pending = layer.mlp_out_norm;
     multiply(team, down, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
   }
-  const int64_t kept = pass.kept.size();
   for (int64_t first = 0; first < kept; first += kScoredTogether) {
     float* const logits = pass.logits ? pass.logits + first * shape.vocab : w.logits.data();
     score(team, pass, pending, first, std::min(kScoredTogether, kept - first), logits);
