@@ -31,9 +31,10 @@ import transformers
 import hf_mlspec
 from eval.plan import Places, PlanError
 from eval.quality_models import Models
-from eval.quality_plan import PARTS, check_plan, read_plan
+from eval.quality_plan import PARTS, Plan, check_plan, read_plan
 from eval.quality_report import lossy, report
 from eval.quality_run import Run
+from eval.quality_tasks import documents
 from eval.quality_units import Units
 from eval.results import Results, ResultsError
 
@@ -60,8 +61,9 @@ def measure(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan)
     places = Places(args.models, args.data, hf_mlspec.demo_pair()[0])
     material = check_plan(plan, places, args.plan)
-    units = Units(plan, material, places)
-    todo = units.of_parts(args.only or list(PARTS))
+    parts = args.only or list(PARTS)
+    units = Units(plan, material, places, args.device, _documents(plan, places, args.plan) if "tasks" in parts else {})
+    todo = units.of_parts(parts)
     with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
         if not args.report:
             run = Run(plan, units, material, Models(places, args.device), results, args.results / plan.name)
@@ -69,6 +71,13 @@ def measure(args: argparse.Namespace) -> int:
         print("\n".join(report(plan, todo, results)))
         found = [line for unit in todo if (line := unit.line(results))]
     return 1 if any(lossy(plan, line) for line in found) else 0
+
+
+def _documents(plan: Plan, places: Places, path: Path) -> dict[str, str]:
+    try:
+        return documents(plan.tasks, places.data)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

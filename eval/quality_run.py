@@ -45,9 +45,7 @@ class Run:
             compute[unit.part](unit)
 
     def _check(self, left: list[Unit]) -> None:
-        """What can be known only with a model or with lm-eval."""
-        if asked := [task for task in self.plan.tasks if any(unit.identity.get("task") == task.task for unit in left)]:
-            tasks.check(asked, self.models.places.data)
+        """What can be known only with a model."""
         for system in self.plan.in_order:
             mine = [unit for unit in left if system in self._taking_part(unit)]
             if not mine:
@@ -117,11 +115,11 @@ class Run:
         name = f"{unit.system.name}-{task.task}"
         requests = self.folder / f"requests-{name}.jsonl"
         resumed, begin = requests.exists(), time.perf_counter()
-        metrics, answers = tasks.evaluate(
-            task, unit.system, self.models.load(unit.system), self.models.places.data, seed=self.plan.seed,
-            batch_size=self.plan.batch_size, journal=requests)
-        seconds = None if resumed else time.perf_counter() - begin  # of a part of the items it would say nothing
         with self._journal(f"answers-{name}", unit.asked) as journal:
+            metrics, answers = tasks.evaluate(
+                task, unit.system, self.models.load(unit.system), self.models.places.data, seed=self.plan.seed,
+                batch_size=self.plan.batch_size, journal=requests)
+            seconds = None if resumed else time.perf_counter() - begin  # of a part of the items it would say nothing
             for item, found in answers.items():
                 if item not in journal:
                     journal.add(item, found)

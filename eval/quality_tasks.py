@@ -5,11 +5,13 @@ The only module of the program that needs lm-eval, which is imported when the fi
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from eval.plan import PlanError
+from eval.plan_identity import digest
 from eval.plan_systems import System
 from eval.quality_fidelity import first_difference
 from eval.quality_models import Loaded
@@ -28,8 +31,14 @@ _OURS = "mlspec_"  # tasks that come with the package; others are looked for in 
 Answers = list[Any]  # of one item, a list of ids or a score per request
 
 
-def check(asked: Sequence[Task], data: Path) -> None:
-    """PlanError for a task that lm-eval does not know, or whose files are not there; nothing is computed."""
+def documents(asked: Sequence[Task], data: Path) -> dict[str, str]:
+    """By task, a hash of what its files hold and how it asks; PlanError for a task that lm-eval does not know, or whose
+    files are not there.
+
+    In the hash: the documents that are asked, those that examples are taken from where there are any, and the requests
+    of the first one, which tell of the task's templates. No model is needed.
+    """
+    hashes = {}
     for task in asked:
         found = _read(task, data)
         if getattr(found, "UNSAFE_CODE", False):
@@ -37,9 +46,14 @@ def check(asked: Sequence[Task], data: Path) -> None:
                             "mlspec_mbpp run them confined")
         try:
             with _quiet():
+                found.set_fewshot_seed(seed=0)
                 found.build_all_requests(limit=1, rank=0, world_size=1)  # reads the examples, which may not be there
+                shots = list(found.fewshot_docs()) if found.get_config("num_fewshot") else []
+                holds = [list(islice(found.eval_docs, task.limit)), shots, [one.args for one in found.instances]]
         except Exception as error:  # whatever a task's own functions raise
             raise PlanError(f"[[tasks]] {task.task!r}: {_first_line(error)}") from error
+        hashes[task.task] = digest(json.dumps(holds, default=str))  # str: of dates and the like in other tasks
+    return hashes
 
 
 def evaluate(task: Task, system: System, loaded: Loaded, data: Path, *, batch_size: int, seed: int,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.plan import Places
-from eval.plan_identity import digest, fingerprint, level_weights
+from eval.plan_identity import arithmetic, digest, fingerprint, level_weights
 from eval.plan_systems import System
 from eval.quality_plan import Material, Plan
 from eval.results import Results
@@ -41,8 +41,10 @@ class Unit:
 class Units:
     """All units of a plan, with what their numbers depend on."""
 
-    def __init__(self, plan: Plan, material: Material, places: Places) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, material: Material, places: Places, device: str,
+                 documents: dict[str, str]) -> None:
+        """documents: a hash of what each task asks (eval.quality_tasks.documents), where tasks are among the parts."""
+        self.plan, self.documents, self.arithmetic = plan, documents, arithmetic(device)
         folders = {system.model: Path(places.fill(system.model)) for system in plan.systems}
         self.weights = {model: fingerprint(folder) for model, folder in folders.items()}
         self.level_weights = {system.name: level_weights(system, places) for system in plan.systems}
@@ -62,9 +64,10 @@ class Units:
         return {**self._system(system), "prompts": self.hashes[data], "max_new_tokens": self.plan.max_new_tokens}
 
     def _system(self, system: System) -> dict[str, Any]:
-        """A system and the weights behind its names, those of its levels where these are folders."""
+        """A system, the weights behind its names, those of its levels where these are folders, and what computes."""
         levels = {"level_weights": found} if (found := self.level_weights[system.name]) else {}
-        return {"system": system.asked, "weights": self.weights[system.model], **levels}
+        return {"system": system.asked, "weights": self.weights[system.model], **levels,
+                "arithmetic": self.arithmetic}
 
     def fidelity(self, system: System) -> Iterator[Unit]:
         """One per data file and batch size, of systems with a reference."""
@@ -81,8 +84,8 @@ class Units:
     def perplexity(self, system: System) -> Iterator[Unit]:
         """One per text, of systems without levels."""
         for text in self.plan.perplexity if not system.levels else ():
-            asked = {"system": system.asked, "weights": self.weights[system.model],
-                     "text": self.text_hashes[text.name], "max_length": text.max_length, "stride": text.stride}
+            asked = {**self._system(system), "text": self.text_hashes[text.name], "max_length": text.max_length,
+                     "stride": text.stride}
             yield Unit("perplexity", "perplexity", system, {"system": system.name, "data": text.name}, asked)
 
     def tasks(self, system: System) -> Iterator[Unit]:
@@ -91,7 +94,8 @@ class Units:
         reference = {"reference": other and other.asked}
         reference |= {"reference_weights": self.weights[other.model]} if other else {}
         for task in self.plan.tasks:
-            asked = {**self._system(system), **reference, "task": task.asked, "seed": self.plan.seed}
+            asked = {**self._system(system), **reference, "task": task.asked, "seed": self.plan.seed,
+                     "documents": self.documents[task.task]}
             yield Unit("tasks", "task", system, {"system": system.name, "task": task.task}, asked)
 
     def probabilities(self) -> Iterator[Unit]:

@@ -23,9 +23,9 @@ if sys.version_info < (3, 11):
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import plan_identity, quality, quality_fidelity, quality_run, quality_scores
+from eval import plan_identity, quality, quality_fidelity, quality_run, quality_scores, quality_tasks, quality_units
 from eval.plan import Places, PlanError
-from eval.quality_plan import check_plan, read_plan
+from eval.quality_plan import Task, check_plan, read_plan
 from eval.results import Results, ResultsError, read_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -403,6 +403,15 @@ def test_items_of_two_versions_do_not_meet(toy, saved_model, capsys, monkeypatch
     assert "arithmetic: " in capsys.readouterr().err
 
 
+def test_finished_results_of_other_versions_are_not_this_run(toy, saved_model, capsys, monkeypatch):
+    assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 0
+    other = {**plan_identity.arithmetic("cpu"), "torch": "1.0"}
+    monkeypatch.setattr(quality_units, "arithmetic", lambda device: other)
+    capsys.readouterr()
+    assert quality.main(arguments(toy, saved_model, "--only", "perplexity", "--report")) == 2
+    assert re.search(r"toy.jsonl holds .* \(arithmetic: .*'torch': '2.*now\): rename", capsys.readouterr().err)
+
+
 def test_answers_to_other_questions_are_not_kept(toy, saved_model, capsys):
     plan = SYSTEMS.partition("[[systems]]\nname = \"chain\"")[0]
     plan += '[[tasks]]\ntask = "mlspec_piqa"\nnum_fewshot = 0\nlimit = 2\n'
@@ -412,10 +421,33 @@ def test_answers_to_other_questions_are_not_kept(toy, saved_model, capsys):
     assert quality.main(arguments(toy, saved_model)) == 0
     (toy / "results" / "toy.jsonl").unlink()
     questions = toy / "piqa" / "valid.jsonl"
-    questions.write_text(questions.read_text().replace("A tool?", "A wheel?"))
+    asked = questions.read_text()
+    questions.write_text(asked.replace("A tool?", "A wheel?"))
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model)) == 2
-    assert "holds another answer to item 0: the data of mlspec_piqa are others now" in capsys.readouterr().err
+    assert re.search("answers-wide-mlspec_piqa.jsonl holds .*documents: '.* then, '.* now", capsys.readouterr().err)
+    questions.write_text(asked)
+    assert quality.main(arguments(toy, saved_model)) == 0  # every line is finished
+    for changed, status in ((asked.replace("A cup?", "A pan?"), 0), (asked.replace("A hat?", "A pan?"), 2)):
+        questions.write_text(changed)  # item 2 lies behind the limit, item 1 does not
+        capsys.readouterr()
+        assert quality.main(arguments(toy, saved_model, "--report")) == status
+    assert re.search("toy.jsonl holds .*documents: '.* then, '.* now", capsys.readouterr().err)
+
+
+def test_other_examples_are_other_questions(toy):
+    task = [Task("mlspec_gsm8k", num_fewshot=1, limit=2), Task("mlspec_wikitext2")]
+    before = quality_tasks.documents(task, toy)
+    assert quality_tasks.documents(task, toy) == before
+    train = toy / "gsm8k" / "train.jsonl"
+    train.write_text(train.read_text().replace("It is", "That is"))
+    after = quality_tasks.documents(task, toy)
+    assert (after["mlspec_gsm8k"] != before["mlspec_gsm8k"], after["mlspec_wikitext2"]) == (
+        True, before["mlspec_wikitext2"])
+    none = [Task("mlspec_gsm8k", num_fewshot=0, limit=2)]
+    of_none = quality_tasks.documents(none, toy)
+    train.write_text(train.read_text().replace("That is", "It is"))
+    assert quality_tasks.documents(none, toy) == of_none
 
 
 def test_a_folder_that_cannot_hold_results_is_named(toy, saved_model, capsys):
