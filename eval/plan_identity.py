@@ -14,6 +14,9 @@ import hf_mlspec
 from eval.plan import Places
 from eval.plan_systems import System
 
+# Beside config.json and the weights: what decides the ids that a model reads, and when it stops writing.
+_TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+               "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt")
 _PROBES, _PROBE_BYTES = 64, 1 << 14  # read of every file of weights: 1 MiB, evenly spread
 
 
@@ -23,13 +26,17 @@ def digest(value: Any) -> str:
 
 
 def fingerprint(folder: Path) -> str | None:
-    """A hash of a model's config and of samples of its weights, so that another model in its folder is noticed.
+    """A hash of a model's configs and tokenizer files and of samples of its weights, so that another model in its
+    folder is noticed.
 
     No certificate: of each file of weights it reads its size and 1 MiB. None for a hub name and for a level's word.
     """
     if not (folder / "config.json").is_file():
         return None
     state = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in (folder / name for name in _TEXT_FILES):
+        if file.is_file():
+            state.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         state.update(f"{file.name} {size}\n".encode())

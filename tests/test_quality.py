@@ -393,6 +393,15 @@ def test_another_draft_under_the_same_name_is_noticed(toy, saved_model, capsys):
     assert "level_weights: {'{data}/draft': " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"])
+def test_a_fingerprint_knows_what_decides_the_ids(name, saved_model, tmp_path):
+    model = shutil.copytree(saved_model, tmp_path / "model")
+    before = plan_identity.fingerprint(model)
+    assert before == plan_identity.fingerprint(saved_model)
+    (model / name).write_bytes((model / name).read_bytes() + b" ")
+    assert plan_identity.fingerprint(model) != before
+
+
 def test_items_of_two_versions_do_not_meet(toy, saved_model, capsys, monkeypatch):
     assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 0
     (toy / "results" / "toy.jsonl").unlink()  # as if killed behind the last item
