@@ -29,6 +29,7 @@ import torch
 import transformers
 
 import hf_mlspec
+from eval import quality_journals
 from eval.plan import Places, PlanError
 from eval.quality_models import Models
 from eval.quality_plan import PARTS, Plan, check_plan, read_plan
@@ -59,6 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> int:
     """Compute what is left, print the tables; -> the exit status."""
     plan = read_plan(args.plan)
+    quality_journals.check(plan, args.plan)
     places = Places(args.models, args.data, hf_mlspec.demo_pair()[0])
     material = check_plan(plan, places, args.plan)
     parts = args.only or list(PARTS)

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eval import quality_fidelity as fidelity
+from eval import quality_journals as journals
 from eval import quality_scores as scores
 from eval import quality_tasks as tasks
 from eval.plan import PlanError
 from eval.plan_identity import arithmetic
 from eval.plan_systems import Prompts, System
 from eval.quality_models import Models, check_levels
-from eval.quality_plan import Material, Plan
+from eval.quality_plan import Material, Plan, Task
 from eval.quality_units import Unit, Units
 from eval.results import Results
 from hf_mlspec.evaluation import Journal
@@ -74,7 +75,7 @@ class Run:
     def _continuations(self, system: System, data: Prompts, size: int) -> list[dict[str, Any]]:
         prompts = self.material.prompts[data.name]
         asked = {**self.units.decoding(system, data.name), "batch": size}
-        with self._items(f"ids-{system.name}-{data.name}-{size}", asked, len(prompts)) as (journal, done):
+        with self._items(journals.ids(system, data, size), asked, len(prompts)) as (journal, done):
             if len(journal) < len(prompts):
                 fidelity.decode(system, self.models.load(system), prompts, max_new_tokens=self.plan.max_new_tokens,
                                 batch_size=size, journal=journal, done=done)
@@ -84,7 +85,7 @@ class Run:
         asked = next(text for text in self.plan.perplexity if text.name == unit.identity["data"])
         loaded, text = self.models.load(unit.system), self.material.texts[asked.name]
         rows = scores.text_windows(unit.system, loaded, asked, text)
-        with self._items(f"windows-{unit.system.name}-{asked.name}", unit.asked, len(rows)) as (journal, done):
+        with self._items(journals.windows(unit.system, asked), unit.asked, len(rows)) as (journal, done):
             found = scores.scored(loaded, rows, batch_size=self.plan.batch_size, journal=journal, done=done,
                                   keep=lambda logprobs: -float(logprobs.double().sum()))
         self._add(unit, scores.perplexity(found, sum(row.scored for row in rows), text))
@@ -98,7 +99,7 @@ class Run:
 
     def _logprobs(self, system: System, reference: System, data: Prompts, ids: list[list[int]]) -> list[float]:
         """Of every token of the reference's continuations, in their order, under this system."""
-        name = f"logprobs-{system.name}-{reference.name}-{data.name}"
+        name = journals.logprobs(system, reference, data)
         asked = {**self.units.decoding(system, data.name), "continued_by": reference.asked,
                  "continued_by_weights": self.units.weights[reference.model]}
         with self._items(name, asked, len(ids)) as (journal, done):
@@ -112,10 +113,9 @@ class Run:
 
     def _task(self, unit: Unit) -> None:
         task = next(task for task in self.plan.tasks if task.task == unit.identity["task"])
-        name = f"{unit.system.name}-{task.task}"
-        requests = self.folder / f"requests-{name}.jsonl"
+        requests = self.folder / f"{journals.requests(unit.system, task)}.jsonl"
         resumed, begin = requests.exists(), time.perf_counter()
-        with self._journal(f"answers-{name}", unit.asked) as journal:
+        with self._journal(journals.answers(unit.system, task), unit.asked) as journal:
             metrics, answers = tasks.evaluate(
                 task, unit.system, self.models.load(unit.system), self.models.places.data, seed=self.plan.seed,
                 batch_size=self.plan.batch_size, journal=requests)
@@ -126,22 +126,22 @@ class Run:
                 elif journal[item] != found:
                     raise PlanError(f"{journal.path} holds another answer to item {item}: the data of {task.task} are "
                                     "others now; remove the files and lines of this task and run again")
-            compared = self._compared_task(unit, task.task, journal)
+            compared = self._compared_task(unit, task, journal)
         names = [metric["metric"] for metric in metrics]
         for metric in metrics:
             if self.results.find("task", unit.asked, **unit.identity, metric=metric["metric"]) is None:
                 self._add(unit, {**metric, "metrics": names, "items": len(answers), "seconds": seconds, **compared})
 
-    def _compared_task(self, unit: Unit, task: str, journal: Journal) -> dict[str, Any]:
+    def _compared_task(self, unit: Unit, task: Task, journal: Journal) -> dict[str, Any]:
         """With the answers of the reference, which came before."""
         if unit.system.reference is None:
             return {"identical_items": None, "differences": []}
         reference = self.plan.system(unit.system.reference)
-        asked = next(one.asked for one in self.units.tasks(reference) if one.identity["task"] == task)
-        with self._journal(f"answers-{reference.name}-{task}", asked) as expected:
+        asked = next(one.asked for one in self.units.tasks(reference) if one.identity["task"] == task.task)
+        with self._journal(journals.answers(reference, task), asked) as expected:
             if set(expected.items) != set(journal.items):
                 raise PlanError(f"{expected.path} holds {len(expected)} answers, {journal.path} {len(journal)}, and "
-                                f"not of the same items: remove the files and lines of task {task} and run again")
+                                f"not of the same items: remove the files and lines of task {task.task} and run again")
             return tasks.compared(expected, journal)
 
     def _add(self, unit: Unit, values: dict[str, Any]) -> None:

@@ -348,6 +348,18 @@ def test_a_wrong_plan_is_refused_before_anything_is_computed(case, toy, saved_mo
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("system", "data", "both"), [
+    ("wide-a", "a-words", "'wide' on 'a-words' at batch size 2 and 'wide-a' on 'words' at batch size 2"),
+    ("WIDE", "w", "'wide' on 'words' at batch size 2 and 'WIDE' on 'words' at batch size 2"),
+])
+def test_names_that_would_share_a_file_are_refused(system, data, both, toy, saved_model, capsys):
+    plan = f'{PLAN}[[systems]]\nname = "{system}"\nmodel = "{{models}}"\n' + FIDELITY.replace("words\"", f'{data}"')
+    (toy / "plan.toml").write_text(plan, encoding="utf-8")
+    assert quality.main(arguments(toy, saved_model)) == 2
+    assert capsys.readouterr().err.startswith(f"eval.quality: {toy / 'plan.toml'}: {both} would both be kept in ids-")
+    assert not (toy / "results").exists()
+
+
 def test_references_in_a_circle(toy):
     text = PLAN.replace('name = "W4A16"\n', 'name = "W4A16"\nreference = "W4A4"\n')
     (toy / "plan.toml").write_text(text, encoding="utf-8")
