@@ -86,5 +86,25 @@ def check_levels(system: System, loaded: Loaded) -> None:
         raise PlanError(f"[[systems]] {system.name!r}: levels {system.levels}: {error}") from error
 
 
+def check_vocabularies(system: System, reference: System, places: Places) -> None:
+    """PlanError where the ids of two systems do not stand for the same text: nothing is loaded but tokenizers."""
+    if system.model == reference.model:
+        return
+    mine, its = (_vocabulary(one, places) for one in (system, reference))
+    if mine != its:
+        differing = sum(mine.get(token) != its.get(token) for token in {*mine, *its})
+        raise PlanError(f"[[systems]] {system.name!r} ({system.model}, {len(mine)} tokens) and its reference "
+                        f"{reference.name!r} ({reference.model}, {len(its)} tokens) have different tokenizers, "
+                        f"{differing} tokens differ, so their ids cannot be compared: name another reference, or none")
+
+
+def _vocabulary(system: System, places: Places) -> dict[str, int]:
+    folder = places.fill(system.model)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise PlanError(f"[[systems]] {system.name!r}: the tokenizer of {folder} cannot be loaded: {error}") from error
+
+
 def _is_packed(model: transformers.PreTrainedModel) -> bool:
     return isinstance(getattr(model.config, "quantization_config", None), hf_mlspec.MLSpecConfig)

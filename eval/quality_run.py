@@ -18,7 +18,7 @@ from eval import quality_tasks as tasks
 from eval.plan import PlanError
 from eval.plan_identity import arithmetic
 from eval.plan_systems import Prompts, System
-from eval.quality_models import Models, check_levels
+from eval.quality_models import Models, check_levels, check_vocabularies
 from eval.quality_plan import Material, Plan, Task
 from eval.quality_units import Unit, Units
 from eval.results import Results
@@ -47,6 +47,9 @@ class Run:
 
     def _check(self, left: list[Unit]) -> None:
         """What can be known only with a model."""
+        compared = dict.fromkeys((unit.system.name, name) for unit in left for name in self._references(unit))
+        for name, reference in compared:
+            check_vocabularies(self.plan.system(name), self.plan.system(reference), self.models.places)
         for system in self.plan.in_order:
             mine = [unit for unit in left if system in self._taking_part(unit)]
             if not mine:
@@ -58,6 +61,12 @@ class Run:
             for text in self.plan.perplexity:
                 if any(unit.part == "perplexity" and unit.identity["data"] == text.name for unit in mine):
                     scores.text_windows(system, loaded, text, self.material.texts[text.name])
+
+    @staticmethod
+    def _references(unit: Unit) -> list[str]:
+        """The system whose ids the unit's are held against, or which writes what it scores; texts are nobody's ids."""
+        reference = unit.system.reference if unit.part == "tasks" else unit.identity.get("reference")
+        return [] if reference is None else [reference]
 
     def _taking_part(self, unit: Unit) -> list[System]:
         reference = unit.identity.get("reference")

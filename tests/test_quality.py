@@ -348,6 +348,23 @@ def test_a_wrong_plan_is_refused_before_anything_is_computed(case, toy, saved_mo
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("part", [FIDELITY, TASKS, FIDELITY + PROBABILITIES.replace("W4A4", "other").replace(
+    "W4A16", "wide")], ids=["fidelity", "tasks", "probabilities"])
+def test_a_reference_with_another_tokenizer_is_refused(part, toy, saved_model, capsys, monkeypatch):
+    other = shutil.copytree(saved_model, toy / "other")
+    AutoTokenizer.from_pretrained(saved_model).train_new_from_iterator(["other words"], 270).save_pretrained(other)
+    system = '\n[[systems]]\nname = "other"\nmodel = "{data}/other"\ndtype = "float32"\n'
+    named = '' if "probabilities" in part else 'reference = "wide"\n'
+    (toy / "plan.toml").write_text(SYSTEMS.partition('[[systems]]\nname = "chain"')[0] + system + named + part)
+    monkeypatch.setattr(quality_fidelity, "decode", lambda *_, **__: pytest.fail("something was decoded"))
+    monkeypatch.setattr(quality_tasks, "evaluate", lambda *_, **__: pytest.fail("something was asked"))
+    assert quality.main(arguments(toy, saved_model)) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"plan.toml: \[\[systems\]\] 'other' \({data}/other, \d+ tokens\) and its reference 'wide' "
+                     r"\({models}, \d+ tokens\) have different tokenizers", said)
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(("system", "data", "both"), [
     ("wide-a", "a-words", "'wide' on 'a-words' at batch size 2 and 'wide-a' on 'words' at batch size 2"),
     ("WIDE", "w", "'wide' on 'words' at batch size 2 and 'WIDE' on 'words' at batch size 2"),
@@ -474,6 +491,20 @@ def test_other_examples_are_other_questions(toy):
 def test_a_folder_that_cannot_hold_results_is_named(toy, saved_model, capsys):
     assert quality.main([*arguments(toy, saved_model), "--results", str(toy / "plan.toml")]) == 2
     assert "toy.jsonl cannot be written" in capsys.readouterr().err
+
+
+def test_results_without_a_line_leave_no_file(toy, saved_model, capsys):
+    assert quality.main(arguments(toy, saved_model, "--report")) == 0
+    assert "0 of 8 results." in capsys.readouterr().out
+    file = toy / "results" / "toy.jsonl"
+    assert not file.exists()
+    with Results(file, "run") as results:
+        assert file.exists()  # what the lock lies on
+        with pytest.raises(ResultsError, match="another process"):
+            Results(file, "run")
+        results.add("task", {"system": "a"})
+    Results(file, "run").__exit__()
+    assert len(read_results(file)) == 1
 
 
 def test_a_line_that_was_cut_is_written_again(tmp_path):
