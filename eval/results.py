@@ -22,8 +22,8 @@ class ResultsError(ValueError):
 class Results:
     """The lines of one run; each is on disk before `add` returns.
 
-    file:   made, with its folders, where it does not exist. A last line without its end, as a killed process leaves
-            it, is cut off.
+    file:   made, with its folders, where it does not exist, and removed where it got no line. A last line without its
+            end, as a killed process leaves it, is cut off.
     name:   of the run, in every line.
     device: whose card every line carries (eval.machine.card).
     ResultsError for a file that holds something else, and while another process writes it.
@@ -49,6 +49,10 @@ class Results:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if fcntl is None:  # Windows, which removes no open file
+            self._out.close()
+        if not self.rows:
+            self.file.unlink(missing_ok=True)  # while the lock is held; _lock notices a file that went meanwhile
         self._out.close()
 
     def add(self, kind: str, values: dict[str, Any], *, asked: dict[str, Any] | None = None,
@@ -86,6 +90,8 @@ class Results:
             fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ResultsError(f"{self.file} is being written by another process: wait for it") from error
+        if not self.file.exists() or not os.path.samestat(self.file.stat(), os.fstat(self._out.fileno())):
+            raise ResultsError(f"{self.file} was removed by another process just now: run again")
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
