@@ -26,6 +26,7 @@ from rich.table import Table
 import hf_mlspec
 from eval.acceptance_plan import Unit, read_plan, record, units
 from eval.plan import Places, PlanError
+from eval.report_fields import ordinal
 from eval.results import Results, ResultsError
 from hf_mlspec.evaluation import Trace, level_acceptance, read_trace
 
@@ -46,10 +47,14 @@ def lines_of(trace: Trace) -> list[dict[str, Any]]:
 
 
 def table(lines: Iterable[dict[str, Any]]) -> Table:
-    """Acceptance per level, then at each place of a draft: kept of those all before which were kept."""
-    places = [f"at {place}" for place in range(1, _POSITIONS + 1)]
+    """Acceptance per level, then of the 1st, 2nd ... drafted token: kept of those all before which were kept.
+
+    Tokens per pass count all passes of the level above, that of the target which reads the prompt among them.
+    """
+    places = [ordinal(position) for position in range(_POSITIONS)]
     out = Table("chain", "data", "K, threshold", "level", "drafted", "tested", "acceptance", "mean draft",
-                "tokens / pass", *places, title="acceptance a token, greedy, in real runs")
+                "tokens / pass", *places, title="acceptance a token, greedy, in real runs; then of the "
+                "1st, 2nd ... drafted token", caption="tokens / pass: the pass that reads the prompt is counted")
     for line in lines:
         made = sum(line["draft_lengths"][1:])
         settings = ", ".join(f"{k} {t:g}" for k, t in zip(line["num_draft_tokens"], line["confidence_threshold"],

@@ -115,12 +115,12 @@ def acceptance_by_position(rows: list[Row]) -> Figure | None:
     looks = styles([f"level {row['level_index'] + 1}" for row in sorted(rows, key=lambda row: row["level_index"])])
     for one, (_, levels) in zip(axes, found, strict=True):
         for row in levels:
-            line = [(place, accepted / tested) for place, tested, accepted in row["by_position"] if tested]
+            line = [(at + 1, accepted / tested) for at, tested, accepted in row["by_position"] if tested]
             label = f"level {row['level_index'] + 1}"
             one.plot(*zip(*line, strict=True), label=label, **looks[label])
         one.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         one.xaxis.get_major_locator().set_params(integer=True)
-        one.set_xlabel("position in the draft", fontsize=9, color=INK)
+        one.set_xlabel("drafted token (1: the first)", fontsize=9, color=INK)
     lowest = min(accepted / tested for row in rows for _, tested, accepted in row["by_position"] if tested)
     axes[0].set_ylim(max(0.0, math.floor(10 * lowest - 0.5) / 10), 1.02)
     axes[0].set_ylabel("accepted / tested", fontsize=9, color=INK)

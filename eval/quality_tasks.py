@@ -32,8 +32,8 @@ Answers = list[Any]  # of one item, a list of ids or a score per request
 
 
 def documents(asked: Sequence[Task], data: Path) -> dict[str, str]:
-    """By task, a hash of what its files hold and how it asks; PlanError for a task that lm-eval does not know, or whose
-    files are not there.
+    """By task, a hash of what its files hold and how it asks; PlanError for a task that lm-eval does not know, or
+    whose files are not there.
 
     In the hash: the documents that are asked, those that examples are taken from where there are any, and the requests
     of the first one, which tell of the task's templates. No model is needed.

@@ -43,5 +43,12 @@ def drafts(entry: Row) -> str:
                      for one, at in zip(numbers, thresholds, strict=True))
 
 
+def ordinal(position: int) -> str:
+    """How people are shown a place in a draft, which files count from 0: "1st" is the first token that was drafted."""
+    place = position + 1
+    ending = "th" if place % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
+    return f"{place}{ending}"
+
+
 def many(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from eval.report_fields import ordinal
 from eval.report_markdown import count, distinct, fixed, geometric_mean, groups, megabytes, percent, table
 
 Row = dict[str, Any]
@@ -95,15 +96,16 @@ def acceptance(rows: list[Row]) -> Iterator[str]:
          count(row["tested"]), count(row["accepted"]), fixed(row["acceptance"], 3), fixed(row["tokens_per_pass"])]
         for row in rows), left=3)
     yield ("Acceptance is accepted / tested: of the tokens whose verdict is known, the accepted ones and the first "
-           "rejected one of a draft.\n")
+           "rejected one of a draft. Tokens / pass: of eval.acceptance with the pass that reads the prompt, of "
+           "eval.bench_decode and eval.replay without.\n")
     placed = [row for row in rows if row["by_position"]]
     if any(":" in row["num_draft_tokens"] for row in rows):
         yield "K: tokens per draft and confidence threshold of each level, from the largest down.\n"
     if placed:
         most = max(place for row in placed for place, _, _ in row["by_position"])
         places = range(min(place for row in placed for place, _, _ in row["by_position"]), most + 1)
-        yield "By position in the draft:\n"
-        yield table(["chain", "level", "data", "batch", *map(str, places)], (
+        yield "Acceptance of the 1st, 2nd ... drafted token, of those all before which were accepted:\n"
+        yield table(["chain", "level", "data", "batch", *map(ordinal, places)], (
             [row["label"], row["level"], row["data"], row["batch"],
              *(_at(row["by_position"]).get(place) for place in places)] for row in placed), left=3)
 

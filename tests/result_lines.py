@@ -20,7 +20,7 @@ def decode(contender: str, speed: float, over: float, *, batch: int = 1, data: s
 
 
 def acceptance(**more) -> dict:
-    places = [{"position": at, "tested": 100 // at, "accepted": 90 // at} for at in (1, 2)]
+    places = [{"position": at, "tested": 100 - 50 * at, "accepted": 90 - 50 * at} for at in (0, 1)]
     return line("acceptance", levels=CHAIN, level="mxfp4", level_index=0, data="HumanEval", batch=1,
                 num_draft_tokens=[8, 4], drafted=200, tested=150, accepted=135, acceptance=0.9, tokens_per_pass=6.5,
                 by_position=places, **more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -87,9 +88,11 @@ def test_acceptance_counts_what_a_chain_did(folder, capsys):
         assert 0 <= line["accepted"] <= line["tested"] <= line["drafted"]
         assert sum(one["tested"] for one in line["by_position"]) == line["tested"]
     assert found[0]["num_draft_tokens"] == [4]
-    assert len(found[0]["by_position"]) <= 4
+    assert [one["position"] for one in found[0]["by_position"]] == [0, 1, 2, 3][: len(found[0]["by_position"])]
     shown = capsys.readouterr().out
     assert "prompt_lookup" in shown
+    assert re.search(r"┃ 1st\s+┃ 2nd\s+┃ 3rd\s+┃ 4th", shown)  # files count from 0, people from 1
+    assert "the pass that reads the prompt is counted" in shown
     assert accept(folder)[1] == found  # all was there
     assert capsys.readouterr().out == shown
     assert accept(folder, "--report")[1] == found

@@ -33,7 +33,9 @@ def test_curves_show_what_the_lines_say(monkeypatch):
     levels = [acceptance(), {**acceptance(), "level": "tiny", "level_index": 1}]
     panel = curves.acceptance_by_position(rows(*levels)).axes[0]
     assert [one.get_label() for one in panel.get_lines()] == ["level 1", "level 2"]
-    assert list(panel.get_lines()[0].get_data()[1]) == pytest.approx([0.9, 0.9])
+    places, shares = panel.get_lines()[0].get_data()
+    assert list(places) == [1, 2]  # people count from 1, files from 0
+    assert list(shares) == pytest.approx([0.9, 0.8])
     assert curves.acceptance_by_position(rows({**acceptance(), "by_position": []})) is None
 
 
