@@ -22,7 +22,8 @@ def lines(one: Contender, data: str, size: int, found: list[Row], bytes_read: li
     takes = [unit["takes"][one.name] for unit in found]
     levels = words(one.system.levels) if one.way != "alone" else []
     about = {"levels": levels, "data": data, "batch": size, "num_draft_tokens": one.system.num_draft_tokens,
-             "confidence_threshold": one.system.confidence_threshold, "model": words([one.system.model])[0]}
+             "confidence_threshold": one.system.confidence_threshold, "model": words([one.system.model])[0],
+             "format": one.system.format, "precision": one.system.precision}
     speed = {"tokens_per_second": _rate(takes), "over": over(one.name, found),
              "over_with_prefill": over(one.name, found, "tokens", "seconds")}
     if one.ablation is not None:

@@ -61,7 +61,7 @@ def decode_one_prompt(entry: Row) -> list[Row]:
                     "tokens_per_pass": entry.get("tokens_per_target_pass")})
     for at, level in enumerate(entry.get("levels", [])):
         made.append({"kind": "acceptance", "key": (entry["contender"], at, entry["data"], 1, "-"),
-                     "label": chain(levels), "level": levels[at], "level_index": at, "data": str(entry["data"]),
+                     "label": _over_target(entry, levels), "level": levels[at], "level_index": at, "data": str(entry["data"]),
                      "batch": 1, "num_draft_tokens": "-", "drafted": None, "tested": None, "accepted": None,
                      "acceptance": number(level, "acceptance"), "by_position": [],
                      "tokens_per_pass": number(entry, "tokens_per_target_pass", none=True)})
@@ -74,13 +74,24 @@ def acceptance(entry: Row) -> list[Row]:
     batch = int(number(entry, "batch"))
     positions = [(int(number(one, "position")), int(number(one, "tested")), int(number(one, "accepted")))
                  for one in entry.get("by_position") or []]
-    return [{"kind": "acceptance", "key": (entry.get("system"), chain(levels), at, entry["data"], batch,
-                                           length), "label": chain(levels),
+    label = _over_target(entry, levels)
+    return [{"kind": "acceptance", "key": (entry.get("system"), label, at, entry["data"], batch, length),
+             "label": label,
              "level": words([entry["level"]])[0], "level_index": at, "data": str(entry["data"]), "batch": batch,
              "num_draft_tokens": length, **{name: int(number(entry, name))
                                             for name in ("drafted", "tested", "accepted")},
              "acceptance": number(entry, "acceptance", none=True), "by_position": sorted(positions),
              "tokens_per_pass": number(entry, "tokens_per_pass", none=True)}]
+
+
+def _over_target(entry: Row, levels: list[str]) -> str:
+    """A chain with the target whose tokens it drafts, and the target's format: the same draft serves several."""
+    asked = entry.get("asked") if isinstance(entry.get("asked"), dict) else {}
+    model = entry.get("target") or entry.get("model") or asked.get("model")
+    if not isinstance(model, str) or model == "None":
+        return chain(levels)
+    how = [entry[name] for name in ("format", "precision") if isinstance(entry.get(name), str)]
+    return chain([" ".join([*words([model]), *how]), *levels])
 
 
 def ablation(entry: Row) -> list[Row]:

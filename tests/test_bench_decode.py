@@ -105,6 +105,7 @@ def test_a_plan_measures_every_contender_at_every_batch_size(bench):
     assert (status == 1) == any(line.get("rows_differing") for line in decoded)
     accepted = [line for line in found if line["kind"] == "acceptance" and line["system"] == "chain"]
     assert [(e["batch"], e["level_index"]) for e in accepted] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {(e["format"], e["precision"]) for e in accepted} == {(None, None)}  # what a draft is for
     assert all(0 < e["accepted"] <= e["tested"] <= e["drafted"] for e in accepted)
     assert [e["tokens_per_pass"] is None for e in accepted] == [False, True] * 2  # of the target's passes
     varied = [line for line in found if line["kind"] == "ablation"]

@@ -46,6 +46,17 @@ def test_every_kind_of_line_is_in_the_report(report):
     assert "| 50.0 % | 30.0 % | 10.0 % | 10.0 % |" in text
 
 
+def test_acceptance_names_the_target_that_is_drafted_for(report):
+    """One draft for two formats of one model, as eval.acceptance and as eval.bench_decode write them."""
+    lines = [acceptance(target="big"), acceptance(target="big int4"), acceptance(model="/models/huge"),
+             acceptance(model="/models/huge", format="mxfp4", precision="w4a8"), acceptance()]
+    status, text, _ = report(lines)
+    assert status == 0
+    assert "superseded" not in text
+    for target in ("big <- ", "big int4 <- ", "huge <- ", "huge mxfp4 w4a8 <- ", ""):
+        assert text.count(f"| {target}mxfp4 <- tiny | mxfp4 | HumanEval |") == 2, target  # by position, too
+
+
 def test_an_unknown_correlation_is_no_broken_line(report):
     flat = line("probabilities", system="W4A4", reference="W4A16", data="short", tokens=1, pearson_r=None,
                 points=[[0.5, 0.5]])
