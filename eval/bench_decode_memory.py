@@ -20,7 +20,7 @@ from eval import machine
 from eval.bench_decode_plan import Contender
 from eval.bench_decode_takes import Decoder
 from eval.bench_qspec_memory import in_fresh_process
-from eval.plan import Places
+from eval.plan import Places, PlanError
 from eval.plan_systems import System
 from eval.quality_models import Models
 
@@ -32,8 +32,15 @@ def request(one: Contender, places: Places, rows: list[list[int]], max_new_token
 
 
 def ask(asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a fresh process; RuntimeError with what it said where it failed."""
-    return in_fresh_process(asked, "eval.bench_decode_memory")
+    """The answer of a fresh process; PlanError with the last line it said where it failed."""
+    try:
+        return in_fresh_process(asked, "eval.bench_decode_memory")
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()
+        last = f" {said[-1].strip()}" if len(said) > 1 else ""
+        raise PlanError(f"{said[0].partition(' failed:')[0]} failed:{last or ' it was killed or said nothing'}; what "
+                        "was measured before is kept, so run again with memory to spare, or say memory = false in a "
+                        "plan of another name") from error
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def read_plan(path: Path) -> Plan:
     for where, value in numbers + sizes:
         if value < 1:
             raise PlanError(f"{path}: {where} holds {value}, it must be at least 1")
+    if plan.seed < 0:
+        raise PlanError(f"{path}: seed is {plan.seed}, it must be at least 0")
     _check_systems(plan, path)
     _check_ablation(plan, path)
     return plan

@@ -181,6 +181,7 @@ def test_a_corrected_plan_finds_no_journal_in_its_way(bench):
 
 
 @pytest.mark.parametrize(("change", "named"), [
+    (("repeats = 2", "repeats = 2\nseed = -1"), "seed is -1, it must be at least 0"),
     (("repeats = 2", "repeats = 0"), "repeats holds 0, it must be at least 1"),
     (("batch_sizes = [1, 2]", "batch_sizes = [1, 2, 8]"), "count is 3, which does not fill a batch of 8"),
     (("batch_sizes = [1, 2]", "batch_sizes = []"), "no batch_sizes"),
@@ -227,6 +228,24 @@ def test_memory_is_that_of_target_levels_and_caches(saved_model, bench, monkeypa
     assert alone["kv_bytes"] > held["target alone", 1]["kv_bytes"]
     assert held["stock greedy", 1]["kv_bytes"] is None
     assert alone["peak_bytes"] == 5
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ("Traceback (most recent call last):\\n  File x\\nValueError: no such model", "failed: ValueError: no such model;"),
+    ("", "failed: it was killed or said nothing;"),
+])
+def test_a_memory_process_that_fails_is_one_sentence(bench, monkeypatch, said, expected):
+    failing = f'import sys; sys.stderr.write("{said}"); sys.exit(9)'
+    qspec, real = program("bench_qspec_memory"), program("bench_qspec_memory").subprocess.run
+    monkeypatch.setattr(qspec.subprocess, "run", lambda command, **options: real(
+        [sys.executable, "-c", failing] if "eval.bench_decode_memory" in command else command, **options))
+    status, stderr, found = bench(PLAN.format(more="").replace("memory = false", "").replace("[1, 2]", "[1]"))
+    (sentence,) = (line for line in stderr.splitlines() if line.startswith("error: "))
+    assert (status, found) == (2, [])
+    assert "memory of 'stock greedy' " + expected in sentence
+    assert "Traceback" not in stderr
+    kept = (bench.folder / "results" / "toy" / "decode.jsonl").read_text()
+    assert "repeat 1" in kept
 
 
 def test_a_pass_reads_all_but_the_embedding(saved_model):
