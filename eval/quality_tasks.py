@@ -51,7 +51,8 @@ def documents(asked: Sequence[Task], data: Path) -> dict[str, str]:
                 shots = list(found.fewshot_docs()) if found.get_config("num_fewshot") else []
                 holds = [list(islice(found.eval_docs, task.limit)), shots, [one.args for one in found.instances]]
         except Exception as error:  # whatever a task's own functions raise
-            raise PlanError(f"[[tasks]] {task.task!r}: {_first_line(error)}") from error
+            shots = found.get_config("num_fewshot")
+            raise PlanError(f"[[tasks]] {task.task!r} with num_fewshot {shots}: {_first_line(error)}") from error
         hashes[task.task] = digest(json.dumps(holds, default=str))  # str: of dates and the like in other tasks
     return hashes
 

@@ -223,6 +223,14 @@ def test_a_missing_train_file_matters_only_with_shots(data):
         score("mlspec_gsm8k", data)
 
 
+def test_fewer_examples_than_shots(data):
+    write(data, "gsm8k/train.jsonl", GSM8K[:3])
+    assert score("mlspec_gsm8k", data, num_fewshot=3)[0][0][0].count("Question") == 4
+    with pytest.raises(FileNotFoundError, match=r"gsm8k/train\.jsonl holds 3, and example 4 is asked for: say "
+                                                r"--num_fewshot 3"):
+        score("mlspec_gsm8k", data)
+
+
 @pytest.mark.parametrize("task", [
     generation.gsm8k, generation.math, generation.mbpp, generation.humaneval, choices.piqa, choices.winogrande,
     choices.arc_easy, choices.arc_challenge, choices.hellaswag, texts.lambada, texts.wikitext2,
@@ -258,7 +266,7 @@ def without(item, field):
     (generation.gsm8k, "gsm8k/test.jsonl", '{"question": "\\ud800"}\n', "line 1: no JSON object .*surrogates"),
     (generation.math, "math/test/algebra/1.json", MATH | {"solution": "x"}, r"1\.json, field 'solution': no \\boxed"),
     (generation.mbpp, "mbpp/mbpp.jsonl", MBPP[1] | {"test_list": []}, "field 'test_list': expected one text or more"),
-    (generation.mbpp, "mbpp/mbpp.jsonl", MBPP[:1], "holds no items"),
+    (generation.mbpp, "mbpp/mbpp.jsonl", MBPP[:1], r"mbpp\.jsonl holds no task with a task_id from 11 to 510, "),
     (generation.mbpp, "mbpp/mbpp.jsonl", MBPP[0] | {"task_id": True}, "field 'task_id': bool, expected int"),
     (choices.piqa, "piqa/valid-labels.lst", "1\n0\n", "valid-labels.lst has 2 lines, but its items are 1"),
     (choices.piqa, "piqa/valid-labels.lst", "2\n", "valid-labels.lst, line 1: b'2.n' is no label; expected 0 or 1"),

@@ -88,17 +88,23 @@ def data_folder(data: str | os.PathLike[str] | None) -> Path:
     return folder
 
 
-def test_split(items: list[dict[str, Any]], path: Path) -> datasets.Dataset:
+def test_split(items: list[dict[str, Any]], path: Path, what: str = "items") -> datasets.Dataset:
     if not items:
-        raise ValueError(f"{path} holds no items")
+        raise ValueError(f"{path} holds no {what}")
     return datasets.Dataset.from_list([dict(item) for item in items])
 
 
 def examples(source: Source, folder: Path, read: Callable[[Path, int], list[dict]]) -> list[dict]:
-    """The first items of the train file, `read(path, most)`; stand-ins that raise when used where it is missing."""
+    """The first items of the train file, `read(path, most)`, then stand-ins that raise when used: lm-eval would say of
+    a file that is missing or too short neither its name nor what to do."""
     path = source.find(folder)
     found = [] if path is None else read(path, MOST_SHOTS)
-    return found or [AbsentExample(source.missing(folder) if path is None else f"{path} holds none")] * MOST_SHOTS
+    if path is None:
+        problem = source.missing(folder)
+    else:
+        problem = f"{path} holds {len(found) or 'none'}"
+        problem += f", and example {len(found) + 1} is asked for: say --num_fewshot {len(found)}" if found else ""
+    return found + [AbsentExample(problem)] * (MOST_SHOTS - len(found))
 
 
 def records(path: Path, most: int | None = None) -> list[Record]:
