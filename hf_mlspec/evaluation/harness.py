@@ -68,6 +68,7 @@ class MLSpecLM(TemplateLM):
         self.max_length = self._fitting(asked.max_length)
         self.generations: dict[str, dict[str, Any]] = {}
         self._finished = Finished(None)
+        self._places: dict[tuple[str, str], str] = {}  # of what is scored now: the task and its document
         # Levels that cannot serve this target are refused here, not after an hour of other requests.
         self._writer = Writer(self.model, self.tokenizer, asked, self.max_length)
         self._identity = None if asked.journal is None else identity(self.model, self.tokenizer, asked)
@@ -141,6 +142,7 @@ class MLSpecLM(TemplateLM):
                 if not one.args[1]:
                     raise ValueError(f"task {one.task_name}, document {one.doc_id}: the continuation is empty, and a "
                                      "score needs a token")
+            self._places = {one.args: f"task {one.task_name}, document {one.doc_id}" for one in missing.values()}
             super().loglikelihood(list(missing.values()), disable_tqdm=disable_tqdm)
             return [tuple(finished[key]) for key in keys]
 
@@ -149,6 +151,8 @@ class MLSpecLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """requests: (context and continuation, token ids of each); every one is finished as soon as it is scored."""
         counts = [len(continuation) for *_, continuation in requests]
+        if 0 in counts:
+            self._refuse_merged(requests[counts.index(0)][0])
         rows = fit_rows([context + scored for _, context, scored in requests], counts, self.max_length)
         found: dict[int, tuple[float, bool]] = {}
         for index, scores in self._scored(rows, counts, "loglikelihood", disable_tqdm):
@@ -156,6 +160,14 @@ class MLSpecLM(TemplateLM):
             if (arguments := requests[index][0]) is not None:
                 self._finish("loglikelihood", arguments, found[index])
         return [found[index] for index in range(len(requests))]
+
+    def _refuse_merged(self, arguments: tuple[str, str] | None) -> None:
+        """lm-eval cuts the tokens of both texts behind those of the context; where the tokenizer writes the end of the
+        context and the continuation as one token, nothing is left to score."""
+        context, continuation = arguments or ("", "")
+        raise ValueError(f"{self._places.get(arguments, 'a request')}: the continuation {continuation!r} has no token of "
+                         f"its own behind the context, which ends with {context[-20:]!r}: the tokenizer merges them; "
+                         "begin the continuation with a space, or end the context before the word (target_delimiter)")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of every whole text, in windows of `max_length` tokens that lm-eval cuts."""

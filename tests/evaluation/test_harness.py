@@ -152,6 +152,15 @@ def test_an_empty_context_is_the_end_token(alone, saved_model):
         ask(alone[0], "loglikelihood", [("a", "")])
 
 
+def test_a_continuation_that_merges_into_its_context_is_named(saved_model):
+    """A tokenizer that writes context and continuation with no more tokens than the context alone."""
+    lm = MLSpecLM(str(saved_model), dtype="float32")
+    lm.tok_encode = lambda text, **_: [5, 6] if text.startswith("ab") else [7, 8]
+    with pytest.raises(ValueError, match=r"^task t, document 1: the continuation 'cd' has no token of its own behind "
+                                         r"the context, which ends with 'ab': .* begin the continuation with a space"):
+        ask(lm, "loglikelihood", [("", "z"), ("ab", "cd")])
+
+
 def test_lm_evals_cache_answers(saved_model, tasks, alone, tmp_path):
     pytest.importorskip("sqlitedict", reason="sqlitedict is not installed")
     cache = str(tmp_path / "cache")
