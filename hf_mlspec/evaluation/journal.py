@@ -24,15 +24,19 @@ class Journal:
     file:   made, with its folders, where it does not exist.
     asked:  what the items depend on (model, levels, settings), as JSON; a journal of something else is refused, so
             that results of two settings never meet in one table.
-    Raises ValueError for a file that is another journal or none, naming what differs, and while another process
-    writes it.
+    Raises ValueError for a file that is another journal or none, naming what differs, for a path where no file can be,
+    and while another process writes it.
     """
 
     def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any]) -> None:
         self.path, self.asked = Path(file), json.loads(json.dumps(asked))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._items: dict[str, Any] = {}
-        self._out: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115 - open as long as the journal lives
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._out: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115 - open as long as the journal lives
+        except OSError as error:  # a folder, a path below a file, a folder that is not one's own
+            raise ValueError(f"{self.path} cannot be written as a journal ({error.strerror}): name a file in a folder "
+                             "that can be written") from error
         try:
             self._lock()
             self._read()

@@ -51,6 +51,14 @@ def test_half_a_line_is_cut_off(tmp_path, cut):
     assert Journal(file, {}).items == {"a": 1, "b": "other"}
 
 
+def test_a_path_where_no_file_can_be(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "a.jsonl", r"(Not a directory|File exists)")):
+        with pytest.raises(ValueError, match=rf"{path} cannot be written as a journal \({why}\): name a file"):
+            Journal(path, {})
+    assert (tmp_path / "file").read_text() == "x"
+
+
 def test_another_run_is_refused(tmp_path):
     Journal(tmp_path / "a.jsonl", {"levels": ["mxfp4"], "dtype": "bfloat16"}).close()
     with pytest.raises(ValueError, match=r"levels: \['mxfp4'\] then, \['ngram'\] now"):
