@@ -223,7 +223,8 @@ def _tamper(file: Path, change) -> None:
 
 @pytest.mark.parametrize(("old", "new", "words"), [
     ("mlspec_gsm8k", "mlspec_gsm9k", r"\[\[tasks\]\] 'mlspec_gsm9k' cannot be read: .*mlspec_gsm9k"),
-    ('piqa"\nnum_fewshot = 0', 'piqa"\nnum_fewshot = 2', r"\[\[tasks\]\] 'mlspec_piqa' with num_fewshot 2: .*/train.jsonl .*is not in"),
+    ('piqa"\nnum_fewshot = 0', 'piqa"\nnum_fewshot = 2',
+     r"\[\[tasks\]\] 'mlspec_piqa' with num_fewshot 2: .*/train.jsonl .*is not in"),
     ("num_fewshot = 1", "num_fewshot = 2", "'mlspec_gsm8k' with num_fewshot 2: .*/train.jsonl holds 1, and example 2"),
     ("wikitext2", "lambada", r"'mlspec_lambada' cannot be read: .*lambada_test.jsonl .*is not in"),
     ("limit = 3", "limit = 0", "'mlspec_gsm8k': limit is 0, it must be at least 1"),

@@ -88,9 +88,9 @@ def data_folder(data: str | os.PathLike[str] | None) -> Path:
     return folder
 
 
-def test_split(items: list[dict[str, Any]], path: Path, what: str = "items") -> datasets.Dataset:
+def test_split(items: list[dict[str, Any]], path: Path) -> datasets.Dataset:
     if not items:
-        raise ValueError(f"{path} holds no {what}")
+        raise ValueError(f"{path} holds no items")
     return datasets.Dataset.from_list([dict(item) for item in items])
 
 

@@ -76,8 +76,10 @@ def mbpp(data: str | None = None, **_: Any) -> dict[str, Any]:
             raise record.wrong("test_list", "expected one text or more")
         if record["task_id"] in _MBPP_TEST:
             items.append(_mbpp_item(record))
-    test = f"task with a task_id from {_MBPP_TEST[0]} to {_MBPP_TEST[-1]}, which are the test"
-    return {"test": test_split(items, path, test)}
+    if not items:
+        raise ValueError(f"{path} holds no task with a task_id from {_MBPP_TEST[0]} to {_MBPP_TEST[-1]}, which are the "
+                         "test")
+    return {"test": test_split(items, path)}
 
 
 def _mbpp_item(record: Record) -> dict[str, str]:
