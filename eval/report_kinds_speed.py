@@ -61,8 +61,9 @@ def decode_one_prompt(entry: Row) -> list[Row]:
                     "tokens_per_pass": entry.get("tokens_per_target_pass")})
     for at, level in enumerate(entry.get("levels", [])):
         made.append({"kind": "acceptance", "key": (entry["contender"], at, entry["data"], 1, "-"),
-                     "label": _over_target(entry, levels), "level": levels[at], "level_index": at, "data": str(entry["data"]),
-                     "batch": 1, "num_draft_tokens": "-", "drafted": None, "tested": None, "accepted": None,
+                     "label": _over_target(entry, levels), "level": levels[at], "level_index": at,
+                     "data": str(entry["data"]), "batch": 1,
+                     "num_draft_tokens": "-", "drafted": None, "tested": None, "accepted": None,
                      "acceptance": number(level, "acceptance"), "by_position": [],
                      "tokens_per_pass": number(entry, "tokens_per_target_pass", none=True)})
     return made

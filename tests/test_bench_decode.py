@@ -231,7 +231,8 @@ def test_memory_is_that_of_target_levels_and_caches(saved_model, bench, monkeypa
 
 
 @pytest.mark.parametrize(("said", "expected"), [
-    ("Traceback (most recent call last):\\n  File x\\nValueError: no such model", "failed: ValueError: no such model;"),
+    ("Traceback (most recent call last):\\n  File x\\nValueError: no such model",
+     "failed: ValueError: no such model;"),
     ("", "failed: it was killed or said nothing;"),
 ])
 def test_a_memory_process_that_fails_is_one_sentence(bench, monkeypatch, said, expected):

@@ -166,9 +166,9 @@ class MLSpecLM(TemplateLM):
         context and the continuation as one token, nothing is left to score."""
         context, continuation = arguments or ("", "")
         place = self._places.get(arguments, "a request")
-        raise ValueError(f"{place}: the continuation {continuation!r} has no token of its own behind the context, which "
-                         f"ends with {context[-20:]!r}: the tokenizer merges them; begin the continuation with a space, "
-                         "or end the context before the word (target_delimiter)")
+        raise ValueError(f"{place}: the continuation {continuation!r} has no token of its own behind the context, "
+                         f"which ends with {context[-20:]!r}: the tokenizer merges them; begin the continuation with "
+                         "a space, or end the context before the word (target_delimiter)")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of every whole text, in windows of `max_length` tokens that lm-eval cuts."""

@@ -77,8 +77,8 @@ def mbpp(data: str | None = None, **_: Any) -> dict[str, Any]:
         if record["task_id"] in _MBPP_TEST:
             items.append(_mbpp_item(record))
     if not items:
-        raise ValueError(f"{path} holds no task with a task_id from {_MBPP_TEST[0]} to {_MBPP_TEST[-1]}, which are the "
-                         "test")
+        raise ValueError(f"{path} holds no task with a task_id from {_MBPP_TEST[0]} to {_MBPP_TEST[-1]}, which are "
+                         "the test")
     return {"test": test_split(items, path)}
 
 
