@@ -1,6 +1,6 @@
 """Does a long prompt get through several threads while other programs want the cores?
 
-A prompt of more than 512 tokens is read in several passes of one call, of which only the last asks for a token. A thread
+A prompt of more than 512 tokens is read in several passes of one call, of which the last asks for a token. A thread
 that lost its core between two passes must not take the next one's questions for those of its own.
 """
 
