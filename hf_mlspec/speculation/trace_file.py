@@ -60,8 +60,12 @@ def write_trace(trace: Trace, file: str | os.PathLike[str]) -> None:
 def read_trace(file: str | os.PathLike[str]) -> Trace:
     """The trace in `file`. OSError where it cannot be read, ValueError naming file and place where it is no trace."""
     try:
-        return trace_from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ValueError(f"{file} is no trace, or a damaged one: no JSON ({error}); record it again") from error
+    try:
+        return trace_from_dict(data)
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
 
