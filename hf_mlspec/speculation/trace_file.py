@@ -62,7 +62,7 @@ def read_trace(file: str | os.PathLike[str]) -> Trace:
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ValueError(f"{file} is no trace, or a damaged one: no JSON ({error}); record it again") from error
+        raise ValueError(f"{file}: no JSON, so no trace or a damaged one ({error}); record it again") from error
     try:
         return trace_from_dict(data)
     except ValueError as error:

@@ -242,7 +242,7 @@ def test_a_damaged_part_is_named(change, words):
 def test_a_damaged_file_is_named(text, tmp_path):
     file = tmp_path / "cut.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"cut\.json(: | is no trace)"):
+    with pytest.raises(ValueError, match=r"cut\.json: "):
         read_trace(file)
 
 
