@@ -17,7 +17,7 @@ from .. import __version__
 from ..integration.config import SpeculationConfig
 from ..integration.decoding import run
 from ..integration.generate import prepare_call
-from ..integration.suitability import check_length, check_model
+from ..integration.suitability import check_model, check_prompt_rows
 from ..integration.wiring import Chain
 from ..nn.switch import precision_switch
 from ..speculation.chain import CheckedDrafter
@@ -136,11 +136,7 @@ def _encoded(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
     texts = [isinstance(prompt, str) for prompt in prompts]
     if any(texts) and tokenizer is None:
         raise ValueError("the prompts are texts and tokenizer is None: pass the target's tokenizer, or token ids")
-    rows = [list(tokenizer(p).input_ids) if text else list(p) for p, text in zip(prompts, texts, strict=True)]
-    for index, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompt {index} of {len(rows)} has no tokens; remove it or write something in it")
-    return rows
+    return [list(tokenizer(p).input_ids) if text else list(p) for p, text in zip(prompts, texts, strict=True)]
 
 
 def _check_request(model: PreTrainedModel, rows: list[list[int]], max_new_tokens: int, batch_size: int) -> None:
@@ -148,11 +144,7 @@ def _check_request(model: PreTrainedModel, rows: list[list[int]], max_new_tokens
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} is {value!r}: it must be a positive integer")
     check_model(model, "the target")
-    for index, row in enumerate(rows):
-        try:
-            check_length(model, len(row), max_new_tokens)
-        except ValueError as error:
-            raise ValueError(f"prompt {index} of {len(rows)}: {error}") from error
+    check_prompt_rows(model, rows, max_new_tokens)
 
 
 def _levels(chain: Chain) -> list[TracedLevel]:

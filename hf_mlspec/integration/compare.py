@@ -12,7 +12,7 @@ import torch
 from ..speculation.stats import SpeculationStats
 from .comparison import Comparison, Difference, Item, accumulate
 from .config import SpeculationConfig
-from .suitability import check_length, check_model
+from .suitability import check_model, check_prompt_rows
 
 OnItem = Callable[[Item, Comparison], None]
 
@@ -37,8 +37,9 @@ def compare(
     is decoded.
     """
     _validate(prompts, max_new_tokens, batch_size, reference, reference_ids, streamer)
-    rows = _encode(tokenizer, prompts)
-    _check_lengths(model, rows, max_new_tokens)
+    rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
+    check_model(model, "the target")
+    check_prompt_rows(model, rows, max_new_tokens)
     chain = {"assistant_models": list(levels), "assistant_tokenizers": assistant_tokenizers, "tokenizer": tokenizer,
              "speculation_config": speculation_config}
     prepare = {"prepare": SpeculationConfig.of(speculation_config).prepare}
@@ -173,23 +174,6 @@ def _eos_ids(model: Any) -> list[int]:
 def _until_end(ids: list[int], eos: list[int]) -> list[int]:
     """Without the padding that follows the end of a row that stopped before the others."""
     return ids[: next((i + 1 for i, id in enumerate(ids) if id in eos), len(ids))]
-
-
-def _encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
-    for index, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompt {index} of {len(rows)} has no tokens; remove it or write something in it")
-    return rows
-
-
-def _check_lengths(model: Any, rows: list[list[int]], max_new_tokens: int) -> None:
-    check_model(model, "the target")
-    for index, row in enumerate(rows):
-        try:
-            check_length(model, len(row), max_new_tokens)
-        except ValueError as error:
-            raise ValueError(f"prompt {index} of {len(rows)}: {error}") from error
 
 
 def _validate(prompts: Sequence[str], max_new_tokens: int, batch_size: int, reference: str,

@@ -83,6 +83,18 @@ def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
     _check_rotation(model, prompt_tokens + new_tokens)
 
 
+def check_prompt_rows(model: nn.Module, rows: list[list[int]], max_new_tokens: int) -> None:
+    """Raise ValueError, naming the prompt, for one without tokens or too long to be continued by so many."""
+    for index, row in enumerate(rows):
+        place = f"prompt {index} of {len(rows)}"
+        if not row:
+            raise ValueError(f"{place} has no tokens; remove it or write something in it")
+        try:
+            check_length(model, len(row), max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+
 def _check_rotation(model: nn.Module, tokens: int) -> None:
     """Raise ValueError if a row may cross the length at which its rotary frequencies change under its feet."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
