@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import hf_mlspec
 from eval.acceptance_plan import Unit, read_plan, record, units
 from eval.plan import Places, PlanError
+from eval.plan_options import parse_options, places_of
 from eval.report_fields import ordinal
 from eval.results import Results, ResultsError
 from hf_mlspec.evaluation import Trace, level_acceptance, read_trace
@@ -73,24 +73,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.acceptance", description=__doc__.splitlines()[0])
     parser.add_argument("plan", type=Path, nargs="?", help="TOML file: systems and data")
     parser.add_argument("--trace", type=Path, nargs="+", default=[], metavar="FILE", help="traces instead of a plan")
-    parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} stands for (%(default)s)")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="what {data} stands for (%(default)s)")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the results (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="threads of this process (torch's own choice)")
     parser.add_argument("--report", action="store_true", help="print the tables of what is done, compute nothing")
-    args = parser.parse_args(argv)
+    args = parse_options(parser, argv)
     if (args.plan is None) == (not args.trace):
         parser.error("give a plan, or --trace with files, and not both")
-    if args.threads is not None and args.threads < 1:
-        parser.error(f"--threads is {args.threads}, it must be at least 1")
     return args
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The lines of the plan: those of earlier runs, then, each as soon as it is there, what was left to do."""
     plan = read_plan(args.plan)
-    places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+    places = places_of(args)
     every = units(plan, places, args.plan)
     with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
         todo = [unit for unit in every if len(_done(unit, results)) < len(unit.system.levels)]

@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 import transformers
 
-import hf_mlspec
 from eval import quality_journals
 from eval.plan import Places, PlanError
+from eval.plan_options import parse_options, places_of
 from eval.quality_models import Models
 from eval.quality_plan import PARTS, Plan, check_plan, read_plan
 from eval.quality_report import lossy, report
@@ -43,25 +43,18 @@ from eval.results import Results, ResultsError
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.quality", description=__doc__.splitlines()[0])
     parser.add_argument("plan", type=Path, help="TOML file: systems, and what they are measured on")
-    parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} stands for (%(default)s)")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="what {data} stands for (%(default)s)")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the results (%(default)s)")
     parser.add_argument("--only", action="append", choices=sorted(PARTS), metavar="PART",
                         help=f"one of {', '.join(sorted(PARTS))}; may be repeated")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="threads of this process (torch's own choice)")
     parser.add_argument("--report", action="store_true", help="print the tables of what is done, compute nothing")
-    args = parser.parse_args(argv)
-    if args.threads is not None and args.threads < 1:
-        parser.error(f"--threads is {args.threads}, it must be at least 1")
-    return args
+    return parse_options(parser, argv)
 
 
 def measure(args: argparse.Namespace) -> int:
     """Compute what is left, print the tables; -> the exit status."""
     plan = read_plan(args.plan)
     quality_journals.check(plan, args.plan)
-    places = Places(args.models, args.data, hf_mlspec.demo_pair()[0])
+    places = places_of(args)
     material = check_plan(plan, places, args.plan)
     parts = args.only or list(PARTS)
     units = Units(plan, material, places, args.device, _documents(plan, places, args.plan) if "tasks" in parts else {})

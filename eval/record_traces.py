@@ -17,26 +17,19 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-import hf_mlspec
 from eval.acceptance_plan import Unit, journal_of, read_plan, record, units
-from eval.plan import Places, PlanError
+from eval.plan import PlanError
+from eval.plan_options import parse_options, places_of
 from hf_mlspec.evaluation import read_trace, write_trace
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.record_traces", description=__doc__.splitlines()[0])
     parser.add_argument("plan", type=Path, help="TOML file: systems and data, as eval.acceptance takes them")
-    parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} stands for (%(default)s)")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="what {data} stands for (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("eval/traces"), help="folder of the traces (%(default)s)")
     parser.add_argument("--journals", type=Path, default=Path("results/traces"), help="(%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="record anew what stands there already")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="threads of this process (torch's own choice)")
-    args = parser.parse_args(argv)
-    if args.threads is not None and args.threads < 1:
-        parser.error(f"--threads is {args.threads}, it must be at least 1")
-    return args
+    return parse_options(parser, argv)
 
 
 def is_recorded(unit: Unit, file: Path) -> bool:
@@ -56,7 +49,7 @@ def is_recorded(unit: Unit, file: Path) -> bool:
 
 
 def run(args: argparse.Namespace) -> None:
-    places = Places(args.models, args.data, str(hf_mlspec.demo_pair()[0]))
+    places = places_of(args)
     files = [(unit, args.out / f"{unit.name}.json") for unit in units(read_plan(args.plan), places, args.plan)]
     todo = [unit for unit, file in files if args.overwrite or not is_recorded(unit, file)]
     with Progress(console=Console(stderr=True)) as progress:
