@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from eval import machine
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: two processes on one file are then not noticed
-    fcntl = None
+from hf_mlspec.evaluation import LineFile, whole_lines
 
 
 class ResultsError(ValueError):
@@ -32,39 +27,37 @@ class Results:
     def __init__(self, file: Path, name: str, device: str = "cpu") -> None:
         self.file, self.name, self.device = file, name, device
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._out: IO[bytes] = open(file, "a+b")  # noqa: SIM115 - open as long as the results live
+            self._lines = LineFile(file)
+        except BlockingIOError as error:
+            raise ResultsError(f"{error}: wait for it") from error
         except OSError as error:
             raise ResultsError(f"{file} cannot be written ({error.strerror}): name another folder") from error
         try:
-            self._lock()
-            whole = _whole(file)
+            if not self._lines.lies_at(file):
+                raise ResultsError(f"{file} was removed by another process just now: run again")
+            whole = _whole(file, self._lines.read())
             self.rows = _parse(file, whole)
-            self._out.truncate(len(whole))
+            self._lines.cut(len(whole))
         except BaseException:
-            self._out.close()
+            self._lines.close()
             raise
 
     def __enter__(self) -> Results:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if fcntl is None:  # Windows, which removes no open file
-            self._out.close()
+        if not LineFile.locks:  # Windows, which removes no open file
+            self._lines.close()
         if not self.rows:
-            self.file.unlink(missing_ok=True)  # while the lock is held; _lock notices a file that went meanwhile
-        self._out.close()
+            self.file.unlink(missing_ok=True)  # while the lock is held; who waits for it sees that the file went
+        self._lines.close()
 
     def add(self, kind: str, values: dict[str, Any], *, asked: dict[str, Any] | None = None,
             replayed: bool = False) -> dict[str, Any]:
         """Keep one line of this kind; `asked`: what the values depend on, `replayed`: from a trace, not a model."""
         line = {"kind": kind, "name": self.name, **values, **({"asked": asked} if asked is not None else {}),
                 **({"replayed": True} if replayed else {}), "machine": machine.card(self.device)}
-        text = json.dumps(line, allow_nan=False)
-        self._out.write(text.encode() + b"\n")
-        self._out.flush()
-        os.fsync(self._out.fileno())
-        self.rows.append(json.loads(text))
+        self.rows.append(json.loads(self._lines.append(line, allow_nan=False)))
         return self.rows[-1]
 
     def find(self, kind: str, asked: dict[str, Any], **identity: Any) -> dict[str, Any] | None:
@@ -83,28 +76,17 @@ class Results:
             raise ResultsError(f"{self.file} holds the results of another run of {what} ({parts}): rename the run, or "
                                "remove its results")
 
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ResultsError(f"{self.file} is being written by another process: wait for it") from error
-        if not self.file.exists() or not os.path.samestat(self.file.stat(), os.fstat(self._out.fileno())):
-            raise ResultsError(f"{self.file} was removed by another process just now: run again")
-
 
 def read_results(file: Path) -> list[dict[str, Any]]:
     """All finished lines of a file, which another process may be writing; ResultsError for other files."""
     try:
-        return _parse(file, _whole(file))
+        return _parse(file, _whole(file, file.read_bytes()))
     except OSError as error:
         raise ResultsError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _whole(file: Path) -> bytes:
-    text = file.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
+def _whole(file: Path, text: bytes) -> bytes:
+    whole = whole_lines(text)
     if not whole and text and not b'{"kind": '.startswith(text[:9]):
         raise ResultsError(f"{file} holds no results: name another file")
     return whole

@@ -12,6 +12,8 @@ from typing import Any
 _HOMES = {
     "Certificate": "certificate",
     "Journal": "journal",
+    "LineFile": "line_file",
+    "whole_lines": "line_file",
     "MathMatch": "metrics_math",
     "LevelAcceptance": "traces_counts",
     "MLSpecLM": "harness",

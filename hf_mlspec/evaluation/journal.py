@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: two processes on one journal are then not noticed
-    fcntl = None
+from .line_file import LineFile, whole_lines
 
 _OPENING = b'{"asked": '
 
@@ -32,16 +29,16 @@ class Journal:
         self.path, self.asked = Path(file), json.loads(json.dumps(asked))
         self._items: dict[str, Any] = {}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._out: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115 - open as long as the journal lives
+            self._file = LineFile(self.path)
+        except BlockingIOError as error:
+            raise ValueError(f"{error}: wait for it, or name another file") from error
         except OSError as error:  # a folder, a path below a file, a folder that is not one's own
             raise ValueError(f"{self.path} cannot be written as a journal ({error.strerror}): name a file in a folder "
                              "that can be written") from error
         try:
-            self._lock()
             self._read()
         except BaseException:
-            self._out.close()
+            self.close()
             raise
 
     def __contains__(self, key: str) -> bool:
@@ -70,27 +67,16 @@ class Journal:
             raise TypeError(f"{self.path}: the key of an item is a str, got {key!r}")
         if key in self._items:
             raise ValueError(f"{self.path}: item {key!r} is finished already; ask `key in journal` before computing")
-        self._write({"key": key, "value": value})
+        self._file.append({"key": key, "value": value})
         self._items[key] = json.loads(json.dumps(value))
 
     def close(self) -> None:
         """Let another process have the file."""
-        self._out.close()
-
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"{self.path} is being written by another process: wait for it, or name another file"
-            ) from error
+        self._file.close()
 
     def _read(self) -> None:
-        self._out.seek(0)
-        text = self._out.read()
-        whole = text[: text.rfind(b"\n") + 1]
+        text = self._file.read()
+        whole = whole_lines(text)
         lines = whole.splitlines()
         if lines:
             self._check_asked(self._parse(1, lines[0]))
@@ -101,10 +87,9 @@ class Journal:
             if set(entry) != {"key", "value"} or not isinstance(entry["key"], str) or entry["key"] in self._items:
                 raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; name another file")
             self._items[entry["key"]] = entry["value"]
-        if len(whole) < len(text):
-            self._out.truncate(len(whole))
+        self._file.cut(len(whole))
         if not lines:
-            self._write({"asked": self.asked})
+            self._file.append({"asked": self.asked})
 
     def _parse(self, number: int, line: bytes) -> dict[str, Any]:
         try:
@@ -127,8 +112,3 @@ class Journal:
             raise ValueError(
                 f"{self.path} holds the results of another run ({parts}): name another file, or remove it"
             )
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        self._out.write(json.dumps(entry).encode() + b"\n")
-        self._out.flush()
-        os.fsync(self._out.fileno())

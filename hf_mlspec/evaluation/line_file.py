@@ -1,0 +1,65 @@
+"""How does a line of results stay where it was written, whatever kills the process? One writer, one line at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: two processes on one file are then not noticed
+    fcntl = None
+
+
+class LineFile:
+    """A file of JSON lines, locked for this process, made with its folders where it does not exist.
+
+    locks: whether this system can lock files. Raises BlockingIOError while another process holds it, OSError for a
+    path where no file can be.
+    """
+
+    locks = fcntl is not None
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._out: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - open as long as the lines are written
+        if not self.locks:
+            return
+        try:
+            fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise BlockingIOError(f"{path} is being written by another process") from error
+
+    def read(self) -> bytes:
+        """All there is, half a line at the end included."""
+        self._out.seek(0)
+        return self._out.read()
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` bytes, where there are more."""
+        if length < os.fstat(self._out.fileno()).st_size:
+            self._out.truncate(length)
+
+    def append(self, line: dict[str, Any], *, allow_nan: bool = True) -> str:
+        """Add a line, on disk when this returns (one write, fsync); -> its JSON."""
+        text = json.dumps(line, allow_nan=allow_nan)
+        self._out.write(text.encode() + b"\n")
+        self._out.flush()
+        os.fsync(self._out.fileno())
+        return text
+
+    def lies_at(self, path: Path) -> bool:
+        """Whether this file is still the one at `path`, where another process may have removed it."""
+        return path.exists() and os.path.samestat(path.stat(), os.fstat(self._out.fileno()))
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        self._out.close()
+
+
+def whole_lines(text: bytes) -> bytes:
+    """Without the half line that a process killed inside a write leaves."""
+    return text[: text.rfind(b"\n") + 1]
