@@ -1,0 +1,203 @@
+// What does a tile of packed weights hold, and how does it become the registers of operand A?
+//
+// A tile is 64 outputs x 128 inputs, one piece of memory; tiles lie [output tile pair, input tile, m of the pair].
+// Output row of a tile = 16 w + 8 h + r: w the warp of four, h and r as operand A has them.
+//   16-bit weights  [w 4][step 8][lane 32] x 16 bytes: a[0..3] of 16 inputs
+//   4-bit weights   [w 4][four steps 2][lane 32][step 4] x one word: a[0..3] of 16 inputs, 2 codes of 4 bits each;
+//                   behind them the scales (and zero points), those of a lane's rows side by side: [w 4][r 8][group][h]
+// A word of int4 holds code ^ 8 (that is code - 8 in two's complement) of a[i] at bits 4i (even input) and 16 + 4i (odd).
+// As bits of a bfloat16 the lower 8 are an integer times 2^-133, exactly, so one fused multiply-add makes two weights.
+// For int8 activations the same word is four codes of row r (even nibbles) and four of row r + 8; their inputs are 2q,
+// 2q + 8, 2q + 1, 2q + 9, so int8 activations come with every 16 inputs in the order 0 8 1 9 2 10 .. 7 15.
+// A word of MXFP4 has the bits of a code where few instructions bring them to a bfloat16's sign and bits 8..6: drawn below.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace mlspec {
+
+constexpr int kTileOutputs = 64;
+constexpr int kTileInputs = 128;
+constexpr int kSteps = kTileInputs / 16;
+
+__device__ __forceinline__ uint32_t bf16x2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// One half in both: the multiplication then reads that half, without an instruction.
+__device__ __forceinline__ uint32_t both_low(uint32_t halves) {
+  uint32_t d;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(d) : "r"(halves));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t both_high(uint32_t halves) {
+  uint32_t d;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(d) : "r"(halves));
+  return d;
+}
+
+// (bits & mask) ^ flip in one instruction: the compiler takes two where mask and flip are known to it.
+__device__ __forceinline__ uint32_t and_xor(uint32_t bits, uint32_t mask, uint32_t flip) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(bits), "r"(mask), "r"(flip));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t unknown_to_compiler(uint32_t constant) {
+  uint32_t d;
+  asm volatile("mov.b32 %0, %1;" : "=r"(d) : "r"(constant));
+  return d;
+}
+
+// Where a lane's weights and scales begin in a tile, bytes. Kept in registers: computed once, not once a chunk.
+struct LanePlace {
+  uint32_t weights, scales;
+};
+
+struct Bf16Weights {
+  static constexpr int kGroups = 0;  // no late scaling
+  static constexpr bool kFourBits = false;
+  static constexpr int kActivationBits = 16;
+  static constexpr float kOutScale = 1;
+  static constexpr bool kHasZeros = false;
+  static constexpr int kTileBytes = kTileOutputs * kTileInputs * 2;
+
+  const uint4* registers;
+
+  __device__ __forceinline__ void prepare() {}
+  __device__ __forceinline__ static LanePlace place(int warp, int lane) { return {uint32_t(warp * kSteps * 32 + lane) * 16, 0}; }
+  __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
+    registers = reinterpret_cast<const uint4*>(tile + place.weights);
+  }
+  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
+    const uint4 v = registers[step * 32];
+    a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+  }
+};
+
+constexpr int kCodeBytes = kTileOutputs * kTileInputs / 2;
+
+// Bits of a pair of bfloat16.
+__device__ __forceinline__ uint32_t both(uint32_t half_word) { return half_word * 0x10001u; }
+
+struct CodeWords {
+  static constexpr bool kFourBits = true;
+  uint32_t words[kSteps];
+
+  __device__ __forceinline__ static uint32_t place(int warp, int lane) { return (warp * kSteps / 4 * 32 + lane) * 16; }
+  __device__ __forceinline__ void load(const uint8_t* tile, uint32_t place) {
+    const uint4* codes = reinterpret_cast<const uint4*>(tile + place);
+#pragma unroll
+    for (int i = 0; i < kSteps; i += 4) {
+      const uint4 v = codes[i * 8];
+      words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+    }
+  }
+};
+
+// kBits: of the activations. Scales are applied to the float32 (int32) sum of a group.
+template <int kGroupSize, bool kZeros, int kBits>
+struct Int4Weights : CodeWords {
+  static constexpr int kGroups = kTileInputs / kGroupSize;
+  static constexpr int kActivationBits = kBits;
+  static constexpr float kOutScale = kBits == 16 ? 64.0f : 1.0f / 16;  // weights are multiplied as (code - zero) / 64
+  static constexpr bool kHasZeros = kZeros;
+  static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
+  static constexpr int kTileBytes = kCodeBytes + kScaleBytes + (kZeros ? kScaleBytes / 2 : 0);
+  static constexpr int kScalesOfRow = kGroups * 2;
+
+  const half* scales;
+  const uint8_t* zeros;
+  uint32_t flip_low, flip_high;  // 8 and 0x80 in both halves, unknown to the compiler
+
+  __device__ __forceinline__ static LanePlace place(int warp, int lane) {
+    return {CodeWords::place(warp, lane), uint32_t(warp * 8 + lane / 4) * kScalesOfRow};
+  }
+  __device__ __forceinline__ void prepare() {
+    flip_low = unknown_to_compiler(0x00080008), flip_high = unknown_to_compiler(0x00800080);
+  }
+  __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
+    CodeWords::load(tile, place.weights);
+    scales = reinterpret_cast<const half*>(tile + kCodeBytes + place.scales * 2);
+    zeros = tile + kCodeBytes + kScaleBytes + place.scales;
+  }
+  // Of rows r and r + 8.
+  __device__ __forceinline__ float2 scale(int group) const {
+    return __half22float2(reinterpret_cast<const half2*>(scales)[group]);
+  }
+  __device__ __forceinline__ uchar2 zero(int group) const {
+    return reinterpret_cast<const uchar2*>(zeros)[group];
+  }
+  // 16 bits: a step is 16 inputs; a code at bits 0..3 or 4..7 is worth 2^-133 or 2^-129, and becomes (code - zero) / 64.
+  // 8 bits: a step is 32 inputs; 16 (code - 8).
+  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
+    if constexpr (kBits == 16) {
+      const uint32_t w = words[step];
+      constexpr uint32_t kPower127 = 0x7F007F00, kPower123 = 0x7D007D00, kMinusPower127 = 0xFF00FF00;
+      uint32_t even = 0xBE00BE00, odd = 0xBE00BE00;  // -8 / 64
+      if constexpr (kZeros) {
+        const uchar2 z = zero(step * 16 / kGroupSize);
+        even = bf16x2_mul(both(z.x), kMinusPower127), odd = bf16x2_mul(both(z.y), kMinusPower127);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint32_t codes = w >> 4 * i;
+        a[i] = bf16x2_fma(and_xor(codes, 0x000F000F, flip_low), kPower127, even);
+        a[i + 1] = bf16x2_fma(and_xor(codes, 0x00F000F0, flip_high), kPower123, odd);
+      }
+    } else {
+      const uint32_t low = words[2 * step], high = words[2 * step + 1];
+      a[0] = (low << 4) & 0xF0F0F0F0, a[1] = low & 0xF0F0F0F0;
+      a[2] = (high << 4) & 0xF0F0F0F0, a[3] = high & 0xF0F0F0F0;
+    }
+  }
+};
+
+// A block's scale is applied to the bfloat16 weight, exactly: E2M1 bits at 8..6 of a bfloat16 are the value times 2^-126,
+// and the scale byte, stored as the exponent of 2^126 * scale, undoes that in the same multiplication.
+//   half word   15 14 13 12 11 10 9 8 7 6 5 4 3 2 1 0      s sign, e two bits of exponent, m mantissa
+//   a[i]        s0 s3 s2 s1 e3 e3 m3 e0 e0 m0 e1 e1 m1 e2 e2 m2
+struct Mxfp4Weights : CodeWords {
+  static constexpr int kGroups = 0;
+  static constexpr int kActivationBits = 16;
+  static constexpr bool kHasZeros = false;
+  static constexpr float kOutScale = 1;
+  static constexpr int kBlocks = kTileInputs / 32;
+  static constexpr int kTileBytes = kCodeBytes + kTileOutputs * kBlocks;
+
+  uint32_t scales[kBlocks / 2];  // bytes [h][block % 2]
+
+  __device__ __forceinline__ static LanePlace place(int warp, int lane) {
+    return {CodeWords::place(warp, lane), uint32_t(warp * 8 + lane / 4) * 8};
+  }
+  __device__ __forceinline__ void prepare() {}
+  __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
+    CodeWords::load(tile, place.weights);
+    const uint2 v = *reinterpret_cast<const uint2*>(tile + kCodeBytes + place.scales);
+    scales[0] = v.x, scales[1] = v.y;
+  }
+  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
+    const uint32_t w = words[step], blocks = scales[step / 4];
+    const uint32_t both_rows = (step / 2 % 2 ? blocks >> 1 : blocks << 7) & 0x7F807F80;
+    const uint32_t even = both_low(both_rows), odd = both_high(both_rows);
+    // Bits of a[2] and a[3] brought together: left shifts cost the least, they run beside the logic.
+    const uint32_t last = (w & 0x40074007) | ((w >> 4) & ~0x40074007u);
+    a[0] = bf16x2_mul(w & 0x81C081C0, even);
+    a[1] = bf16x2_mul((w << 3) & 0x81C081C0, odd);
+    a[2] = bf16x2_mul((last << 6) & 0x81C081C0, even);
+    a[3] = bf16x2_mul((last << 1) & 0x81C081C0, odd);
+  }
+};
+
+}  // namespace mlspec
