@@ -16,7 +16,10 @@ from .tiles import prepack_int4, prepack_mxfp4, unprepack_int4, unprepack_mxfp4
 __all__ = [
     "KernelError",
     "bf16_linear",
+    "choose_rows",
+    "embed_rows",
     "f32_linear",
+    "gated",
     "int4_dequantize",
     "int4_linear",
     "kernel_table",
@@ -25,8 +28,10 @@ __all__ = [
     "prepack_mxfp4",
     "quantize_rows",
     "ragged_attention",
+    "ragged_attention_rows",
     "rms_norm",
     "rope_write",
+    "rope_write_rows",
     "silu_mul",
     "unprepack_int4",
     "unprepack_mxfp4",
@@ -43,6 +48,12 @@ _rms_norm = torch.ops.mlspec.rms_norm.default
 _silu_mul = torch.ops.mlspec.silu_mul.default
 _rope_write = torch.ops.mlspec.rope_write.default
 _ragged_attention = torch.ops.mlspec.ragged_attention.default
+# Called layer by layer of every step, so without a Python function in between: ops/schema_step.py says what they take.
+embed_rows = torch.ops.mlspec.embed_rows.default
+gated = torch.ops.mlspec.gated.default
+rope_write_rows = torch.ops.mlspec.rope_write_rows.default
+ragged_attention_rows = torch.ops.mlspec.ragged_attention_rows.default
+_choose_rows = torch.ops.mlspec.choose_rows.default
 
 
 def mxfp4_linear(
@@ -146,3 +157,20 @@ def ragged_attention(
     unless that is 0. Scores are multiplied by ``scale``, then capped to ``softcap * tanh(score / softcap)`` unless 0.
     """
     return _ragged_attention(q, keys, values, starts, scale, window, softcap)
+
+
+def choose_rows(
+    logits: Tensor,
+    softcap: float = 0.0,
+    seed: Tensor | None = None,
+    streams: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """float ``[n, vocab]`` -> tokens int32 ``[n]``, confidence float32 ``[n]``: their softmax probability.
+
+    Logits are capped to ``softcap * tanh(logit / softcap)`` unless that is 0. Without a seed the token of the largest
+    logit, the first of equals. With seed int64 ``[1]``, streams and positions int32 ``[n]``: that of the largest logit
+    plus Gumbel noise, a draw from the softmax. The noise is a pure function of (seed, stream, position, token): all
+    levels of a chain share it (speculation/row_sampling.py). A row with a NaN gets token -1 and confidence NaN.
+    """
+    return _choose_rows(logits, softcap, seed, streams, positions)

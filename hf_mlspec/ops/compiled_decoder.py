@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .library import KernelError, why_not_compiled
+from .operands_step import ACTIVATIONS
 
 BF16, F32, MXFP4, INT4 = range(4)  # mlspec::WeightFormat
 MAX_HEAD_DIM = 512  # mlspec::kMaxHeadDim
-ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu": 3}  # mlspec_activation
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from . import reference, schema
+from . import reference, reference_step, schema, schema_step
 
 BUILD_COMMAND = "pip install --no-build-isolation -e ."
 REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
+
+# Where an op's schema and fake result are, and where its plain torch.
+_ROOMS = ((schema, reference), (schema_step, reference_step))
+# On the CPU these are made of the ops of schema.py, whose kernels do the work: no kernel of their own is missing.
+_COMPOSED_ON_CPU = frozenset(schema_step.SCHEMAS)
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OPS = torch.library.Library("mlspec", "DEF")
@@ -23,18 +29,19 @@ class KernelError(RuntimeError):
 
 
 def _define() -> None:
-    for name, signature in schema.SCHEMAS.items():
-        _OPS.define(name + signature)
-        _OPS.impl(name, _fallback(name), "CompositeExplicitAutograd")  # used where no kernel is registered
-        torch.library.register_fake(f"mlspec::{name}", getattr(schema, f"fake_{name}"), lib=_OPS)
+    for schemas, references in _ROOMS:
+        for name, signature in schemas.SCHEMAS.items():
+            _OPS.define(name + signature)
+            compute = _fallback(name, getattr(references, name))
+            _OPS.impl(name, compute, "CompositeExplicitAutograd")  # used where no kernel is registered
+            torch.library.register_fake(f"mlspec::{name}", getattr(schemas, f"fake_{name}"), lib=_OPS)
     _OPS.define(schema.CPU_ISA_SCHEMA)
 
 
-def _fallback(name: str):
-    compute = getattr(reference, name)
-
+def _fallback(name: str, compute: Callable):
     def run_reference(x: torch.Tensor, *operands):
-        _announce_missing(name, x.device.type)
+        if x.device.type != "cpu" or name not in _COMPOSED_ON_CPU:
+            _announce_missing(name, x.device.type)
         return compute(x, *operands)
 
     return run_reference
@@ -88,7 +95,9 @@ def kernel_of(op: str, device: str) -> str:
 
 def kernel_table() -> list[tuple[str, str, str]]:
     """(op, device, kernel) of every op, for ``mlspec info``. Without a kernel the last is ``"reference"``."""
-    return [(op, device, kernel_of(op, device)) for op in schema.SCHEMAS for device in ("cpu", "cuda")]
+    ops = [op for schemas, _ in _ROOMS for op in schemas.SCHEMAS]
+    return [(op, device, kernel_of(op, device)) for op in ops for device in ("cpu", "cuda")
+            if device != "cpu" or op not in _COMPOSED_ON_CPU]
 
 
 _define()

@@ -10,11 +10,11 @@ import torch
 from test_instruction_sets import ISAS
 
 from hf_mlspec import ops
-from hf_mlspec.ops import library, schema
+from hf_mlspec.ops import library, reference, schema, schema_step
 
 TILES = torch.zeros(1, 1, 256, dtype=torch.uint8), torch.full((1, 1, 16), 127, dtype=torch.uint8)
 OPERANDS = (torch.ones(1, 32), *TILES, 4, None, 16)
-REFERENCE = library._fallback("mxfp4_linear")
+REFERENCE = library._fallback("mxfp4_linear", reference.mxfp4_linear)
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def nothing_said(monkeypatch):
 
 def test_table_lists_every_op_on_every_device():
     table = ops.kernel_table()
-    assert {row[:2] for row in table} == {(op, device) for op in schema.SCHEMAS for device in ("cpu", "cuda")}
+    every = {(op, device) for op in schema.SCHEMAS for device in ("cpu", "cuda")}
+    assert {row[:2] for row in table} == every | {(op, "cuda") for op in schema_step.SCHEMAS}
     on_cpu = {kernel for _, device, kernel in table if device == "cpu"}
     assert len(on_cpu) == 1  # one instruction set serves every op, or none does
     assert on_cpu <= {"reference"} if library.LOAD_ERROR else on_cpu <= set(ISAS)
