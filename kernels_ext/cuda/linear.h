@@ -8,37 +8,53 @@ extern "C" {
 #endif
 
 typedef struct {
-  const void* tiles;     // from a prepack function of the same format
-  const void* x;         // bfloat16 [tokens, in]; int8_activations: codes in the order of linear_formats.cuh
-  const float* x_scales; // int8_activations: float32 [ceil(in / 128) * 128 / group, x_scale_stride], zeros beyond `in`
-  const void* bias;      // bfloat16 [out] or null
-  void* out;             // bfloat16 [tokens, out]
-  int64_t num_tokens, in_features, out_features;
-  int64_t x_scale_stride;  // tokens, a multiple of 4
-  int32_t group_size, has_zeros, int8_activations;  // int4
-  int32_t exponent_shift;  // MXFP4: of prepack, the result is multiplied by 2^exponent_shift
-  int32_t overlap;         // may start before the kernel in front of it in the stream ends; only its weights are read then
+  const void* tiles;      // bf16: the weight itself, bfloat16 [out, in], aligned to 16 bytes; else from mlspec_cuda_prepack_tiles
+  const void* x;          // bfloat16 [tokens, in]; 8 and 4 bits: codes int8 [tokens, in] of mlspec_cuda_quantize_rows
+  const float* x_scales;  // 8 and 4 bits: the scales of mlspec_cuda_quantize_rows
+  const void* bias;       // [out] float32 or bfloat16, or null
+  void* out;              // bfloat16 [tokens, out]
+  const int32_t* exponent_shift;       // MXFP4: what prepack wrote; the result is multiplied by 2^exponent_shift
+  int64_t num_tokens, in_features, out_features;  // in_features: a multiple of 8 (bf16), 32 (MXFP4), group_size (int4)
+  int64_t x_scale_stride;              // tokens, a multiple of 4
+  int32_t group_size, has_zeros;       // int4
+  int32_t activation_bits;             // 16, 8 or 4; bf16: 16
+  int32_t bias_is_float32;
+  int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.
-  int32_t variant;         // see launch_variant
-  int32_t ranks;           // blocks that share a tile's inputs: 1 to 8
-  int32_t ring_bytes;      // of stages in shared memory
-  int32_t stages_ahead;    // whose weights are asked for before the kernel in front ends
+  int32_t variant;       // see launch_variant
+  int32_t ranks;         // blocks that share a tile's inputs: 1 to 8
+  int32_t ring_bytes;    // of stages in shared memory
+  int32_t stages_ahead;  // whose weights are asked for at once, before the first tokens
   void* stream;
 } mlspec_cuda_linear;
 
-// Each returns null, or what went wrong.
+// Each returns null, or what went wrong. Compute capability 9.0.
 const char* mlspec_cuda_bf16_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_int4_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_mxfp4_linear(const mlspec_cuda_linear* args);
 
+// Rows as integers: exactly the numbers of hf_mlspec/formats/activations.py.
 typedef struct {
-  void* weight;  // as saved: bfloat16 [out, in] or packed codes uint8 [out, in / 2]
-  void* scale;   // int4 float16 [out, in / group], MXFP4 uint8 [out, in / 32]
-  void* zero;    // uint8 as scale, or null
+  const void* x;  // bfloat16 [tokens, in]
+  void* codes;    // int8 [tokens, in]
+  float* scales;  // for_linear: [ceil(in / 128) * 128 / group, scale_stride], zeros beyond `in` and `tokens`; else [tokens, ceil(in / group)]
+  int64_t num_tokens, in_features, scale_stride;  // for_linear: scale_stride a multiple of 4, at least num_tokens
+  int32_t group_size, bits;                       // 32, 64 or 128; 8 or 4
+  int32_t for_linear;  // codes of every 16 inputs in the order 0 8 1 9 .. 7 15 of the linear kernels; in_features a multiple of 32
+  int32_t overlap;
+  void* stream;
+} mlspec_cuda_quantize;
+
+const char* mlspec_cuda_quantize_rows(const mlspec_cuda_quantize* args);
+
+typedef struct {
+  void* weight;  // packed codes as saved, uint8 [out, in / 2]
+  void* scale;   // int4 float16 [out, in / group], MXFP4 uint8 [out, in / 32], no byte 255 (the caller refuses NaN)
+  void* zero;    // int4: uint8 as scale, or null
   void* tiles;
+  int32_t* exponent_shift;  // MXFP4: one number, max(0, largest scale byte - 128); prepack writes it, unprepack reads it
   int64_t in_features, out_features;
-  int32_t group_size;      // 0: bfloat16; 32 with exponent_shift: MXFP4
-  int32_t exponent_shift;  // max(0, largest scale byte - 128)
+  int32_t group_size;  // MXFP4: 32
   int32_t mxfp4;
   void* stream;
 } mlspec_cuda_prepack;
