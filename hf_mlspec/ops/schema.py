@@ -49,6 +49,8 @@ SCHEMAS: dict[str, str] = {
 }
 # The instruction set the compiled CPU kernels chose, e.g. "avx512vnni"; implemented by the compiled library only.
 CPU_ISA_SCHEMA = "cpu_isa() -> str"
+# The linear kernels that serve a GPU, "sm_90a" or "sm_80+"; implemented by the compiled CUDA library only.
+CUDA_LINEARS_SCHEMA = "cuda_linears(int device) -> str"
 
 
 # The result's shape and dtype without computing it (torch.compile, meta tensors).
