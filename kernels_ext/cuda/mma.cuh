@@ -85,4 +85,34 @@ MLSPEC_WGMMA(4, 32, 16, 16, 17, 18, 19, 20, 21)
 MLSPEC_WGMMA(8, 64, 32, 32, 33, 34, 35, 36, 37)
 MLSPEC_WGMMA(16, 128, 64, 64, 65, 66, 67, 68, 69)
 
+// --- weights in shared memory too, 64 rows of 128 bytes: bfloat16, a step of 16 inputs.
+
+#define MLSPEC_REGS72                 \
+  MLSPEC_REGS64                       \
+  ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define MLSPEC_REGS128                                                                                \
+  MLSPEC_REGS64                                                                                       \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"  \
+  ",%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108"     \
+  ",%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define MLSPEC_OUT72(c, t) MLSPEC_OUT64(c, t), MLSPEC_OUT8(c, t + 16)
+#define MLSPEC_OUT128(c, t) MLSPEC_OUT64(c, t), MLSPEC_OUT64(c, t + 16)
+
+// d += weights x tokens. a0..a2: the numbers of the operands behind the registers of d.
+#define MLSPEC_WGMMA_SHARED(tiles, n, regs, a0, a1, a2)                                                   \
+  __device__ __forceinline__ void wgmma(float (&d)[tiles][4], uint64_t weights, uint64_t tokens) {        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n    \
+                 "k16.f32.bf16.bf16 {" MLSPEC_REGS##regs "}, %" #a0 ", %" #a1 ", p, 1, 1, 0, 0;\n}"       \
+                 : MLSPEC_OUT##regs("+f", 0)                                                              \
+                 : "l"(weights), "l"(tokens), "r"(1));                                                    \
+  }
+
+MLSPEC_WGMMA_SHARED(1, 8, 4, 4, 5, 6)
+MLSPEC_WGMMA_SHARED(2, 16, 8, 8, 9, 10)
+MLSPEC_WGMMA_SHARED(4, 32, 16, 16, 17, 18)
+MLSPEC_WGMMA_SHARED(8, 64, 32, 32, 33, 34)
+MLSPEC_WGMMA_SHARED(16, 128, 64, 64, 65, 66)
+MLSPEC_WGMMA_SHARED(18, 144, 72, 72, 73, 74)
+MLSPEC_WGMMA_SHARED(32, 256, 128, 128, 129, 130)
+
 }  // namespace mlspec
