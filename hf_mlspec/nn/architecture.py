@@ -1,4 +1,4 @@
-"""Which parts of a model does the compiled decoder take, and does it know them all?
+"""Which parts of a model does a compiled decoder take, and does it know them all?
 
 Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 are one decoder: they differ in biases, per-head norms,
 norms behind a block, soft caps, windows, rotary tables and in how their linears are cut. All of it is read from the
@@ -8,14 +8,14 @@ model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes, Weight
-from .compiled_weights import UnknownArchitecture, cut_weight, norm_weight, read_weight, require_format
-from .linear import Int4Linear, KernelLinear, Mxfp4Linear
+from ..ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
+from .linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
+from .rotary import rope_tables
 
 KNOWN = {
     "LlamaForCausalLM",
@@ -29,73 +29,92 @@ KNOWN = {
 # Modules of a known class that are not transformers' own.
 _BLOCKS = {nn.Linear, KernelLinear, Mxfp4Linear, Int4Linear, nn.Embedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU}
+DENSE = (torch.bfloat16, torch.float32)
+CPU = torch.device("cpu")
+
+
+class UnknownArchitecture(ValueError):
+    """The compiled decoder cannot run this model; the message says why."""
 
 
 @dataclass
-class Layer:
-    """Linears by name (q, k, v, o, gate, up, down), norms as float32 with any +1 added, None where there is none."""
+class Block:
+    """One layer of a model: its linears by name, its norms as float32 with any +1 added, None where there is none.
 
-    linears: dict[str, Weight]
+    modules: q, k, v or all three as qkv; o; gate, up or both as gate_up; down.
+    """
+
+    modules: dict[str, nn.Module]
     norms: list[Tensor | None]  # attention, mlp, attention_out, mlp_out, q, k
     window: int
     rope_table: int
 
 
 @dataclass
-class Architecture:
-    """Everything the compiled decoder needs of a model but its rotary tables."""
+class Outline:
+    """A model as a decoder sees it before it reads the linears."""
 
     sizes: Sizes
     dtype: torch.dtype
     embedding: Tensor
     final_norm: Tensor
-    head: Weight
-    layers: list[Layer]
-    rope_kinds: list[str | None] = field(default_factory=list)
+    head: nn.Module
+    blocks: list[Block]
+    rope_kinds: list[str | None]
 
 
-def read(model: nn.Module) -> Architecture:
-    """The architecture of a model, its weights shared. UnknownArchitecture names the first thing that does not fit."""
-    require_known(model)
+def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
+    """Sizes, norms and modules of a model that is whole on ``device``. UnknownArchitecture names the first
+    thing that does not fit."""
+    require_known(model, device)
     config, base = model.config, model.model
-    dtype = base.embed_tokens.weight.dtype
-    require_format(base.embed_tokens.weight, "embedding")
+    embedding = base.embed_tokens.weight
+    require_format(embedding, "embedding")
     plus = 1.0 if config.model_type.startswith("gemma") else 0.0
     kinds = _rope_kinds(config)
-    layers = [
-        _layer(layer, plus, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(config, i))
+    blocks = [
+        _block(layer, plus, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(config, i))
         for i, layer in enumerate(base.layers[: config.num_hidden_layers])
     ]
-    head = read_weight(model.lm_head, "lm_head")
-    sizes = _sizes(model, layers[0], head)
-    for index, layer in enumerate(layers):
-        _require_sizes(sizes, layer, index)
-    return Architecture(
-        sizes, dtype, base.embed_tokens.weight, norm_weight(base.norm, plus), head, layers, list(kinds)
-    )
+    sizes = _sizes(model, blocks[0])
+    for index, block in enumerate(blocks):
+        _require_sizes(sizes, block, index)
+    final_norm = norm_weight(base.norm, plus)
+    return Outline(sizes, embedding.dtype, embedding.detach(), final_norm, model.lm_head, blocks, list(kinds))
 
 
-def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> list[tuple[Tensor, Tensor]]:
-    """cos and sin float32 ``[positions, rotary_dim / 2]`` of every kind, from a model's own rotary embedding."""
-    ids = torch.arange(positions)[None]
-    like = torch.zeros(1, 1, 1)  # float32: the tables are not rounded to the model's dtype
-    tables = []
-    for kind in kinds:
-        cos, sin = rotary(like, ids) if kind is None else rotary(like, ids, kind)
-        half = cos.shape[-1] // 2
-        tables.append((cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()))
-    return tables
+def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
+    """(in, out) features of a linear that a compiled decoder can read; UnknownArchitecture for another module."""
+    if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
+        return linear.weight.shape[1], linear.weight.shape[0]
+    if type(linear) not in (Mxfp4Linear, Int4Linear):
+        raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
+    return linear.in_features, linear.out_features
 
 
-def require_known(model: nn.Module) -> None:
-    """UnknownArchitecture unless the compiled decoder runs this class, as it stands, where it stands."""
+def norm_weight(norm: nn.Module, plus: float) -> Tensor:
+    """float32, with ``plus`` added: 1 where the architecture stores the difference from 1."""
+    return (norm.weight.detach().float() + plus).contiguous()
+
+
+def require_format(weight: Tensor, name: str) -> None:
+    """UnknownArchitecture unless a dense weight can be read in place."""
+    if weight.dtype not in DENSE:
+        raise UnknownArchitecture(f"its {name} is {weight.dtype}; the compiled decoder takes bfloat16 and float32")
+    if not weight.is_contiguous():
+        raise UnknownArchitecture(f"its {name} is not contiguous in memory")
+
+
+def require_known(model: nn.Module, device: torch.device = CPU) -> None:
+    """UnknownArchitecture unless a compiled decoder on ``device`` runs this class, as it stands, where it stands."""
     if type(model).__name__ not in KNOWN or not type(model).__module__.startswith("transformers.models."):
         raise UnknownArchitecture("the compiled decoder does not know this class")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
-    elsewhere = next((p.device for p in model.parameters() if not p.is_cpu), None)
+    elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
     if elsewhere is not None:
-        raise UnknownArchitecture(f"it is on {elsewhere}, and the compiled decoder runs on the CPU")
+        where = "the compiled decoder runs on the CPU" if device == CPU else f"its decoder would be on {device}"
+        raise UnknownArchitecture(f"it is on {elsewhere}, and {where}")
     altered = next(_altered(model), None)
     if altered is not None:
         raise UnknownArchitecture(f"it {altered}")
@@ -115,14 +134,18 @@ def _altered(model: nn.Module) -> Iterator[str]:
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
 
 
-def _sizes(model: nn.Module, layer: Layer, head: Weight) -> Sizes:
+def _sizes(model: nn.Module, block: Block) -> Sizes:
     config, base = model.config, model.model
     attention, embed = base.layers[0].self_attn, base.embed_tokens
     kv_heads = config.num_key_value_heads
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    head_dim = layer.linears["k"].out_features // kv_heads
+    if "qkv" in block.modules:
+        head_dim, intermediate = attention.head_dim, linear_shape(block.modules["gate_up"], "gate_up_proj")[1] // 2
+    else:
+        head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
+        intermediate = linear_shape(block.modules["gate"], "gate")[1]
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
     rotary = rope_tables(base.rotary_emb, _rope_kinds(config)[:1], 1)[0][0].shape[1] * 2
@@ -131,8 +154,8 @@ def _sizes(model: nn.Module, layer: Layer, head: Weight) -> Sizes:
         heads=config.num_attention_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=layer.linears["gate"].out_features,
-        vocab=head.out_features,
+        intermediate=intermediate,
+        vocab=linear_shape(model.lm_head, "lm_head")[1],
         embeddings=embed.num_embeddings,
         rotary_dim=rotary,
         activation=activation,
@@ -152,22 +175,14 @@ def _embedding_scale(config, embed: nn.Embedding) -> float:
     return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(embed.weight.dtype))
 
 
-def _layer(layer: nn.Module, plus: float, rope_table: int, window: int) -> Layer:
+def _block(layer: nn.Module, plus: float, rope_table: int, window: int) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     if hasattr(attention, "qkv_proj"):
-        dim, heads = attention.head_dim, attention.config.num_attention_heads
-        cuts = [heads * dim, attention.num_key_value_heads * dim, attention.num_key_value_heads * dim]
-        q, k, v = cut_weight(attention.qkv_proj, cuts, "qkv_proj")
-        half = mlp.gate_up_proj.out_features // 2
-        gate, up = cut_weight(mlp.gate_up_proj, [half, half], "gate_up_proj")
+        modules = {"qkv": attention.qkv_proj, "o": attention.o_proj, "gate_up": mlp.gate_up_proj}
     else:
-        q, k, v = (read_weight(getattr(attention, f"{name}_proj"), name) for name in "qkv")
-        gate, up = read_weight(mlp.gate_proj, "gate"), read_weight(mlp.up_proj, "up")
-    linears = {"q": q, "k": k, "v": v, "o": read_weight(attention.o_proj, "o"), "gate": gate, "up": up}
-    linears["down"] = read_weight(mlp.down_proj, "down")
-    for group in (("q", "k", "v"), ("gate", "up")):
-        if len({(linears[n].format, linears[n].group_size, linears[n].activation_bits) for n in group}) > 1:
-            raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
+        modules = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj}
+        modules |= {"gate": mlp.gate_proj, "up": mlp.up_proj}
+    modules["down"] = mlp.down_proj
     gemma = hasattr(layer, "pre_feedforward_layernorm")
     norms = [
         layer.input_layernorm,
@@ -177,17 +192,19 @@ def _layer(layer: nn.Module, plus: float, rope_table: int, window: int) -> Layer
         getattr(attention, "q_norm", None),
         getattr(attention, "k_norm", None),
     ]
-    return Layer(linears, [None if norm is None else norm_weight(norm, plus) for norm in norms], window, rope_table)
+    return Block(modules, [None if norm is None else norm_weight(norm, plus) for norm in norms], window, rope_table)
 
 
-def _require_sizes(sizes: Sizes, layer: Layer, index: int) -> None:
+def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     outputs = {"q": queries, "k": keys, "v": keys, "gate": sizes.intermediate, "up": sizes.intermediate}
+    outputs |= {"qkv": queries + 2 * keys, "gate_up": 2 * sizes.intermediate}
     expected = {name: (sizes.hidden, out) for name, out in outputs.items()}
     expected |= {"o": (queries, sizes.hidden), "down": (sizes.intermediate, sizes.hidden)}
-    for name, weight in layer.linears.items():
-        if (weight.in_features, weight.out_features) != expected[name]:
-            found = f"{weight.in_features} to {weight.out_features} features"
+    for name, module in block.modules.items():
+        inputs, out = linear_shape(module, name)
+        if (inputs, out) != expected[name]:
+            found = f"{inputs} to {out} features"
             raise UnknownArchitecture(f"{name} of layer {index} maps {found}, {expected[name]} are those of the model")
 
 

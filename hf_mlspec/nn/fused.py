@@ -6,25 +6,19 @@ are: BF16 and float32 weights are read in place, packed weights are put into the
 
 from __future__ import annotations
 
-import logging
 import threading
-import weakref
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..ops.compiled_decoder import compiled_decoder, has_compiled_decoder, set_linear
-from . import architecture
+from . import architecture, compiled_weights, rotary
 from .architecture import UnknownArchitecture
+from .device_decoder import DeviceDecoder
 from .linear import KernelLinear, is_dense
-from .packed import PackedLinear
-from .replace import fingerprint
+from .prepared import activation_choices, forget, is_prepared, remember, say, switches, up_to_date
 from .switch import PrecisionSwitch
-
-logger = logging.getLogger(__name__)
-_FIRST_POSITIONS = 1024
 
 
 class FusedDecoder:
@@ -37,31 +31,29 @@ class FusedDecoder:
 
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where the compiled decoder cannot run the model; KernelError without kernels."""
-        found = architecture.read(model)
+        found = compiled_weights.read(model)
         self.sizes, self.dtype = found.sizes, found.dtype
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
-        self.max_positions, self.positions = _rotary_border(model), 0
+        self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._growing = threading.Lock()
         self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm)
-        self.reserve_positions(_FIRST_POSITIONS)
+        self.reserve_positions(rotary.FIRST_POSITIONS)
         for layer in found.layers:
             self.handle.add_layer(layer.norms, layer.window, layer.rope_table)
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
         set_linear(self.handle, "head", found.head)
-        switches = _switches(model)
-        self.activation_choices = tuple(b for b in (16, 8, 4) if switches and all(b in s.choices for s in switches))
-        self.handle.set_dequantize(_multiply(switches) == "dequant")
+        self.activation_choices = activation_choices(model)
+        self.handle.set_dequantize(_multiply(switches(model)) == "dequant")
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
         with self._growing:
-            if count <= self.positions or self.positions == self.max_positions:
+            positions = rotary.grown_positions(count, self.positions, self.max_positions)
+            if positions == self.positions:
                 return
-            positions = max(count, 2 * self.positions, _FIRST_POSITIONS)
-            positions = positions if self.max_positions is None else min(positions, self.max_positions)
-            for index, table in enumerate(architecture.rope_tables(self._rotary, self._kinds, positions)):
+            for index, table in enumerate(rotary.rope_tables(self._rotary, self._kinds, positions)):
                 self.handle.set_rope(index, *table)
             self.positions = positions  # last: other threads look at it
 
@@ -72,43 +64,32 @@ class FusedDecoder:
         return torch.zeros(shape, dtype=self.dtype)
 
 
-@dataclass
-class _Prepared:
-    fingerprint: tuple
-    decoder: FusedDecoder | None  # None: an unknown architecture, linear by linear
-    asked: bool  # by the user, not by a call with levels
-
-
-_prepared: weakref.WeakKeyDictionary[nn.Module, _Prepared] = weakref.WeakKeyDictionary()
-_said: set[str] = set()
-_building = threading.Lock()  # threads that ask for the same decoder get one
-
-
 def prepare(model: nn.Module) -> nn.Module:
     """Let `model` decode through compiled steps, batch-invariant: a token's bits never depend on the rest of the call.
 
     Returns the model. No weight is copied. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one
-    compiled call per step; of other architectures each linear runs through its kernel, said once. From then on plain
-    `model.generate` decodes this way too where it can (greedy and sampling); a call that it cannot serve runs in
-    transformers' own loop, which is said once. A later change of the weights, or of what a PrecisionSwitch says, is
-    noticed (a cast of them made before a change through `.data` is not made anew: it drafts worse, no token changes).
-    A deep copy is not prepared.
+    compiled call per step, on a GPU as kernels that a CUDA graph can hold; of other architectures each linear runs
+    through its kernel, said once. From then on plain `model.generate` decodes this way too where it can (greedy and
+    sampling); a call that it cannot serve runs in transformers' own loop, which is said once. A later change of the
+    weights, or of what a PrecisionSwitch says, is noticed (a cast of them made before a change through `.data` is not
+    made anew: it drafts worse, no token changes; on a GPU norms and biases changed through `.data` go unnoticed).
+    A deep copy is not prepared. On a GPU the weights of q, k, v and of gate, up move together, as views of one tensor.
     KernelError when no kernels are built (with the command that builds them), TypeError for what is no model,
-    ValueError when the model is not on the CPU or its weights are neither bfloat16 nor float32.
+    ValueError when the model is on several devices or on one that has no kernels, or when its weights are neither
+    bfloat16 nor, on the CPU, float32.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare takes a model, not a {type(model).__name__}")
-    if not has_compiled_decoder():
+    device = _one_device(model)
+    if device.type == "cpu" and not has_compiled_decoder():
         raise ops.KernelError(f"prepare needs the compiled kernels: {ops.why_not_compiled()}")
-    elsewhere = next((p.device for p in model.parameters() if not p.is_cpu), None)
-    if elsewhere is not None:
-        raise ValueError(f"prepare: the model is on {elsewhere}; this version has compiled decoders for the CPU only")
+    if device.type == "cuda":
+        _require_gpu_serves(model, device)
     try:
-        decoder = FusedDecoder(model)
+        up_to_date(model, FusedDecoder if device.type == "cpu" else DeviceDecoder)
     except UnknownArchitecture as error:
         _serve_linears(model, error)
-        decoder = None
-    _prepared[model] = _Prepared(_fingerprint(model), decoder, True)
+    remember(model)
     return model
 
 
@@ -116,19 +97,38 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo `prepare`, also in a copy of a prepared model; ValueError where there is nothing to undo."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore takes a model, not a {type(model).__name__}")
-    entry = _prepared.pop(model, None)
     served = [module for module in model.modules() if type(module) is KernelLinear]
-    if entry is None and not served:
+    if not forget(model) and not served:
         raise ValueError(f"restore: this {type(model).__name__} is not prepared")
     for module in served:
         module.__class__ = nn.Linear
     return model
 
 
-def is_prepared(model: nn.Module) -> bool:
-    """Whether the user called `prepare` on the model."""
-    entry = _prepared.get(model)
-    return entry is not None and entry.asked
+def _one_device(model: nn.Module) -> torch.device:
+    """Where the model is; ValueError for several devices, or one that no kernels exist for."""
+    places = list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+    if len(places) > 1:
+        raise ValueError(
+            f"prepare: the model is on {places[0]} and {places[1]}; a compiled decoder needs it on one device, "
+            "load it without device_map, or with device_map={'': 0}"
+        )
+    device = places[0] if places else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"prepare: the model is on {device}; there are compiled decoders for the CPU and for CUDA")
+    return device
+
+
+def _require_gpu_serves(model: nn.Module, device: torch.device) -> None:
+    reason = ops.why_no_cuda_kernels(device)
+    if reason is not None:
+        raise ops.KernelError(f"prepare needs the CUDA kernels: {reason}")
+    for name, module in model.named_modules():
+        if (is_dense(module) or isinstance(module, nn.Embedding)) and module.weight.dtype != torch.bfloat16:
+            raise ValueError(
+                f"prepare: {name}.weight is {module.weight.dtype} on {device}, where the kernels take bfloat16: load "
+                "the model with dtype=torch.bfloat16"
+            )
 
 
 def fused_decoder(model: nn.Module) -> FusedDecoder | None:
@@ -142,20 +142,10 @@ def fused_decoder(model: nn.Module) -> FusedDecoder | None:
         return None  # nobody asked for a compiled decoder there
     try:
         architecture.require_known(model)
-        with _building:
-            return _up_to_date(model)
+        return up_to_date(model, FusedDecoder)
     except UnknownArchitecture as error:
-        _say(f"{type(model).__name__} runs module by module: {error}")
+        say(f"{type(model).__name__} runs module by module: {error}")
         return None
-
-
-def _up_to_date(model: nn.Module) -> FusedDecoder:
-    entry = _prepared.get(model)
-    if entry is None or entry.decoder is None or entry.fingerprint != _fingerprint(model):
-        decoder = FusedDecoder(model)
-        entry = _Prepared(_fingerprint(model), decoder, entry is not None and entry.asked)
-        _prepared[model] = entry
-    return entry.decoder
 
 
 def _serve_linears(model: nn.Module, reason: UnknownArchitecture) -> None:
@@ -165,44 +155,11 @@ def _serve_linears(model: nn.Module, reason: UnknownArchitecture) -> None:
         raise ValueError(f"prepare: weights are {odd.weight.dtype}; load the model in bfloat16 or float32")
     for linear in linears:
         linear.__class__ = KernelLinear
-    _say(f"the {len(linears)} linear layers of {type(model).__name__} run through the kernels one by one: {reason}")
+    say(f"the {len(linears)} linear layers of {type(model).__name__} run through the kernels one by one: {reason}")
 
 
-def _say(message: str) -> None:
-    """Once per message, which names the class of the model."""
-    if message not in _said:
-        _said.add(message)
-        logger.warning("%s", message)
-
-
-def _fingerprint(model: nn.Module) -> tuple:
-    """The weights, what norms and biases hold, for the decoder copied those, and how packed layers multiply."""
-    vectors = tuple(hash(_bytes(p)) for p in model.parameters() if p.ndim == 1)
-    return fingerprint(model), vectors, tuple((s.activation_bits, s.multiply) for s in _switches(model))
-
-
-def _switches(model: nn.Module) -> list[PrecisionSwitch]:
-    """Those of a model's packed layers, each once."""
-    return list({id(m.switch): m.switch for m in model.modules() if isinstance(m, PackedLinear)}.values())
-
-
-def _multiply(switches: list[PrecisionSwitch]) -> str:
-    ways = {switch.multiply for switch in switches}
+def _multiply(found: list[PrecisionSwitch]) -> str:
+    ways = {switch.multiply for switch in found}
     if len(ways) > 1:
         raise UnknownArchitecture(f"its packed layers multiply in {len(ways)} ways: {', '.join(sorted(ways))}")
     return ways.pop() if ways else "fused"
-
-
-def _bytes(vector: Tensor) -> bytes:
-    return vector.detach().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _rotary_border(model: nn.Module) -> int | None:
-    """The length past which a rotary embedding changes its frequencies, None where it never does."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    borders = [
-        one.get("original_max_position_embeddings") or model.config.max_position_embeddings
-        for one in (rope, *(value for value in rope.values() if isinstance(value, dict)))
-        if one.get("rope_type") in ("dynamic", "longrope")
-    ]
-    return min(borders, default=None)

@@ -184,6 +184,12 @@ class PackedLinear(PackedModule):
             self.prepack_()
         return self.packing.multiply(x, self.held("weight"), self._rows, self.bias, self.switch)
 
+    def hold_tiles_(self, tiles: Parts) -> None:
+        """Take over tiles of this very weight (``ops.prepack_*``) in place of the parameters' present data."""
+        with _changing_layout, torch.inference_mode(False):
+            self._rows = self.out_features
+            self._hold([tiles])
+
     def _tiles(self, part: str) -> nn.Parameter | None:
         if not self.is_prepacked:
             raise RuntimeError(f"{type(self).__name__}: the weight is in the layout on disk, call prepack_() first")

@@ -6,13 +6,13 @@ import pytest
 
 from hf_mlspec.integration import generate as hook
 from hf_mlspec.integration.wiring import Wiring
-from hf_mlspec.nn import fused
+from hf_mlspec.nn import prepared
 
 
 @pytest.fixture
 def nothing_said_yet():
     """Messages that are said once come again."""
-    fused._said.clear()
+    prepared._said.clear()
     hook._said.clear()
 
 

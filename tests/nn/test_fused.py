@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import hf_mlspec
-from hf_mlspec.nn import fused
+from hf_mlspec.nn import prepared
 from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.fused import FusedDecoder, KernelLinear, fused_decoder, is_prepared
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
@@ -66,7 +66,7 @@ LENGTH = 41
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    fused._said.clear()
+    prepared._said.clear()
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:

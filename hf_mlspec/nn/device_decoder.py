@@ -1,0 +1,217 @@
+"""How does a whole model run on a device as a fixed list of kernels that only enqueues?
+
+One step of all layers over rows whose lengths are read on the device, so that a CUDA graph can hold it. On the CPU the
+same list runs through the same ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops.compiled_decoder import ACTIVATIONS
+from ..ops.operands_step import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
+from . import architecture, rotary
+from .architecture import Block, Outline, UnknownArchitecture
+from .device_weights import DeviceLinear, joined
+from .prepared import activation_choices, say, state, up_to_date
+
+ROW_BYTES = 16  # what the kernels load at once
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayer:
+    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table."""
+
+    qkv: DeviceLinear
+    o: DeviceLinear
+    gate_up: DeviceLinear
+    down: DeviceLinear
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    attention_out: Tensor | None
+    mlp_out: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int
+    rope: int
+
+
+class DeviceDecoder:
+    """A model's layers as calls of ops, on the weights the model has.
+
+    q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
+    what could not be shared so (packed weights whose outputs do not fill their tiles). vocab_size: entries of its
+    logits. dtype: of keys, values and logits. max_positions: the length past which the model's rotation changes for
+    the whole row; None where it never does. positions: for how many there are rotary tables. activation_choices: the
+    widths of activations that calls may ask of the 4-bit weights, () where it has none. logit_softcap: what
+    ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
+    """
+
+    def __init__(self, model: nn.Module):
+        """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
+        device = next(model.parameters()).device
+        found = architecture.outline(model, device)
+        if device.type != "cpu":
+            _require_served(found, device)
+        self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
+        self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
+        self.logit_softcap = found.sizes.logit_softcap
+        self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
+        self.max_positions, self.positions = rotary.rotary_border(model), 0
+        self._growing = threading.Lock()
+        self.reserve_positions(rotary.FIRST_POSITIONS)
+        self._embedding, self._final_norm = found.embedding, found.final_norm
+        self._layers = [_layer(block) for block in found.blocks]
+        self._head = joined([found.head], "lm_head")
+        self._activation = ACTIVATIONS[found.sizes.activation]
+        self.activation_choices = activation_choices(model)
+        linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self.extra_bytes = sum(linear.extra_bytes for linear in linears)
+        self._state = state(model)
+
+    @property
+    def fingerprint(self) -> tuple:
+        """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
+        return self._state, self.positions
+
+    def reserve_positions(self, count: int) -> None:
+        """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
+
+        New tables mean a new fingerprint; a call captured before reads the old ones, which it has to outlive itself.
+        """
+        with self._growing, torch.inference_mode(False), torch.no_grad():
+            positions = rotary.grown_positions(count, self.positions, self.max_positions)
+            if positions > self.positions:
+                self._ropes = rotary.rope_tables(self._rotary, self._kinds, positions)
+                self.positions = positions  # last: other threads look at it
+
+    def new_kv(self, batch: int, slots: int) -> Tensor:
+        """Keys and values ``[layers, 2, batch, kv_heads, slots, head_dim]``, zeros."""
+        sizes = self.sizes
+        shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def forward(
+        self,
+        ids: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        kv: Tensor,
+        *,
+        pick: Tensor | None = None,
+        activation_bits: int = 0,
+    ) -> Tensor:
+        """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
+
+        Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
+        ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
+        rows. pick: int64 ``[m]``, indices into the flattened ids, None: all. activation_bits: one of
+        activation_choices, 0: what the model's switch says. Only enqueues. ValueError for operands that do not fit.
+        """
+        self._require(ids, kv, activation_bits)
+        batch, width = ids.shape
+        sizes, eps, ropes = self.sizes, self.sizes.norm_eps, self._ropes
+        caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
+        total = ops.embed_rows(ids.reshape(-1), self._embedding, sizes.embedding_scale)
+        added = None  # what the next norm adds to the residual stream first
+        for index, layer in enumerate(self._layers):
+            keys, values = caches[2 * index], caches[2 * index + 1]
+            normed, total = _norm(total, added, layer.attention_norm, eps)
+            qkv = layer.qkv(normed, activation_bits).view(batch, width, -1)
+            q = ops.rope_write_rows(
+                qkv, layer.q_norm, layer.k_norm, eps, *ropes[layer.rope], starts, counts, keys, values, sizes.heads
+            )
+            mixed = ops.ragged_attention_rows(
+                q, keys, values, starts, counts, sizes.attention_scale, layer.window, sizes.attention_softcap
+            )
+            added = layer.o(mixed.view(batch * width, -1), activation_bits)
+            if layer.attention_out is not None:
+                added, _ = ops.rms_norm(added, layer.attention_out, eps)
+            normed, total = ops.rms_norm(added, layer.mlp_norm, eps, total)
+            added = layer.down(ops.gated(layer.gate_up(normed, activation_bits), self._activation), activation_bits)
+            if layer.mlp_out is not None:
+                added, _ = ops.rms_norm(added, layer.mlp_out, eps)
+        normed, _ = _norm(total, added, self._final_norm, eps)
+        return self._head(normed if pick is None else normed.index_select(0, pick), activation_bits)
+
+    def _require(self, ids: Tensor, kv: Tensor, activation_bits: int) -> None:
+        sizes = self.sizes
+        expected = (self.num_layers, 2, len(ids), sizes.kv_heads, kv.shape[4] if kv.ndim == 6 else "slots")
+        expected += (sizes.head_dim,)
+        if tuple(kv.shape) != expected:
+            raise ValueError(f"kv has shape {list(kv.shape)}, {len(ids)} rows of this model take {list(expected)}")
+        if kv.dtype != self.dtype or kv.device != self.device:
+            raise ValueError(f"kv is {kv.dtype} on {kv.device}, the model is {self.dtype} on {self.device}")
+        if activation_bits and activation_bits not in self.activation_choices:
+            choices = ", ".join(map(str, self.activation_choices))
+            way = f"choose one of {choices}, or 0" if choices else "and the decoder holds no 4-bit weights"
+            raise ValueError(f"activation_bits is {activation_bits}, {way}")
+
+
+def device_decoder(model: nn.Module) -> DeviceDecoder | None:
+    """The decoder of a model where it lies, built when first asked for and again when its weights changed.
+
+    None where there is none: no kernels for its device, autocast, a model on several devices, in another dtype than
+    the kernels take, or one that the decoder does not know. The reason is said once.
+    """
+    device = next(model.parameters()).device
+    if torch.is_autocast_enabled(device.type):
+        return None
+    try:
+        reason = ops.why_no_cuda_kernels(device) if device.type == "cuda" else None
+        if reason is not None:
+            raise UnknownArchitecture(reason)
+        architecture.require_known(model, device)
+        return up_to_date(model, DeviceDecoder)
+    except UnknownArchitecture as error:
+        say(f"{type(model).__name__} runs module by module: {error}")
+        return None
+
+
+def _norm(total: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed sum of both, and the sum."""
+    return ops.rms_norm(total, weight, eps) if added is None else ops.rms_norm(added, weight, eps, total)
+
+
+def _layer(block: Block) -> DeviceLayer:
+    modules = block.modules
+    qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
+    gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
+    attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
+    return DeviceLayer(
+        qkv=joined(qkv, "q, k, v"),
+        o=joined([modules["o"]], "o"),
+        gate_up=joined(gate_up, "gate, up"),
+        down=joined([modules["down"]], "down"),
+        attention_norm=attention,
+        mlp_norm=mlp,
+        attention_out=attention_out,
+        mlp_out=mlp_out,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        window=block.window,
+        rope=block.rope_table,
+    )
+
+
+def _require_served(found: Outline, device: torch.device) -> None:
+    """UnknownArchitecture where the kernels of a GPU do not take a model's dtype or sizes."""
+    sizes = found.sizes
+    if found.dtype != torch.bfloat16:
+        raise UnknownArchitecture(f"its weights are {found.dtype}, on {device} load it in bfloat16")
+    if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
+        raise UnknownArchitecture(
+            f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
+            f"up to {CUDA_MAX_HEAD_DIM}"
+        )
+    for block in found.blocks:
+        for name, module in block.modules.items():
+            inputs = architecture.linear_shape(module, name)[0]
+            if inputs * 2 % ROW_BYTES:
+                raise UnknownArchitecture(f"its {name} has {inputs} inputs, the kernels take multiples of 8")

@@ -1,0 +1,93 @@
+"""Which decoders were built over which model, and are they still true?"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .packed import PackedLinear
+from .replace import fingerprint
+from .switch import PrecisionSwitch
+
+logger = logging.getLogger(__name__)
+Decoder = TypeVar("Decoder")
+
+
+@dataclass
+class Prepared:
+    """What is remembered of a model: its decoder of each kind with the state it was built over, and who asked."""
+
+    decoders: dict[type, tuple[tuple, object]] = field(default_factory=dict)
+    asked: bool = False  # by the user, not by a call with levels
+
+
+_prepared: weakref.WeakKeyDictionary[nn.Module, Prepared] = weakref.WeakKeyDictionary()
+_said: set[str] = set()
+_building = threading.Lock()  # threads that ask for the same decoder get one
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether the user called `prepare` on the model."""
+    entry = _prepared.get(model)
+    return entry is not None and entry.asked
+
+
+def remember(model: nn.Module) -> None:
+    """The user asked for compiled steps of this model."""
+    _prepared.setdefault(model, Prepared()).asked = True
+
+
+def forget(model: nn.Module) -> bool:
+    """Drop every decoder of a model; whether there was anything to drop."""
+    return _prepared.pop(model, None) is not None
+
+
+def up_to_date(model: nn.Module, kind: Callable[[nn.Module], Decoder]) -> Decoder:
+    """The model's decoder of this class: the one there is, or a new one where there is none or the weights changed."""
+    with _building:
+        entry = _prepared.setdefault(model, Prepared())
+        built_over, decoder = entry.decoders.get(kind, (None, None))
+        if built_over is None or built_over != state(model):
+            entry.decoders.pop(kind, None)  # its memory is free before the next one needs some
+            del decoder
+            decoder = kind(model)
+            entry.decoders[kind] = state(model), decoder  # building may move weights
+        return decoder
+
+
+def say(message: str) -> None:
+    """Once per message, which names the class of the model."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning("%s", message)
+
+
+def state(model: nn.Module) -> tuple:
+    """The weights, what norms and biases hold, for decoders copied those, and how packed layers multiply.
+
+    Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
+    """
+    vectors = tuple(hash(_bytes(p)) for p in model.parameters() if p.ndim == 1 and p.is_cpu)
+    return fingerprint(model), vectors, tuple((s.activation_bits, s.multiply) for s in switches(model))
+
+
+def switches(model: nn.Module) -> list[PrecisionSwitch]:
+    """Those of a model's packed layers, each once."""
+    return list({id(m.switch): m.switch for m in model.modules() if isinstance(m, PackedLinear)}.values())
+
+
+def activation_choices(model: nn.Module) -> tuple[int, ...]:
+    """The activation bits that all packed layers of a model take, () where it has none."""
+    found = switches(model)
+    return tuple(b for b in (16, 8, 4) if found and all(b in s.choices for s in found))
+
+
+def _bytes(vector: Tensor) -> bytes:
+    return vector.detach().contiguous().view(torch.uint8).numpy().tobytes()
