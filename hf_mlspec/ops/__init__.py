@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cuda_library import why_no_cuda_kernels
 from .library import KernelError, kernel_table, why_not_compiled
 from .tiles import prepack_int4, prepack_mxfp4, unprepack_int4, unprepack_mxfp4
 
@@ -32,9 +33,14 @@ __all__ = [
     "rms_norm",
     "rope_write",
     "rope_write_rows",
+    "round_open",
+    "round_push",
+    "round_settle",
+    "round_window",
     "silu_mul",
     "unprepack_int4",
     "unprepack_mxfp4",
+    "why_no_cuda_kernels",
     "why_not_compiled",
 ]
 
@@ -54,6 +60,11 @@ gated = torch.ops.mlspec.gated.default
 rope_write_rows = torch.ops.mlspec.rope_write_rows.default
 ragged_attention_rows = torch.ops.mlspec.ragged_attention_rows.default
 _choose_rows = torch.ops.mlspec.choose_rows.default
+# The same of a captured round: ops/schema_round.py.
+round_open = torch.ops.mlspec.round_open.default
+round_window = torch.ops.mlspec.round_window.default
+round_push = torch.ops.mlspec.round_push.default
+round_settle = torch.ops.mlspec.round_settle.default
 
 
 def mxfp4_linear(

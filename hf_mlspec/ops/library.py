@@ -1,4 +1,7 @@
-"""Which kernel serves which op? Defines the ops, loads the compiled library once, and never substitutes in silence."""
+"""Which kernel serves which op? Defines the ops, loads the compiled libraries once, and never substitutes in silence.
+
+That of the CPU at import; that of GPUs with the first op on a GPU, so that importing touches no device.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from pathlib import Path
 
 import torch
 
-from . import reference, reference_step, schema, schema_step
+from . import reference, reference_round, reference_step, schema, schema_round, schema_step
+from .cuda_library import BUILD_COMMAND, why_no_cuda_kernels
 
-BUILD_COMMAND = "pip install --no-build-isolation -e ."
 REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
 
 # Where an op's schema and fake result are, and where its plain torch.
-_ROOMS = ((schema, reference), (schema_step, reference_step))
-# On the CPU these are made of the ops of schema.py, whose kernels do the work: no kernel of their own is missing.
-_COMPOSED_ON_CPU = frozenset(schema_step.SCHEMAS)
+_ROOMS = ((schema, reference), (schema_step, reference_step), (schema_round, reference_round))
+# On the CPU these are made of the ops of schema.py, whose kernels do the work, or keep a few integers: no kernel of
+# their own is missing.
+_COMPOSED_ON_CPU = frozenset((*schema_step.SCHEMAS, *schema_round.SCHEMAS))
+
+# Ops with kernels of their own for Hopper, beside those for every GPU.
+_HOPPER_OPS = frozenset({"bf16_linear", "int4_linear", "mxfp4_linear"})
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OPS = torch.library.Library("mlspec", "DEF")
@@ -36,30 +43,39 @@ def _define() -> None:
             _OPS.impl(name, compute, "CompositeExplicitAutograd")  # used where no kernel is registered
             torch.library.register_fake(f"mlspec::{name}", getattr(schemas, f"fake_{name}"), lib=_OPS)
     _OPS.define(schema.CPU_ISA_SCHEMA)
+    _OPS.define(schema.CUDA_LINEARS_SCHEMA)
 
 
 def _fallback(name: str, compute: Callable):
     def run_reference(x: torch.Tensor, *operands):
+        if x.is_cuda and why_no_cuda_kernels(x.device) is None and _has_kernel(name, "CUDA"):
+            return getattr(torch.ops.mlspec, name).default(x, *operands)  # this very call loaded the library
         if x.device.type != "cpu" or name not in _COMPOSED_ON_CPU:
-            _announce_missing(name, x.device.type)
+            _announce_missing(name, x.device)
         return compute(x, *operands)
 
     return run_reference
 
 
-def _announce_missing(op: str, device: str) -> None:
-    message = f"no compiled kernel for {op} on {device}: {_reason(device)}"
+def _announce_missing(op: str, device: torch.device) -> None:
+    message = f"no compiled kernel for {op} on {device.type}: {_reason(op, device)}"
     if os.environ.get(REQUIRE_VARIABLE) == "1":
         raise KernelError(f"{message}; {REQUIRE_VARIABLE}=1 forbids the reference path")
     if not _warned:
-        _warned.add((op, device))
+        _warned.add((op, device.type))
         warnings.warn(f"{message}. Running the slower plain-torch reference path.", RuntimeWarning, stacklevel=4)
 
 
-def _reason(device: str) -> str:
-    if device != "cpu":
-        return "this version has kernels for cpu only, move the model there or accept the reference path"
+def _reason(op: str, device: torch.device) -> str:
+    if device.type == "cuda":
+        return why_no_cuda_kernels(device) or f"the CUDA library has none for {op}, move the model to the CPU"
+    if device.type != "cpu":
+        return "this version has kernels for cpu and cuda, move the model there or accept the reference path"
     return why_not_compiled() or f"the compiled library holds none; build it again with `{BUILD_COMMAND}`"
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"mlspec::{op}", key)
 
 
 def why_not_compiled() -> str | None:
@@ -69,7 +85,8 @@ def why_not_compiled() -> str | None:
 
 def _load() -> str | None:
     """Load hf_mlspec/_C*.so; None, or why there is no library."""
-    found = sorted(_PACKAGE.glob("_C*.so")) + sorted(_PACKAGE.glob("_C*.dylib")) + sorted(_PACKAGE.glob("_C*.pyd"))
+    found = [path for path in sorted(_PACKAGE.glob("_C*")) if path.suffix in (".so", ".dylib", ".pyd")]
+    found = [path for path in found if path.name.split(".")[0] == "_C"]
     if not found:
         return f"no compiled library in {_PACKAGE}"
     try:
@@ -80,15 +97,17 @@ def _load() -> str | None:
 
 
 def kernel_of(op: str, device: str) -> str:
-    """An instruction set (``"avx512vnni"``, ``"generic"``) or ``"reference"``; KernelError for an unknown
-    MLSPEC_CPU_ISA."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mlspec::{op}", key):
+    """On the CPU an instruction set (``"avx512vnni"``, ``"generic"``), on the current GPU ``"sm_90a"`` (Hopper's own
+    kernels) or ``"sm_80+"``; ``"reference"`` where there is no kernel. KernelError for an unknown MLSPEC_CPU_ISA or
+    MLSPEC_CUDA_KERNELS."""
+    if device == "cuda" and why_no_cuda_kernels() is not None:
         return "reference"
-    if device == "cuda":
-        return "cuda"
+    if not _has_kernel(op, {"cpu": "CPU", "cuda": "CUDA"}[device]):
+        return "reference"
     try:
-        return torch.ops.mlspec.cpu_isa()
+        if device == "cpu":
+            return torch.ops.mlspec.cpu_isa()
+        return torch.ops.mlspec.cuda_linears(torch.cuda.current_device()) if op in _HOPPER_OPS else "sm_80+"
     except RuntimeError as error:
         raise KernelError(str(error).splitlines()[0]) from error
 
