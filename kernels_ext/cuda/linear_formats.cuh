@@ -1,10 +1,10 @@
-// What does a tile of packed weights hold, and how does it become the registers of operand A?
+// What does a tile of packed 4-bit weights hold, and how does it become the registers of operand A?
 //
 // A tile is 64 outputs x 128 inputs, one piece of memory; tiles lie [output tile pair, input tile, m of the pair].
 // Output row of a tile = 16 w + 8 h + r: w the warp of four, h and r as operand A has them.
-//   16-bit weights  [w 4][step 8][lane 32] x 16 bytes: a[0..3] of 16 inputs
-//   4-bit weights   [w 4][four steps 2][lane 32][step 4] x one word: a[0..3] of 16 inputs, 2 codes of 4 bits each;
-//                   behind them the scales (and zero points), those of a lane's rows side by side: [w 4][r 8][group][h]
+//   [w 4][four steps 2][lane 32][step 4] x one word: a[0..3] of 16 inputs, 2 codes of 4 bits each; behind them the scales
+//   (and zero points), those of a lane's rows side by side: [w 4][r 8][group][h]
+// bfloat16 weights are not packed: boxes of 64 outputs x 64 inputs of the saved weight, multiplied from shared memory.
 // A word of int4 holds code ^ 8 (that is code - 8 in two's complement) of a[i] at bits 4i (even input) and 16 + 4i (odd).
 // As bits of a bfloat16 the lower 8 are an integer times 2^-133, exactly, so one fused multiply-add makes two weights.
 // For int8 activations the same word is four codes of row r (even nibbles) and four of row r + 8; their inputs are 2q,
@@ -19,7 +19,7 @@
 namespace mlspec {
 
 constexpr int kTileOutputs = 64;
-constexpr int kTileInputs = 128;
+constexpr int kTileInputs = 128;  // of 4-bit weights
 constexpr int kSteps = kTileInputs / 16;
 
 __device__ __forceinline__ uint32_t bf16x2_fma(uint32_t a, uint32_t b, uint32_t c) {
@@ -29,9 +29,13 @@ __device__ __forceinline__ uint32_t bf16x2_fma(uint32_t a, uint32_t b, uint32_t 
 }
 
 __device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return bf16x2_fma(a, b, 0x80008000);  // plus -0: the product, with its sign, where there is no multiplication
+#else
   uint32_t d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
+#endif
 }
 
 // One half in both: the multiplication then reads that half, without an instruction.
@@ -67,23 +71,10 @@ struct LanePlace {
 
 struct Bf16Weights {
   static constexpr int kGroups = 0;  // no late scaling
-  static constexpr bool kFourBits = false;
+  static constexpr bool kFourBits = false, kHasZeros = false, kHasShift = false;
   static constexpr int kActivationBits = 16;
   static constexpr float kOutScale = 1;
-  static constexpr bool kHasZeros = false;
-  static constexpr int kTileBytes = kTileOutputs * kTileInputs * 2;
-
-  const uint4* registers;
-
-  __device__ __forceinline__ void prepare() {}
-  __device__ __forceinline__ static LanePlace place(int warp, int lane) { return {uint32_t(warp * kSteps * 32 + lane) * 16, 0}; }
-  __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
-    registers = reinterpret_cast<const uint4*>(tile + place.weights);
-  }
-  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
-    const uint4 v = registers[step * 32];
-    a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
-  }
+  static constexpr int kChunk = 64, kTileBytes = kTileOutputs * kChunk * 2;  // rows of 128 bytes, 128-byte swizzle
 };
 
 constexpr int kCodeBytes = kTileOutputs * kTileInputs / 2;
@@ -93,6 +84,7 @@ __device__ __forceinline__ uint32_t both(uint32_t half_word) { return half_word 
 
 struct CodeWords {
   static constexpr bool kFourBits = true;
+  static constexpr int kChunk = kTileInputs;
   uint32_t words[kSteps];
 
   __device__ __forceinline__ static uint32_t place(int warp, int lane) { return (warp * kSteps / 4 * 32 + lane) * 16; }
@@ -112,7 +104,7 @@ struct Int4Weights : CodeWords {
   static constexpr int kGroups = kTileInputs / kGroupSize;
   static constexpr int kActivationBits = kBits;
   static constexpr float kOutScale = kBits == 16 ? 64.0f : 1.0f / 16;  // weights are multiplied as (code - zero) / 64
-  static constexpr bool kHasZeros = kZeros;
+  static constexpr bool kHasZeros = kZeros, kHasShift = false;
   static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
   static constexpr int kTileBytes = kCodeBytes + kScaleBytes + (kZeros ? kScaleBytes / 2 : 0);
   static constexpr int kScalesOfRow = kGroups * 2;
@@ -171,7 +163,7 @@ struct Int4Weights : CodeWords {
 struct Mxfp4Weights : CodeWords {
   static constexpr int kGroups = 0;
   static constexpr int kActivationBits = 16;
-  static constexpr bool kHasZeros = false;
+  static constexpr bool kHasZeros = false, kHasShift = true;
   static constexpr float kOutScale = 1;
   static constexpr int kBlocks = kTileInputs / 32;
   static constexpr int kTileBytes = kCodeBytes + kTileOutputs * kBlocks;
@@ -197,6 +189,58 @@ struct Mxfp4Weights : CodeWords {
     a[1] = bf16x2_mul((w << 3) & 0x81C081C0, odd);
     a[2] = bf16x2_mul((last << 6) & 0x81C081C0, even);
     a[3] = bf16x2_mul((last << 1) & 0x81C081C0, odd);
+  }
+};
+
+// The same tiles for int8 activations: codes become twice their value, an integer; a block's scale is applied to the
+// integer sum. A byte permutation looks up 4 magnitudes of 3 bits in a table of 8 bytes.
+struct Mxfp4IntegerWeights : CodeWords {
+  static constexpr int kGroups = kTileInputs / 32;
+  static constexpr int kActivationBits = 8;
+  static constexpr bool kHasZeros = false, kHasShift = true;
+  static constexpr float kOutScale = 1;  // 1/2 of the codes, times 2 of the scales: see scale()
+  static constexpr int kTileBytes = Mxfp4Weights::kTileBytes;
+
+  const uint8_t* scales;
+
+  __device__ __forceinline__ static LanePlace place(int warp, int lane) { return Mxfp4Weights::place(warp, lane); }
+  __device__ __forceinline__ void prepare() {}
+  __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
+    CodeWords::load(tile, place.weights);
+    scales = tile + kCodeBytes + place.scales;
+  }
+  // Of rows r and r + 8: the stored exponent is that of half a scale.
+  __device__ __forceinline__ float2 scale(int block) const {
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + block / 2 * 4) >> block % 2 * 8;
+    return {__uint_as_float((pair & 0xFF) << 23), __uint_as_float((pair >> 16 & 0xFF) << 23)};
+  }
+  // magnitudes: 4 of 3 bits, one in each of the lower nibbles; signs: 0xFF where negative. -m = ~(m - 1), 0 stays 0.
+  __device__ __forceinline__ static uint32_t looked_up(uint32_t magnitudes, uint32_t signs) {
+    const uint32_t positive = __byte_perm(0x03020100, 0x0C080604, magnitudes);
+    const uint32_t flip = __byte_perm(0xFEFCFE00, 0xF8F0FCF8, magnitudes);  // positive ^ negative
+    return positive ^ (flip & signs);
+  }
+  // Of the bits at `first` and `second` of both half words: nibbles first even, second even, first odd, second odd.
+  template <int kFirst, int kSecond>
+  __device__ __forceinline__ static uint32_t magnitudes(uint32_t w) {
+    const uint32_t second = kSecond <= 4 ? w << (4 - kSecond) % 32 : w >> (kSecond - 4) % 32;
+    const uint32_t pairs = ((w >> kFirst) & 0x000F000F) | (second & 0xFFF0FFF0);
+    return __byte_perm(pairs, 0, 0x4420) & 0x7777;
+  }
+  // The sign of the highest bit of bytes 1 and 3 of both words.
+  __device__ __forceinline__ static uint32_t signs(uint32_t first, uint32_t second) {
+    uint32_t d;
+    asm("prmt.b32 %0, %1, %2, 0xFBD9;" : "=r"(d) : "r"(first), "r"(second));
+    return d;
+  }
+  // A step is 32 inputs: two words, each row r of a[0], a[2] and row r + 8 of a[1], a[3].
+  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t w = words[2 * step + i];
+      a[2 * i] = looked_up(magnitudes<6, 0>(w), signs(w, w << 2));
+      a[2 * i + 1] = looked_up(magnitudes<3, 9>(w), signs(w << 3, w << 1));
+    }
   }
 };
 

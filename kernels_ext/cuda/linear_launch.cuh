@@ -9,7 +9,9 @@
 namespace mlspec {
 
 constexpr int kMultiprocessors = 132;  // of an H100 and H200: a constant, so that bits do not depend on the chip
-constexpr int kSharedMemory = 227 * 1024, kReserved = 3072;  // of a multiprocessor; of a block beside its ring
+// Of a multiprocessor; of a block beside its ring and sums: alignment, barriers, the system's own, and room for the blocks of
+// a small kernel that waits for this one, so that the linear behind it can start as soon as blocks of this one end.
+constexpr int kSharedMemory = 227 * 1024, kReserved = 3072 + 3072;
 
 // How many blocks share the inputs of a tile, each at least 4 chunks. Two blocks fit a multiprocessor; clusters of 4 and 8
 // do not fill the chip (a cluster lies within a group of multiprocessors), and a second wave doubles the time. Where 2 leave
@@ -21,10 +23,10 @@ inline int ranks_of_shape(int output_tiles, int chunks, bool four_bits) {
   return output_tiles * 2 <= 2 * kMultiprocessors && chunks >= 2 * 4 ? 2 : 1;
 }
 
-// Even: a stage belongs to one group of warps, which waits for each of its fillings and so never mistakes one for another.
-// Whole turns: the stages of a turn are filled in the same round of the ring.
+// Whole turns of all groups of warps: a stage belongs to one group, which waits for each of its fillings and so never
+// mistakes one for another, and the stages of a turn are filled in the same round of the ring.
 inline int stages_of_ring(int ring_bytes, int stage_bytes, int turn) {
-  const int multiple = turn * kGroups, stages = ring_bytes / stage_bytes / multiple * multiple;
+  const int stages = ring_bytes / stage_bytes / turn * turn;
   return stages < kMaxStages ? stages : kMaxStages;
 }
 
@@ -38,42 +40,70 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Boxes of 128 bytes x `tokens` rows of x.
-template <class Format>
-const char* describe_tokens(CUtensorMap* map, const mlspec_cuda_linear& a, int tokens) {
-  constexpr int kBytes = Format::kActivationBits / 8;
+// Boxes of 128 bytes x `box_rows` rows of a matrix of `bytes` an element; zeros beyond its edges.
+inline const char* describe(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, int bytes, int box_rows) {
   const auto encode = tensor_map_encoder();
   if (!encode) return "the driver has no cuTensorMapEncodeTiled: CUDA 12.0 or later is needed";
-  const cuuint64_t sizes[2] = {cuuint64_t(a.in_features), cuuint64_t(a.num_tokens)};
-  const cuuint64_t row_bytes[1] = {cuuint64_t(a.in_features * kBytes)};
-  const cuuint32_t box[2] = {128 / kBytes, cuuint32_t(tokens)}, steps[2] = {1, 1};
+  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, row_bytes[1] = {cuuint64_t(columns * bytes)};
+  const cuuint32_t box[2] = {cuuint32_t(128 / bytes), cuuint32_t(box_rows)}, steps[2] = {1, 1};
   const CUresult result = encode(
-      map, kBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(a.x), sizes,
+      map, bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), sizes,
       row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? nullptr : "x cannot be described to the copy engine: rows must be aligned to 16 bytes";
+  return result == CUDA_SUCCESS ? nullptr : "x or the weight cannot be described to the copy engine: align rows to 16 bytes";
+}
+
+template <class V>
+const char* describe_operands(Maps* maps, const mlspec_cuda_linear& a) {
+  constexpr int kBytes = V::Format::kActivationBits / 8;
+  if (const char* problem = describe(&maps->x, a.x, a.num_tokens, a.in_features, kBytes, V::kBoxTokens)) return problem;
+  if constexpr (!V::Format::kFourBits) return describe(&maps->weight, a.tiles, a.out_features, a.in_features, 2, V::kOutputs);
+  return nullptr;
 }
 
 inline const char* message(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
+inline int blocks_of(int64_t size, int block) { return int((size + block - 1) / block); }
+
+// What the kernel is told, but for the ring.
+template <class V>
+LinearParams params_of(const mlspec_cuda_linear& a) {
+  LinearParams p = {};
+  p.tiles = static_cast<const uint8_t*>(a.tiles), p.x_scales = a.x_scales, p.bias = a.bias;
+  p.exponent_shift = a.exponent_shift, p.out = static_cast<__nv_bfloat16*>(a.out);
+  p.num_tokens = int(a.num_tokens), p.out_features = int(a.out_features), p.x_scale_stride = int(a.x_scale_stride);
+  p.chunks = blocks_of(a.in_features, V::Format::kChunk), p.token_blocks = blocks_of(a.num_tokens, V::kTokens);
+  p.units = p.token_blocks * blocks_of(a.out_features, V::kOutputs);
+  p.bias_is_float32 = a.bias_is_float32 != 0;
+  return p;
+}
+
+// Clusters for the units. Where nothing is shared and whole turns of the ring make a unit, as many as run at once: they take
+// one unit after another without an empty ring between.
+template <class V>
+int clusters_of(const LinearParams& p, int ranks) {
+  constexpr int kPlaces = kMultiprocessors * V::kBlocks;
+  const bool runs_on = V::kOwnSums && ranks == 1 && p.chunks % (V::kTurn * V::kWarpGroups) == 0;
+  return runs_on && p.units > kPlaces ? kPlaces : p.units;
+}
+
 template <class V>
 const char* launch(const mlspec_cuda_linear& a) {
   const auto kernel = linear_kernel<V>;
-  const int chunks = int((a.in_features + kTileInputs - 1) / kTileInputs);
-  const int output_blocks = int((a.out_features + V::kOutputs - 1) / V::kOutputs);
-  const int token_blocks = int((a.num_tokens + V::kTokens - 1) / V::kTokens);
-  const int ranks = a.ranks ? a.ranks : ranks_of_shape(int((a.out_features + kTileOutputs - 1) / kTileOutputs), chunks, V::Format::kFourBits);
-  const int ring = a.ring_bytes ? a.ring_bytes : kSharedMemory / V::kBlocks - kReserved;
-  const int stages = stages_of_ring(ring, V::kStageBytes, V::kTurn);
-  const int sums = V::kTokens * V::kSumStride * 4;
-  const int shared = (stages * V::kStageBytes > sums ? stages * V::kStageBytes : sums) + 2048;
-  if (stages < kGroups) return "the ring is smaller than one turn of both groups of warps";
-  CUtensorMap x_map;
-  if (const char* problem = describe_tokens<typename V::Format>(&x_map, a, V::kTokens)) return problem;
-  const LinearParams params{static_cast<const uint8_t*>(a.tiles), a.x_scales, static_cast<const __nv_bfloat16*>(a.bias),
-                            static_cast<__nv_bfloat16*>(a.out), int(a.num_tokens), int(a.out_features), chunks, token_blocks,
-                            int(a.x_scale_stride), stages, a.stages_ahead ? a.stages_ahead : V::kTiles == 1 ? 4 : 2,
-                            V::Format::kOutScale * exp2f(float(a.exponent_shift))};
+  LinearParams params = params_of<V>(a);
+  const int ranks = a.ranks ? a.ranks
+                            : ranks_of_shape(blocks_of(a.out_features, kTileOutputs), blocks_of(a.in_features, kTileInputs),
+                                             V::Format::kFourBits);
+  const int own_sums = V::kOwnSums ? V::kSumBytes : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;
+  const int ring = a.ring_bytes ? a.ring_bytes : kSharedMemory / V::kBlocks - kReserved - own_sums;
+  params.stages = stages_of_ring(ring, V::kStageBytes, V::kTurn * V::kWarpGroups);
+  params.stages_ahead = a.stages_ahead ? a.stages_ahead : (V::kTiles == 1 ? 6 : 2) * kTileInputs / V::Format::kChunk;
+  if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
+  if (params.stages == 0) return "the ring is smaller than one turn of all groups of warps";
+  const int stage_bytes = params.stages * V::kStageBytes;
+  const int shared = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + 2048;
+  Maps maps = {};
+  if (const char* problem = describe_operands<V>(&maps, a)) return problem;
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)))
     return problem;
   cudaLaunchAttribute attributes[2];
@@ -82,57 +112,40 @@ const char* launch(const mlspec_cuda_linear& a) {
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(ranks * token_blocks * output_blocks));
+  config.gridDim = dim3(unsigned(ranks * clusters_of<V>(params, ranks)));
   config.blockDim = dim3(V::kThreads);
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = attributes;
   config.numAttrs = a.overlap ? 2 : 1;
-  return message(cudaLaunchKernelEx(&config, kernel, x_map, params));
+  return message(cudaLaunchKernelEx(&config, kernel, maps, params));
 }
 
-// Variants as 100 * tokens / 8 + 10 * output tiles + engine (1 mma, 2 wgmma).
-template <class Format, bool kMostTokens>
-const char* launch_variant(const mlspec_cuda_linear& a) {
-  switch (a.variant) {
+// Variants as 100 * tokens / 8 + 10 * output tiles + engine (1 mma, 2 wgmma); the fastest measured on an H200, 8192 x 8192.
+template <class Format>
+const char* launch_codes(const mlspec_cuda_linear& a) {
+  constexpr bool kInteger = Format::kActivationBits == 8;
+  constexpr int kTo16 = kInteger ? 212 : 211;
+  const int64_t tokens = a.num_tokens;
+  switch (a.variant ? a.variant : tokens <= 8 ? 111 : tokens <= 16 ? kTo16 : tokens <= 32 ? 412 : 822) {
     case 111: return launch<Variant<Format, 1, 1, false>>(a);
-    case 112: return launch<Variant<Format, 1, 1, true>>(a);
-    case 211: return launch<Variant<Format, 2, 1, false>>(a);
-    case 212: return launch<Variant<Format, 2, 1, true>>(a);
+    case kTo16: return launch<Variant<Format, 2, 1, kInteger>>(a);
     case 412: return launch<Variant<Format, 4, 1, true>>(a);
-    case 422: return launch<Variant<Format, 4, 2, true>>(a);
-    case 812: return launch<Variant<Format, 8, 1, true>>(a);
     case 822: return launch<Variant<Format, 8, 2, true>>(a);
-    case 1622:
-      if constexpr (kMostTokens) return launch<Variant<Format, 16, 2, true>>(a);
     default: return "no such variant of the kernel";
   }
 }
 
-// The fastest measured on an H200, 8192 x 8192.
-template <class Format>
-int variant_of_tokens(int64_t tokens, bool most_tokens) {
-  if (tokens <= 8) return 111;
-  if (tokens <= 16) return Format::kFourBits && Format::kActivationBits == 16 ? 211 : 212;
-  if (tokens <= 32) return 412;
-  return tokens <= 64 || !most_tokens ? 822 : 1622;
-}
-
-inline const char* problem_of(const mlspec_cuda_linear& a, bool int8) {
+inline const char* problem_of(const mlspec_cuda_linear& a, int multiple) {
   if (a.num_tokens < 1 || a.out_features < 1) return "num_tokens and out_features must be at least 1";
-  if (a.in_features < 32 || a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
+  if (a.in_features < multiple || a.in_features % multiple)
+    return multiple == 8 ? "in_features must be a multiple of 8: pad x and the weight"
+                         : "in_features must be a multiple of 32: pad x and the weight";
   if (a.ranks < 0 || a.ranks > 8) return "ranks must be 1 to 8";
-  if (int8 && (!a.x_scales || a.x_scale_stride % 4 || a.x_scale_stride < a.num_tokens))
-    return "int8 activations need x_scales whose stride is a multiple of 4 and at least num_tokens";
+  if (a.activation_bits != 16 && a.activation_bits != 8 && a.activation_bits != 4) return "activation_bits must be 16, 8 or 4";
+  if (a.activation_bits != 16 && (!a.x_scales || a.x_scale_stride % 4 || a.x_scale_stride < a.num_tokens))
+    return "integer activations need x_scales whose stride is a multiple of 4 and at least num_tokens";
   return nullptr;
-}
-
-template <class Format, bool kMostTokens>
-const char* launch_tokens(const mlspec_cuda_linear& a) {
-  if (const char* problem = problem_of(a, Format::kActivationBits == 8)) return problem;
-  mlspec_cuda_linear chosen = a;
-  if (!a.variant) chosen.variant = variant_of_tokens<Format>(a.num_tokens, kMostTokens);
-  return launch_variant<Format, kMostTokens>(chosen);
 }
 
 }  // namespace mlspec

@@ -12,18 +12,17 @@ namespace {
 constexpr int kOutputs = 64, kInputs = 128, kWeights = kOutputs * kInputs, kCodeBytes = kWeights / 2, kThreads = 256;
 constexpr int kUnused = 8;       // int4 code beyond the weight's edge: worth 0, its scale is 0 too
 constexpr int kBiasOfScale = 126;  // scale byte -> exponent bits of 2^126 * scale
+constexpr int kLargestUnshifted = 128;  // the largest scale byte whose biased exponent is that of a number
 
 struct Shape {
   int64_t in, out;
-  int group;  // 0: bfloat16
+  int group;
   bool zeros, mxfp4;
-  int exponent_shift;
   __host__ __device__ int64_t chunks() const { return (in + kInputs - 1) / kInputs; }
   __host__ __device__ int64_t tiles() const { return chunks() * ((out + 2 * kOutputs - 1) / (2 * kOutputs)) * 2; }
   __host__ __device__ int groups() const { return kInputs / group; }
   __host__ __device__ int scale_bytes() const { return kOutputs * groups() * (mxfp4 ? 1 : 2); }
   __host__ __device__ int tile_bytes() const {
-    if (!group) return kWeights * 2;
     return kCodeBytes + scale_bytes() + (zeros ? kOutputs * groups() : 0);
   }
   // Tiles lie [pair of output tiles, chunk, tile of the pair].
@@ -40,7 +39,6 @@ struct Place {
   __host__ __device__ static Place of(int row, int input) {  // within the tile, input even
     return {row % 8, row / 16, input / 16, row % 8 * 4 + input % 8 / 2, row % 16 / 8 + input % 16 / 8 * 2};
   }
-  __host__ __device__ int word_of_bf16() const { return ((warp * 8 + step) * 32 + lane) * 4 + i; }
   __host__ __device__ int word_of_codes() const { return ((warp * 2 + step / 4) * 32 + lane) * 4 + step % 4; }
   // Of the row's scale for a group: [warp][r][group][h]; MXFP4 [warp][r][pair of blocks][h][block of the pair].
   __host__ __device__ int scale(int group, int groups, bool mxfp4) const {
@@ -88,12 +86,21 @@ __global__ void pack_codes(Shape s, const uint8_t* packed, uint8_t* tiles, int64
   reinterpret_cast<uint32_t*>(tiles + tile * s.tile_bytes())[word] = bits;
 }
 
+// The result is 2^shift times what the tiles hold, so that the largest scale's exponent fits. `shift` is 0 before.
+__global__ void find_shift(const uint8_t* scales, int64_t count, int32_t* shift) {
+  int largest = 0;
+  for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads)
+    largest = max(largest, int(scales[i]));
+  largest = __reduce_max_sync(~0u, largest);
+  if (threadIdx.x % 32 == 0 && largest > kLargestUnshifted) atomicMax(shift, largest - kLargestUnshifted);
+}
+
 // One thread, one scale (and zero point) of the tiles.
 __global__ void pack_scales(Shape s, const void* scales, const uint8_t* zeros, uint8_t* tiles, int64_t count, bool pack,
-                            void* scales_back, uint8_t* zeros_back) {
+                            void* scales_back, uint8_t* zeros_back, const int32_t* exponent_shift) {
   const int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x;
   if (index >= count) return;
-  const int groups = s.groups();
+  const int groups = s.groups(), bias = s.mxfp4 ? kBiasOfScale - *exponent_shift : 0;
   const int64_t tile = index / (kOutputs * groups);
   const int row = int(index / groups % kOutputs), group = int(index % groups);
   const int place = Place::of(row, 0).scale(group, groups, s.mxfp4);
@@ -103,11 +110,11 @@ __global__ void pack_scales(Shape s, const void* scales, const uint8_t* zeros, u
   uint8_t* packed_scales = tiles + tile * s.tile_bytes() + kCodeBytes;
   uint8_t* packed_zero = packed_scales + s.scale_bytes() + place;
   if (pack) {
-    if (s.mxfp4) packed_scales[place] = inside ? static_cast<const uint8_t*>(scales)[source] + kBiasOfScale - s.exponent_shift : 1;
+    if (s.mxfp4) packed_scales[place] = inside ? static_cast<const uint8_t*>(scales)[source] + bias : 1;
     else reinterpret_cast<half*>(packed_scales)[place] = inside ? static_cast<const half*>(scales)[source] : __float2half(0.0f);
     if (s.zeros) *packed_zero = inside ? zeros[source] : 0;
   } else if (inside) {
-    if (s.mxfp4) static_cast<uint8_t*>(scales_back)[source] = packed_scales[place] - kBiasOfScale + s.exponent_shift;
+    if (s.mxfp4) static_cast<uint8_t*>(scales_back)[source] = packed_scales[place] - bias;
     else static_cast<half*>(scales_back)[source] = reinterpret_cast<const half*>(packed_scales)[place];
     if (s.zeros) zeros_back[source] = *packed_zero;
   }
@@ -126,44 +133,37 @@ __global__ void unpack_codes(Shape s, const uint8_t* tiles, uint8_t* packed, int
                           : gather_int4(even, place.i) | gather_int4(odd, place.i) << 4;
 }
 
-// One thread, one pair of bfloat16 of the tiles.
-__global__ void move_bf16(Shape s, uint16_t* weight, uint8_t* tiles, int64_t pairs, bool pack) {
-  const int64_t index = blockIdx.x * int64_t(kThreads) + threadIdx.x;
-  if (index >= pairs) return;
-  const int64_t tile = index / (kWeights / 2);
-  const int row = int(index / (kInputs / 2) % kOutputs), input = int(index % (kInputs / 2)) * 2;
-  const int64_t output = s.first_output(tile) + row, column = s.first_input(tile) + input;
-  uint32_t& word = reinterpret_cast<uint32_t*>(tiles + tile * s.tile_bytes())[Place::of(row, input).word_of_bf16()];
-  uint16_t* pair = weight + output * s.in + column;
-  const bool inside = output < s.out && column < s.in;
-  if (pack) word = inside ? pair[0] | uint32_t(pair[1]) << 16 : 0;
-  else if (inside) pair[0] = uint16_t(word), pair[1] = uint16_t(word >> 16);
-}
-
 Shape shape_of(const mlspec_cuda_prepack& a) {
-  return {a.in_features, a.out_features, a.mxfp4 ? 32 : a.group_size, a.zero != nullptr, a.mxfp4 != 0, a.exponent_shift};
+  return {a.in_features, a.out_features, a.group_size, a.zero != nullptr, a.mxfp4 != 0};
 }
-
-int64_t tile_bytes(const mlspec_cuda_prepack& a) { return shape_of(a).tiles() * shape_of(a).tile_bytes(); }
 
 unsigned blocks(int64_t threads) { return unsigned((threads + kThreads - 1) / kThreads); }
 
+const char* problem_of(const mlspec_cuda_prepack& a) {
+  if (a.group_size != 32 && a.group_size != 64 && a.group_size != 128) return "groups hold 32, 64 or 128 inputs";
+  if (a.in_features < 1 || a.out_features < 1 || a.in_features % a.group_size) return "in_features must be whole groups";
+  if (!a.mxfp4) return nullptr;
+  if (a.group_size != 32 || a.zero) return "MXFP4 has blocks of 32 and no zero points";
+  return a.exponent_shift ? nullptr : "MXFP4 needs a place for the exponent shift";
+}
+
 const char* move(const mlspec_cuda_prepack& a, bool pack) {
+  if (const char* problem = problem_of(a)) return problem;
   const Shape s = shape_of(a);
-  if (s.in % 32 || (s.group && (s.in % s.group || kInputs % s.group))) return "in_features must be whole groups of 32, 64 or 128";
   const auto stream = static_cast<cudaStream_t>(a.stream);
   uint8_t* tiles = static_cast<uint8_t*>(a.tiles);
-  if (!s.group) {
-    const int64_t pairs = s.tiles() * kWeights / 2;
-    move_bf16<<<blocks(pairs), kThreads, 0, stream>>>(s, static_cast<uint16_t*>(a.weight), tiles, pairs, pack);
-  } else {
-    uint8_t* packed = static_cast<uint8_t*>(a.weight);
-    const int64_t words = s.tiles() * kCodeBytes / 4, scales = s.tiles() * kOutputs * s.groups(), bytes = s.out * s.in / 2;
-    if (pack) pack_codes<<<blocks(words), kThreads, 0, stream>>>(s, packed, tiles, words);
-    else unpack_codes<<<blocks(bytes), kThreads, 0, stream>>>(s, tiles, packed, bytes);
-    pack_scales<<<blocks(scales), kThreads, 0, stream>>>(s, a.scale, static_cast<const uint8_t*>(a.zero), tiles, scales, pack,
-                                                         a.scale, static_cast<uint8_t*>(a.zero));
+  uint8_t* packed = static_cast<uint8_t*>(a.weight);
+  if (s.mxfp4 && pack) {
+    cudaMemsetAsync(a.exponent_shift, 0, sizeof(int32_t), stream);
+    const int64_t count = s.out * (s.in / s.group);
+    find_shift<<<blocks(count) < 1024 ? blocks(count) : 1024, kThreads, 0, stream>>>(static_cast<const uint8_t*>(a.scale), count,
+                                                                                    a.exponent_shift);
   }
+  const int64_t words = s.tiles() * kCodeBytes / 4, scales = s.tiles() * kOutputs * s.groups(), bytes = s.out * s.in / 2;
+  if (pack) pack_codes<<<blocks(words), kThreads, 0, stream>>>(s, packed, tiles, words);
+  else unpack_codes<<<blocks(bytes), kThreads, 0, stream>>>(s, tiles, packed, bytes);
+  pack_scales<<<blocks(scales), kThreads, 0, stream>>>(s, a.scale, static_cast<const uint8_t*>(a.zero), tiles, scales, pack,
+                                                       a.scale, static_cast<uint8_t*>(a.zero), a.exponent_shift);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
@@ -171,7 +171,10 @@ const char* move(const mlspec_cuda_prepack& a, bool pack) {
 }  // namespace
 }  // namespace mlspec
 
-extern "C" int64_t mlspec_cuda_tile_bytes(const mlspec_cuda_prepack* args) { return mlspec::tile_bytes(*args); }
+extern "C" int64_t mlspec_cuda_tile_bytes(const mlspec_cuda_prepack* args) {
+  const mlspec::Shape shape = mlspec::shape_of(*args);
+  return shape.tiles() * shape.tile_bytes();
+}
 
 extern "C" const char* mlspec_cuda_prepack_tiles(const mlspec_cuda_prepack* args) { return mlspec::move(*args, true); }
 

@@ -1,0 +1,19 @@
+// Which kernel multiplies int4 weights of one group size? One file a size, so that they compile side by side.
+#pragma once
+
+#include "linear_launch.cuh"
+
+namespace mlspec {
+
+template <int kGroupSize>
+const char* launch_int4(const mlspec_cuda_linear& a) {
+  if (a.activation_bits == 16)
+    return a.has_zeros ? launch_codes<Int4Weights<kGroupSize, true, 16>>(a) : launch_codes<Int4Weights<kGroupSize, false, 16>>(a);
+  return a.has_zeros ? launch_codes<Int4Weights<kGroupSize, true, 8>>(a) : launch_codes<Int4Weights<kGroupSize, false, 8>>(a);
+}
+
+const char* launch_int4_g32(const mlspec_cuda_linear& a);
+const char* launch_int4_g64(const mlspec_cuda_linear& a);
+const char* launch_int4_g128(const mlspec_cuda_linear& a);
+
+}  // namespace mlspec
