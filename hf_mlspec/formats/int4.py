@@ -42,6 +42,7 @@ _CHUNK = 1 << 19  # elements in flight: the temporaries stay in the cache, whate
 # Below torch's grain of 32768 elements every operation of the search stays on its thread: on a busy machine barriers
 # after each of fifty short operations a chunk cost 20 times what a second thread gains on an idle one.
 _SEARCH_CHUNK = (1 << 15) - 1
+_GPU_CHUNK = 1 << 24  # on a GPU launches cost more than memory
 _TO_INTEGERS = 1.5 * 2.0**23  # added and taken away: rounds to integers, ties to even; torch's round splits at 2048
 
 
@@ -74,7 +75,7 @@ def quantize(
     codes = torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_features, in_features // group_size, dtype=torch.float16, device=weight.device)
     zeros = torch.empty_like(scales, dtype=torch.uint8)
-    step = max(1, _SEARCH_CHUNK // max(in_features, 1))
+    step = max(1, (_GPU_CHUNK if weight.is_cuda else _SEARCH_CHUNK) // max(in_features, 1))
     for first in range(0, out_features, step):
         part = slice(first, first + step)
         groups = weight[part].to(torch.float32).unflatten(-1, (-1, group_size))  # [rows, in / group, group]
@@ -161,7 +162,7 @@ def dequantize(
     group_size = half * 2 // scales.shape[1]
     zero = torch.full_like(scales, SYMMETRIC_ZERO, dtype=torch.int8) if zeros is None else zeros.to(torch.int8)
     out = torch.empty(out_features, half * 2, dtype=dtype, device=packed.device)
-    step = max(1, _CHUNK // max(half * 2, 1))
+    step = max(1, (_GPU_CHUNK if packed.is_cuda else _CHUNK) // max(half * 2, 1))
     for first in range(0, out_features, step):
         part = slice(first, first + step)
         codes = unpack_nibbles(packed[part]).to(torch.int8).unflatten(-1, (-1, group_size))

@@ -37,6 +37,7 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CHUNK = 1 << 19  # elements in flight: the temporaries (under 16 MB) stay in the cache, whatever the tensor's size
 _SEARCH_CHUNK = (1 << 15) - 1  # of quantize, below torch's grain: why is said in int4.py
+_GPU_CHUNK = 1 << 24  # on a GPU launches cost more than memory: temporaries of 0.3 GB
 _MAGNITUDE_BITS = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
 _MANTISSA_BITS = 23
@@ -81,8 +82,8 @@ def require_rule(rule: str) -> None:
 def quantize(w: torch.Tensor, rule: str = "ocp_floor") -> tuple[torch.Tensor, torch.Tensor]:
     """float32/bfloat16/float16 ``[..., in]`` -> packed uint8 ``[..., in / 2]``, scales uint8 ``[..., in / 32]``.
 
-    Works in chunks, so the temporaries stay under 1 MB. TypeError for another dtype; ValueError when ``in`` is no
-    multiple of 32 or the rule is unknown.
+    Works in chunks, so the temporaries stay under 1 MB (on a GPU 0.3 GB). TypeError for another dtype; ValueError when
+    ``in`` is no multiple of 32 or the rule is unknown.
     """
     require_rule(rule)
     if w.dtype not in INPUT_DTYPES:
@@ -96,7 +97,7 @@ def quantize(w: torch.Tensor, rule: str = "ocp_floor") -> tuple[torch.Tensor, to
     rows = w.reshape(-1, size)
     packed = torch.empty(rows.shape[0], size // 2, dtype=torch.uint8, device=w.device)
     scales = torch.empty(rows.shape[0], size // BLOCK, dtype=torch.uint8, device=w.device)
-    step = max(1, _SEARCH_CHUNK // max(size, 1))
+    step = max(1, (_GPU_CHUNK if w.is_cuda else _SEARCH_CHUNK) // max(size, 1))
     for first in range(0, rows.shape[0], step):
         part = slice(first, first + step)
         packed[part], scales[part] = _quantize_rows(rows[part].to(torch.float32), rule)
@@ -137,7 +138,7 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = 
     *outer, half = packed.shape
     packed_rows, scale_rows = packed.reshape(-1, half), scales.reshape(-1, half // (BLOCK // 2))
     out = torch.empty(packed_rows.shape[0], half * 2, dtype=dtype, device=packed.device)
-    step = max(1, _CHUNK // max(half * 2, 1))
+    step = max(1, (_GPU_CHUNK if packed.is_cuda else _CHUNK) // max(half * 2, 1))
     for first in range(0, packed_rows.shape[0], step):
         part = slice(first, first + step)
         _dequantize_rows(packed_rows[part], scale_rows[part], out[part])

@@ -113,8 +113,9 @@ def require_known(model: nn.Module, device: torch.device = CPU) -> None:
         raise UnknownArchitecture("it attends in both directions")
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
     if elsewhere is not None:
-        where = "the compiled decoder runs on the CPU" if device == CPU else f"its decoder would be on {device}"
-        raise UnknownArchitecture(f"it is on {elsewhere}, and {where}")
+        if device == CPU:
+            raise UnknownArchitecture(f"it is on {elsewhere}, and the compiled decoder runs on the CPU")
+        raise UnknownArchitecture(f"it is on {device} and {elsewhere}, and a compiled decoder needs it on one device")
     altered = next(_altered(model), None)
     if altered is not None:
         raise UnknownArchitecture(f"it {altered}")

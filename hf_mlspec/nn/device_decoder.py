@@ -18,6 +18,7 @@ from ..ops.operands_step import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from . import architecture, rotary
 from .architecture import Block, Outline, UnknownArchitecture
 from .device_weights import DeviceLinear, joined
+from .linear import is_dense
 from .prepared import activation_choices, say, state, up_to_date
 
 ROW_BYTES = 16  # what the kernels load at once
@@ -54,10 +55,11 @@ class DeviceDecoder:
 
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
-        device = next(model.parameters()).device
+        device = device_of(model)
         found = architecture.outline(model, device)
         if device.type != "cpu":
             _require_served(found, device)
+            torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
         self.logit_softcap = found.sizes.logit_softcap
@@ -73,6 +75,9 @@ class DeviceDecoder:
         linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
         self._state = state(model)
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)  # other streams may read them from now on
+            torch.cuda.empty_cache()  # what weights moved from is of other sizes than what comes next
 
     @property
     def fingerprint(self) -> tuple:
@@ -87,7 +92,8 @@ class DeviceDecoder:
         with self._growing, torch.inference_mode(False), torch.no_grad():
             positions = rotary.grown_positions(count, self.positions, self.max_positions)
             if positions > self.positions:
-                self._ropes = rotary.rope_tables(self._rotary, self._kinds, positions)
+                tables = rotary.rope_tables(self._rotary, self._kinds, positions)
+                self._ropes = [(cos.to(self.device), sin.to(self.device)) for cos, sin in tables]
                 self.positions = positions  # last: other threads look at it
 
     def new_kv(self, batch: int, slots: int) -> Tensor:
@@ -142,6 +148,8 @@ class DeviceDecoder:
 
     def _require(self, ids: Tensor, kv: Tensor, activation_bits: int) -> None:
         sizes = self.sizes
+        if ids.ndim != 2:
+            raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
         expected = (self.num_layers, 2, len(ids), sizes.kv_heads, kv.shape[4] if kv.ndim == 6 else "slots")
         expected += (sizes.head_dim,)
         if tuple(kv.shape) != expected:
@@ -160,7 +168,7 @@ def device_decoder(model: nn.Module) -> DeviceDecoder | None:
     None where there is none: no kernels for its device, autocast, a model on several devices, in another dtype than
     the kernels take, or one that the decoder does not know. The reason is said once.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     if torch.is_autocast_enabled(device.type):
         return None
     try:
@@ -172,6 +180,11 @@ def device_decoder(model: nn.Module) -> DeviceDecoder | None:
     except UnknownArchitecture as error:
         say(f"{type(model).__name__} runs module by module: {error}")
         return None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first of a model's parameters is; the CPU for a model without any."""
+    return next((parameter.device for parameter in model.parameters()), architecture.CPU)
 
 
 def _norm(total: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -210,8 +223,10 @@ def _require_served(found: Outline, device: torch.device) -> None:
             f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
             f"up to {CUDA_MAX_HEAD_DIM}"
         )
-    for block in found.blocks:
-        for name, module in block.modules.items():
-            inputs = architecture.linear_shape(module, name)[0]
-            if inputs * 2 % ROW_BYTES:
-                raise UnknownArchitecture(f"its {name} has {inputs} inputs, the kernels take multiples of 8")
+    modules = [item for block in found.blocks for item in block.modules.items()] + [("lm_head", found.head)]
+    for name, module in modules:
+        inputs = architecture.linear_shape(module, name)[0]
+        if inputs * 2 % ROW_BYTES:
+            raise UnknownArchitecture(f"its {name} has {inputs} inputs, the GPU kernels take multiples of 8")
+        if is_dense(module) and module.weight.data_ptr() % ROW_BYTES:
+            raise UnknownArchitecture(f"its {name} does not start at a multiple of {ROW_BYTES} bytes in memory")

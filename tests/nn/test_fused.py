@@ -6,18 +6,8 @@ import copy
 
 import pytest
 import torch
-from models import packed
+from decoders import CONFIGS, packed_model, random_model
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 import hf_mlspec
 from hf_mlspec.nn import prepared
@@ -30,53 +20,12 @@ from hf_mlspec.speculation.fused_runner import FusedRunner
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 
-_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 199,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_ORIGINAL = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
-_CONFIGS = {
-    "llama": (LlamaConfig, {}),
-    "llama-tied-biases": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "llama3-rope": (LlamaConfig, {"rope_parameters": {**_LLAMA3, **_ORIGINAL}}),
-    "yarn": (LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_ORIGINAL}}),
-    "one-kv-head": (LlamaConfig, {"num_key_value_heads": 1, "head_dim": 6}),
-    "qwen2-windows": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
-    "qwen3": (Qwen3Config, {"head_dim": 24}),
-    "mistral": (MistralConfig, {"sliding_window": 7}),
-    "gemma2": (Gemma2Config, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
-    "gemma3": (Gemma3TextConfig, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
-    "phi3": (Phi3Config, {}),
-    "phi3-partial": (
-        Phi3Config,
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    ),
-}
 LENGTH = 41
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
     prepared._said.clear()
-
-
-def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = _CONFIGS[name]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():  # zeros and ones would hide a forgotten bias or norm
-            parameter.add_(torch.randn_like(parameter) * 0.2) if parameter.ndim == 1 else parameter.mul_(4)
-    return model.to(dtype).eval()
 
 
 def runner_of(model: nn.Module, batch: int, activation_bits: int = 0) -> FusedRunner:
@@ -91,7 +40,7 @@ def scored_together(model: nn.Module, ids: torch.Tensor, activation_bits: int = 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", _CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_within_twice_the_error_of_the_modules(name, dtype):
     model = random_model(name, dtype)
     ids = torch.randint(1, 199, (2, LENGTH))
@@ -105,7 +54,7 @@ def test_within_twice_the_error_of_the_modules(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", _CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_bits_do_not_depend_on_the_grouping(name, dtype):
     """All at once, one by one, alone in the batch, and beside a row of another length: the same bits."""
     model = random_model(name, dtype)
@@ -145,13 +94,6 @@ def test_a_cast_runs_fused_near_its_modules(name):
     assert (out - modules).abs().max() < 0.02 * scale  # activations are rounded to bfloat16 before every linear
     eight = hf_mlspec.direct_cast(random_model(name, torch.float32, **shape), "mxfp4", activation_bits=8)
     assert 0 < (scored_together(eight, ids) - out).abs().max() < 0.2 * scale
-
-
-PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
-
-
-def packed_model(name: str = "llama", weights: str = "int4", dtype: torch.dtype = torch.float32, **settings):
-    return packed(random_model(name, dtype, **PACKED_SHAPE), weights, **settings)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -1,0 +1,102 @@
+"""Which random decoders of every known architecture do the tests compile, and how do they feed them?
+
+Small, seeded, with no weight at 0 or 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from models import packed
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hf_mlspec.nn.device_decoder import DeviceDecoder
+
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ORIGINAL = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+CONFIGS = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied-biases": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": (LlamaConfig, {"rope_parameters": {**_LLAMA3, **_ORIGINAL}}),
+    "yarn": (LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_ORIGINAL}}),
+    "one-kv-head": (LlamaConfig, {"num_key_value_heads": 1, "head_dim": 6}),
+    "qwen2-windows": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": (Qwen3Config, {"head_dim": 24}),
+    "mistral": (MistralConfig, {"sliding_window": 7}),
+    "gemma2": (Gemma2Config, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "phi3": (Phi3Config, {}),
+    "phi3-partial": (
+        Phi3Config,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+}
+PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+
+
+def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
+    kind, own = CONFIGS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():  # zeros and ones would hide a forgotten bias or norm
+            parameter.add_(torch.randn_like(parameter) * 0.2) if parameter.ndim == 1 else parameter.mul_(4)
+    return model.to(dtype).eval()
+
+
+def packed_model(name: str = "llama", weights: str = "int4", dtype: torch.dtype = torch.float32, **settings):
+    return packed(random_model(name, dtype, **PACKED_SHAPE), weights, **settings)
+
+
+class Lanes:
+    """Rows of a DeviceDecoder that are fed some tokens at a time, over a cache full of old numbers."""
+
+    def __init__(self, decoder: DeviceDecoder, batch: int, slots: int = 64, rows: int | None = None):
+        """rows: of the cache, of which the first `batch` are used."""
+        self.decoder, self.lengths = decoder, [0] * batch
+        self.cache = decoder.new_kv(rows or batch, slots).fill_(1e4)
+        self.kv = self.cache[:, :, :batch]
+
+    def feed(self, tokens: list[list[int]], *, padding: int = 0, bits: int = 0) -> list[torch.Tensor]:
+        """Logits `[given tokens, vocab]` of every row; `padding` more columns hold no token."""
+        width = max(map(len, tokens)) + padding
+        ids = torch.tensor([row + [10**6] * (width - len(row)) for row in tokens], dtype=torch.int32)
+        pick = torch.tensor([r * width + t for r, row in enumerate(tokens) for t in range(len(row))])
+        numbers = (ids, self._ints(self.lengths), self._ints(map(len, tokens)))
+        device = self.decoder.device
+        logits = self.decoder.forward(
+            *(number.to(device) for number in numbers), self.kv, pick=pick.to(device), activation_bits=bits
+        )
+        self.lengths = [length + len(row) for length, row in zip(self.lengths, tokens, strict=True)]
+        return list(logits.split([len(row) for row in tokens]))
+
+    @staticmethod
+    def _ints(numbers) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int32)
+
+
+def capped(logits: torch.Tensor, decoder: DeviceDecoder) -> torch.Tensor:
+    """Float64 logits as a model returns them: with the soft cap that choosing applies."""
+    cap = decoder.logit_softcap
+    return torch.tanh(logits.double() / cap) * cap if cap else logits.double()
