@@ -37,7 +37,7 @@ SLOW_BEYOND = {f"torch int4 g{GROUP}": 64, "gemlite mxfp4": 64}  # tokens; beyon
 
 @dataclass
 class Product:
-    """One way to multiply. run(x, copy) -> y bfloat16 ``[n, out]``; values(x): the activations it really multiplies."""
+    """One way to multiply. run(x, copy) -> y bfloat16 ``[n, out]``; values(x): what it really multiplies, float64."""
 
     name: str
     nbytes: int
@@ -83,7 +83,8 @@ def timed(bench: Bench, product: Product, x: Tensor, worst: float) -> Finding:
     target = None if bench.quick else TARGETS.get(product.name, {}).get(len(x)) if product.ours else None
     more = {"tokens": len(x), "error_of_allowed": worst, "weight_bytes": product.nbytes, "copies": product.copies,
             "size": list(product.dense.shape)}
-    return Finding("linear", f"{product.dense.shape[0]} x {product.dense.shape[1]}, M = {len(x)}", product.name, value, "us", target,
+    what = f"{product.dense.shape[0]} x {product.dense.shape[1]}, M = {len(x)}"
+    return Finding("linear", what, product.name, value, "us", target,
                    share=product.nbytes / value * 1e6 / bench.probe, more=more)
 
 

@@ -1,10 +1,10 @@
-"""What did a GPU benchmark find, as one Markdown document? A table a group, rows against contenders, targets beside."""
+"""What did a GPU benchmark find, as one Markdown document? A table a group, targets beside what was measured."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from eval.report_markdown import cell, distinct, table
+from eval.report_markdown import distinct, table
 
 TITLES = {
     "linear": "Matrix products (share of the read bandwidth)",
@@ -17,7 +17,9 @@ TITLES = {
 }
 
 
-def document(lines: list[dict[str, Any]], missing: dict[str, str], failures: dict[str, str], probe: float | None) -> str:
+def document(
+    lines: list[dict[str, Any]], missing: dict[str, str], failures: dict[str, str], probe: float | None
+) -> str:
     """The lines of `Finding.to_dict` group by group, then what took no part and what failed."""
     parts = []
     if probe is not None:
@@ -34,7 +36,7 @@ def group_table(lines: list[dict[str, Any]]) -> str:
     contenders = distinct(lines, "contender")
     found = {(line["what"], line["contender"]): line for line in lines}
     rows = [[what, *(shown(found.get((what, name))) for name in contenders)] for what in distinct(lines, "what")]
-    return table(["", *map(cell, contenders)], rows)
+    return table(["", *contenders], rows)
 
 
 def shown(line: dict[str, Any] | None) -> str | None:

@@ -105,7 +105,7 @@ def step(bench: Bench) -> Iterator[Finding]:
 
 
 def read_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a step reads: all but the embedding, of which it takes a row a token, unless it is tied."""
+    """Bytes of weights that a step reads: all but an embedding that is not tied, of which it takes a row a token."""
     embedding = model.get_input_embeddings().weight
     tied = embedding.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     return sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes)
@@ -126,7 +126,8 @@ def _ours(
     for case in cases:
         found = Step(decoder, case, kept).timed()
         nbytes = weights + cache_bytes(decoder, case, kept)
-        yield Finding("step", f"{shape}, {case.name}", name, found.median * 1e3, "ms", None if bench.quick else case.target,
+        target = None if bench.quick else case.target
+        yield Finding("step", f"{shape}, {case.name}", name, found.median * 1e3, "ms", target,
                       share=nbytes / found.median / bench.probe,
                       more={"batch": case.batch, "width": case.width, "kept": kept, "bytes": nbytes,
                             "least_ms": found.least * 1e3, "extra_bytes": decoder.extra_bytes})
@@ -145,6 +146,7 @@ def _stock(bench: Bench, model: PreTrainedModel, shape: str, kept: int) -> Itera
             bench.say(f"step: stock {name}, batch {batch}")
             prompt = torch.randint(model.config.vocab_size, (batch, kept), generator=generator).to(bench.device)
             seconds = way(model, prompt)
-            case = "batch 1, 1 token" if batch == 1 else f"batch {batch}"
-            yield Finding("step", f"{shape}, {case}", f"{STOCK} {name}", seconds * 1e3, "ms", more={"batch": batch, "kept": kept})
+            case = f"{shape}, " + ("batch 1, 1 token" if batch == 1 else f"batch {batch}")
+            more = {"batch": batch, "kept": kept}
+            yield Finding("step", case, f"{STOCK} {name}", seconds * 1e3, "ms", more=more)
             bench.free()

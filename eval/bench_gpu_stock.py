@@ -30,8 +30,8 @@ class StepClock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def median(self) -> float:
-        """Seconds of a step, without the first, which reads the prompt, and the second, which may still wait for it."""
-        return statistics.median(after - before for before, after in itertools.pairwise(self.at[1:]))
+        """Seconds of a step, without the first, which reads the prompt."""
+        return statistics.median(after - before for before, after in itertools.pairwise(self.at))
 
 
 def eager_step(model: PreTrainedModel, prompt: Tensor, new_tokens: int = NEW_TOKENS) -> float:

@@ -20,8 +20,11 @@ FLOORS = ["demo_pair", "precision", "formats", "ops", "nn", "speculation", "inte
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
 TRANSFORMERS_ALLOWED = ("integration/", "evaluation/", "nn/decoder.py", "nn/replace.py", "speculation/ragged_cache.py")
-# The kernel benchmark times the ops themselves, which are no public names.
-CALLS_OPS = PurePosixPath("eval/bench_kernels_contenders.py")
+# Programs that time ops and decoders themselves, which are no public names: how a path begins, the rooms it may enter.
+TIMES_ROOMS = {
+    "eval/bench_kernels_contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
+    "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
+}
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 250, 40
 
@@ -111,8 +114,9 @@ def class_violations(tree: ast.AST) -> Iterator[str]:
 
 def public_name_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
     """Programs and notebooks use what `hf_mlspec` exports, as any user would; its rooms are not theirs to enter."""
+    rooms = next((rooms for start, rooms in TIMES_ROOMS.items() if path.as_posix().startswith(start)), ())
     for line, name in imported_modules(tree, path):
-        if path == CALLS_OPS and name.startswith(("hf_mlspec.ops", "hf_mlspec.formats")):
+        if name.startswith(rooms):
             continue
         parts = name.split(".")
         named = parts[1:] if parts[1:2] != ["evaluation"] else parts[2:]  # its names are public as those above are
@@ -201,6 +205,15 @@ def test_a_kept_rule_is_not_reported(name, source):
                                        "import hf_mlspec.cli", "from hf_mlspec import _hidden"])
 def test_a_program_entering_a_room_is_found(statement):
     assert len(violations(PurePosixPath("eval", "x.py"), OPENING + statement + "\n")) == 1
+
+
+def test_only_programs_that_time_a_room_enter_it():
+    statement = OPENING + "from hf_mlspec.nn.device_decoder import device_decoder\nfrom hf_mlspec import ops\n"
+    assert violations(PurePosixPath("eval", "bench_gpu_step.py"), statement) == []
+    assert len(violations(PurePosixPath("eval", "bench_kernels_contenders.py"), statement)) == 1
+    assert len(violations(PurePosixPath("eval", "bench_decode.py"), statement)) == 2
+    entering = OPENING + "from hf_mlspec.speculation.decode import decode\n"
+    assert len(violations(PurePosixPath("eval", "bench_gpu_step.py"), entering)) == 1
 
 
 def test_a_program_using_public_names_is_not_reported():

@@ -1,4 +1,4 @@
-"""How is gemlite's weight-only MXFP4 product measured beside us? Its Triton kernels, tuned by itself at the first call."""
+"""How is gemlite's weight-only MXFP4 product measured beside us? Its Triton kernels tune themselves at first."""
 
 from __future__ import annotations
 

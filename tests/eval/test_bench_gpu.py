@@ -1,0 +1,242 @@
+"""Does the GPU benchmark read its arguments, find what is wrong, isolate its groups and write whole tables?"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def program(name: str = "bench_gpu"):
+    return importlib.import_module(f"eval.{name}")
+
+
+def finding(**changes):
+    Finding = program("bench_gpu_findings").Finding
+    return Finding(**{"group": "linear", "what": "M = 1", "contender": "bf16", "value": 36.0, "unit": "us", **changes})
+
+
+def bench(**changes):
+    Bench = program("bench_gpu_findings").Bench
+    return Bench(torch.device("cpu"), Path("models"), Path("data"), quick=True, **changes)
+
+
+def test_groups_are_named_and_put_in_order():
+    assert program().groups("step, linear,step") == ["linear", "step"]
+    assert program().parse([]).only == list(program().GROUPS)
+
+
+@pytest.mark.parametrize("text", ["", "lines", "linear,,step"])
+def test_an_unknown_group_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        program().parse([f"--only={text}"])
+    assert "is no group: choose from linear, step" in capsys.readouterr().err
+
+
+def test_every_group_is_there():
+    for name, module in program().GROUPS.items():
+        assert callable(getattr(importlib.import_module(module), name))
+        assert name in program("bench_gpu_report").TITLES
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
+def test_without_a_gpu_nothing_is_run(capsys):
+    assert program().main(["--only", "linear"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_large_shapes_are_not_for_a_cpu(capsys):
+    assert program().main(["--device", "cpu"]) == 2
+    assert "--quick" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "target", "at_least", "met"), [
+    (36.0, 37.0, False, True), (38.0, 37.0, False, False), (2.0, 2.0, True, True), (1.9, 2.0, True, False),
+    (5.0, None, True, None)])
+def test_targets(value, target, at_least, met):
+    assert finding(value=value, target=target, at_least=at_least).met is met
+
+
+def test_a_group_that_fails_is_told_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    bench_gpu, out, written = program(), tmp_path / "out.jsonl", tmp_path / "table.md"
+
+    def broken(bench):
+        yield finding(what="M = 1")
+        raise ValueError("no more | of it")
+
+    def whole(bench):
+        yield finding(group="step", what="batch 1", contender="BF16", value=4.2, unit="ms", target=4.5, share=0.9)
+
+    monkeypatch.setattr(program("bench_gpu_products"), "linear", broken)
+    monkeypatch.setattr(program("bench_gpu_step"), "step", whole)
+    asked = ["--quick", "--device", "cpu", "--only", "linear,step", "--out", str(out), "--table", str(written)]
+    assert bench_gpu.main(asked) == 1
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["kind"], line["group"], line["value"], line["met"]) for line in lines] == [
+        ("gpu", "linear", 36.0, None), ("gpu", "step", 4.2, True)]
+    assert all(line["machine"]["torch"] == torch.__version__ and line["read_bandwidth"] > 0 for line in lines)
+    shown = capsys.readouterr().out
+    assert written.read_text() in shown
+    assert "| M = 1 | 36 us |" in shown
+    assert "| batch 1 | 4.20 ms (0.90); <= 4.5: met |" in shown
+    assert "**linear failed**: ValueError: no more | of it" in shown
+
+
+def test_a_table_has_every_contender_and_says_what_was_missed():
+    lines = [finding(value=40.0, target=37.0), finding(what="M = 2", contender="torch|bf16", value=33.25)]
+    text = program("bench_gpu_report").group_table([line.to_dict() for line in lines])
+    assert text.splitlines() == [
+        "|  | bf16 | torch\\|bf16 |", "|---|--:|--:|", "| M = 1 | 40 us; <= 37: MISSED |  |", "| M = 2 |  | 33.2 us |"]
+
+
+def products():
+    return program("bench_gpu_products")
+
+
+def test_products_are_right_and_timed():
+    found = list(products().linear(bench()))
+    ours = {line.contender for line in found} - {"torch bf16"}
+    assert ours == {"bf16", "mxfp4 a16", "mxfp4 a8", "int4 g128 a16", "int4 g128 a8"}
+    assert all(0 < line.more["error_of_allowed"] <= 1 for line in found if line.contender in ours)
+    assert all(line.value > 0 and line.share > 0 for line in found)
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda y: y * 1.02, lambda y: y.roll(1, 0), lambda y: y.index_fill(1, torch.tensor([3]), torch.nan)])
+def test_a_product_that_is_wrong_is_found(wrong):
+    product = products()._bf16((128, 128), torch.device("cpu"), 0, ours=True)
+    x = torch.randn(4, 128).to(torch.bfloat16)
+    assert products().error(product, x) <= 1
+    run = product.run
+    product.run = lambda x, copy: wrong(run(x, copy))
+    assert not products().error(product, x) <= 1
+
+
+def test_a_wrong_product_fails_its_group_behind_the_right_ones(monkeypatch):
+    module = products()
+    right = module._int4
+
+    def skewed(*arguments):
+        product = right(*arguments)
+        run = product.run
+        product.run = lambda x, copy: run(x, copy) * 1.5
+        return product
+
+    monkeypatch.setattr(module, "_int4", skewed)
+    found = []
+    with pytest.raises(module.WrongResult, match="int4 g128 a16 of 1 tokens is wrong"):
+        found.extend(module.linear(bench()))
+
+
+def test_a_captured_step_that_chooses_other_tokens_is_found(monkeypatch):
+    """On a CPU the replay is the work itself, so that a second run in a changed state stands for a bad capture."""
+    step = program("bench_gpu_step")
+    model = program("bench_gpu_models").random_model("tiny", torch.device("cpu"))
+    decoder = step.device_decoder(model)
+    case = step.Case("batch 2", 2, 1, None)
+    assert step.Step(decoder, case, 16).timed().median > 0
+    one = step.Step(decoder, case, 16)
+
+    def capture(work, device):
+        one.first += 1
+        return work
+
+    monkeypatch.setattr(step, "capture", capture)
+    with pytest.raises(step.WrongStep, match="batch 2: the captured step chooses"):
+        one.timed()
+
+
+def test_bytes_of_a_step_leave_an_untied_embedding_out():
+    step = program("bench_gpu_step")
+    model = program("bench_gpu_models").random_model("tiny", torch.device("cpu"))
+    whole = sum(p.nbytes for p in model.parameters())
+    assert step.read_bytes(model) == whole - model.get_input_embeddings().weight.nbytes
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert step.read_bytes(model) == sum(p.nbytes for p in model.parameters())
+
+
+def test_random_int4_models_decode_at_every_width():
+    models = program("bench_gpu_models")
+    model = models.without_end(models.random_int4_model("tiny", torch.device("cpu")))
+    from hf_mlspec import precision_switch
+
+    assert precision_switch(model).choices == (16, 8, 4)
+    ids = torch.randint(90, (2, 6))
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0,
+                         assistant_models=["w4a8"])
+    assert out.shape == (2, 11)
+
+
+def test_rows_that_differ():
+    differ = program("bench_gpu_decoding").rows_that_differ
+    assert differ(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])) == 1
+    assert differ(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 2]])) == 0
+    assert differ(torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2]])) == 1
+
+
+def test_ids_end_at_an_end():
+    until_end = program("bench_gpu_exact").until_end
+    assert until_end([5, 6, 2, 0, 0], [2, 9]) == [5, 6, 2]
+    assert until_end([5, 6], [2]) == [5, 6]
+
+
+def test_a_chain_that_differs_is_counted_and_fails(monkeypatch):
+    exact = program("bench_gpu_exact")
+    real = exact._decoded
+
+    def decoded(bench, model, rows, case, batch):
+        found = real(bench, model, rows, case, batch)
+        if case.name == '["mxfp4"]' and batch == 1:
+            found[2] = [*found[2][:-1], -1]
+        return found
+
+    monkeypatch.setattr(exact, "_decoded", decoded)
+    found = []
+    with pytest.raises(exact.Differences, match=r'\["mxfp4"\], batch 1: 1 of 4 prompts differ, first \[2\]$'):
+        found.extend(exact.exact(bench()))
+    assert sum(line.value for line in found) == 1
+    assert len(found) == 12
+
+
+def test_missing_prompts_and_models_are_named(tmp_path):
+    prompts, models = program("bench_gpu_prompts"), program("bench_gpu_models")
+    full = bench()
+    full.quick, full.data, full.models = False, tmp_path, tmp_path
+    with pytest.raises(ValueError, match=r"HumanEval\.jsonl does not exist: --data names the folder"):
+        prompts.texts(full)
+    with pytest.raises(ValueError, match="code-21m is no folder: --models names the folder"):
+        models.real_model(prompts.folders(full)[0], torch.device("cpu"))
+    file = tmp_path / "humaneval" / "HumanEval.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match="holds 1 prompts, 164 are compared"):
+        prompts.texts(full)
+
+
+def test_a_stock_step_is_timed_with_the_hook_out_and_back():
+    import hf_mlspec
+
+    stock, models = program("bench_gpu_stock"), program("bench_gpu_models")
+    model = models.random_model("tiny", torch.device("cpu"))
+    prompt = torch.randint(90, (2, 6))
+    assert stock.eager_step(model, prompt, 5) > 0
+    assert stock.graph_step(model, prompt) > 0
+    assert hf_mlspec.enabled()
+
+
+def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
+    startup = program("bench_gpu_startup")
+    (tmp_path / "setup.py").write_text("raise SystemExit('no compiler')\n")
+    monkeypatch.setattr(startup, "ROOT", tmp_path)
+    with pytest.raises(startup.BuildFailed, match="no compiler"):
+        startup.build_seconds()
