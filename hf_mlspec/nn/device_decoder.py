@@ -121,30 +121,34 @@ class DeviceDecoder:
         activation_choices, 0: what the model's switch says. Only enqueues. ValueError for operands that do not fit.
         """
         self._require(ids, kv, activation_bits)
-        batch, width = ids.shape
-        sizes, eps, ropes = self.sizes, self.sizes.norm_eps, self._ropes
+        eps, bits, lanes = self.sizes.norm_eps, activation_bits, (*ids.shape, starts, counts)
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
-        total = ops.embed_rows(ids.reshape(-1), self._embedding, sizes.embedding_scale)
+        total = ops.embed_rows(ids.reshape(-1), self._embedding, self.sizes.embedding_scale)
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
-            keys, values = caches[2 * index], caches[2 * index + 1]
             normed, total = _norm(total, added, layer.attention_norm, eps)
-            qkv = layer.qkv(normed, activation_bits).view(batch, width, -1)
-            q = ops.rope_write_rows(
-                qkv, layer.q_norm, layer.k_norm, eps, *ropes[layer.rope], starts, counts, keys, values, sizes.heads
-            )
-            mixed = ops.ragged_attention_rows(
-                q, keys, values, starts, counts, sizes.attention_scale, layer.window, sizes.attention_softcap
-            )
-            added = layer.o(mixed.view(batch * width, -1), activation_bits)
+            added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
             if layer.attention_out is not None:
                 added, _ = ops.rms_norm(added, layer.attention_out, eps)
             normed, total = ops.rms_norm(added, layer.mlp_norm, eps, total)
-            added = layer.down(ops.gated(layer.gate_up(normed, activation_bits), self._activation), activation_bits)
+            added = layer.down(ops.gated(layer.gate_up(normed, bits), self._activation), bits)
             if layer.mlp_out is not None:
                 added, _ = ops.rms_norm(added, layer.mlp_out, eps)
         normed, _ = _norm(total, added, self._final_norm, eps)
-        return self._head(normed if pick is None else normed.index_select(0, pick), activation_bits)
+        return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+
+    def _attend(
+        self, layer: DeviceLayer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: int
+    ) -> Tensor:
+        """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts."""
+        batch, width, starts, counts = lanes
+        sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
+        qkv = layer.qkv(normed, bits).view(batch, width, -1)
+        norms = layer.q_norm, layer.k_norm, sizes.norm_eps
+        q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
+        scale, softcap = sizes.attention_scale, sizes.attention_softcap
+        mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, scale, layer.window, softcap)
+        return layer.o(mixed.view(batch * width, -1), bits)
 
     def _require(self, ids: Tensor, kv: Tensor, activation_bits: int) -> None:
         sizes = self.sizes

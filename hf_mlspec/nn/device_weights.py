@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.tiles import TILE_OUTPUTS
+from ..ops.tiles import TILE_BYTES, TILE_OUTPUTS
+from ..ops.tiles_cuda import PAIR_OUTPUTS
 from .architecture import UnknownArchitecture, linear_shape, require_format
 from .linear import Int4Linear
 from .packed import PackedLinear
 from .packed_formats import Parts
 
-CUDA_TILE_OUTPUTS = 128
 
 class DenseLinear:
     """``weight`` ``[out, in]``, bfloat16 or float32, ``bias`` float32 ``[out]`` or None."""
@@ -146,36 +146,39 @@ def _joined_packed(modules: Sequence[PackedLinear], bias: Tensor | None) -> Pack
 
 def _share_tiles(modules: Sequence[PackedLinear], tiles: Parts) -> bool:
     """Let the modules hold their part of the group's tiles, where each but the last fills its tiles."""
-    height = CUDA_TILE_OUTPUTS if tiles[0].is_cuda else TILE_OUTPUTS
+    height = TILE_OUTPUTS if _is_of_the_cpu(tiles) else PAIR_OUTPUTS
     if any(module.out_features % height for module in modules[:-1]):
         return False
     first = 0
     for module in modules:
         end = first + -(-module.out_features // height)
-        module.hold_tiles_(tuple([_of_outputs(part, index, first, end) for index, part in enumerate(tiles)]))
+        cut = [part if part is None or _is_whole(tiles, i) else part[first:end] for i, part in enumerate(tiles)]
+        module.hold_tiles_(tuple(cut))
         first = end
     return True
 
 
-def _of_outputs(part: Tensor | None, index: int, first: int, end: int) -> Tensor | None:
-    return part if part is None or _is_of_whole_weight(part, index) else part[first:end]
+def _is_of_the_cpu(tiles: Parts) -> bool:
+    """In which of the two layouts tiles are."""
+    return tiles[0].shape[2] == TILE_BYTES
 
 
-def _is_of_whole_weight(part: Tensor, index: int) -> bool:
-    """Scales and zero points stand in the tiles of a GPU: what stands beside them there belongs to all outputs."""
-    return part.is_cuda and index > 0
+def _is_whole(tiles: Parts, index: int) -> bool:
+    """Whether a part belongs to all outputs: scales and zero points stand in the tiles of a GPU."""
+    return index > 0 and not _is_of_the_cpu(tiles)
 
 
 def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
     """The tiles of a group whose modules hold views of them already."""
     if not all(module.is_prepacked for module in modules):
         return None
+    held = [module.parts("weight") for module in modules]
     whole = []
-    for index, parts in enumerate(zip(*[module.parts("weight") for module in modules], strict=True)):
+    for index, parts in enumerate(zip(*held, strict=True)):
         if parts[0] is None:
             whole.append(None)
             continue
-        if _is_of_whole_weight(parts[0], index):
+        if _is_whole(held[0], index):
             one = parts[0] if len({part.data_ptr() for part in parts}) == 1 else None
         else:
             one = _neighbours(list(parts))

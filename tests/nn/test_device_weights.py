@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.device_decoder import DeviceDecoder, device_decoder
 from hf_mlspec.nn.device_weights import joined
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
+from hf_mlspec.nn.packed_formats import FORMATS
 from hf_mlspec.nn.switch import PrecisionSwitch
+from hf_mlspec.ops import tiles_cuda
 
 IDS = [[5, 9, 3, 77, 120]]
 DENSE = ["llama", "llama-tied-biases", "qwen2-windows", "gemma3", "phi3"]
@@ -189,3 +192,32 @@ def test_a_bias_that_only_some_have():
     out = joined([with_bias, without], "x")(x, 0)
     with torch.no_grad():
         torch.testing.assert_close(out, torch.cat([with_bias(x), without(x)], dim=1))
+
+
+@pytest.mark.parametrize(("weights", "symmetric"), [("mxfp4", True), ("int4", True), ("int4", False)])
+@pytest.mark.parametrize(("first", "shared"), [(256, True), (200, False)])
+def test_tiles_of_a_gpu_are_shared_where_pairs_are_full(monkeypatch, weights, symmetric, first, shared):
+    """With the layout of a GPU in memory of the CPU; scales that need a shift of exponents are the group's, too."""
+    pack, unpack = {
+        "mxfp4": (tiles_cuda.pack_mxfp4, tiles_cuda.unpack_mxfp4),
+        "int4": (tiles_cuda.pack_int4, tiles_cuda.unpack_int4),
+    }[weights]
+    monkeypatch.setitem(FORMATS, weights, replace(FORMATS[weights], prepack=pack, unprepack=unpack))
+    kind = {"mxfp4": Mxfp4Linear, "int4": Int4Linear}[weights]
+    settings = {} if weights == "mxfp4" else {"group_size": 32, "symmetric": symmetric}
+    switch, dense = PrecisionSwitch(weights), [linear(outputs=first), linear(outputs=72)]
+    with torch.no_grad():
+        dense[1].weight.mul_(2.0**12)
+    modules = [kind.from_linear(one, switch=switch, **settings) for one in dense]
+    before = [values_of(module) for module in modules]
+    group = joined(modules, "x")
+    for module, values in zip(modules, before, strict=True):
+        assert_same(values, values_of(module))
+        assert module.is_prepacked == shared
+    assert (group.extra_bytes == 0) == shared
+    whole = unpack(*group.tiles, first + 72)
+    for part, values in zip(FORMATS[weights].parts, whole, strict=True):
+        if values is not None:
+            assert torch.equal(values, torch.cat([one[f"weight_{part}"] for one in before]))
+    again = joined(modules, "x")
+    assert (again.tiles[0].data_ptr() == group.tiles[0].data_ptr()) == shared
