@@ -56,9 +56,12 @@ class DeviceDecoder:
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
+        architecture.require_known(model, device)
+        if device.type != "cpu":
+            _require_bfloat16(model, device)
         found = architecture.outline(model, device)
         if device.type != "cpu":
-            _require_served(found, device)
+            _require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
@@ -83,6 +86,11 @@ class DeviceDecoder:
     def fingerprint(self) -> tuple:
         """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
         return self._state, self.positions
+
+    @property
+    def ropes(self) -> list[tuple[Tensor, Tensor]]:
+        """The rotary tables of today, which a captured call reads and has to keep."""
+        return self._ropes
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
@@ -217,11 +225,16 @@ def _layer(block: Block) -> DeviceLayer:
     )
 
 
-def _require_served(found: Outline, device: torch.device) -> None:
-    """UnknownArchitecture where the kernels of a GPU do not take a model's dtype or sizes."""
+def _require_bfloat16(model: nn.Module, device: torch.device) -> None:
+    """UnknownArchitecture for a model in another dtype than the kernels of a GPU take."""
+    dtype = model.model.embed_tokens.weight.dtype
+    if dtype != torch.bfloat16:
+        raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
+
+
+def _require_served(found: Outline) -> None:
+    """UnknownArchitecture where the kernels of a GPU do not take a model's sizes."""
     sizes = found.sizes
-    if found.dtype != torch.bfloat16:
-        raise UnknownArchitecture(f"its weights are {found.dtype}, on {device} load it in bfloat16")
     if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
         raise UnknownArchitecture(
             f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
