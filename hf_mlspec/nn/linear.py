@@ -8,6 +8,7 @@ from torch import nn
 from .. import ops
 from ..formats import mxfp4
 from ..formats.weights import Int4Weight, Mxfp4Weight
+from ..ops.cuda_library import serves
 from .packed import PackedLinear
 from .packed_formats import require_fit, zeros
 from .switch import PrecisionSwitch
@@ -20,6 +21,7 @@ class Mxfp4Linear(PackedLinear):
         weight_packed   [out, in / 2]               [ceil(out / 16), in / 32, 256], also named weight_tiles
         weight_scale    [out, in / 32]              [ceil(out / 16), in / 32, 16], also named scale_tiles
 
+    On a GPU with kernels tiles have other shapes: ops/tiles_cuda.py.
     At 16 activation bits x is rounded to bfloat16; at 8 to int8, a scale per row and block.
     """
 
@@ -49,6 +51,7 @@ class Int4Linear(PackedLinear):
         weight_scale    float16   [out, in / group]           [ceil(out / 16), in / group, 16], also named scale_tiles
         weight_zero     uint8     as weight_scale, or None    as scale_tiles, also named zero_tiles
 
+    On a GPU with kernels tiles have other shapes: ops/tiles_cuda.py.
     At 16 activation bits x is rounded to bfloat16; at 8 or 4 to integers, a scale per row and group of the weight.
     """
 
@@ -90,7 +93,7 @@ class Int4Linear(PackedLinear):
 
     @property
     def zero_tiles(self) -> nn.Parameter | None:
-        """uint8 ``[ceil(out / 16), in / group, 16]``, None when symmetric; RuntimeError before ``prepack_()``."""
+        """uint8, as ``weight_tiles``, None when symmetric; RuntimeError before ``prepack_()``."""
         return self._tiles("zero")
 
     def extra_repr(self) -> str:
@@ -100,22 +103,28 @@ class Int4Linear(PackedLinear):
 class KernelLinear(nn.Linear):
     """An nn.Linear served by the compiled kernels; what `prepare` makes of the linears of an unknown architecture.
 
-    Where they do not serve (off the CPU, a dtype other than bfloat16 and float32, a weight that is not contiguous,
-    under autograd or autocast) it is its parent.
+    Where they do not serve (a GPU without kernels; a dtype other than bfloat16 and, on the CPU, float32; a weight that
+    is not contiguous; under autograd or autocast) it is its parent.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` -> ``[..., out]`` in x.dtype."""
         weight = self.weight
-        linear = _DENSE_OPS.get(weight.dtype)
+        linear = _DENSE_OPS.get((weight.device.type, weight.dtype))
         learns = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
-        fits = linear is not None and x.dtype == weight.dtype and weight.is_cpu and weight.is_contiguous()
-        if not fits or learns or torch.is_autocast_enabled("cpu"):
+        fits = linear is not None and x.dtype == weight.dtype and weight.is_contiguous()
+        if weight.is_cuda:
+            fits = fits and serves(weight)
+        if not fits or learns or torch.is_autocast_enabled(weight.device.type):
             return super().forward(x)
         return linear(x, weight, self.bias)
 
 
-_DENSE_OPS = {torch.bfloat16: ops.bf16_linear, torch.float32: ops.f32_linear}
+_DENSE_OPS = {
+    ("cpu", torch.bfloat16): ops.bf16_linear,
+    ("cpu", torch.float32): ops.f32_linear,
+    ("cuda", torch.bfloat16): ops.bf16_linear,
+}
 
 
 def is_dense(module: nn.Module) -> bool:

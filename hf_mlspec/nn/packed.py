@@ -11,6 +11,7 @@ from torch import nn
 
 from ..formats.weights import Int4Weight, Mxfp4Weight
 from ..ops.reference import sliced_linear
+from ..ops.tiles import fit_device
 from .packed_formats import FORMATS, PackedFormat, Parts
 from .switch import PrecisionSwitch
 
@@ -20,9 +21,9 @@ _changing_layout = threading.Lock()
 class PackedModule(nn.Module):
     """A module with 4-bit parameters ``<name>_packed``, ``<name>_scale`` (and ``<name>_zero``) for each of ``names``.
 
-    They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles.py),
-    told apart by the number of axes. A change exchanges the data of the very Parameter objects, so that all views of a
-    model that share them (early_exit) change together.
+    They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles.py; on
+    a GPU with kernels ops/tiles_cuda.py), told apart by the number of axes. A change exchanges the data of the very
+    Parameter objects, so that all views of a model that share them (early_exit) change together.
     """
 
     format: str
@@ -58,8 +59,10 @@ class PackedModule(nn.Module):
 
     @torch.compiler.disable
     def prepack_(self) -> PackedModule:
-        """Parameters in tiles, as the kernels read them. A second call changes nothing."""
+        """Parameters in tiles, as the kernels of their device read them. A second call changes nothing."""
         with _changing_layout, torch.inference_mode(False):
+            if self.is_prepacked and not self._fit_device():
+                self._hold([self._on_disk(name) for name in self.names])
             if not self.is_prepacked:
                 self._hold([self._in_tiles(name) for name in self.names])
         return self
@@ -70,6 +73,11 @@ class PackedModule(nn.Module):
             if self.is_prepacked:
                 self._hold([self._on_disk(name) for name in self.names])
         return self
+
+    def _fit_device(self) -> bool:
+        """Whether tiles that were moved without this module's knowledge are those of their device."""
+        codes = [self._parameters[f"{name}_packed"] for name in self.names]
+        return all(fit_device(tiles.flatten(0, -3)) for tiles in codes)  # of experts: one behind the other
 
     def _in_tiles(self, name: str) -> Parts:
         """The parts of ``name``, which are as on disk, in tiles."""
@@ -108,7 +116,11 @@ class PackedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         """Moves everything, casts the biases, and never casts codes or scales: `.half()` and `.to(dtype)` see float16
-        scales as int16, whose bits they leave alone."""
+        scales as int16, whose bits they leave alone. Another kind of device reads other tiles: weights that go there
+        are put back as on disk, and in tiles by the next forward."""
+        codes = self._parameters[f"{self.names[-1]}_packed"]
+        if self.is_prepacked and fn(codes.detach().flatten()[:0]).device.type != codes.device.type:
+            self.unprepack_()
         scales = {id(s) for name in self.names if (s := getattr(self, f"{name}_scale")).dtype == torch.float16}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,12 +162,12 @@ class PackedLinear(PackedModule):
 
     @property
     def weight_tiles(self) -> nn.Parameter:
-        """uint8 ``[ceil(out / 16), in / 32, 256]``; RuntimeError before ``prepack_()``."""
+        """uint8, in the tiles of its device (ops/tiles.py); RuntimeError before ``prepack_()``."""
         return self._tiles("packed")
 
     @property
     def scale_tiles(self) -> nn.Parameter:
-        """``[ceil(out / 16), in / group, 16]``, uint8 or float16; RuntimeError before ``prepack_()``."""
+        """uint8 or float16, as ``weight_tiles``; RuntimeError before ``prepack_()``."""
         return self._tiles("scale")
 
     def packed_weight(self) -> Mxfp4Weight | Int4Weight:

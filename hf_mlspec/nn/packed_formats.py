@@ -10,6 +10,7 @@ import torch
 from .. import ops
 from ..formats import int4, mxfp4
 from ..formats.weights import Int4Weight, Mxfp4Weight
+from ..ops.tiles import int4_group_size
 from .switch import PrecisionSwitch
 
 Parts = tuple[torch.Tensor | None, ...]  # codes, scales (and zero points, None when symmetric)
@@ -25,7 +26,7 @@ def _multiply_int4(
     x: torch.Tensor, tiles: Parts, rows: int, bias: torch.Tensor | None, switch: PrecisionSwitch
 ) -> torch.Tensor:
     bits = switch.activation_bits
-    group_size = tiles[0].shape[1] * mxfp4.BLOCK // max(tiles[1].shape[1], 1)
+    group_size = int4_group_size(*tiles)
     if bits == 16 and switch.multiply == "dequant":
         return ops.bf16_linear(x, ops.int4_dequantize(*tiles, rows, group_size), bias)
     return ops.int4_linear(x, *tiles, rows, bias, group_size=group_size, activation_bits=bits)

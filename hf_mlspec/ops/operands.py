@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..formats.int4 import GROUP_SIZES
 from ..formats.mxfp4 import BLOCK
+from . import tiles_cuda
 from .tiles import TILE_BYTES, TILE_OUTPUTS
 
 FLOAT32, INT8 = torch.float32, torch.int8
@@ -42,8 +43,13 @@ def check_mxfp4_linear(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, activation_bits: int
 ) -> None:
     op = "mxfp4_linear"
-    in_features = _check_tiles(op, weight_tiles, out_features)
-    _check_part(op, "scale_tiles", scale_tiles, torch.uint8, [*weight_tiles.shape[:2], TILE_OUTPUTS])
+    if _in_cuda_order(weight_tiles):
+        bytes_of_pair = tiles_cuda.pair_bytes(BLOCK, mxfp4=True)
+        in_features = _check_pairs(op, weight_tiles, scale_tiles, out_features, BLOCK, bytes_of_pair)
+        _check_part(op, "scale_tiles", scale_tiles, torch.uint8, [1, in_features // BLOCK, 4])
+    else:
+        in_features = _check_tiles(op, weight_tiles, out_features)
+        _check_part(op, "scale_tiles", scale_tiles, torch.uint8, [*weight_tiles.shape[:2], TILE_OUTPUTS])
     _check_choice(op, "activation_bits", activation_bits, (8, 16))
     _check_rows(op, x, bias, in_features, out_features)
 
@@ -108,15 +114,42 @@ def _check_tiles(op: str, tiles: Tensor, out_features: int) -> int:
     return tiles.shape[1] * BLOCK
 
 
+def _in_cuda_order(tiles: Tensor) -> bool:
+    return tiles.is_cuda and tiles_cuda.is_packed(tiles)
+
+
+def _check_pairs(
+    op: str, tiles: Tensor, scale_tiles: Tensor, out_features: int, group_size: int, bytes_of_pair: int
+) -> int:
+    """in_features of 4-bit weight tiles in the order of GPUs, which the shape of scale_tiles tells."""
+    check_dtype(op, "weight_tiles", tiles, torch.uint8)
+    if scale_tiles.ndim != 3:
+        raise ValueError(f"{op}: scale_tiles has shape {list(scale_tiles.shape)}, expected 3 axes from prepack")
+    in_features = scale_tiles.shape[1] * group_size
+    pairs, chunks = -(-max(out_features, 0) // tiles_cuda.PAIR_OUTPUTS), -(-in_features // tiles_cuda.PAIR_INPUTS)
+    if out_features < 0 or list(tiles.shape) != [pairs, chunks, bytes_of_pair]:
+        raise ValueError(
+            f"{op}: weight_tiles has shape {list(tiles.shape)}, expected {[pairs, chunks, bytes_of_pair]} from prepack"
+            f" on a GPU for out_features = {out_features}, in_features = {in_features}, groups of {group_size}"
+        )
+    _check_contiguous(op, "weight_tiles", tiles)
+    return in_features
+
+
 def _check_int4(
     op: str, tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
 ) -> int:
     """in_features of an int4 weight in tiles."""
-    in_features = _check_tiles(op, tiles, out_features)
     _check_choice(op, "group_size", group_size, GROUP_SIZES)
+    if _in_cuda_order(tiles):
+        bytes_of_pair = tiles_cuda.pair_bytes(group_size, zero_tiles is not None)
+        in_features = _check_pairs(op, tiles, scale_tiles, out_features, group_size, bytes_of_pair)
+        groups = [0, in_features // group_size, TILE_OUTPUTS]
+    else:
+        in_features = _check_tiles(op, tiles, out_features)
+        groups = [tiles.shape[0], in_features // group_size, TILE_OUTPUTS]
     if in_features % group_size:
         raise ValueError(f"{op}: group_size {group_size} does not divide in_features = {in_features}")
-    groups = [tiles.shape[0], in_features // group_size, TILE_OUTPUTS]
     _check_part(op, "scale_tiles", scale_tiles, torch.float16, groups)
     if zero_tiles is not None:
         _check_part(op, "zero_tiles", zero_tiles, torch.uint8, groups)

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import activations, int4, mxfp4
-from ..formats.mxfp4 import BLOCK
 from ..formats.packing import unpack_nibbles
 from . import operands
 from .reference_rows import ragged_attention, rms_norm, rope_write, silu_mul
-from .tiles import TILE_OUTPUTS, unprepack_int4, unprepack_mxfp4
+from .tiles import TILE_OUTPUTS, int4_on_cpu_order, mxfp4_on_cpu_order, unprepack_int4, unprepack_mxfp4
 
 __all__ = [
     "bf16_linear",
@@ -45,6 +44,7 @@ def mxfp4_linear(
     integer dot products of a block, scaled late.
     """
     operands.check_mxfp4_linear(x, weight_tiles, scale_tiles, out_features, bias, activation_bits)
+    weight_tiles, scale_tiles = mxfp4_on_cpu_order(weight_tiles, scale_tiles, out_features)
 
     def part(rows: slice) -> Tensor:
         tiles = _tiles_of(rows)
@@ -73,6 +73,7 @@ def int4_linear(
     operands.check_int4_linear(
         x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, group_size, activation_bits
     )
+    weight_tiles, scale_tiles, zero_tiles = int4_on_cpu_order(weight_tiles, scale_tiles, zero_tiles, out_features)
 
     def part(rows: slice) -> Tensor:
         tiles = _tiles_of(rows)
@@ -94,7 +95,7 @@ def int4_dequantize(
     """bfloat16 ``[out, in]``: (code - zero) * scale, rounded once."""
     operands.check_int4_dequantize(weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
     if weight_tiles.numel() == 0:
-        return weight_tiles.new_empty((out_features, weight_tiles.shape[1] * BLOCK), dtype=torch.bfloat16)
+        return weight_tiles.new_empty((out_features, scale_tiles.shape[1] * group_size), dtype=torch.bfloat16)
     return int4.dequantize(*unprepack_int4(weight_tiles, scale_tiles, zero_tiles, out_features), torch.bfloat16)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.mxfp4 import BLOCK
 from . import operands, operands_rows
 
 # name -> schema. C++ only adds implementations (TORCH_LIBRARY_IMPL), so Python and C++ cannot disagree about a
-# signature. "float" below: float32, bfloat16 or float16. Tiles: ops/tiles.py.
+# signature. "float" below: float32, bfloat16 or float16. Tiles: ops/tiles.py, whose shapes on the CPU are told here;
+# on a GPU ops/tiles_cuda.py, there linears round their results to bfloat16 and quantize_rows takes bfloat16 alone.
 SCHEMAS: dict[str, str] = {
     # x float [..., in]; weight_tiles uint8 [ceil(out / 16), in / 32, 256]; scale_tiles uint8 [ceil(out / 16), in / 32,
     # 16]; bias float [out]; activation_bits 8 or 16 -> [..., out] in x.dtype, summed in float32.
@@ -83,7 +83,7 @@ def fake_int4_dequantize(
     weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
 ) -> Tensor:
     operands.check_int4_dequantize(weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
-    return weight_tiles.new_empty((out_features, weight_tiles.shape[1] * BLOCK), dtype=torch.bfloat16)
+    return weight_tiles.new_empty((out_features, scale_tiles.shape[1] * group_size), dtype=torch.bfloat16)
 
 
 def fake_bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

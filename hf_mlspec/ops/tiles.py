@@ -1,5 +1,7 @@
 """In which order do the kernels read a 4-bit weight? A permutation of what is on disk; nothing is rounded or lost.
 
+On a GPU that compiled kernels serve: as in tiles_cuda.py. Everywhere else, in plain torch, too:
+
     on disk    weight_packed [out, in / 2]      byte (o, i) = code 2i of row o | code 2i + 1 << 4
     in tiles   weight_tiles [ceil(out / 16), in / 32, 256]: a tile is 16 outputs, a step of it one block of 32 elements
 
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from ..formats.mxfp4 import BLOCK
 from ..formats.packing import pack_nibbles, unpack_nibbles
+from . import tiles_cuda
+from .cuda_library import serves
 
 TILE_OUTPUTS = 16
 TILE_BYTES = TILE_OUTPUTS * BLOCK // 2
@@ -27,14 +31,18 @@ _CHUNK = 1 << 22  # codes in flight: bounds the temporaries, whatever the tensor
 def prepack_mxfp4(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 ``[out, in / 2]`` and ``[out, in / 32]`` -> weight_tiles, scale_tiles (above).
 
-    TypeError for another dtype, ValueError for shapes that are no MXFP4 weight.
+    TypeError for another dtype, ValueError for shapes that are no MXFP4 weight, and on a GPU for NaN scales.
     """
     _require(weight_packed, weight_scale, BLOCK)
+    if serves(weight_packed):
+        return tiles_cuda.pack_mxfp4(weight_packed, weight_scale)
     return _tile_codes(weight_packed), _tile_columns(weight_scale)
 
 
 def unprepack_mxfp4(weight_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
     """The inverse of ``prepack_mxfp4``, bit for bit."""
+    if tiles_cuda.is_packed(weight_tiles):
+        return tiles_cuda.unpack_mxfp4(weight_tiles, scale_tiles, out_features)
     _require_tiles(weight_tiles, scale_tiles, out_features)
     return _untile_codes(weight_tiles, out_features), _untile_columns(scale_tiles, out_features)
 
@@ -45,6 +53,8 @@ def prepack_int4(
     """uint8 ``[out, in / 2]``, float16 ``[out, in / group]``, uint8 of that shape or None -> weight_tiles,
     scale_tiles, zero_tiles. TypeError and ValueError as ``prepack_mxfp4``."""
     _require(weight_packed, weight_scale, None)
+    if serves(weight_packed):
+        return tiles_cuda.pack_int4(weight_packed, weight_scale, weight_zero)
     zero = None if weight_zero is None else _tile_columns(weight_zero)
     return _tile_codes(weight_packed), _tile_columns(weight_scale), zero
 
@@ -53,9 +63,41 @@ def unprepack_int4(
     weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inverse of ``prepack_int4``, bit for bit."""
+    if tiles_cuda.is_packed(weight_tiles):
+        return tiles_cuda.unpack_int4(weight_tiles, scale_tiles, zero_tiles, out_features)
     _require_tiles(weight_tiles, scale_tiles, out_features)
     zero = None if zero_tiles is None else _untile_columns(zero_tiles, out_features)
     return _untile_codes(weight_tiles, out_features), _untile_columns(scale_tiles, out_features), zero
+
+
+def fit_device(weight_tiles: Tensor) -> bool:
+    """Whether a weight is in the tiles that ops on its device read."""
+    return tiles_cuda.is_packed(weight_tiles) == serves(weight_tiles)
+
+
+def int4_group_size(weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None) -> int:
+    """Elements that share a scale, 32, 64 or 128, of a weight from ``prepack_int4``."""
+    if tiles_cuda.is_packed(weight_tiles):
+        return tiles_cuda.int4_group_size(weight_tiles, zero_tiles is not None)
+    return weight_tiles.shape[1] * BLOCK // max(scale_tiles.shape[1], 1)
+
+
+def mxfp4_on_cpu_order(weight_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
+    """An MXFP4 weight from ``prepack_mxfp4`` in the tiles of the CPU, which can be cut at 16 outputs."""
+    if not tiles_cuda.is_packed(weight_tiles):
+        return weight_tiles, scale_tiles
+    packed, scale = tiles_cuda.unpack_mxfp4(weight_tiles, scale_tiles, out_features)
+    return _tile_codes(packed), _tile_columns(scale)
+
+
+def int4_on_cpu_order(
+    weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same of an int4 weight."""
+    if not tiles_cuda.is_packed(weight_tiles):
+        return weight_tiles, scale_tiles, zero_tiles
+    packed, scale, zero = tiles_cuda.unpack_int4(weight_tiles, scale_tiles, zero_tiles, out_features)
+    return _tile_codes(packed), _tile_columns(scale), None if zero is None else _tile_columns(zero)
 
 
 def num_tiles(out_features: int) -> int:
