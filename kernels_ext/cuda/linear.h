@@ -8,16 +8,16 @@ extern "C" {
 #endif
 
 typedef struct {
-  const void* tiles;      // bf16: the weight itself, bfloat16 [out, in], aligned to 16 bytes; else from mlspec_cuda_prepack_tiles
+  const void* tiles;      // bf16: the weight itself, bfloat16 [out, in], aligned to 16 bytes; else from prepack
   const void* x;          // bfloat16 [tokens, in]; 8 and 4 bits: codes int8 [tokens, in] of mlspec_cuda_quantize_rows
   const float* x_scales;  // 8 and 4 bits: the scales of mlspec_cuda_quantize_rows
   const void* bias;       // [out] float32 or bfloat16, or null
   void* out;              // bfloat16 [tokens, out]
-  const int32_t* exponent_shift;       // MXFP4: what prepack wrote; the result is multiplied by 2^exponent_shift
+  const int32_t* exponent_shift;  // MXFP4: what prepack wrote; the result is multiplied by 2^exponent_shift
   int64_t num_tokens, in_features, out_features;  // in_features: a multiple of 8 (bf16), 32 (MXFP4), group_size (int4)
-  int64_t x_scale_stride;              // tokens, a multiple of 4
-  int32_t group_size, has_zeros;       // int4
-  int32_t activation_bits;             // 16, 8 or 4; bf16: 16
+  int64_t x_scale_stride;         // tokens, a multiple of 4
+  int32_t group_size, has_zeros;  // int4
+  int32_t activation_bits;        // 16, 8 or 4; bf16: 16
   int32_t bias_is_float32;
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.
@@ -37,10 +37,11 @@ const char* mlspec_cuda_mxfp4_linear(const mlspec_cuda_linear* args);
 typedef struct {
   const void* x;  // bfloat16 [tokens, in]
   void* codes;    // int8 [tokens, in]
-  float* scales;  // for_linear: [ceil(in / 128) * 128 / group, scale_stride], zeros beyond `in` and `tokens`; else [tokens, ceil(in / group)]
+  float* scales;  // for_linear: [ceil(in / 128) * 128 / group, scale_stride], zeros beyond `in` and `tokens`;
+                  // else [tokens, ceil(in / group)]
   int64_t num_tokens, in_features, scale_stride;  // for_linear: scale_stride a multiple of 4, at least num_tokens
   int32_t group_size, bits;                       // 32, 64 or 128; 8 or 4
-  int32_t for_linear;  // codes of every 16 inputs in the order 0 8 1 9 .. 7 15 of the linear kernels; in_features a multiple of 32
+  int32_t for_linear;  // codes of every 16 inputs in the order 0 8 1 9 .. 7 15; in_features a multiple of 32
   int32_t overlap;
   void* stream;
 } mlspec_cuda_quantize;

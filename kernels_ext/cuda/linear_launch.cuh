@@ -97,7 +97,7 @@ const char* launch(const mlspec_cuda_linear& a) {
   const int own_sums = V::kOwnSums ? V::kSumBytes : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;
   const int ring = a.ring_bytes ? a.ring_bytes : kSharedMemory / V::kBlocks - kReserved - own_sums;
   params.stages = stages_of_ring(ring, V::kStageBytes, V::kTurn * V::kWarpGroups);
-  params.stages_ahead = a.stages_ahead ? a.stages_ahead : (V::kTiles == 1 ? 6 : 2) * kTileInputs / V::Format::kChunk;
+  params.stages_ahead = a.stages_ahead ? a.stages_ahead : V::kAhead;
   if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
   if (params.stages == 0) return "the ring is smaller than one turn of all groups of warps";
   const int stage_bytes = params.stages * V::kStageBytes;

@@ -65,6 +65,8 @@ struct Variant {
   // block finishes one tile and begins the next; many lie over the ring.
   static constexpr int kSumStride = kOutputs + 4, kSumBytes = kTokens * kSumStride * 4;
   static constexpr bool kOwnSums = kTiles == 1;
+  // Stages whose weights are asked for before the first tokens: enough to keep the memory busy, few enough to be here first.
+  static constexpr int kAhead = kTiles == 1 ? (Format::kFourBits ? 6 : 8) : kTokens > 64 || Format::kFourBits ? 2 : 4;
   // Cycles in which the memory brings a stage's weights to every block: the pace of asking for more than `stages_ahead`.
   static constexpr int kPace = kTileBytes * kBlocks / 24;
 };
@@ -73,8 +75,12 @@ struct Variant {
 template <class V>
 struct Work {
   int first_unit, unit_step, first_chunk, chunks;
-  __device__ __forceinline__ static int first_tile(const LinearParams& p, int unit) { return unit / p.token_blocks * V::kTiles; }
-  __device__ __forceinline__ static int first_token(const LinearParams& p, int unit) { return unit % p.token_blocks * V::kTokens; }
+  __device__ __forceinline__ static int first_tile(const LinearParams& p, int unit) {
+    return unit / p.token_blocks * V::kTiles;
+  }
+  __device__ __forceinline__ static int first_token(const LinearParams& p, int unit) {
+    return unit % p.token_blocks * V::kTokens;
+  }
 };
 
 template <class V>

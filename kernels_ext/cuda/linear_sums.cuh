@@ -49,7 +49,8 @@ __device__ __forceinline__ void store_outputs(const LinearParams& p, float4 sum,
 
 // Sums of the blocks of the cluster, by rank; each block finishes its share of the outputs.
 template <class V>
-__device__ __forceinline__ void add_ranks(const LinearParams& p, const float* total, float out_scale, int first_token, int first_output) {
+__device__ __forceinline__ void add_ranks(const LinearParams& p, const float* total, float out_scale, int first_token,
+                                          int first_output) {
   const int ranks = cluster_size(), rank = cluster_rank();
   const int tokens = min(V::kTokens, p.num_tokens - first_token);
   constexpr int kQuads = V::kOutputs / 4;

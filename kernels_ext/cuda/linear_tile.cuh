@@ -145,8 +145,8 @@ struct Turn {
 
 // 4-bit weights, through registers.
 template <class V>
-__device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], Turn& turn, const LinearParams& p, const uint8_t* memory,
-                                              Ring ring, int chunks, int warp, int lane) {
+__device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], Turn& turn, const LinearParams& p,
+                                              const uint8_t* memory, Ring ring, int chunks, int warp, int lane) {
   using Format = typename V::Format;
   const int group = warp / (4 * V::kTiles), tile_of_block = warp / 4 % V::kTiles;
   uint32_t place = TokenFragments<V::kTokenTiles>::place(lane);
@@ -223,7 +223,8 @@ __device__ __forceinline__ void consume_bf16(float (&sums)[V::kTokenTiles][4], T
 
 // One unit after another; the ring runs on.
 template <class V>
-__device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, Ring ring, Work<V> work, int warp, int lane) {
+__device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, Ring ring, Work<V> work, int warp,
+                                        int lane) {
   using Format = typename V::Format;
   float out_scale = Format::kOutScale;
   if constexpr (Format::kHasShift) out_scale *= exp2f(float(*p.exponent_shift));
