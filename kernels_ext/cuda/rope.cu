@@ -1,0 +1,137 @@
+// How do the heads of a step get their norms, their rotation and their place in the cache? One warp a head and token.
+#include "row_launch.cuh"
+
+namespace mlspec {
+namespace {
+
+constexpr int kRopeWarps = 4;  // of a block: small blocks spread a single token's heads over the chip
+constexpr int kMaxDim = 256;
+
+struct RopeArgs {
+  const __nv_bfloat16* qkv;
+  const float *q_norm, *k_norm, *cos, *sin;
+  __nv_bfloat16* q;
+  mlspec_cuda_tokens tokens;
+  mlspec_cuda_cache cache;
+  int64_t positions;
+  int half, heads;
+  float eps;
+};
+
+// What lane `lane` of a warp holds of a head: elements i, i + 1 .. i + kStep of the first half of the rotated part and their
+// partners in the second half, and of the part behind, which is not rotated.
+template <int kStep>
+struct HeadPart {
+  static constexpr int kPairs = kMaxDim / 2 / (kWarp * kStep), kRest = kMaxDim / (kWarp * kStep);
+  float first[kPairs][kStep], second[kPairs][kStep], rest[kRest][kStep];
+
+  __device__ static void load_some(const __nv_bfloat16* from, float (&v)[kStep]) {
+    if constexpr (kStep == 2) {
+      const float2 pair = widened(*reinterpret_cast<const uint32_t*>(from));
+      v[0] = pair.x, v[1] = pair.y;
+    } else {
+      v[0] = load_one(from);
+    }
+  }
+
+  __device__ static void store_some(__nv_bfloat16* to, const float (&v)[kStep]) {
+    if constexpr (kStep == 2) {
+      *reinterpret_cast<uint32_t*>(to) = narrowed(v[0], v[1]);
+    } else {
+      store_one(to, v[0]);
+    }
+  }
+
+  // f(element of the head, values) for everything this lane holds.
+  template <class F>
+  __device__ __forceinline__ void for_each(int lane, int half, int dim, F f) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int i = (lane + j * kWarp) * kStep;
+      if (i >= half) break;
+      f(i, first[j]);
+      f(half + i, second[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kRest; ++j) {
+      const int i = 2 * half + (lane + j * kWarp) * kStep;
+      if (i >= dim) break;
+      f(i, rest[j]);
+    }
+  }
+
+  __device__ __forceinline__ void normalize(int lane, int half, int dim, const float* weight, float eps) {
+    float sum = 0.f;
+    for_each(lane, half, dim, [&](int, float (&v)[kStep]) {
+      for (int e = 0; e < kStep; ++e) sum = fmaf(v[e], v[e], sum);
+    });
+    const float inverse = rsqrtf(warp_sum(sum) / float(dim) + eps);
+    for_each(lane, half, dim, [&](int at, float (&v)[kStep]) {
+      for (int e = 0; e < kStep; ++e) v[e] = rounded(v[e] * inverse * weight[at + e]);
+    });
+  }
+
+  __device__ __forceinline__ void rotate(int lane, int half, const float* cos, const float* sin) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int i = (lane + j * kWarp) * kStep;
+      if (i >= half) break;
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) {
+        const float a = first[j][e], b = second[j][e], c = cos[i + e], s = sin[i + e];
+        first[j][e] = a * c - b * s;
+        second[j][e] = b * c + a * s;
+      }
+    }
+  }
+};
+
+template <int kStep>
+__global__ void __launch_bounds__(kRopeWarps* kWarp) rope_write_kernel(const RopeArgs a) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int kv_heads = int(a.cache.kv_heads), dim = int(a.cache.dim), all_heads = a.heads + 2 * kv_heads;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t index = int64_t(blockIdx.x) * kRopeWarps + threadIdx.x / kWarp, token = index / all_heads;
+  if (token >= a.cache.batch * a.tokens.width) return;
+  const int head = int(index % all_heads), kv = head < a.heads + kv_heads ? head - a.heads : head - a.heads - kv_heads;
+  const int row = int(token / a.tokens.width), t = int(token % a.tokens.width);
+  const int64_t position = int64_t(a.tokens.starts[row]) + t;
+  const bool real = t < a.tokens.counts[row] && position >= 0 && position < a.cache.slots && position < a.positions;
+  const bool is_query = head < a.heads, is_value = head >= a.heads + kv_heads;
+  __nv_bfloat16* to;
+  if (is_query)
+    to = a.q + (token * a.heads + head) * dim;
+  else if (is_value)
+    to = static_cast<__nv_bfloat16*>(a.cache.values) + row * a.cache.value_batch_stride + kv * a.cache.value_head_stride +
+         position * dim;
+  else
+    to = static_cast<__nv_bfloat16*>(a.cache.keys) + row * a.cache.key_batch_stride + kv * a.cache.key_head_stride +
+         position * dim;
+  HeadPart<kStep> part{};
+  if (real) {
+    const __nv_bfloat16* from = a.qkv + index * dim;
+    part.for_each(lane, a.half, dim, [&](int at, float (&v)[kStep]) { HeadPart<kStep>::load_some(from + at, v); });
+    const float* norm = is_query ? a.q_norm : is_value ? nullptr : a.k_norm;
+    if (norm) part.normalize(lane, a.half, dim, norm, a.eps);
+    if (!is_value) part.rotate(lane, a.half, a.cos + position * a.half, a.sin + position * a.half);
+  }
+  if (real || is_query)  // zeros for queries of padding
+    part.for_each(lane, a.half, dim, [&](int at, float (&v)[kStep]) { HeadPart<kStep>::store_some(to + at, v); });
+}
+
+}  // namespace
+}  // namespace mlspec
+
+using namespace mlspec;
+
+const char* mlspec_cuda_rope_write_rows(const mlspec_cuda_rotation* rotation, const mlspec_cuda_tokens* tokens,
+                                        const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how) {
+  if (cache->dim % 16 || cache->dim < 16 || cache->dim > kMaxDim) return "head_dim must be a multiple of 16 up to 256";
+  const RopeArgs args{static_cast<const __nv_bfloat16*>(rotation->qkv), rotation->q_norm, rotation->k_norm, rotation->cos,
+                      rotation->sin, static_cast<__nv_bfloat16*>(rotation->q), *tokens, *cache, rotation->positions,
+                      int(rotation->half), int(rotation->heads), rotation->eps};
+  const int64_t heads = cache->batch * tokens->width * (rotation->heads + 2 * cache->kv_heads);
+  const RowGrid grid{dim3(blocks_for(heads, kRopeWarps)), kRopeWarps * kWarp};
+  return args.half % 2 ? launch_rows(*how, grid, rope_write_kernel<1>, args) : launch_rows(*how, grid, rope_write_kernel<2>, args);
+}

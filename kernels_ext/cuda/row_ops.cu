@@ -1,0 +1,192 @@
+// How are rows normed, gated and looked up? One block a row where a row is summed; elements of 16 bytes at a time.
+#include "row_launch.cuh"
+
+namespace mlspec {
+namespace {
+
+constexpr int kNormThreads = 512, kNormVectors = 4;  // of a row in registers: up to 16384 elements
+constexpr int kElementThreads = 128;                 // of kernels without sums: small blocks spread over the chip
+constexpr int kMaxGridRows = 65535;
+
+struct NormRows {
+  const __nv_bfloat16 *x, *residual;
+  __nv_bfloat16 *normed, *total;
+  float eps;
+  int width;
+};
+
+// kVectors: a thread's share of a row.
+template <class Weight, int kVectors>
+__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(NormRows rows, const Weight* weight) {
+  __shared__ float sums[kWarp];
+  launch_dependents();
+  const int64_t first = int64_t(blockIdx.x) * rows.width;
+  float scale[kVectors][kVector], row[kVectors][kVector], sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = (threadIdx.x + i * blockDim.x) * kVector;
+    if (at < rows.width) load_vector(weight + at, scale[i]);
+  }
+  wait_for_previous_kernel();
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = (threadIdx.x + i * blockDim.x) * kVector;
+    if (at >= rows.width) continue;
+    load_vector(rows.x + first + at, row[i]);
+    if (rows.residual) {
+      float other[kVector];
+      load_vector(rows.residual + first + at, other);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) row[i][e] = rounded(row[i][e] + other[e]);
+      store_vector(rows.total + first + at, row[i]);
+    }
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) sum = fmaf(row[i][e], row[i][e], sum);
+  }
+  const float inverse = rsqrtf(block_sum(sum, sums) / float(rows.width) + rows.eps);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = (threadIdx.x + i * blockDim.x) * kVector;
+    if (at >= rows.width) continue;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) row[i][e] = row[i][e] * inverse * scale[i][e];
+    store_vector(rows.normed + first + at, row[i]);
+  }
+}
+
+// Of any width: rows are read twice.
+template <class Weight>
+__global__ void __launch_bounds__(kNormThreads) rms_norm_any_kernel(NormRows rows, const Weight* weight) {
+  __shared__ float sums[kWarp];
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t first = int64_t(blockIdx.x) * rows.width;
+  const auto element = [&](int e) {
+    const float x = load_one(rows.x + first + e);
+    return rows.residual ? rounded(x + load_one(rows.residual + first + e)) : x;
+  };
+  float sum = 0.f;
+  for (int e = threadIdx.x; e < rows.width; e += blockDim.x) {
+    const float value = element(e);
+    if (rows.residual) store_one(rows.total + first + e, value);
+    sum = fmaf(value, value, sum);
+  }
+  const float inverse = rsqrtf(block_sum(sum, sums) / float(rows.width) + rows.eps);
+  for (int e = threadIdx.x; e < rows.width; e += blockDim.x)
+    store_one(rows.normed + first + e, element(e) * inverse * load_one(weight + e));
+}
+
+template <class Weight>
+const char* rms_norm(const NormRows& rows, const Weight* weight, int64_t n, const mlspec_cuda_row_launch& how) {
+  const int vectors = rows.width / kVector;
+  const unsigned whole = unsigned((vectors + kWarp - 1) / kWarp * kWarp);
+  const RowGrid grid{dim3(unsigned(n)), whole < kNormThreads ? whole : kNormThreads};
+  const int share = vectors ? (vectors + grid.threads - 1) / grid.threads : 0;
+  if (rows.width % kVector || share < 1 || share > kNormVectors)
+    return launch_rows(how, {dim3(unsigned(n)), kNormThreads}, rms_norm_any_kernel<Weight>, rows, weight);
+  if (share == 1) return launch_rows(how, grid, rms_norm_kernel<Weight, 1>, rows, weight);
+  if (share == 2) return launch_rows(how, grid, rms_norm_kernel<Weight, 2>, rows, weight);
+  return launch_rows(how, grid, rms_norm_kernel<Weight, kNormVectors>, rows, weight);
+}
+
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu };  // mlspec_activation
+
+template <int kActivation>
+__device__ __forceinline__ float activate(float x) {
+  if constexpr (kActivation == kSilu) return x / (1.f + expf(-x));
+  if constexpr (kActivation == kGeluTanh) return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
+  if constexpr (kActivation == kGelu) return 0.5f * x * (1.f + erff(x * 0.7071067812f));
+  return x != x ? x : fmaxf(x, 0.f);  // kRelu; fmaxf would lose a NaN
+}
+
+template <int kActivation>
+__global__ void __launch_bounds__(kElementThreads)
+    gated_kernel(const __nv_bfloat16* gate, const __nv_bfloat16* up, int64_t stride, int64_t n, int64_t width,
+                 __nv_bfloat16* out) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t at = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kVector;
+  if (at >= width) return;
+  for (int64_t row = blockIdx.y; row < n; row += gridDim.y) {
+    const __nv_bfloat16 *from = gate + row * stride + at, *other = up + row * stride + at;
+    __nv_bfloat16* to = out + row * width + at;
+    if (width % kVector == 0) {
+      float a[kVector], b[kVector];
+      load_vector(from, a);
+      load_vector(other, b);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) a[e] = activate<kActivation>(a[e]) * b[e];
+      store_vector(to, a);
+    } else {
+      for (int e = 0; e < kVector && at + e < width; ++e)
+        store_one(to + e, activate<kActivation>(load_one(from + e)) * load_one(other + e));
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kElementThreads)
+    embed_kernel(const int32_t* ids, const T* table, int64_t vocab, int64_t width, float scale, T* out) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t id = ids[blockIdx.x], row = id < 0 ? 0 : id < vocab ? id : vocab - 1;
+  const T* from = table + row * width;
+  T* to = out + int64_t(blockIdx.x) * width;
+  for (int64_t at = (int64_t(blockIdx.y) * kElementThreads + threadIdx.x) * kVector; at < width;
+       at += int64_t(gridDim.y) * kElementThreads * kVector) {
+    if (width % kVector == 0) {
+      float v[kVector];
+      load_vector(from + at, v);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) v[e] *= scale;  // by 1: as they are
+      store_vector(to + at, v);
+    } else {
+      for (int e = 0; e < kVector && at + e < width; ++e) store_one(to + at + e, load_one(from + at + e) * scale);
+    }
+  }
+}
+
+template <class T>
+const char* embed_rows(const int32_t* ids, const void* table, int64_t vocab, int64_t n, int64_t width, float scale, void* out,
+                       const mlspec_cuda_row_launch& how) {
+  const unsigned pieces = blocks_for(width, kElementThreads * kVector);
+  const RowGrid grid{dim3(unsigned(n), pieces < kMaxGridRows ? pieces : kMaxGridRows), kElementThreads};
+  return launch_rows(how, grid, embed_kernel<T>, ids, static_cast<const T*>(table), vocab, width, scale, static_cast<T*>(out));
+}
+
+}  // namespace
+}  // namespace mlspec
+
+using namespace mlspec;
+
+const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
+                                 int64_t n, int64_t width, void* normed, void* total, const mlspec_cuda_row_launch* how) {
+  if (width > INT32_MAX || n > INT32_MAX) return "rms_norm takes up to 2^31 - 1 rows and elements of a row";
+  const NormRows rows{static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(residual),
+                      static_cast<__nv_bfloat16*>(normed), static_cast<__nv_bfloat16*>(total), eps, int(width)};
+  return weight_is_bf16 ? rms_norm(rows, static_cast<const __nv_bfloat16*>(weight), n, *how)
+                        : rms_norm(rows, static_cast<const float*>(weight), n, *how);
+}
+
+const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
+                              void* out, const mlspec_cuda_row_launch* how) {
+  const auto launch = [&](auto kernel) {
+    const int64_t rows = n < kMaxGridRows ? n : kMaxGridRows;
+    return launch_rows(*how, {dim3(blocks_for(width, kElementThreads * kVector), unsigned(rows)), kElementThreads}, kernel,
+                       static_cast<const __nv_bfloat16*>(gate), static_cast<const __nv_bfloat16*>(up), stride, n, width,
+                       static_cast<__nv_bfloat16*>(out));
+  };
+  switch (activation) {
+    case kSilu: return launch(gated_kernel<kSilu>);
+    case kGeluTanh: return launch(gated_kernel<kGeluTanh>);
+    case kGelu: return launch(gated_kernel<kGelu>);
+    case kRelu: return launch(gated_kernel<kRelu>);
+    default: return "no such activation";
+  }
+}
+
+const char* mlspec_cuda_embed_rows(const int32_t* ids, const void* table, int32_t table_is_bf16, int64_t vocab, int64_t n,
+                                   int64_t width, float scale, void* out, const mlspec_cuda_row_launch* how) {
+  return table_is_bf16 ? embed_rows<__nv_bfloat16>(ids, table, vocab, n, width, scale, out, *how)
+                       : embed_rows<float>(ids, table, vocab, n, width, scale, out, *how);
+}

@@ -1,0 +1,86 @@
+// What do the kernels over rows, their cache and their logits take? Plain C: every pointer is device memory, every call only
+// enqueues work. Tensors lie dense and start at multiples of 16 bytes unless strides are given; what they mean:
+// hf_mlspec/ops/schema.py and schema_step.py.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  void* stream;
+  int32_t overlap;   // may start before the kernel in front of it in the stream ends (sm_90 and later)
+  int32_t clusters;  // blocks may share their memory (sm_90 and later); results have the same bits without
+} mlspec_cuda_row_launch;
+
+// Keys and values bfloat16 [batch, kv_heads, slots, dim], dense in the last two axes; strides in elements, multiples of 8.
+typedef struct {
+  void *keys, *values;
+  int64_t batch, kv_heads, slots, dim;
+  int64_t key_batch_stride, key_head_stride, value_batch_stride, value_head_stride;
+} mlspec_cuda_cache;
+
+// Token t of row r has position and slot starts[r] + t and is real where t < counts[r].
+typedef struct {
+  const int32_t *starts, *counts;  // [batch]
+  int64_t width;
+} mlspec_cuda_tokens;
+
+// Each returns null, or what went wrong. n, batch and width are at least 1.
+
+// x, residual (or null) bfloat16 [n, width]; weight [width], float32 or bfloat16; total null without a residual.
+const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
+                                 int64_t n, int64_t width, void* normed, void* total, const mlspec_cuda_row_launch* how);
+
+// gate, up: rows of `width` bfloat16, `stride` elements from row to row -> out [n, width]; mlspec_activation of cpu/kernels.h.
+const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
+                              void* out, const mlspec_cuda_row_launch* how);
+
+// ids int32 [n]; table [vocab, width], float32 or bfloat16 -> out [n, width].
+const char* mlspec_cuda_embed_rows(const int32_t* ids, const void* table, int32_t table_is_bf16, int64_t vocab, int64_t n,
+                                   int64_t width, float scale, void* out, const mlspec_cuda_row_launch* how);
+
+typedef struct {
+  const void* qkv;  // bfloat16 [batch, width, (heads + 2 kv_heads) * dim]
+  const float *q_norm, *k_norm;  // [dim] or null
+  const float *cos, *sin;        // [positions, half]
+  int64_t positions, half, heads;
+  float eps;
+  void* q;  // bfloat16 [batch, width, heads, dim]
+} mlspec_cuda_rotation;
+
+const char* mlspec_cuda_rope_write_rows(const mlspec_cuda_rotation* rotation, const mlspec_cuda_tokens* tokens,
+                                        const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
+
+typedef struct {
+  const void* q;  // bfloat16 [batch, width, heads, dim]
+  void* out;      // the same
+  int64_t heads, window;
+  float scale, softcap;
+  int32_t shared_bytes;     // a block may have
+  int32_t multiprocessors;  // of the GPU
+  int32_t ranks;            // blocks that share a tile's keys: 1 or 8; 0: chosen from the shapes. Bits are the same.
+} mlspec_cuda_attention;
+
+const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
+                                              const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
+
+// logits [n, vocab], float32 or bfloat16; seed null, or int64 [1] with streams and positions int32 [n].
+typedef struct {
+  const void* logits;
+  int32_t logits_are_bf16;
+  int64_t n, vocab;
+  float softcap;
+  const int64_t* seed;
+  const int32_t *streams, *positions;
+  int32_t* tokens;    // [n]
+  float* confidence;  // [n]
+} mlspec_cuda_choice;
+
+const char* mlspec_cuda_choose_rows(const mlspec_cuda_choice* choice, const mlspec_cuda_row_launch* how);
+
+#ifdef __cplusplus
+}
+#endif
