@@ -19,7 +19,7 @@ from . import architecture, rotary
 from .architecture import Block, Outline, UnknownArchitecture
 from .device_weights import DeviceLinear, joined
 from .linear import is_dense
-from .prepared import activation_choices, say, state, up_to_date
+from .prepared import activation_choices, drop_decoders, say, state, up_to_date
 
 ROW_BYTES = 16  # what the kernels load at once
 
@@ -190,6 +190,7 @@ def device_decoder(model: nn.Module) -> DeviceDecoder | None:
         architecture.require_known(model, device)
         return up_to_date(model, DeviceDecoder)
     except UnknownArchitecture as error:
+        drop_decoders(model)
         say(f"{type(model).__name__} runs module by module: {error}")
         return None
 

@@ -15,9 +15,9 @@ from .. import ops
 from ..ops.compiled_decoder import compiled_decoder, has_compiled_decoder, set_linear
 from . import architecture, compiled_weights, rotary
 from .architecture import UnknownArchitecture
-from .device_decoder import DeviceDecoder
+from .device_decoder import DeviceDecoder, device_of
 from .linear import KernelLinear, is_dense
-from .prepared import activation_choices, forget, is_prepared, remember, say, switches, up_to_date
+from .prepared import activation_choices, drop_decoders, forget, is_prepared, remember, say, switches, up_to_date
 from .switch import PrecisionSwitch
 
 
@@ -138,12 +138,15 @@ def fused_decoder(model: nn.Module) -> FusedDecoder | None:
     """
     if not has_compiled_decoder() or torch.is_autocast_enabled("cpu"):
         return None
+    if device_of(model).type == "cuda":
+        return None  # device_decoder's to serve, or to say why not
     if not is_prepared(model) and not all(p.is_cpu for p in model.parameters()):
         return None  # nobody asked for a compiled decoder there
     try:
         architecture.require_known(model)
         return up_to_date(model, FusedDecoder)
     except UnknownArchitecture as error:
+        drop_decoders(model)
         say(f"{type(model).__name__} runs module by module: {error}")
         return None
 

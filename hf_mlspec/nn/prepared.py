@@ -49,17 +49,22 @@ def forget(model: nn.Module) -> bool:
     return _prepared.pop(model, None) is not None
 
 
+def drop_decoders(model: nn.Module) -> None:
+    """Let go of what was built over a model that no decoder takes now, and of the memory behind it."""
+    if model in _prepared:
+        _prepared[model].decoders.clear()
+
+
 def up_to_date(model: nn.Module, kind: Callable[[nn.Module], Decoder]) -> Decoder:
     """The model's decoder of this class: the one there is, or a new one where there is none or the weights changed."""
     with _building:
-        entry = _prepared.setdefault(model, Prepared())
-        built_over, decoder = entry.decoders.get(kind, (None, None))
-        if built_over is None or built_over != state(model):
-            entry.decoders.pop(kind, None)  # its memory is free before the next one needs some
-            del decoder
+        entry, now = _prepared.setdefault(model, Prepared()), state(model)
+        # What is out of date goes first: it holds memory, and weights that the model left behind on another device.
+        entry.decoders = {one: built for one, built in entry.decoders.items() if built[0] == now}
+        if kind not in entry.decoders:
             decoder = kind(model)
             entry.decoders[kind] = state(model), decoder  # building may move weights
-        return decoder
+        return entry.decoders[kind][1]
 
 
 def say(message: str) -> None:

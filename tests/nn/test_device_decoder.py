@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from decoders import CONFIGS, Lanes, capped, packed_model, random_model
@@ -188,6 +190,15 @@ def test_a_decoder_is_kept_until_the_weights_change():
         assert device_decoder.device_decoder(model) is None
     hf_mlspec.direct_cast(model, cast_head=False)  # another view of some of its tensors changes nothing
     assert device_decoder.device_decoder(model) is second
+
+
+def test_a_decoder_lets_go_of_weights_that_the_model_left():
+    model = random_model("llama", torch.bfloat16)
+    decoder = weakref.ref(device_decoder.device_decoder(model))
+    assert decoder() is not None
+    model.half()
+    assert device_decoder.device_decoder(model) is None
+    assert decoder() is None
 
 
 @compiled
