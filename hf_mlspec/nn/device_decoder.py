@@ -14,14 +14,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.compiled_decoder import ACTIVATIONS
-from ..ops.operands_step import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from . import architecture, rotary
-from .architecture import Block, Outline, UnknownArchitecture
+from .architecture import Block, UnknownArchitecture
+from .device_limits import require_bfloat16, require_served
 from .device_weights import DeviceLinear, joined
-from .linear import is_dense
 from .prepared import activation_choices, drop_decoders, say, state, up_to_date
-
-ROW_BYTES = 16  # what the kernels load at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +55,10 @@ class DeviceDecoder:
         device = device_of(model)
         architecture.require_known(model, device)
         if device.type != "cpu":
-            _require_bfloat16(model, device)
+            require_bfloat16(model, device)
         found = architecture.outline(model, device)
         if device.type != "cpu":
-            _require_served(found)
+            require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
@@ -95,7 +92,7 @@ class DeviceDecoder:
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
 
-        New tables mean a new fingerprint; a call captured before reads the old ones, which it has to outlive itself.
+        New tables mean a new fingerprint; a call captured before reads the old ones (`ropes`), which it has to keep.
         """
         with self._growing, torch.inference_mode(False), torch.no_grad():
             positions = rotary.grown_positions(count, self.positions, self.max_positions)
@@ -224,27 +221,3 @@ def _layer(block: Block) -> DeviceLayer:
         window=block.window,
         rope=block.rope_table,
     )
-
-
-def _require_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """UnknownArchitecture for a model in another dtype than the kernels of a GPU take."""
-    dtype = model.model.embed_tokens.weight.dtype
-    if dtype != torch.bfloat16:
-        raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
-
-
-def _require_served(found: Outline) -> None:
-    """UnknownArchitecture where the kernels of a GPU do not take a model's sizes."""
-    sizes = found.sizes
-    if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
-        raise UnknownArchitecture(
-            f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
-            f"up to {CUDA_MAX_HEAD_DIM}"
-        )
-    modules = [item for block in found.blocks for item in block.modules.items()] + [("lm_head", found.head)]
-    for name, module in modules:
-        inputs = architecture.linear_shape(module, name)[0]
-        if inputs * 2 % ROW_BYTES:
-            raise UnknownArchitecture(f"its {name} has {inputs} inputs, the GPU kernels take multiples of 8")
-        if is_dense(module) and module.weight.data_ptr() % ROW_BYTES:
-            raise UnknownArchitecture(f"its {name} does not start at a multiple of {ROW_BYTES} bytes in memory")

@@ -13,6 +13,7 @@ import hf_mlspec
 from hf_mlspec.nn import architecture, device_decoder, prepared
 from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.device_decoder import DeviceDecoder
+from hf_mlspec.nn.device_limits import require_bfloat16, require_served
 from hf_mlspec.nn.fused import FusedDecoder
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -234,14 +235,20 @@ def test_a_model_on_two_devices_is_said(caplog):
 def test_sizes_that_the_kernels_of_a_gpu_do_not_take(options, reason):
     found = architecture.outline(random_model("llama", torch.bfloat16, **options))
     with pytest.raises(UnknownArchitecture, match=reason):
-        device_decoder._require_served(found)
+        require_served(found)
 
 
 def test_a_weight_that_starts_anywhere_is_not_loaded_by_wide_loads():
     model = random_model("llama", torch.bfloat16, intermediate_size=176)
-    device_decoder._require_served(architecture.outline(model))
+    require_served(architecture.outline(model))
     down = model.model.layers[2].mlp.down_proj
     memory = torch.zeros(down.weight.numel() + 1, dtype=torch.bfloat16)
     down.weight.data = memory[1:].view_as(down.weight)
     with pytest.raises(UnknownArchitecture, match="its down does not start at a multiple of 16 bytes in memory"):
-        device_decoder._require_served(architecture.outline(model))
+        require_served(architecture.outline(model))
+
+
+def test_a_gpu_takes_bfloat16():
+    with pytest.raises(UnknownArchitecture, match=r"its weights are torch\.float32, on cuda:0 load it in bfloat16"):
+        require_bfloat16(random_model("llama", torch.float32), torch.device("cuda:0"))
+    require_bfloat16(random_model("llama", torch.bfloat16), torch.device("cuda:0"))
