@@ -1,0 +1,15 @@
+"""Which tests need a GPU? All in this folder: without kernels for one they are skipped, and pytest says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_mlspec import ops
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if "tests/cuda/" in item.path.as_posix()]
+    reason = ops.why_no_cuda_kernels() if here else None
+    if reason is not None:
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason=reason))
