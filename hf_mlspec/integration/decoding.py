@@ -12,10 +12,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
-from ..speculation.decode import Emit, decode
+from ..speculation.captured import CapturedDecoding
+from ..speculation.captured_chain import CapturedChain
+from ..speculation.decode import Decoding, Emit, Stop, decode_all
 from ..speculation.draft import Rows
 from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.stats import SpeculationStats
+from .capture import captured
 from .config import SpeculationConfig
 from .levels import resolve
 from .processing import Prompts, Stopping, split_processors
@@ -150,22 +153,22 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping)
 def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stopping, emit: Emit):
     """Extend the rows; the counts, and the cache a user asked to have back."""
     given = call.model_kwargs.get("past_key_values")
-    device = call.input_ids.device
-    with torch.inference_mode():
-        cached = _load_cache(chain, given, prompts, device)
-        stats = decode(
-            chain.target,
-            chain.drafter,
-            rows,
-            [call.new_tokens] * len(rows),
-            num_draft_tokens=chain.num_draft_tokens,
-            stop=stop,
-            emit=emit,
-            device=device,
-            cached=cached,
-        )
-    wanted = call.keep_cache or call.settings.return_dict_in_generate or cached
-    return stats, _return_cache(chain, given, cached, rows) if wanted else None
+    budgets = [call.new_tokens] * len(rows)
+    with captured(chain, call.processors, rows, call.new_tokens) as rounds:
+        with torch.inference_mode():
+            if rounds is None:
+                chain.target.start(len(rows), call.input_ids.device)
+            cached = _load_cache(chain, given, prompts)
+            stats = decode_all(_loop(chain, rounds, stop, emit, call.input_ids.device), rows, budgets, cached)
+        wanted = call.keep_cache or call.settings.return_dict_in_generate or cached
+        return stats, _return_cache(chain, given, cached, rows) if wanted else None
+
+
+def _loop(chain: Chain, rounds: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Decoding:
+    how = {"num_draft_tokens": chain.num_draft_tokens, "stop": stop, "emit": emit}
+    if rounds is not None:
+        return CapturedDecoding(rounds, chain.target, chain.drafter, **how)
+    return Decoding(chain.target, chain.drafter, **how, device=device)
 
 
 def _is_plain(cache) -> bool:
@@ -191,9 +194,8 @@ def _check_filled(given, prompts: Prompts) -> None:
         )
 
 
-def _load_cache(chain: Chain, given, prompts: Prompts, device: torch.device) -> int:
-    """Start the target's cache; take over what a user's cache already holds of a single prompt."""
-    chain.target.start(len(prompts.rows), device)
+def _load_cache(chain: Chain, given, prompts: Prompts) -> int:
+    """The target's cache takes over what a user's cache already holds of a single prompt: so many tokens."""
     length = min(given.get_seq_length() if given is not None else 0, prompts.lengths[0] - 1)
     if length <= 0:
         return 0

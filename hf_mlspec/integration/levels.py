@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from ..nn.replace import direct_cast, early_exit, fingerprint
+from ..speculation.captured_chain import let_go
 from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
@@ -168,5 +169,7 @@ def _keep(target: nn.Module, key, fingerprint, build):
 
 
 def clear(model: nn.Module) -> None:
-    """Free the levels that were built from words for this target (casts, loaded models, n-gram tables)."""
+    """Free the levels that were built from words for this target (casts, loaded models, n-gram tables), and on a GPU
+    the caches and graphs that are kept for its next call."""
     _built.pop(model, None)
+    let_go(model)

@@ -8,9 +8,11 @@ from torch import nn
 from transformers.generation import LogitsProcessorList
 
 from ..nn.decoder import bare_forward
+from ..nn.device_decoder import device_decoder
 from ..nn.fused import fused_decoder, is_prepared
 from ..speculation.chain import CheckedDrafter
 from ..speculation.checker import Checker
+from ..speculation.device_runner import DeviceRunner
 from ..speculation.draft import Drafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.drafters.model import ModelDrafter
@@ -35,6 +37,9 @@ from .processing import Prompts, split_processors, warp_of
 from .suitability import max_positions, vocab_size
 from .vocabulary import same_vocabulary
 
+AnyRunner = Runner | FusedRunner | DeviceRunner
+_as_on_device = False  # tests let models on the CPU take the way of those on a GPU
+
 
 @dataclass
 class Chain:
@@ -48,7 +53,7 @@ class Chain:
     drafter: Drafter | None = None
     num_draft_tokens: int = 0
     levels: list[Drafter] = field(default_factory=list)
-    runners: list[Runner | FusedRunner | None] = field(default_factory=list)
+    runners: list[AnyRunner | None] = field(default_factory=list)
     level_models: list[nn.Module] = field(default_factory=list)
 
     @property
@@ -72,7 +77,7 @@ class _Above:
     tokenizer: object | None
     vocab_size: int
     is_targets: bool  # its vocabulary is the target's
-    runner: Runner | FusedRunner
+    runner: AnyRunner
     in_target_cache: bool
 
 
@@ -120,7 +125,7 @@ class Wiring:
         runner = self._runner(level.model)
         if level.activation_bits is not None:
             runner = at_lower_precision(runner, level.activation_bits)
-        if shares and isinstance(runner, FusedRunner) == isinstance(above.runner, FusedRunner):
+        if shares and type(runner) is type(above.runner):
             runner.follow = above.runner
         chain.level_models += _by_module(runner)
         sampler = self._sampler(above.is_targets and same, above.vocab_size if same else size)
@@ -175,7 +180,7 @@ class Wiring:
             name=level.name,
         )
 
-    def _runner(self, model: nn.Module) -> Runner | FusedRunner:
+    def _runner(self, model: nn.Module) -> AnyRunner:
         return runner_of(model, prepare=self.config.prepare, capacity=self.capacity)
 
     def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
@@ -212,14 +217,16 @@ class Wiring:
         return default if given is None else given
 
 
-def runner_of(model: nn.Module, *, prepare: bool = True, capacity: int = 0) -> Runner | FusedRunner:
+def runner_of(model: nn.Module, *, prepare: bool = True, capacity: int = 0) -> AnyRunner:
     """A compiled decoder over the model where there is one, else its modules.
 
     prepare: as in SpeculationConfig. capacity: slots a row of the cache has at first.
     """
-    decoder = fused_decoder(model) if prepare or is_prepared(model) else None
-    if decoder is not None:
-        return FusedRunner(model, decoder, capacity=capacity)
+    if prepare or is_prepared(model):
+        on_device = _as_on_device or next(model.parameters()).is_cuda
+        decoder = device_decoder(model) if on_device else fused_decoder(model)
+        if decoder is not None:
+            return (DeviceRunner if on_device else FusedRunner)(model, decoder, capacity=capacity)
     return Runner(
         model,
         forward=bare_forward(model),
@@ -229,13 +236,13 @@ def runner_of(model: nn.Module, *, prepare: bool = True, capacity: int = 0) -> R
     )
 
 
-def reach(runner: Runner | FusedRunner) -> int | None:
+def reach(runner: AnyRunner) -> int | None:
     """Tokens a model attends to: its positions, and compiled only those before its rotation changes."""
-    decoder = runner.decoder if isinstance(runner, FusedRunner) else None
+    decoder = None if isinstance(runner, Runner) else runner.decoder
     bounds = (max_positions(runner.model), decoder and decoder.max_positions)
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def _by_module(runner: Runner | FusedRunner) -> list[nn.Module]:
+def _by_module(runner: AnyRunner) -> list[nn.Module]:
     """The models whose attention has to be switched while the chain runs."""
     return [runner.model] if isinstance(runner, Runner) else []

@@ -91,34 +91,28 @@ def round_settle(
 ) -> None:
     """Of the guesses in tokens[r, base:lengths] those before the first that differs from `chosen` are settled, and
     behind them the token the level itself chose; base grows by both. A row stops behind a settled token less probable
-    than the threshold, at `ends`, and where the logits of its own token held NaN.
-
-    script: (drafted, accepted) of the rounds to come, of which cursor says the next; what the script accepts is
-    settled, right or wrong, and the cursor moves. Behind the last nothing is accepted.
-    record: (drafted, accepted) of every row, NOT_CHECKED where it took no part; then the settled tokens, -1 behind.
-    """
-    operands_round.check_round_settle(
-        tokens, base, lengths, active, ends, chosen, confidence, threshold, script, cursor, record, failed, level
-    )
-    batch, slots = tokens.shape
-    own, sure = chosen.view(batch, -1), confidence.view(batch, -1)
-    judged = own.shape[1]
-    on = (active != 0) & (base < slots)
-    drafted = (lengths - base).clamp(0, judged - 1)
-    column = torch.arange(judged, device=base.device, dtype=torch.int32)
-    guesses = tokens.gather(1, (base[:, None] + column).clamp(max=slots - 1).long())
+    than the threshold, at `ends`, and where the logits of its own token held NaN. What the script accepts is settled,
+    right or wrong, nothing behind its last round. record: (drafted, accepted) of every row, then the settled tokens;
+    -1 behind them, and where the row took no part."""
+    operands = tokens, base, lengths, active, ends, chosen, confidence, threshold
+    operands_round.check_round_settle(*operands, script, cursor, record, failed, level)
+    own = chosen.view(len(base), -1)
+    column = torch.arange(own.shape[1], device=base.device, dtype=torch.int32)
+    on = (active != 0) & (base < tokens.shape[1])
+    drafted = (lengths - base).clamp(0, len(column) - 1)
+    guesses = tokens.gather(1, (base[:, None] + column).clamp(max=tokens.shape[1] - 1).long())
     accepted = ((guesses == own) & (column < drafted[:, None])).int().cumprod(1).sum(1).int()
     if script is not None:
         accepted = torch.minimum(_scripted(script, cursor)[:, 1], drafted)
         cursor += on
     mine = own.gather(1, accepted[:, None].long())[:, 0]
+    counted = column <= accepted[:, None]
     settled = torch.where(column == accepted[:, None], mine[:, None].clamp(min=0), guesses)
+    _record(record, on, drafted, accepted, settled.masked_fill(~counted, -1))
     _write(tokens, base + accepted, mine, on)
     failed.masked_fill_(on & (mine < 0), level)
-    counted = column <= accepted[:, None]
-    _record(record, on, drafted, accepted, settled.masked_fill(~counted, -1))
     base += (accepted + 1) * on
-    unsure = ((sure < threshold) & counted).any(1)
+    unsure = ((confidence.view_as(own) < threshold) & counted).any(1)
     active.copy_(on & (mine >= 0) & ~unsure & (base < ends))
 
 

@@ -10,7 +10,7 @@ import torch
 from .checker import Checker, Verdict
 from .draft import Draft, Drafter, Rows
 from .drafters.agreement import common_prefix
-from .fused_runner import FusedRunner
+from .runner import Runner
 from .stats import LevelStats, SpeculationStats
 
 # (row number, row before, settled tokens) -> (how many of them count, whether the row is finished)
@@ -37,6 +37,11 @@ def decode(
     a single row whose keys and values the target's cache, started by the caller, already holds.
     """
     loop = Decoding(target, drafter, num_draft_tokens=num_draft_tokens, stop=stop, emit=emit, device=device)
+    return decode_all(loop, rows, budgets, cached)
+
+
+def decode_all(loop: Decoding, rows: Rows, budgets: list[int], cached: int = 0) -> SpeculationStats:
+    """`decode` by a loop that holds no rows yet."""
     loop.start(rows, budgets, cached)
     while going := loop.round():
         loop.select(going)
@@ -95,7 +100,7 @@ class Decoding:
         would write the same bits again (law 3).
         """
         runner = self.target.runner
-        common = min(runner.lengths[r], common_prefix(self.rows[r], row)) if isinstance(runner, FusedRunner) else 0
+        common = 0 if isinstance(runner, Runner) else min(runner.lengths[r], common_prefix(self.rows[r], row))
         for level in self._levels():
             level.replace(r)
         runner.lengths[r] = common
@@ -168,5 +173,9 @@ class Decoding:
             if not finished and len(row) < self.ends[r]:
                 going.append(r)
         self.stats.new_tokens += sum(map(len, kept))
+        self._before_emit(going)
         self.emit(self.numbers, kept, verdict)
         return going
+
+    def _before_emit(self, going: list[int]) -> None:
+        """The rows have grown, and nobody has been told yet."""

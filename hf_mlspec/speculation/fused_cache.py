@@ -1,9 +1,11 @@
-"""Where do the keys and values of a fused decoder live? In one tensor, which rows and slots are added to."""
+"""Where do the keys and values of a compiled decoder live? In one tensor, which rows and slots are added to."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from ..nn.device_decoder import DeviceDecoder
 from ..nn.fused import FusedDecoder
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
@@ -15,16 +17,20 @@ class FusedCache:
     The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`.
     """
 
-    def __init__(self, decoder: FusedDecoder, batch: int, capacity: int):
-        self.kv = decoder.new_kv(batch, capacity - capacity % -GROWTH)
-        self.rows = batch
+    def __init__(self, kv: Tensor, rows: int):
+        self.kv, self.rows = kv, rows
+
+    @classmethod
+    def new(cls, decoder: FusedDecoder | DeviceDecoder, batch: int, capacity: int) -> FusedCache:
+        """An empty cache for `batch` rows of `capacity` slots or a few more."""
+        return cls(decoder.new_kv(batch, up_to_growth(capacity)), batch)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row."""
         have = self.kv.shape[4]
         if slots > have:
             more = max(slots - have, have // 2)
-            more -= (have + more) % -GROWTH
+            more += up_to_growth(have + more) - (have + more)
             self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, more))
 
     def select(self, keep: list[int]) -> None:
@@ -48,7 +54,7 @@ class FusedCache:
 
     def shrink(self, slots: int) -> None:
         """Copy the rows to memory for `slots` slots of each, where that halves it or better."""
-        slots = min(slots - slots % -GROWTH, self.kv.shape[4])
+        slots = min(up_to_growth(slots), self.kv.shape[4])
         if 2 * self.rows * slots <= self.kv.shape[2] * self.kv.shape[4]:
             self.kv = self.kv[:, :, : self.rows, :, :slots].clone(memory_format=torch.contiguous_format)
 
@@ -56,15 +62,21 @@ class FusedCache:
         """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
         self.reserve(length)
         for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
-            keys[:, :, :length] = layer.keys[:, :, :length]
-            values[:, :, :length] = layer.values[:, :, :length]
+            keys[: self.rows, :, :length] = layer.keys[:, :, :length]
+            values[: self.rows, :, :length] = layer.values[:, :, :length]
 
     def extend(self, other, start: int, end: int) -> None:
         """Append slots `start` .. `end` of every layer to a plain transformers cache (batch 1)."""
         for index, (keys, values) in enumerate(self.kv):
-            other.update(keys[:, :, start:end].clone(), values[:, :, start:end].clone(), index)
+            own = slice(0, self.rows)
+            other.update(keys[own, :, start:end].clone(), values[own, :, start:end].clone(), index)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return self.kv.nbytes
+
+
+def up_to_growth(slots: int) -> int:
+    """`slots`, or the next multiple of what caches grow by."""
+    return slots - slots % -GROWTH

@@ -57,7 +57,8 @@ class FusedRunner(CachedRows):
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
         self.lengths = [0] * batch
         self.forwards, self.seconds = 0, 0.0
-        self.cache = self.follow.cache if self.follow else FusedCache(self.decoder, batch, max(self.capacity, GROWTH))
+        capacity = max(self.capacity, GROWTH)
+        self.cache = self.follow.cache if self.follow else FusedCache.new(self.decoder, batch, capacity)
 
     def feed(
         self,

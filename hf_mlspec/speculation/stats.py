@@ -60,6 +60,9 @@ class SpeculationStats:
     prefill_seconds: wall time until every row had its first tokens; prefill_target_seconds: inside the target's pass
         of it; prefill_draft_seconds: inside the forward passes of the level below it, which drafts before it where it
         has a cache of its own; prefill_tokens: what that pass settled. Decode-only numbers leave these out.
+    capture_seconds: wall time of capturing rounds as CUDA graphs; a kept graph costs none. Where rounds were captured
+        target_seconds is the device's time for whole rounds, those of the levels are 0, and prefill is the first round
+        with the prefill of every level.
     """
 
     levels: list[LevelStats] = field(default_factory=list)
@@ -73,6 +76,7 @@ class SpeculationStats:
     prefill_target_seconds: float = 0.0
     prefill_draft_seconds: float = 0.0
     prefill_tokens: int = 0
+    capture_seconds: float = 0.0
 
     def count_pass(self, rows: int) -> None:
         """One forward pass of the target over so many unfinished rows."""
@@ -82,9 +86,13 @@ class SpeculationStats:
     def settled(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
         """So long after the start the tokens of a pass were settled; up to the first of them it is the prefill."""
         if self.target_passes == 1:
-            self.prefill_seconds, self.prefill_target_seconds = seconds, target_seconds
-            self.prefill_draft_seconds = draft_seconds
-            self.prefill_tokens = self.new_tokens
+            self.prefilled(seconds, target_seconds, draft_seconds)
+
+    def prefilled(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
+        """What was spent and settled so far is the prefill."""
+        self.prefill_seconds, self.prefill_target_seconds = seconds, target_seconds
+        self.prefill_draft_seconds = draft_seconds
+        self.prefill_tokens = self.new_tokens
 
     @property
     def tokens_per_target_pass(self) -> float:

@@ -11,20 +11,24 @@ chain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
 
 from ...nn.switch import precision_switch
+from ..device_runner import DeviceRunner
 from ..fused_runner import FusedRunner
 from ..runner import Runner
 
+AnyRunner = TypeVar("AnyRunner", Runner, FusedRunner, DeviceRunner)
 
-def at_lower_precision(runner: Runner | FusedRunner, activation_bits: int) -> Runner | FusedRunner:
+
+def at_lower_precision(runner: AnyRunner, activation_bits: int) -> AnyRunner:
     """`runner`, not yet started, with every packed layer of its model called at `activation_bits` (4 or 8)."""
-    if isinstance(runner, FusedRunner):
-        runner.activation_bits = activation_bits
-    else:
+    if isinstance(runner, Runner):
         runner.forward = _switched(runner.forward, runner.model, activation_bits)
+    else:
+        runner.activation_bits = activation_bits
     return runner
 
 

@@ -1,0 +1,72 @@
+"""Is a call of generate decoded in captured rounds? Where not, the reason is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.generation import EtaLogitsWarper, LogitsProcessorList
+
+from ..nn.prepared import say
+from ..speculation.captured import adopt
+from ..speculation.captured_chain import CapturedChain, borrowed
+from ..speculation.captured_plan import NotCaptured, round_levels
+from ..speculation.captured_round import RoundLevel
+from ..speculation.device_runner import DeviceRunner
+from ..speculation.draft import Rows
+from .wiring import Chain
+
+_FIRST_NEW_TOKENS = 4096  # a row has slots for at first; more are added, and graphs made anew, where it goes on
+
+
+@contextmanager
+def captured(
+    chain: Chain, processors: LogitsProcessorList, rows: Rows, new_tokens: int
+) -> Iterator[CapturedChain | None]:
+    """The captured chain of a call, its caches in the runners of `chain`; None where the call runs step by step.
+
+    rows: the prompts. new_tokens: the most a row may gain.
+    """
+    longest = max(map(len, rows))
+    levels = _levels(chain, processors, len(rows), longest + new_tokens)
+    if levels is None:
+        yield None
+        return
+    runners = [chain.target.runner, *chain.runners]
+    sampler = chain.target.sampler
+    with borrowed(
+        [runner.model for runner in runners],
+        levels,
+        rows=len(rows),
+        slots=longest + min(new_tokens, _FIRST_NEW_TOKENS),
+        sampled=sampler.do_sample,
+        warp=sampler.warp,
+        warp_key=_in_words(processors),
+    ) as found:
+        if found is not None:
+            adopt(found, chain.target, chain.drafter, len(rows))
+        yield found
+
+
+def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: int) -> list[RoundLevel] | None:
+    target = chain.target
+    if not isinstance(target.runner, DeviceRunner):
+        return None
+    try:
+        _require_no_wait(processors)
+        return round_levels(
+            target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, batch=batch, longest=longest
+        )
+    except NotCaptured as reason:
+        say(f"{type(target.runner.model).__name__} decodes step by step, waiting for the device in each: {reason}")
+        return None
+
+
+def _require_no_wait(processors: LogitsProcessorList) -> None:
+    if any(isinstance(processor, EtaLogitsWarper) for processor in processors):
+        raise NotCaptured("eta_cutoff looks at its probabilities on the host")
+
+
+def _in_words(processors: LogitsProcessorList) -> str:
+    """What decides what processors do to scores: their classes and numbers."""
+    return ", ".join(f"{type(one).__name__}({vars(one)})" for one in processors)

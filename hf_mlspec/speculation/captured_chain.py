@@ -1,0 +1,221 @@
+"""Which captured chains are kept, for whom, and when do they give their memory back?
+
+A chain's caches, state and graphs outlive a call: the next call of the same chain on the same weights finds them. One
+call at a time may have them; a second thread waits.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.prepared import say
+from .captured_graphs import RoundGraphs
+from .captured_round import RoundLevel, RoundProgram
+from .fused_cache import up_to_growth
+from .round_state import RoundState
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+_KEPT = 2  # chains of a target: one with levels, and the target alone
+_kept: weakref.WeakKeyDictionary[nn.Module, list[CapturedChain]] = weakref.WeakKeyDictionary()
+_keeping = threading.RLock()
+
+
+class CapturedChain:
+    """Levels with their caches, and rounds over them, for up to `batch` rows of `slots` tokens."""
+
+    def __init__(self, levels: list[RoundLevel], key: tuple, batch: int, slots: int, *, sampled: bool = False,
+                 warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0):
+        self.levels, self.key, self.batch, self.slots = levels, key, batch, slots
+        self.script_rounds = script_rounds
+        self.program = RoundProgram(levels, sampled, warp)
+        self.lock, self.holder, self.dropped = threading.Lock(), 0, False
+        self._allocate()
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.levels[0].decoder.device
+
+    def fits(self, batch: int, slots: int) -> bool:
+        """Whether that many rows of that many tokens have room, on the weights of today."""
+        return batch <= self.batch and slots <= self.slots and self._fingerprints == _fingerprints(self.levels)
+
+    def grow(self, slots: int) -> None:
+        """More slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are made anew."""
+        seconds = self.graphs.seconds, self.graphs.capture_seconds
+        old, old_kv, before = self.state, [level.kv for level in self.levels], self.slots
+        self.slots, self.graphs = slots, None
+        self._allocate()
+        for level, kv in zip(self.levels, old_kv, strict=True):
+            if level.own_cache:
+                level.kv[:, :, :, :, :before] = kv
+        self.state.tokens[:, :before] = old.tokens
+        for name in ("lengths", "active", "ends", "failed", "streams", "seed"):
+            getattr(self.state, name).copy_(getattr(old, name))
+        self.graphs.seconds, self.graphs.capture_seconds = seconds
+
+    def move(self, places: list[int]) -> None:
+        """Put the rows of these places, which rise, first: in every cache and in the state."""
+        for level in self.levels:
+            for place, row in enumerate(places if level.own_cache else ()):
+                if place != row:  # then row > place: none is overwritten before it is read
+                    level.kv[:, :, place] = level.kv[:, :, row]
+        self.state.move(places)
+
+    def _allocate(self) -> None:
+        for level in self.levels:
+            level.decoder.reserve_positions(self.slots)
+            level.kv = level.decoder.new_kv(self.batch, self.slots) if level.own_cache else self.levels[0].kv
+        # Graphs read these tables, and another call may make a decoder build larger ones.
+        self._ropes = [level.decoder.ropes for level in self.levels]
+        self._fingerprints = _fingerprints(self.levels)
+        fields, count = self.program.fields, len(self.levels)
+        self.state = RoundState.new(self.batch, self.slots, count, fields, self.device, self.script_rounds)
+        self.graphs = RoundGraphs(self.program, self.state)
+
+
+def bucket_of(rows: int) -> int:
+    """The number of rows that graphs are made for."""
+    return next((bucket for bucket in BUCKETS if rows <= bucket), rows - rows % -BUCKETS[-1])
+
+
+@contextmanager
+def borrowed(
+    models: list[nn.Module],
+    levels: list[RoundLevel],
+    *,
+    rows: int,
+    slots: int,
+    sampled: bool = False,
+    warp: Callable[[Tensor], Tensor] | None = None,
+    warp_key: str = "",
+) -> Iterator[CapturedChain | None]:
+    """A chain for one call, its first graph captured; None, with the reason said once, where there is no memory for
+    it, or where the call was made from inside another one on the same chain.
+
+    models: those of the levels, the target first; kept chains are let go of with any of them. warp_key: what `warp`
+    does, in words.
+    """
+    key = (id(levels[0].decoder), sampled, warp_key, *(_key(level) for level in levels))
+
+    def build(batch: int, slots: int) -> CapturedChain:
+        own = [replace(level) for level in levels]  # the caches of a failed attempt go with it
+        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp)
+
+    chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build)
+    if chain is None:
+        yield None
+        return
+    try:
+        yield chain
+        chain.graphs.finish()
+    except BaseException:  # who knows how far it came: the next call starts anew
+        chain.dropped = True
+        raise
+    finally:
+        chain.holder = 0
+        chain.lock.release()
+
+
+def let_go(model: nn.Module) -> None:
+    """Free what is kept for calls with this target."""
+    with _keeping:
+        _kept.pop(model, None)
+
+
+def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
+    """A chain that is this call's alone, with a graph for so many rows. Where memory is short, all that is kept for
+    the target is freed first."""
+    problem = ""
+    for _ in range(2):
+        try:
+            while (chain := _find(models, key, bucket, slots, build)) is not None:
+                chain.lock.acquire()
+                if not chain.dropped:  # by the call that was waited for
+                    break
+                chain.lock.release()
+            if chain is None:
+                return None
+            return _with_graph(chain, bucket)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            problem = str(error).splitlines()[0]
+        chain = None
+        let_go(models[0])
+        gc.collect()
+        torch.cuda.empty_cache()
+    say(
+        f"rounds run step by step: no memory to capture them for {bucket} rows of {slots} tokens ({problem}); ask for "
+        "fewer new tokens or rows, or free what else is on the device"
+    )
+    return None
+
+
+def _with_graph(chain: CapturedChain, bucket: int) -> CapturedChain:
+    """The locked chain; unlocked again where its graph fails."""
+    try:
+        with torch.inference_mode():
+            chain.graphs.capture(bucket)
+    except BaseException:
+        chain.dropped = True
+        chain.lock.release()
+        raise
+    chain.holder = threading.get_ident()
+    return chain
+
+
+def _find(models, key, batch, slots, build) -> CapturedChain | None:
+    """The kept chain of this key where rows and slots fit it, else a new one; None inside a call on the chain."""
+    with _keeping, torch.inference_mode():
+        kept = _kept.setdefault(models[0], [])
+        kept[:] = [one for one in kept if not one.dropped and one.key[0] == key[0]]  # the target's weights of today
+        chain = next((chain for chain in kept if chain.key == key), None)
+        if chain is not None and chain.holder == threading.get_ident():
+            say("rounds are not captured: generate was called inside a call of the same chain")
+            return None
+        kept[:] = [one for one in kept if one is not chain]
+        if chain is not None and not chain.fits(batch, slots):
+            batch, slots, chain = max(batch, chain.batch), max(slots, chain.slots), None
+        if chain is None:
+            del kept[: max(0, len(kept) + 1 - _KEPT)]
+            chain = build(batch, slots)
+            _watch(models)
+        kept.append(chain)  # the newest last
+        return chain
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device had no memory left: while a graph is being captured torch reports it in several ways."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def _watch(models: list[nn.Module]) -> None:
+    """Kept chains hold the weights of their levels: let them go with the level's model."""
+    target = weakref.ref(models[0])
+    for model in models[1:]:
+        if model is not models[0]:
+            weakref.finalize(model, _forget, target).atexit = False
+
+
+def _forget(target: weakref.ref) -> None:
+    model = target()
+    if model is not None:
+        let_go(model)
+
+
+def _key(level: RoundLevel) -> tuple:
+    own = level.own_cache, level.activation_bits, level.vocab_size, level.threshold, level.most
+    return (id(level.decoder), level.name, *own)
+
+
+def _fingerprints(levels: list[RoundLevel]) -> list[tuple]:
+    return [level.decoder.fingerprint for level in levels]

@@ -1,0 +1,74 @@
+"""Can the rounds of a chain be captured, and as which levels? Each no says why."""
+
+from __future__ import annotations
+
+from .captured_round import RoundLevel
+from .chain import CheckedDrafter
+from .checker import Checker
+from .device_runner import DeviceRunner
+from .draft import Drafter
+from .drafters.model import ModelDrafter
+from .sampling import Sampler
+
+# Rows from which padding is no longer free: a draft in the middle is then made in a single round.
+_MANY_ROWS = 16
+
+
+class NotCaptured(ValueError):
+    """The rounds of this chain run step by step; the message says why."""
+
+
+def round_levels(
+    target: Checker, drafter: Drafter | None, *, num_draft_tokens: int, batch: int, longest: int
+) -> list[RoundLevel]:
+    """The levels of a round, the target first, without their keys and values.
+
+    longest: tokens that a row of the batch may reach. NotCaptured names the first thing that stands against it.
+    """
+    if target.keep_logits:
+        raise NotCaptured("scores or logits are returned")
+    levels = [_level(target.runner, target.sampler, target.name)]
+    wanted = num_draft_tokens
+    while drafter is not None:
+        if not isinstance(drafter, (ModelDrafter, CheckedDrafter)):
+            raise NotCaptured(f"level {drafter.name} is no model that reads the target's tokens")
+        level = _below(drafter, longest)
+        if isinstance(drafter, ModelDrafter):
+            level.most, drafter = wanted, None
+        else:
+            level.most = 1 if batch >= _MANY_ROWS else _rounds(drafter, wanted)
+            wanted, drafter = drafter.num_draft_tokens, drafter.inner
+        levels.append(level)
+    return levels
+
+
+def _rounds(drafter: CheckedDrafter, wanted: int) -> int:
+    """Rounds of the level below after which a draft has at least `wanted` tokens, if all of them are kept."""
+    inner = drafter.inner
+    each = drafter.num_draft_tokens
+    if isinstance(inner, CheckedDrafter):
+        each = _rounds(inner, each) * (inner.num_draft_tokens + 1)
+    return -(-wanted // (each + 1))
+
+
+def _below(drafter: ModelDrafter | CheckedDrafter, longest: int) -> RoundLevel:
+    checks = isinstance(drafter, CheckedDrafter)
+    judge = drafter.checker if checks else drafter
+    if not checks and drafter.allowed is not None:
+        raise NotCaptured(f"level {drafter.name} may draft some tokens only")
+    if drafter.max_positions is not None and longest > drafter.max_positions:
+        raise NotCaptured(f"level {drafter.name} sees {drafter.max_positions} tokens, rows may have {longest}")
+    level = _level(judge.runner, judge.sampler, f"level {drafter.name}")
+    level.threshold = drafter.threshold
+    return level
+
+
+def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
+    if not isinstance(runner, DeviceRunner):
+        raise NotCaptured(f"{name} runs module by module")
+    if type(sampler) is not Sampler:
+        raise NotCaptured("rows have rules of their own")
+    if sampler.reads_tokens:
+        raise NotCaptured("logits processors read the tokens before a position")
+    own = runner.follow is None
+    return RoundLevel(name, runner.decoder, own, runner.activation_bits, sampler.vocab_size)
