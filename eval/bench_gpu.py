@@ -34,7 +34,7 @@ from eval.bench_gpu_report import document
 from eval.results import Results
 
 GROUPS = {
-    "linear": "eval.bench_gpu_products", "step": "eval.bench_gpu_step",
+    "linear": "eval.bench_gpu_products", "step": "eval.bench_gpu_step", "chain": "eval.bench_gpu_chain",
     "pair": "eval.bench_gpu_pair", "exact": "eval.bench_gpu_exact", "qspec": "eval.bench_gpu_qspec",
     "startup": "eval.bench_gpu_startup",
 }  # fmt: skip

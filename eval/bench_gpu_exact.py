@@ -74,7 +74,8 @@ def _of_target(
                 wrong.append(f"{case.name}, batch {batch}: {len(differing)} of {len(found)} prompts differ, first "
                              f"{differing[:4]}")
             tokens = sum(map(len, found.values()))
-            yield Finding("exact", case.name, f"batch {batch}", len(differing), f"of {len(found)}", 0.0,
+            name, target = (f"{case.name}: the reference", None) if reference is found else (case.name, 0.0)
+            yield Finding("exact", name, f"batch {batch}", len(differing), f"of {len(found)}", target,
                           more={"batch": batch, "prompts": len(found), "of": len(rows), "tokens": tokens,
                                 "seconds": seconds, "reference": reference is found, "differing": differing[:32],
                                 **({} if case.levels == [] else counts_of(hf_mlspec.last_stats(subject[0])))})

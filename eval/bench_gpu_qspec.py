@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel
 
+from eval.bench_gpu_chain import TRACES, rate
 from eval.bench_gpu_decoding import decode_rate, rows_that_differ
 from eval.bench_gpu_findings import Bench, Finding
 from eval.bench_gpu_models import random_int4_model, real_model, without_end
@@ -23,6 +24,7 @@ from eval.bench_gpu_prompts import folders, padded, texts, tokenizer_of
 from eval.bench_gpu_timing import time_rotating
 from eval.replay import SHAPES
 from hf_mlspec import ops, precision_switch
+from hf_mlspec.evaluation import read_trace, reschedule
 
 GAMMA = 3  # tokens of a draft
 BATCHES = (1, 4, 8, 16, 32, 64)
@@ -39,40 +41,48 @@ def qspec(bench: Bench) -> Iterator[Finding]:
     folder, _ = folders(bench)
     model, tokenizer = without_end(real_model(folder, bench.device, quantized=True)), tokenizer_of(folder)
     rows = [tokenizer(text).input_ids for text in next(iter(texts(bench).values()))]
-    yield from _of_model(bench, folder.name, model, rows, real=True)
+    yield from _of_model(bench, folder.name, model, rows)
     del model
     bench.free()
     shape = "tiny" if bench.quick else "llama-3-8b"
-    model = without_end(random_int4_model(shape, bench.device))
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(model.config.vocab_size, (max(BATCHES), 8 if bench.quick else PROMPT_TOKENS),
-                         generator=generator).tolist()
-    yield from _of_model(bench, f"{shape}, random", model, rows, real=False)
+    yield from _replayed(bench, shape, random_int4_model(shape, bench.device))
     if not bench.quick:
         yield from _bounds(bench, shape)
 
 
-def _of_model(
-    bench: Bench, name: str, model: PreTrainedModel, rows: list[list[int]], real: bool
-) -> Iterator[Finding]:
-    """A random model accepts by chance, so that its QSpec rate says nothing; its two modes alone are measured."""
+def _of_model(bench: Bench, name: str, model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Finding]:
+    """Real weights: what QSpec writes is compared with what its 16-bit mode writes."""
     new_tokens = 8 if bench.quick else NEW_TOKENS
     for batch in (1, 2) if bench.quick else BATCHES:
         inputs, what = padded(rows[:batch], bench.device), f"{name}, batch {batch}"
         wide = decode_rate(model, inputs, [], new_tokens, repeats=2)
         yield Finding("qspec", what, "w4a16 tokens/s", wide.tokens_per_second, "", more={"batch": batch})
-        switch = precision_switch(model)
-        with switch.at("w4a8"):
+        with precision_switch(model).at("w4a8"):
             narrow = decode_rate(model, inputs, [], new_tokens, repeats=2)
         yield Finding("qspec", what, "w4a8 tokens/s", narrow.tokens_per_second, "", more={"batch": batch})
-        if not real:
-            continue
         both = decode_rate(model, inputs, ["w4a8"], new_tokens, repeats=2, num_draft_tokens=GAMMA)
         if differing := rows_that_differ(both.ids, wide.ids):
             raise WrongTokens(f"QSpec, {what}: {differing} of {batch} rows differ from w4a16 alone")
         yield Finding("qspec", what, "QSpec tokens/s", both.tokens_per_second, "",
                       more={"batch": batch, "over_w4a16": both.tokens_per_second / wide.tokens_per_second,
                             **both.counts})
+
+
+def _replayed(bench: Bench, shape: str, model: PreTrainedModel) -> Iterator[Finding]:
+    """Random weights accept by chance: what QSpec keeps comes from a trace of code-76m, all modes over its rows."""
+    recorded = read_trace(TRACES / "code-76m-int4-w4a8-humaneval.json")
+    trace = reschedule(recorded, GAMMA, prompt_tokens=8 if bench.quick else PROMPT_TOKENS)
+    for batch in (1, 2) if bench.quick else BATCHES:
+        rows = [number % len(trace.rows) for number in range(batch)]
+        what = f"{shape}, random, batch {batch}"
+        wide = rate(model, trace.alone(), [], batch, rows)
+        with precision_switch(model).at("w4a8"):
+            narrow = rate(model, trace.alone(), [], batch, rows)
+        both = rate(model, trace, ["w4a8"], batch, rows)
+        more = {"batch": batch, "rescheduled": trace.origin["rescheduled"], "over_w4a16": both / wide}
+        yield Finding("qspec", what, "w4a16 tokens/s", wide, "", more={"batch": batch})
+        yield Finding("qspec", what, "w4a8 tokens/s", narrow, "", more={"batch": batch})
+        yield Finding("qspec", what, "QSpec (replayed) tokens/s", both, "", more=more)
 
 
 def _bounds(bench: Bench, shape: str) -> Iterator[Finding]:

@@ -4,12 +4,14 @@
     python -m eval.replay --trace FILE --shape llama-1.1b --level mxfp4 --level tiny-2x512 --batch 1,8 --json out.jsonl
     python -m eval.replay --trace FILE --shape llama-1.1b --format int4 --level w4a8
     python -m eval.replay --trace FILE --model FOLDER --level mxfp4                     # a model of your own
+    python -m eval.replay --trace FILE --shape llama-3-8b --level mxfp4 --captured 8    # on a GPU, in captured rounds
     python -m eval.replay --quick                                                       # tiny shapes, few tokens
 
 Contenders, each batch in turn: every trace under the levels, and the target alone, a token a pass, over the same rows.
 Levels are words ("mxfp4", "w4a8"), folders, or names of shapes, one for each level of the traces. Numbers are
 decode-only; ratios are of tokens a second on one batch, their geometric mean over batches and repeats. Seconds are
 measured; acceptances are those of the trace, so lines carry "replayed": true and names end in "(replayed)".
+--captured takes the draft length of every level (12,3): rounds of these lengths, as docs/traces.md derives them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from eval.bench_decode_contenders import shapes
 from eval.bench_qspec import counts
 from eval.results import Results
 from hf_mlspec import SpeculationStats
-from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay
+from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay, replay_captured, reschedule
 
 ALONE = "target alone"
 TRACES = Path(__file__).parent / "traces"
@@ -60,12 +62,14 @@ class Contender:
     trace: Trace
     levels: list[Any]
     words: list[str]
+    captured: bool = False
     takes: list[ReplayResult] = field(default_factory=list)
 
     def take(self, model: PreTrainedModel, batch: int, rows: list[int], max_new_tokens: int | None) -> None:
         """Replay one batch."""
-        self.takes.append(replay(model, self.trace, self.levels, batch_size=batch, rows=rows, name=self.name,
-                                 max_new_tokens=max_new_tokens))
+        way = replay_captured if self.captured else replay
+        self.takes.append(way(model, self.trace, self.levels, batch_size=batch, rows=rows, name=self.name,
+                              max_new_tokens=max_new_tokens))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -79,6 +83,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="rows of each trace to replay, rounded down to whole batches (all)")
     parser.add_argument("--repeats", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, help="fewer than were recorded")
+    parser.add_argument("--captured", type=counts, metavar="N,N", help="captured rounds, drafting so many tokens")
+    parser.add_argument("--prompt-tokens", type=int, help="with --captured: as if every prompt had so many")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="threads of this process (torch's own choice)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, 2 rows, 12 tokens, once")
@@ -93,9 +99,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--trace is missing: name a file of eval/traces")
     if args.model and args.shape:
         parser.error("--model and --shape: give one of them")
-    for name in ("rows", "repeats", "threads"):
+    if args.prompt_tokens and not args.captured:
+        parser.error("--prompt-tokens goes with --captured")
+    for name in ("rows", "repeats", "threads", "prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name} is {value}, it must be at least 1")
+            parser.error(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
     return args
 
 
@@ -135,7 +143,11 @@ def contenders(args: argparse.Namespace, traces: dict[str, Trace]) -> list[Conte
     for trace in traces.values():
         rows = range(min(args.rows or len(trace.rows), len(trace.rows)))
         trace = trace.of_rows(list(rows))
-        found += [Contender(ALONE, trace.alone(), [], []), Contender(f"[{', '.join(words)}]", trace, levels, words)]
+        if args.captured:
+            trace = reschedule(trace, args.captured, prompt_tokens=args.prompt_tokens)
+        captured = bool(args.captured)
+        found += [Contender(ALONE, trace.alone(), [], [], captured),
+                  Contender(f"[{', '.join(words)}]", trace, levels, words, captured)]
     return found
 
 
@@ -169,6 +181,7 @@ def line_of(one: Contender, alone: Contender, batch: int) -> dict[str, Any]:
         "seconds": split(stats, len(one.words)), "bandwidth_share": None,
         "tokens_per_pass": tokens / passes if passes else None,
         "fused_rounds": one.takes[0].fused_rounds,
+        **({"rescheduled": one.trace.origin["rescheduled"]} if "rescheduled" in one.trace.origin else {}),
         "recorded_on": [one.trace.target.name, *(level.name for level in one.trace.levels)],
     }
 

@@ -29,8 +29,9 @@ class ReplayResult:
     """What a replay took. Seconds are of this machine and these models, acceptances are those of the trace.
 
     stats: counts and seconds summed over batches; names of levels end in "(replayed)". seconds: wall time of all
-    batches, without building levels and decoders. fused_rounds: False, as a check inside one compiled call would
-    decide by itself: levels above the last run round by round, each pass compiled where it is in `generate`.
+    batches, without building levels and decoders. fused_rounds: whether whole rounds ran as one call, as captured
+    ones do; step by step they do not, as a check inside one compiled call would decide by itself: levels above the
+    last then run round by round, each pass compiled where it is in `generate`.
     """
 
     name: str
@@ -89,12 +90,20 @@ def replay(
     Raises ValueError, before anything is computed, for as many levels as the trace does not have, rows it does not
     have, a batch larger than the rows, more new tokens than were recorded, and models with too few positions.
     """
-    trace = _selected(trace, rows, batch_size, max_new_tokens)
+    trace = selected(trace, rows, batch_size, max_new_tokens)
     check_model(model, "the target")
-    _check_count(trace, levels)
-    run = _Replay(model, trace, list(levels), _config(speculation_config, trace), max_new_tokens)
+    check_level_count(trace, levels)
+    run = _StepByStep(model, trace, list(levels), config_of(speculation_config, trace), max_new_tokens)
+    return result_of(run, trace, levels, batch_size, name)
+
+
+def result_of(
+    run: Replaying, trace: Trace, levels: Sequence[Any], batch_size: int, name: str | None, *, in_rounds: bool = False
+) -> ReplayResult:
+    """What all batches of the trace took."""
     words = [level if isinstance(level, str) else type(level).__name__ for level in levels]
     result = ReplayResult(f"{name or words} (replayed)", trace.data, batch_size, len(trace.rows))
+    result.fused_rounds = in_rounds
     for start in range(0, len(trace.rows), batch_size):
         run.batch(trace.rows[start : start + batch_size], result)
     for level in result.stats.levels:
@@ -102,7 +111,7 @@ def replay(
     return result
 
 
-class _Replay:
+class Replaying:
     """What every batch of a replay runs on."""
 
     def __init__(self, model: PreTrainedModel, trace: Trace, levels: list, config: SpeculationConfig,
@@ -114,33 +123,18 @@ class _Replay:
         self._check_fit(self._chain())
 
     def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:
-        """Decode one batch from its first round to its last, and add what it took."""
-        chain = self._chain()
-        target = ScriptedChecker(chain.target)
-        if chain.drafter is not None:
-            chain.levels = scripted(chain.drafter, target)
-        device = next(self.model.parameters()).device
-        prompts, budgets = self._prompts(rows), [min(row.new_tokens, self.most) for row in rows]
-        with ragged_attention_on(chain.models), torch.inference_mode():
-            begin = time.perf_counter()
-            target.start(len(rows), device)
-            target.follow([row.rounds for row in rows])
-            stats = decode(
-                target, chain.levels[0] if chain.levels else None, prompts, budgets,
-                num_draft_tokens=chain.num_draft_tokens, stop=lambda number, row, tokens: (len(tokens), False),
-                emit=lambda numbers, kept, verdict: None, device=device,
-            )
-            result.seconds += time.perf_counter() - begin
-        accumulate(result.stats, chain.finish(stats))
+        """Decode one batch, and add what it took."""
+        raise NotImplementedError
 
     def _chain(self) -> Chain:
         return _ReplayWiring(self.model, self.config, self.levels, self.capacity).build(self.levels)
 
-    def _prompts(self, rows: Sequence[TracedRow]) -> list[list[int]]:
-        """Random ids that every level can embed, the same in every call."""
+    def _prompts(self, rows: Sequence[TracedRow], more: Sequence[int] | None = None) -> list[list[int]]:
+        """Random ids that every level can embed, the same in every call; `more` of them than the prompts had."""
         generator = torch.Generator().manual_seed(0)
         sizes = [vocab_size(model) for model in (self.model, *(level.model for level in self.levels)) if model]
-        return [torch.randint(min(sizes), (row.prompt_tokens,), generator=generator).tolist() for row in rows]
+        lengths = [row.prompt_tokens + n for row, n in zip(rows, more or [0] * len(rows), strict=True)]
+        return [torch.randint(min(sizes), (length,), generator=generator).tolist() for length in lengths]
 
     def _check_fit(self, chain: Chain) -> None:
         """ValueError for a model without the positions, or a chain without the cache, that the rounds need."""
@@ -164,6 +158,30 @@ class _Replay:
             )
 
 
+class _StepByStep(Replaying):
+    """Every pass by itself, every check overruled."""
+
+    def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:
+        """From its first round to its last."""
+        chain = self._chain()
+        target = ScriptedChecker(chain.target)
+        if chain.drafter is not None:
+            chain.levels = scripted(chain.drafter, target)
+        device = next(self.model.parameters()).device
+        prompts, budgets = self._prompts(rows), [min(row.new_tokens, self.most) for row in rows]
+        with ragged_attention_on(chain.models), torch.inference_mode():
+            begin = time.perf_counter()
+            target.start(len(rows), device)
+            target.follow([row.rounds for row in rows])
+            stats = decode(
+                target, chain.levels[0] if chain.levels else None, prompts, budgets,
+                num_draft_tokens=chain.num_draft_tokens, stop=lambda number, row, tokens: (len(tokens), False),
+                emit=lambda numbers, kept, verdict: None, device=device,
+            )
+            result.seconds += time.perf_counter() - begin
+        accumulate(result.stats, chain.finish(stats))
+
+
 class _ReplayWiring(Wiring):
     """A greedy chain without processors, in which every token id is everyone's."""
 
@@ -179,7 +197,8 @@ class _ReplayWiring(Wiring):
         return True
 
 
-def _selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new_tokens: int | None) -> Trace:
+def selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new_tokens: int | None) -> Trace:
+    """The rows to be replayed; ValueError for some that are not there, and for counts out of range."""
     if rows is not None:
         trace = trace.of_rows(list(rows))
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
@@ -194,7 +213,8 @@ def _selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new
     return trace
 
 
-def _check_count(trace: Trace, levels: Sequence[Any]) -> None:
+def check_level_count(trace: Trace, levels: Sequence[Any]) -> None:
+    """ValueError unless there is a level for each of the trace's."""
     if len(levels) != len(trace.levels):
         recorded = ", ".join(level.name for level in trace.levels) or "none"
         raise ValueError(
@@ -203,7 +223,7 @@ def _check_count(trace: Trace, levels: Sequence[Any]) -> None:
         )
 
 
-def _config(given: SpeculationConfig | dict | None, trace: Trace) -> SpeculationConfig:
+def config_of(given: SpeculationConfig | dict | None, trace: Trace) -> SpeculationConfig:
     """The user's way to build levels, with the trace's draft lengths."""
     given = SpeculationConfig.of(given)
     if given.num_draft_tokens is not None or given.confidence_threshold is not None:

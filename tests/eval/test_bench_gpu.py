@@ -240,3 +240,55 @@ def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(startup, "ROOT", tmp_path)
     with pytest.raises(startup.BuildFailed, match="no compiler"):
         startup.build_seconds()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["pass by pass", "in rounds"])
+def test_chains_are_replayed(monkeypatch, captured):
+    chain = program("bench_gpu_chain")
+    if captured:
+        from hf_mlspec.integration import wiring
+
+        monkeypatch.setattr(wiring, "_as_on_device", True)
+        monkeypatch.setattr(chain, "replay", chain.replay_captured)
+    found = list(chain.chain(bench()))
+    whats = {line.what for line in found}
+    assert whats == {f"{name}, {data}, batch {batch} (replayed)" for data in ("HumanEval", "GSM8K")
+                     for name, batch in (('["mxfp4"]', 1), ('["mxfp4", tiny]', 1), ('["mxfp4"]', 2))}
+    for line in found:
+        assert line.value > 0
+        assert line.target is None
+    speeds = {(line.what, line.contender): line.value for line in found}
+    for what in whats:
+        assert speeds[what, "x alone"] == pytest.approx(speeds[what, "tokens/s"] / speeds[what, "alone, tokens/s"])
+
+
+def test_every_target_of_a_chain_is_measured():
+    chain = program("bench_gpu_chain")
+    data = {"HumanEval", "GSM8K"}
+    measured = {(one.name, name, 1) for one in chain.CHAINS for name in data}
+    measured |= {(chain.CHAINS[0].name, name, batch) for name in data for batch in chain.LARGE_BATCHES}
+    assert set(chain.RATIO_TARGETS) <= measured
+    assert {(*key, 1) for key in chain.RATE_TARGETS} <= measured
+    for one in chain.CHAINS:
+        for name in ("humaneval", "gsm8k"):
+            assert (chain.TRACES / f"{one.trace}-{name}.json").is_file()
+
+
+def test_a_replay_in_captured_rounds_from_the_shell(monkeypatch, tmp_path, capsys):
+    from hf_mlspec.integration import wiring
+
+    monkeypatch.setattr(wiring, "_as_on_device", True)
+    out, shell = tmp_path / "out.jsonl", program("replay")
+    asked = ["--quick", "--device", "cpu", "--captured", "6,2", "--prompt-tokens", "9", "--json", str(out)]
+    assert shell.main(asked) == 0
+    alone, chain = (json.loads(line) for line in out.read_text().splitlines())
+    assert (alone["fused_rounds"], chain["fused_rounds"], chain["replayed"]) == (True, True, True)
+    assert chain["num_draft_tokens"] == [6, 2]
+    assert chain["rescheduled"]["prompt_tokens"] == 9
+    assert chain["over"]["target alone (replayed)"] > 0
+    capsys.readouterr()
+    assert shell.main([*asked[:4], "3"]) == 2
+    assert "1 numbers and the trace 2 levels" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        shell.parse(["--quick", "--prompt-tokens", "9"])
+    assert "--prompt-tokens goes with --captured" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""How fast is a chain on the Llama-3-8B shape, where its drafts are accepted as those of a real pair were?
+
+Weights are random, so every pass takes the time it would take; what a check keeps comes from traces of code-76m, put
+into drafts of other lengths by `hf_mlspec.evaluation.reschedule`. Everything runs in captured rounds, the target alone
+included. Prompts are as long as keeps the cache at about `KEPT` tokens. Rates are of whole batches until their last
+row ends, without the pass that reads the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.bench_gpu_findings import Bench, Finding
+from eval.bench_gpu_models import random_model
+from hf_mlspec.evaluation import Trace, read_trace, replay, replay_captured, reschedule
+
+TRACES = Path(__file__).parent / "traces"
+KEPT = 512
+ROWS_AT_ONE = 6
+
+
+@dataclass(frozen=True)
+class Chain:
+    """trace: how the file's name begins. levels: the first is "mxfp4", the second the tiny model. lengths: draft
+    tokens of every level to try at batch 1."""
+
+    name: str
+    trace: str
+    levels: int
+    lengths: tuple[tuple[int, ...], ...]
+
+
+CHAINS = (
+    Chain('["mxfp4"]', "code-76m-mxfp4-best", 1, ((4,), (6,), (8,), (10,))),
+    Chain('["mxfp4", tiny]', "code-76m-mxfp4-code-4m-best", 2, ((8, 3), (12, 3), (15, 4), (20, 4))),
+)
+LARGE_BATCHES = {8: ((3,), (4,), (6,)), 32: ((2,), (3,), (4,))}  # of ["mxfp4"]
+RATE_TARGETS = {('["mxfp4"]', "HumanEval"): 470, ('["mxfp4"]', "GSM8K"): 440,
+                ('["mxfp4", tiny]', "HumanEval"): 780, ('["mxfp4", tiny]', "GSM8K"): 700}  # fmt: skip
+RATIO_TARGETS = {('["mxfp4"]', "HumanEval", 1): 2.0, ('["mxfp4"]', "GSM8K", 1): 2.0,
+                 ('["mxfp4", tiny]', "HumanEval", 1): 3.7, ('["mxfp4", tiny]', "GSM8K", 1): 3.3,
+                 ('["mxfp4"]', "HumanEval", 8): 1.8, ('["mxfp4"]', "GSM8K", 8): 1.8,
+                 ('["mxfp4"]', "HumanEval", 32): 1.35, ('["mxfp4"]', "GSM8K", 32): 1.35}  # fmt: skip
+
+
+class Bases:
+    """Tokens a second of the target alone over the rows of a trace, measured once each."""
+
+    def __init__(self, model):
+        self.model, self._found = model, {}
+
+    def rate(self, trace: Trace, batch: int, rows: Sequence[int]) -> float:
+        key = trace.data, batch
+        if key not in self._found:
+            self._found[key] = rate(self.model, trace.alone(), [], batch, rows)
+        return self._found[key]
+
+
+def chain(bench: Bench) -> Iterator[Finding]:
+    """Each chain on both data sets: batch 1, then ["mxfp4"] at 8 and 32; the best draft length carries the target."""
+    shape, small = ("tiny", "tiny") if bench.quick else ("llama-3-8b", "tiny-2x512")
+    model, tiny = random_model(shape, bench.device), random_model(small, bench.device, 1)
+    bases = Bases(model)
+    for data in ("humaneval", "gsm8k"):
+        for one in CHAINS:
+            levels = ["mxfp4", tiny][: one.levels]
+            yield from _measured(bench, bases, one, data, levels, 1, one.lengths[:1] if bench.quick else one.lengths)
+        for batch, lengths in {2: ((2,),)}.items() if bench.quick else LARGE_BATCHES.items():
+            yield from _measured(bench, bases, CHAINS[0], data, ["mxfp4"], batch, lengths)
+
+
+def _measured(
+    bench: Bench, bases: Bases, one: Chain, data: str, levels: list, batch: int, lengths: Sequence[Sequence[int]]
+) -> Iterator[Finding]:
+    recorded = read_trace(TRACES / f"{one.trace}-{data}.json")
+    prompt = 8 if bench.quick else KEPT - recorded.max_new_tokens // 2
+    rows, found = range(min(len(recorded.rows), 2 if bench.quick else ROWS_AT_ONE if batch == 1 else batch)), {}
+    for asked in lengths:
+        trace = reschedule(recorded, list(asked), prompt_tokens=prompt)
+        base = bases.rate(trace, batch, rows)
+        found[tuple(asked)] = rate(bases.model, trace, levels, batch, rows), base
+        bench.say(f"chain: {one.name} {list(asked)}, {recorded.data}, batch {batch}: "
+                  f"{found[tuple(asked)][0]:.1f} tokens/s, alone {base:.1f}")
+    best = max(found, key=lambda asked: found[asked][0])
+    speed, base = found[best]
+    what = f"{one.name}, {recorded.data}, batch {batch} (replayed)"
+    more = {"batch": batch, "lengths": list(best), "rows": len(rows), "prompt_tokens": prompt,
+            "tokens_per_second": {str(list(asked)): value for asked, (value, _) in found.items()},
+            "rescheduled": reschedule(recorded, list(best), prompt_tokens=prompt).origin["rescheduled"]}
+    rate_target = RATE_TARGETS.get((one.name, recorded.data)) if batch == 1 else None
+    ratio_target = RATIO_TARGETS.get((one.name, recorded.data, batch))
+    if bench.quick:
+        rate_target = ratio_target = None
+    yield Finding("chain", what, "alone, tokens/s", base, "")
+    yield Finding("chain", what, "tokens/s", speed, "", rate_target, at_least=True, more=more)
+    yield Finding("chain", what, "x alone", speed / base, "x", ratio_target, at_least=True)
+    yield Finding("chain", what, "draft tokens", best[0], "", more={"lengths": list(best)})
+
+
+def rate(model, trace: Trace, levels: list, batch: int, rows: Sequence[int]) -> float:
+    """Tokens a second, decode-only; rounds are captured before the clock runs. On a CPU, where nothing is captured,
+    pass by pass."""
+    way = replay_captured if model.device.type == "cuda" else replay
+    found = way(model, trace, levels, batch_size=batch, rows=rows)
+    if found.tokens_per_second is None:
+        raise ValueError(f"{trace.data}: every row ends with the pass that reads its prompt; nothing is left to time")
+    return found.tokens_per_second

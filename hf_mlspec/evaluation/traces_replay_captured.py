@@ -1,0 +1,148 @@
+"""How fast would captured rounds decode, if their drafts were accepted as a trace says? The device is told verdicts.
+
+A captured round decides by itself what it accepts, so that the step-by-step replay's way, to overrule each check, is
+closed. Instead the verdicts lie on the device, in the order in which the checks come, and every pass runs at the
+shapes of the round it is captured in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..integration.comparison import accumulate
+from ..integration.config import SpeculationConfig
+from ..integration.suitability import check_model
+from ..speculation.captured import CapturedDecoding, adopt
+from ..speculation.captured_chain import BUCKETS, CapturedChain, bucket_of
+from ..speculation.captured_plan import NotCaptured, round_levels
+from ..speculation.fused_cache import up_to_growth
+from ..speculation.trace import Round, Trace, TracedRow, rounds_at
+from .traces_replay import Replaying, ReplayResult, check_level_count, config_of, result_of, selected
+
+
+def replay_captured(
+    model: PreTrainedModel,
+    trace: Trace,
+    levels: Sequence[Any],
+    *,
+    batch_size: int = 1,
+    max_new_tokens: int | None = None,
+    rows: Sequence[int] | None = None,
+    speculation_config: SpeculationConfig | dict | None = None,
+    name: str | None = None,
+) -> ReplayResult:
+    """`replay`, in captured rounds: arguments and result are the same.
+
+    A round always runs at its full width. Rounds of the trace that draft less are padded, and cost what full ones do;
+    ones that a captured round cannot hold are refused. `reschedule` makes traces whose rounds fill it. The token that
+    the pass over the prompt settles, where nothing was drafted before it, is part of the prompt here. A last round
+    drafts no further than its row goes. Graphs of all batch sizes that a batch shrinks to are captured before any
+    second is counted; `prefill_seconds` of the stats end with the first round of a batch, whose tokens count as
+    prefill as well.
+    Raises ValueError as `replay` does, for rounds that do not fit, and for models that no device decoder runs.
+    """
+    trace = selected(trace, rows, batch_size, max_new_tokens)
+    check_model(model, "the target")
+    check_level_count(trace, levels)
+    run = _Captured(model, trace, list(levels), config_of(speculation_config, trace), max_new_tokens, batch_size)
+    return result_of(run, trace, levels, batch_size, name, in_rounds=True)
+
+
+class _Captured(Replaying):
+    """One captured chain, in which every batch of a replay runs."""
+
+    def __init__(self, model: PreTrainedModel, trace: Trace, levels: list, config: SpeculationConfig,
+                 max_new_tokens: int | None, batch_size: int):
+        super().__init__(model, trace, levels, config, max_new_tokens)
+        self.chain = self._chain()
+        try:
+            found = round_levels(self.chain.target, self.chain.drafter, num_draft_tokens=self.chain.num_draft_tokens,
+                                 batch=batch_size, longest=self.capacity)
+        except NotCaptured as error:
+            raise ValueError(
+                f"these rounds cannot be captured: {error}; replay them step by step (hf_mlspec.evaluation.replay)"
+            ) from error
+        lines = [_verdicts(row, len(trace.levels)) for row in trace.rows]
+        self.rounds = max((len(line) for row in lines for line in row), default=0)
+        bucket = bucket_of(batch_size)
+        self.captured = CapturedChain(found, (), bucket, up_to_growth(self.capacity + 1), script_rounds=self.rounds)
+        for number, row in enumerate(trace.rows):
+            self._check_shapes(number, row)
+        with torch.inference_mode():
+            for fewer in sorted({size for size in (*BUCKETS, bucket) if size <= bucket}, reverse=True):
+                self.captured.graphs.capture(fewer)
+
+    def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:
+        """Decode one batch from its prompts to the end of its last row, and add what it took."""
+        heads = [_read_with_prompt(row) for row in rows]
+        budgets = [min(row.new_tokens, self.most) - head for row, head in zip(rows, heads, strict=True)]
+        going = [r for r, budget in enumerate(budgets) if budget > 0]
+        if not going:
+            return
+        prompts = self._prompts(rows, heads)
+        adopt(self.captured, self.chain.target, self.chain.drafter, len(going))
+        loop = CapturedDecoding(
+            self.captured, self.chain.target, self.chain.drafter, num_draft_tokens=self.chain.num_draft_tokens,
+            stop=lambda number, row, tokens: (len(tokens), False), emit=lambda numbers, kept, verdict: None,
+            script=self._script([rows[r] for r in going]),
+        )
+        try:
+            with torch.inference_mode():
+                self._run(loop, [prompts[r] for r in going], [budgets[r] for r in going], result)
+        finally:
+            self.captured.graphs.finish()
+        accumulate(result.stats, self.chain.finish(loop.stats))
+
+    def _run(self, loop: CapturedDecoding, rows: list[list[int]], budgets: list[int], result: ReplayResult) -> None:
+        """Round by round; the first one waits for the prompts to be read, so that decoding is what comes after it."""
+        begin = time.perf_counter()
+        loop.start(rows, budgets)
+        going, stats = loop.round(), loop.stats
+        stats.prefill_seconds, stats.prefill_tokens = time.perf_counter() - begin, stats.new_tokens
+        while going:
+            loop.select(going)
+            going = loop.round()
+        stats.seconds = time.perf_counter() - begin
+        result.seconds += stats.seconds
+
+    def _script(self, rows: Sequence[TracedRow]) -> Tensor | None:
+        """int32 `[levels, rows, rounds, 2]`, (0, 0) behind the last round; None for the target alone."""
+        if not self.trace.levels:
+            return None
+        script = torch.zeros(len(self.trace.levels), len(rows), self.rounds, 2, dtype=torch.int32)
+        for at, row in enumerate(rows):
+            for level, line in enumerate(_verdicts(row, len(self.trace.levels))):
+                if line:
+                    script[level, at, : len(line)] = torch.tensor([round[:2] for round in line], dtype=torch.int32)
+        return script
+
+    def _check_shapes(self, number: int, row: TracedRow) -> None:
+        """ValueError for a round of the trace that is larger than the captured ones."""
+        program = self.captured.program
+        for depth, line in enumerate(_verdicts(row, len(self.trace.levels))):
+            most = program.handed_up(depth + 1)
+            repeats = self.captured.levels[depth + 1].most
+            for round in line:
+                if round.drafted > most or (round.inner and len(round.inner) > repeats):
+                    raise ValueError(
+                        f"row {number} of the trace has a round of {round.drafted} drafted tokens in "
+                        f"{len(round.inner)} inner rounds, and those captured here hold {most} in {repeats}: "
+                        "reschedule the trace (hf_mlspec.evaluation.reschedule)"
+                    )
+
+
+def _read_with_prompt(row: TracedRow) -> int:
+    """Tokens that the pass over the prompt settled before anything was drafted: 1 or 0."""
+    return int(row.rounds[0].drafted == 0)
+
+
+def _verdicts(row: TracedRow, levels: int) -> list[list[Round]]:
+    """Per level that checks, the target first, its rounds in the order in which they come."""
+    rounds = row.rounds[_read_with_prompt(row) :]
+    return [list(rounds_at(iter(rounds), level)) for level in range(levels)]
