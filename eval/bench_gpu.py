@@ -57,6 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="prompts (data beside the models)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line a number")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the tables there, too")
+    parser.add_argument("--commit", help="of this tree, kept in every line where the tree is no checkout")
     parser.add_argument("--device", default="cuda", help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, the demo pair, few tokens")
     parser.add_argument("--slow", action="store_true", help="compiled peers on the large shape, too")
@@ -100,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         def keep(finding) -> None:
             lines.append(finding.to_dict())
             if results is not None:
-                results.add("gpu", {**lines[-1], "read_bandwidth": bench.probe})
+                results.add("gpu", {**lines[-1], "read_bandwidth": bench.probe, "commit": args.commit})
 
         for name in args.only:
             if (reason := run_group(name, bench, keep)) is not None:

@@ -33,8 +33,8 @@ class Chain:
 
 
 CHAINS = (
-    Chain('["mxfp4"]', "code-76m-mxfp4-best", 1, ((4,), (6,), (8,), (10,))),
-    Chain('["mxfp4", tiny]', "code-76m-mxfp4-code-4m-best", 2, ((8, 3), (12, 3), (15, 4), (20, 4))),
+    Chain('["mxfp4"]', "code-76m-mxfp4-long", 1, ((4,), (6,), (8,), (10,))),
+    Chain('["mxfp4", tiny]', "code-76m-mxfp4-code-4m-long", 2, ((8, 3), (12, 3), (15, 4), (20, 4))),
 )
 LARGE_BATCHES = {8: ((3,), (4,), (6,)), 32: ((2,), (3,), (4,))}  # of ["mxfp4"]
 RATE_TARGETS = {('["mxfp4"]', "HumanEval"): 470, ('["mxfp4"]', "GSM8K"): 440,

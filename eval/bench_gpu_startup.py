@@ -8,9 +8,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from transformers import PreTrainedModel
+
+import hf_mlspec
 from eval.bench_gpu_findings import Bench, Finding
-from eval.bench_gpu_models import real_model, without_end
+from eval.bench_gpu_models import random_model, real_model, without_end
 from eval.bench_gpu_prompts import folders, padded, texts, tokenizer_of
 from eval.bench_gpu_timing import wall_seconds
 
@@ -23,23 +27,37 @@ class BuildFailed(Exception):
 
 
 def startup(bench: Bench) -> Iterator[Finding]:
-    """Seconds until one token was written, in a first and in a second call of each chain; their difference is what
-    capturing, building levels and first use cost together."""
+    """Seconds until two tokens were written, in a first and in later calls of each chain, on the real pair and on the
+    8B shape, and the seconds of the first that went into capturing; the rest of the difference is what building
+    decoders and levels and the first use of kernels cost."""
     folder, draft_folder = folders(bench)
     model, draft = (without_end(real_model(path, bench.device)) for path in (folder, draft_folder))
     row = tokenizer_of(folder)(next(iter(texts(bench).values()))[0]).input_ids
-    inputs = padded([row], bench.device)
     chains = {"alone": [], "[draft]": [draft], '["mxfp4"]': ["mxfp4"], '["mxfp4", draft]': ["mxfp4", draft]}
-    for name, levels in chains.items():
-        seconds = [wall_seconds(lambda levels=levels: model.generate(
-            **inputs, max_new_tokens=2, do_sample=False, pad_token_id=0, assistant_models=levels), bench.device)
-            for _ in range(3)]
-        delay = seconds[0] - min(seconds[1:])
-        yield Finding("startup", name, "seconds more in the first call", delay, "s",
-                      None if bench.quick else CAPTURE_SECONDS, more={"calls": seconds})
-        yield Finding("startup", name, "second call, 2 tokens", seconds[1], "s")
+    yield from _of_model(bench, folder.name, model, row, chains)
+    del model, draft, chains
+    bench.free()
+    shape = "tiny" if bench.quick else "llama-3-8b"
+    yield from _of_model(bench, f"{shape}, random", random_model(shape, bench.device), list(range(1, 65)),
+                         {"alone": [], '["mxfp4"]': ["mxfp4"]})
     if bench.build:
         yield Finding("startup", "building the extension", "seconds", build_seconds(), "s", BUILD_SECONDS)
+
+
+def _of_model(
+    bench: Bench, name: str, model: PreTrainedModel, row: list[int], chains: dict[str, list[Any]]
+) -> Iterator[Finding]:
+    inputs = padded([row], bench.device)
+    for chain, levels in chains.items():
+        def call(levels: list[Any] = levels) -> None:
+            model.generate(**inputs, max_new_tokens=2, do_sample=False, pad_token_id=0, assistant_models=levels)
+
+        first, what = wall_seconds(call, bench.device), f"{name}: {chain}"
+        captured = hf_mlspec.last_stats(model).capture_seconds
+        later = [wall_seconds(call, bench.device) for _ in range(2)]
+        yield Finding("startup", what, "capturing", captured, "s", None if bench.quick else CAPTURE_SECONDS)
+        yield Finding("startup", what, "first call", first, "s", more={"later": later})
+        yield Finding("startup", what, "later call", min(later), "s")
 
 
 def build_seconds() -> float:

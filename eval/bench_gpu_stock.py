@@ -55,12 +55,12 @@ def _clocked(model: PreTrainedModel, prompt: Tensor, new_tokens: int, calls: int
 
 
 def stock_generate(model: PreTrainedModel, prompt: Tensor, new_tokens: int, **options: Any) -> Tensor:
-    """transformers' own loop, whatever hf_mlspec installed; no token ends a row."""
+    """transformers' own loop, whatever hf_mlspec installed."""
     was = hf_mlspec.enabled()
     hf_mlspec.disable()
     try:
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens,
-                              min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, **options)
+                              do_sample=False, pad_token_id=0, **options)
     finally:
         if was:
             hf_mlspec.enable()

@@ -19,13 +19,13 @@ def gemlite_mxfp4(
     MissingPeer where gemlite is not installed, is a version without MXFP4, or there is no GPU.
     """
     if not weight.is_cuda:
-        raise MissingPeer("gemlite: its kernels need a GPU")
+        raise MissingPeer("its kernels need a GPU")
     if importlib.util.find_spec("gemlite") is None:
         raise MissingPeer("gemlite is not installed")
     from gemlite import helper
 
     if not hasattr(helper, "A16W4_MXFP"):
-        raise MissingPeer("gemlite: this version has no A16W4_MXFP")
+        raise MissingPeer("this version has no A16W4_MXFP")
     linear = torch.nn.Linear(*weight.shape[::-1], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
 

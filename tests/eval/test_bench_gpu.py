@@ -134,8 +134,20 @@ def test_a_wrong_product_fails_its_group_behind_the_right_ones(monkeypatch):
 
     monkeypatch.setattr(module, "_int4", skewed)
     found = []
-    with pytest.raises(module.WrongResult, match="int4 g128 a16 of 1 tokens is wrong"):
+    with pytest.raises(module.WrongResult, match=r"int4 g128 a16: 1 tokens: .* the error allowed; int4 g128 a8: "):
         found.extend(module.linear(bench()))
+
+
+def test_a_peer_that_fails_takes_no_part(monkeypatch):
+    module = products()
+
+    def failing(*arguments):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(module, "_torch_int4", failing)
+    one = bench()
+    assert len(list(module.linear(one))) > 10
+    assert one.missing["torch int4 g128"] == "torch int4 g128: no such kernel"
 
 
 def test_a_captured_step_that_chooses_other_tokens_is_found(monkeypatch):

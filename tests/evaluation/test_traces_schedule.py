@@ -151,6 +151,17 @@ def test_the_committed_traces_keep_their_speed():
     assert found[-1] > trace.new_tokens / trace.passes
 
 
+@pytest.mark.parametrize("data", ["humaneval", "gsm8k"])
+def test_a_committed_trace_at_its_own_length_is_itself(data):
+    """Recorded without a threshold: all its rounds are full but the last of a row, which ended with it."""
+    trace = read_trace(COMMITTED / f"code-76m-mxfp4-long-{data}.json")
+    again = reschedule(trace, 16)
+    assert again.passes == trace.passes
+    for row, was in zip(again.rows, trace.rows, strict=True):
+        full = [round for round in was.rounds if round.drafted == 16]
+        assert list(row.rounds[1 : len(full) + 1]) == full
+
+
 @pytest.mark.parametrize(("asked", "named"), [
     ([4, 2], "2 numbers and the trace 1 levels"), ([0], r"num_draft_tokens \[0\]"), (0, r"num_draft_tokens \[0\]")])
 def test_lengths_that_do_not_fit_are_refused(asked, named):
