@@ -153,12 +153,13 @@ def test_the_committed_traces_keep_their_speed():
 
 @pytest.mark.parametrize("data", ["humaneval", "gsm8k"])
 def test_a_committed_trace_at_its_own_length_is_itself(data):
-    """Recorded without a threshold: all its rounds are full but the last of a row, which ended with it."""
+    """Recorded without a threshold: all rounds are full but the last of a row, which may end behind the row."""
     trace = read_trace(COMMITTED / f"code-76m-mxfp4-long-{data}.json")
     again = reschedule(trace, 16)
     assert again.passes == trace.passes
     for row, was in zip(again.rows, trace.rows, strict=True):
-        full = [round for round in was.rounds if round.drafted == 16]
+        full = [round for round in was.rounds[:-1] if round.drafted == 16]
+        assert len(full) >= len(was.rounds) - 3
         assert list(row.rounds[1 : len(full) + 1]) == full
 
 
