@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # A word of constraints.txt, "torch==2.13.0": installed before everything that depends on it, so that no other
 # requirement gets to choose another build.
 TORCH := $(shell grep '^torch==' constraints.txt)
-TELL_KERNELS := ls hf_mlspec/_C*.so > /dev/null 2>&1 || \
+TELL_KERNELS := ls hf_mlspec/_C.* > /dev/null 2>&1 || \
 	echo "no kernels were compiled (a C++20 compiler is needed): everything runs in plain torch, slower"
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.*)
 

@@ -30,6 +30,7 @@ SANITIZERS = os.environ.get("MLSPEC_SANITIZE", "")
 X86_SETS = ("_avx2", "_avxvnni", "_avxvnniint8", "_avx512vnni", "_avx512bf16", "_amx")
 CUDA_ARCHS = ("80", "89", "90a", "100", "120")
 HOPPER_ONLY = re.compile(r"(bf16|int4|mxfp4)_linear")  # wgmma and the copy engine: for 90a alone
+NOT_IN_LIBRARY = {"prepack.cu"}  # for eval/bench_gpu_linear.py; the package packs in ops/tiles_cuda.py
 
 
 def skip(library, reason):
@@ -117,6 +118,7 @@ def cuda_objects(toolkit, archs, folder):
     """Every .cu as an object file in `folder`, compiled side by side; what is newer than its sources stays."""
     hopper = [arch for arch in archs if arch == "90a"]
     sources = sorted(path for path in (KERNELS / "cuda").glob("*.cu") if hopper or not HOPPER_ONLY.match(path.name))
+    sources = [path for path in sources if path.name not in NOT_IN_LIBRARY]
     newest_header = max(path.stat().st_mtime for path in (KERNELS / "cuda").glob("*.*h"))
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -18,6 +18,7 @@ from ..nn.architecture import KNOWN
 from ..ops.compiled_decoder import has_compiled_decoder
 from .tables import show
 
+VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS")
 PACKAGES = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safetensors", "tokenizers", "numpy")
 
 
@@ -33,9 +34,10 @@ def run_info(args: argparse.Namespace) -> int:
              "devices": _devices(),
              "kernels": [{"op": op, "device": device, "kernel": kernel} for op, device, kernel in kernels],
              "kernels_problem": problem,
+             "cuda_problem": ops.why_no_cuda_kernels(),
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "hook": "on" if enabled() else "off",
-             "MLSPEC_REQUIRE_KERNELS": os.environ.get("MLSPEC_REQUIRE_KERNELS", "not set")}
+             **{name: os.environ.get(name, "not set") for name in VARIABLES}}
     if args.json:
         print(json.dumps(found))
         return 0
@@ -43,11 +45,12 @@ def run_info(args: argparse.Namespace) -> int:
     show(console, "versions", ("", "version"), list(found["versions"].items()))
     show(console, "devices", ("", "what"), list(found["devices"].items()))
     rows = [(f"{op} on {device}", kernel) for op, device, kernel in kernels]
-    show(console, "kernels", ("", "kernel"), [*rows, *([("problem", problem)] if problem else [])])
+    problems = [("problem", problem), ("problem on cuda", found["cuda_problem"])]
+    show(console, "kernels", ("", "kernel"), [*rows, *(row for row in problems if row[1])])
     decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
     state = [("whole decoders compiled", decoder or "none"),
              ("generate takes assistant_models", found["hook"]),
-             ("MLSPEC_REQUIRE_KERNELS", found["MLSPEC_REQUIRE_KERNELS"])]
+             *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
     return 0
 
@@ -71,5 +74,6 @@ def _devices() -> dict[str, str]:
     found = {"cpu": f"{platform.machine()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        found[f"cuda:{index}"] = f"{properties.name}, {memory}, sm_{properties.major}{properties.minor}"
     return found
