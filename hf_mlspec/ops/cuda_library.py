@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
@@ -79,8 +81,8 @@ def _load_for(capability: tuple[int, int], name: str) -> str | None:
         return f"{error}; {again}"
     if built is None:
         return f"no compiled library _CUDA.so in {_PACKAGE}; {again}, which needs nvcc"
-    driver = torch._C._cuda_getDriverVersion()
-    if driver // 1000 < built.toolkit // 1000:
+    driver = _driver_version()
+    if driver and driver // 1000 < built.toolkit // 1000:
         return (f"{built.path.name} is built with CUDA {_version(built.toolkit)}, the driver knows CUDA up to "
                 f"{_version(driver)}; update the driver, or build with nvcc of CUDA {driver // 1000}")
     if not built.serves(capability):
@@ -95,6 +97,16 @@ def _load_for(capability: tuple[int, int], name: str) -> str | None:
             return f"{built.path.name} does not load ({error}); {again}"
         _loaded.append(built)
     return None
+
+
+def _driver_version() -> int:
+    """The newest CUDA the driver knows, as 1000 * major + 10 * minor; 0 where it cannot be asked."""
+    version = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
+    except OSError:
+        return 0
 
 
 def _version(number: int) -> str:

@@ -14,7 +14,7 @@ def package(monkeypatch, tmp_path):
     """A folder for a library, on a machine whose driver knows CUDA 13.0 and which has loaded nothing."""
     monkeypatch.setattr(cuda_library, "_PACKAGE", tmp_path)
     monkeypatch.setattr(cuda_library, "_loaded", [])
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(cuda_library, "_driver_version", lambda: 13000)
     return tmp_path
 
 
@@ -55,7 +55,7 @@ def test_a_library_for_other_gpus_names_both(package):
 
 def test_a_driver_older_than_the_toolkit(package, monkeypatch):
     write_library(package)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080)
+    monkeypatch.setattr(cuda_library, "_driver_version", lambda: 12080)
     reason = cuda_library._load_for(HOPPER, "H200")
     assert "built with CUDA 13.0, the driver knows CUDA up to 12.8; update the driver" in reason
 
