@@ -274,6 +274,12 @@ def test_chains_are_replayed(monkeypatch, captured):
         assert speeds[what, "x alone"] == pytest.approx(speeds[what, "tokens/s"] / speeds[what, "alone, tokens/s"])
 
 
+def test_rows_are_spread():
+    spread = program("bench_gpu_chain").spread
+    assert spread(32, 4) == [0, 8, 16, 24]
+    assert spread(32, 32) == spread(32, 40) == list(range(32))
+
+
 def test_every_target_of_a_chain_is_measured():
     chain = program("bench_gpu_chain")
     data = {"HumanEval", "GSM8K"}
