@@ -67,10 +67,11 @@ __device__ __forceinline__ void add_tokens(const ChooseArgs& a, const Stream& st
   float most = mine.largest;
 #pragma unroll
   for (int e = 0; e < kVector; ++e) {
-    scores[e] = a.softcap > 0.f ? tanhf(logits[e] / a.softcap) * a.softcap : logits[e];
+    const bool exists = first + e < a.vocab;
+    scores[e] = a.softcap > 0.f && exists ? tanhf(logits[e] / a.softcap) * a.softcap : logits[e];
     mine.has_nan |= logits[e] != logits[e];
     // Without noise the logit as it came decides: the cap is monotone and only makes ties.
-    if (first + e < a.vocab) mine.offer(kNoise ? scores[e] + noise[e] : logits[e], scores[e], first + e);
+    if (exists) mine.offer(kNoise ? scores[e] + noise[e] : logits[e], scores[e], first + e);
     most = fmaxf(most, scores[e]);
   }
   const float shift = most == -CUDART_INF_F ? 0.f : most;

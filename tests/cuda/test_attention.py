@@ -1,0 +1,152 @@
+"""Is attention over a ragged cache right on a GPU, with bits that depend on a token's position alone?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_mlspec import ops
+
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries `[batch, width, heads, dim]` over a cache whose slots behind a row's end are NaN."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    starts: list[int]
+    counts: list[int]
+    window: int = 0
+    softcap: float = 0.0
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        return tuple(torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in (self.starts, self.counts))
+
+    def attend(self) -> Tensor:
+        poisoned = torch.full_like(self.q, torch.nan)  # the allocator hands its memory to the result
+        del poisoned
+        scale = self.q.shape[-1] ** -0.5
+        lanes = self.keys, self.values
+        return ops.ragged_attention_rows(self.q, *lanes, *self.lengths(), scale, self.window, self.softcap)
+
+
+def make(
+    starts: list[int],
+    counts: list[int],
+    width: int,
+    heads: int = 8,
+    kv_heads: int = 2,
+    dim: int = 128,
+    slots: int = 640,
+    **rule,
+) -> Case:
+    random = torch.Generator().manual_seed(len(starts) * 1000 + dim)
+    q = torch.randn(len(starts), width, heads, dim, generator=random) * 1.5
+    keys, values = torch.randn(2, len(starts), kv_heads, slots, dim, generator=random) * 1.5
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        end = start + min(count, width) if count > 0 else 0
+        keys[row, :, end:], values[row, :, end:] = torch.nan, torch.nan
+        q[row, max(count, 0) :] = torch.nan
+    return Case(*(t.bfloat16().to(DEVICE) for t in (q, keys, values)), starts, counts, **rule)
+
+
+def exact(case: Case) -> tuple[Tensor, Tensor]:
+    """Float64 result, zeros for padding; and the mean of |values| under the same weights, which scales the errors."""
+    q, keys, values = (t.double().cpu() for t in (case.q, case.keys, case.values))
+    out, size = torch.zeros_like(q), torch.zeros_like(q)
+    group = q.shape[2] // keys.shape[1]
+    for row, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
+        for t in range(min(count, q.shape[1])):
+            first = max(0, start + t - case.window + 1) if case.window else 0
+            k, v = (x[row, :, first : start + t + 1].repeat_interleave(group, 0) for x in (keys, values))
+            scores = torch.einsum("hd,hsd->hs", q[row, t], k) * q.shape[3] ** -0.5
+            if case.softcap:
+                scores = torch.tanh(scores / case.softcap) * case.softcap
+            weights = scores.softmax(-1)
+            out[row, t] = torch.einsum("hs,hsd->hd", weights, v)
+            size[row, t] = torch.einsum("hs,hsd->hd", weights, v.abs())
+    return out, size
+
+
+def check(case: Case) -> Tensor:
+    """Within the rounding of the result, of the weights (both bfloat16) and a little for exp2 and tanh."""
+    y = case.attend()
+    expected, size = exact(case)
+    error = (y.double().cpu() - expected).abs()
+    bound = 2.0**-8 * expected.abs() + 2.0**-7 * size + 1e-6
+    assert (error <= bound).all(), (error / bound).max()
+    for row, count in enumerate(case.counts):
+        assert y[row, max(count, 0) :].eq(0).all()
+    return y
+
+
+RULES = [{}, {"window": 5}, {"window": 70}, {"softcap": 5.0}, {"window": 300, "softcap": 20.0}]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("width", [1, 9])
+def test_against_float64(width, rule):
+    check(make([0, 63, 64, 511, 520, 200, 7, 3], [width, width, 1, width, 2, 0, width + 5, -1], width, **rule))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (14, 2, 64), (32, 1, 128), (6, 2, 96), (3, 1, 16),
+                                                        (4, 2, 112), (8, 4, 256), (5, 1, 160), (40, 8, 80)])
+@pytest.mark.parametrize("width", [1, 3, 20])
+def test_shapes(heads, kv_heads, dim, width):
+    check(make([0, 100, 333], [width, max(1, width - 2), width], width, heads, kv_heads, dim, 400))
+
+
+def test_prefill():
+    check(make([0, 130], [200, 150], 200, heads=4, kv_heads=1, slots=400))
+
+
+def test_bits_do_not_depend_on_width():
+    starts, counts = [0, 57, 250, 511], [9, 9, 6, 9]
+    for rule in ({}, {"window": 66, "softcap": 9.0}):
+        case = make(starts, counts, 9, heads=8, kv_heads=2, **rule)
+        whole = case.attend()
+        for t in range(9):
+            ones = [int(t < count) for count in counts]
+            one = replace(case, q=case.q[:, t : t + 1].contiguous(), starts=[s + t for s in starts], counts=ones)
+            assert torch.equal(one.attend()[:, 0], whole[:, t]), t
+        wide = torch.cat([case.q, torch.zeros_like(case.q).repeat(1, 6, 1, 1)], dim=1)
+        assert torch.equal(replace(case, q=wide).attend()[:, :9], whole)
+
+
+@pytest.mark.parametrize(("width", "dim"), [(1, 128), (9, 64), (33, 128), (3, 256)])
+def test_bits_do_not_depend_on_the_batch_or_the_slots(width, dim):
+    """Alone a row's chunks are shared by a cluster of blocks; a batch of 33 fills the chip with a block a tile."""
+    starts = [(37 * r * r) % 450 for r in range(33)]
+    case = make(starts, [width] * 33, width, dim=dim, slots=512)
+    whole = case.attend()
+    roomy = [torch.full((33, 2, 4096, dim), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    for old, new in zip((case.keys, case.values), roomy, strict=True):
+        new[:, :, :512] = old
+    for r in range(33):
+        one = slice(r, r + 1)
+        alone = Case(case.q[one], case.keys[one], case.values[one], starts[one], [width])
+        assert torch.equal(alone.attend(), whole[one]), r
+        assert torch.equal(replace(alone, keys=roomy[0][one], values=roomy[1][one]).attend(), whole[one]), r
+
+
+def test_a_row_at_rest_or_behind_the_last_slot_is_padding():
+    case = make([0, 638, 10_000, 5], [0, 5, 1, -7], 5)
+    y = case.attend()
+    assert y[[0, 2, 3]].eq(0).all()
+    assert y[1, 2:].eq(0).all()
+    assert torch.equal(y[1, :2], replace(case, counts=[0, 2, 0, 0]).attend()[1, :2])
+
+
+def test_lanes_cut_out_of_a_larger_tensor():
+    case = make([30, 200], [4, 4], 4)
+    whole = torch.full((3, 2, 2, 2, 640, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    whole[1, 0], whole[1, 1] = case.keys, case.values
+    assert torch.equal(replace(case, keys=whole[1, 0], values=whole[1, 1]).attend(), case.attend())
+    swapped = case.keys.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(replace(case, keys=swapped).attend(), case.attend())
