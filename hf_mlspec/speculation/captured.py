@@ -94,10 +94,10 @@ class CapturedDecoding(Decoding):
     def round(self) -> list[int]:
         """Replay, wait, settle; the indices of the rows that have not stopped."""
         begin = time.perf_counter()
-        graphs = self.chain.graphs
-        if not graphs.batch:
+        if not self.chain.graphs.batch:
             self._make_room()
-            graphs.launch(self._bucket)
+            self.chain.graphs.launch(self._bucket)
+        graphs = self.chain.graphs
         lines = graphs.wait()
         report = [lines[place] for place in self.places]
         self._refuse_nan(report)

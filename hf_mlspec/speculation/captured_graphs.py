@@ -58,9 +58,10 @@ class RoundGraphs:
             self._enqueue(self.state.of_rows(batch), batch)
             self.seconds += time.perf_counter() - begin
             return
-        self._begin.record()
-        self._graphs[batch].replay()
-        self._end.record()
+        with torch.cuda.device(self.state.tokens.device):
+            self._begin.record()
+            self._graphs[batch].replay()
+            self._end.record()
 
     def wait(self) -> list[list[int]]:
         """The report of the round under way, one line per row. The one wait of a round."""

@@ -165,7 +165,7 @@ class RoundProgram:
         if not self.sampled:
             return ops.choose_rows(logits, cap)
         each = len(positions) // len(state.streams)
-        streams = state.streams if each == 1 else state.streams[:, None].expand(-1, each).reshape(-1)
+        streams = state.streams[:, None].expand(-1, each).reshape(-1).contiguous()
         return ops.choose_rows(logits, cap, state.seed, streams, positions)
 
 

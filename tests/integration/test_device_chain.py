@@ -6,39 +6,22 @@ enqueues, how its lengths move, how rows leave and buckets shrink is all here; o
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from models import near, prompts, tiny
+from device_path import OPTIONS, on_device, stepwise
+from models import EOS, near, packed, prompts, tiny
 
 import hf_mlspec
-from hf_mlspec.integration import decoding, wiring
+from hf_mlspec.integration import wiring
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.captured import CapturedDecoding
 
+__all__ = ["on_device"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
     pytest.mark.usefixtures("nothing_said_yet"),
 ]
 
-OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
 BATCHES = {"one row": prompts([9]), "three": prompts([3, 17, 1]), "eight": prompts([3, 17, 1, 9, 9, 2, 30, 5])}
-
-
-@pytest.fixture
-def on_device(monkeypatch):
-    """Models take the way of those on a GPU; the rounds of every call are counted."""
-    rounds = []
-    play = CapturedDecoding.round
-
-    def counted(self):
-        rounds.append(self._bucket)
-        return play(self)
-
-    monkeypatch.setattr(CapturedDecoding, "round", counted)
-    monkeypatch.setattr(wiring, "_as_on_device", True)
-    return rounds
 
 
 @pytest.fixture
@@ -73,18 +56,6 @@ CONFIGS = {
 }
 
 
-@contextmanager
-def _nothing(*_):
-    yield None
-
-
-def stepwise(target, inputs, levels=(), **options) -> torch.Tensor:
-    """What the same decoders return in the ordinary loop, step by step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "captured", _nothing)
-        return target.generate(**inputs, **{**OPTIONS, **options}, assistant_models=list(levels))
-
-
 @pytest.mark.parametrize("inputs", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("chain", CHAINS)
@@ -97,3 +68,154 @@ def test_greedy_ids_are_those_of_the_target_alone(on_device, target, draft, chai
     stats = hf_mlspec.last_stats(target)
     assert stats.new_tokens == alone[:, inputs["input_ids"].shape[1] :].numel()
     assert all(level.accepted > 0 for level in stats.levels)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"])
+def test_architectures(on_device, kind):
+    target, inputs = tiny(kind, seed=2, dtype=torch.bfloat16), BATCHES["three"]
+    alone = stepwise(target, inputs)
+    out = target.generate(**inputs, **OPTIONS, assistant_models=["mxfp4", near(target, 0.05)])
+    assert torch.equal(out, alone)
+    assert on_device
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_ids_are_those_of_the_compiled_decoder_of_the_cpu(on_device, chain, monkeypatch):
+    """In float32, where both round alike."""
+    target, inputs = tiny(seed=2, dtype=torch.float32), BATCHES["three"]
+    draft = near(target, 0.05)
+    out = target.generate(**inputs, **OPTIONS, assistant_models=chains(draft)[chain])
+    monkeypatch.setattr(wiring, "_as_on_device", False)
+    assert torch.equal(out, target.generate(**inputs, **OPTIONS, assistant_models=chains(draft)[chain]))
+
+
+QSPEC = [["w4a8"], ["w4a4"], ["qspec"], ["w4a8", "w4a4"], ["w4a8", "early_exit:1"]]
+
+
+@pytest.mark.parametrize("levels", QSPEC, ids=str)
+@pytest.mark.parametrize("inputs", BATCHES.values(), ids=BATCHES)
+def test_a_packed_target_drafts_for_itself(on_device, levels, inputs):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    target = packed(tiny(seed=2, dtype=torch.bfloat16, **shape), "int4")
+    alone = stepwise(target, inputs)
+    assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_models=levels), alone)
+    assert on_device
+    assert all(level.accepted > 0 for level in hf_mlspec.last_stats(target).levels)
+
+
+def test_a_draft_that_is_the_target_is_always_right(on_device, target):
+    """Its own cache lacks nothing when a round begins: neither after full acceptance, nor at depth two."""
+    twin, other = near(target, 0.0), near(target, 0.0)
+    config = {"num_draft_tokens": [8, 3], "confidence_threshold": 0.0}
+    for levels, given in (([twin], 3), ([twin, other], config["num_draft_tokens"])):
+        target.generate(**BATCHES["three"], **OPTIONS, assistant_models=levels,
+                        speculation_config={**config, "num_draft_tokens": given})  # fmt: skip
+        for level in hf_mlspec.last_stats(target).levels:
+            assert level.accepted == level.drafted > 0
+
+
+def test_levels_draft_what_they_draft_step_by_step(on_device, target, draft):
+    """Thresholds, limits near the end of a row and what each level accepts, with one inner round for a draft."""
+    config = {"num_draft_tokens": [4, 4], "confidence_threshold": [0.3, 0.5]}
+    for levels, given in ((["mxfp4"], {"num_draft_tokens": 5, "confidence_threshold": 0.5}), ([draft], {}),
+                          ([draft], {"num_draft_tokens": 3, "confidence_threshold": 0.7})):  # fmt: skip
+        counts = []
+        for run in (stepwise, lambda model, inputs, levels, **more: model.generate(
+            **inputs, **OPTIONS, assistant_models=levels, **more
+        )):  # fmt: skip
+            run(target, BATCHES["three"], levels, speculation_config=given)
+            counts.append([(one.drafted, one.accepted) for one in hf_mlspec.last_stats(target).levels])
+        # The ordinary loop checks the prompt before a level in the target's cache drafts: its first round is another.
+        if levels != ["mxfp4"]:
+            assert counts[0] == counts[1]
+        assert all(0 < accepted <= drafted for drafted, accepted in counts[1])
+    target.generate(**BATCHES["three"], **OPTIONS, assistant_models=["mxfp4", draft], speculation_config=config)
+    assert on_device
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 8, 9, 10])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_rows_end_at_their_last_token(on_device, target, draft, chain, new_tokens):
+    inputs = BATCHES["three"]
+    alone = stepwise(target, inputs, max_new_tokens=new_tokens)
+    asked = {**OPTIONS, "max_new_tokens": new_tokens}
+    out = target.generate(**inputs, **asked, assistant_models=chains(draft)[chain])
+    assert torch.equal(out, alone)
+    assert out.shape[1] == 17 + new_tokens
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_rows_end_with_the_sequence_and_buckets_shrink(on_device, target, draft, chain):
+    """An end may sit inside a block; rows that go on move together when half of the places are idle."""
+    inputs = BATCHES["eight"]
+    rows = stepwise(target, inputs)[:, 30:].tolist()
+    ends = sorted({row[place] for row, place in zip(rows, (1, 5, 9, 11, 17, 22), strict=False)})
+    asked = {"eos_token_id": ends, "pad_token_id": 0}
+    alone = stepwise(target, inputs, **asked)
+    on_device.clear()
+    out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=chains(draft)[chain])
+    assert torch.equal(out, alone)
+    assert on_device[0] == 8
+    assert on_device[-1] < 8
+    assert on_device == sorted(on_device, reverse=True)
+    if chain == "alone":
+        assert hf_mlspec.last_stats(target).tokens_per_target_pass == 1.0
+
+
+def test_a_stop_criterion_ends_a_row_inside_a_block(on_device, target):
+    inputs = prompts([9])
+    text = stepwise(target, inputs)[0].tolist()
+
+    class Stop:
+        def __call__(self, ids, scores, **_):
+            return torch.tensor([ids.shape[1] >= 14])
+
+    out = target.generate(**inputs, **OPTIONS, stopping_criteria=[Stop()], assistant_models=["mxfp4"])
+    assert out[0].tolist() == text[:14]
+
+
+SAMPLERS = {
+    "plain": {},
+    "top_k": {"top_k": 12, "temperature": 1.5},
+    "top_p": {"top_p": 0.7, "top_k": 0},
+    "min_p": {"min_p": 0.05, "top_k": 0},
+    "typical": {"typical_p": 0.6, "top_k": 0},
+    "epsilon": {"epsilon_cutoff": 0.01, "top_k": 0},
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("chain", ["alone", "mxfp4", "mxfp4, draft"])
+def test_sampled_ids_are_those_of_the_target_alone_with_the_same_seed(on_device, target, draft, chain, sampler):
+    inputs = BATCHES["three"]
+    asked = {**OPTIONS, "do_sample": True, **SAMPLERS[sampler]}
+    texts = []
+    for levels, seed in (([], 5), (chains(draft)[chain], 5), (chains(draft)[chain], 6)):
+        torch.manual_seed(seed)
+        texts.append(target.generate(**inputs, **asked, assistant_models=levels).tolist())
+    assert texts[0] == texts[1] != texts[2]
+    assert all(level.accepted > 0 for level in hf_mlspec.last_stats(target).levels)
+    assert len(on_device) > 3
+
+
+def test_sampled_frequencies_are_the_targets(on_device, target, draft):
+    prompt = prompts([6])["input_ids"].repeat(2000, 1)
+    asked = {"max_new_tokens": 2, "do_sample": True, "top_k": 16, "eos_token_id": None, "temperature": 2.0}
+    torch.manual_seed(0)
+    mask = torch.ones_like(prompt)
+    out = target.generate(prompt, attention_mask=mask, **asked, assistant_models=[draft])
+    assert on_device
+    asked |= {"assistant_models": [], "return_dict_in_generate": True, "output_scores": True}
+    expected = target.generate(prompt[:1], attention_mask=mask[:1], **asked).scores[0][0].double().softmax(-1)
+    likely, seen = expected > 0, torch.bincount(out[:, 6], minlength=64)
+    assert seen[~likely].sum() == 0
+    expected = 2000 * expected[likely]
+    assert ((seen[likely] - expected) ** 2 / expected).sum() < 37.7  # chi-squared, 15 degrees of freedom: 1 in 1000
+
+
+def test_end_of_sequence_of_the_model_itself(on_device, target, draft):
+    """Without eos_token_id=None the model's own end counts."""
+    inputs = prompts([4, 9, 2, 6])
+    asked = {"max_new_tokens": 60, "do_sample": False}
+    alone = stepwise(target, inputs, **{**asked, "eos_token_id": EOS})
+    assert torch.equal(target.generate(**inputs, **asked, assistant_models=[draft]), alone)

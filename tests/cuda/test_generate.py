@@ -1,0 +1,221 @@
+"""Does generate on a GPU return, in captured rounds, what the target alone returns, and what if it cannot?"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from models import near, packed, prompts, tiny
+
+import hf_mlspec
+from hf_mlspec.integration import decoding
+from hf_mlspec.nn import prepared
+from hf_mlspec.speculation import captured_chain
+from hf_mlspec.speculation.captured_graphs import RoundGraphs
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}
+OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+BATCHES = {"one row": [9], "three": [3, 17, 1], "eight": [3, 17, 1, 9, 9, 2, 30, 5], "long": [700, 3]}
+
+
+def asked(lengths: list[int]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in prompts(lengths).items()}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(**SHAPE, max_position_embeddings=2048).cuda()
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return near(tiny(**SHAPE, max_position_embeddings=2048), 0.02).cuda()
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    prepared._said.clear()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The rows of every replayed graph, in order."""
+    rounds, launch = [], RoundGraphs.launch
+
+    def counted(self, batch):
+        launch(self, batch)
+        rounds.append(batch)
+
+    monkeypatch.setattr(RoundGraphs, "launch", counted)
+    return rounds
+
+
+def stepwise(monkeypatch, model, inputs, **options):
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "captured", _nothing)
+        return model.generate(**inputs, **{**OPTIONS, **options}, assistant_models=[])
+
+
+class _nothing:
+    def __init__(self, *_): ...
+
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *_):
+        return None
+
+
+def chains(draft) -> dict[str, list]:
+    return {"alone": [], "draft": [draft], "mxfp4": ["mxfp4"], "mxfp4, draft": ["mxfp4", draft],
+            "mxfp4, early exit": ["mxfp4", "early_exit:1"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("chain", chains(None))
+def test_greedy_ids_are_those_of_the_target_alone(monkeypatch, launched, target, draft, chain, lengths):
+    inputs = asked(lengths)
+    alone = stepwise(monkeypatch, target, inputs)
+    assert not launched
+    out = target.generate(**inputs, **OPTIONS, assistant_models=chains(draft)[chain])
+    assert torch.equal(out, alone)
+    assert launched
+    assert all(level.accepted > 0 for level in hf_mlspec.last_stats(target).levels)
+
+
+@pytest.mark.parametrize("levels", [["w4a8"], ["w4a8", "w4a4"]], ids=str)
+def test_a_packed_target_drafts_for_itself(monkeypatch, launched, levels):
+    model, inputs = packed(tiny(**SHAPE), "int4").cuda(), asked([9, 4])
+    alone = stepwise(monkeypatch, model, inputs)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, assistant_models=levels), alone)
+    assert launched
+
+
+@pytest.mark.parametrize("sampler", [{}, {"top_k": 12, "temperature": 1.5}, {"top_p": 0.7, "top_k": 0},
+                                     {"min_p": 0.05, "top_k": 0}, {"typical_p": 0.6, "top_k": 0},
+                                     {"epsilon_cutoff": 0.01, "top_k": 0}], ids=str)  # fmt: skip
+def test_sampled_ids_are_those_of_the_target_alone_with_the_same_seed(launched, target, draft, sampler):
+    inputs, texts = asked([3, 17, 1]), []
+    for levels, seed in (([], 5), (["mxfp4", draft], 5), (["mxfp4", draft], 6)):
+        torch.manual_seed(seed)
+        settings = {**OPTIONS, "do_sample": True, **sampler}
+        texts.append(target.generate(**inputs, **settings, assistant_models=levels).tolist())
+    assert texts[0] == texts[1] != texts[2]
+    assert launched
+
+
+def test_ends_inside_blocks_and_smaller_buckets(monkeypatch, launched, target, draft):
+    inputs = asked([3, 17, 1, 9, 9, 2, 30, 5])
+    rows = stepwise(monkeypatch, target, inputs)[:, 30:].tolist()
+    ends = sorted({row[place] for row, place in zip(rows, (1, 5, 9, 11, 17, 22), strict=False)})
+    settings = {"eos_token_id": ends, "pad_token_id": 0}
+    alone = stepwise(monkeypatch, target, inputs, **settings)
+    out = target.generate(**inputs, **{**OPTIONS, **settings}, assistant_models=["mxfp4", draft])
+    assert torch.equal(out, alone)
+    assert launched[0] == 8 > launched[-1]
+
+
+def test_a_second_call_captures_nothing_and_clear_frees_all(launched, target, draft):
+    inputs = asked([9, 4])
+    first = target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+    again = target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+    assert torch.equal(first, again)
+    assert hf_mlspec.last_stats(target).capture_seconds == 0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    hf_mlspec.clear(target)
+    assert torch.cuda.memory_allocated() < before
+
+
+def test_rows_that_outgrow_their_slots_go_on(monkeypatch, target, draft):
+    monkeypatch.setattr("hf_mlspec.integration.capture._FIRST_NEW_TOKENS", 16)
+    inputs = asked([250, 3])
+    alone = stepwise(monkeypatch, target, inputs, max_new_tokens=600)
+    hf_mlspec.clear(target)
+    settings = {**OPTIONS, "max_new_tokens": 600}
+    assert torch.equal(target.generate(**inputs, **settings, assistant_models=["mxfp4", draft]), alone)
+
+
+def test_side_streams_and_two_threads(target, draft):
+    inputs = asked([9])
+    expected, got = target.generate(**inputs, **OPTIONS, assistant_models=[draft]), {}
+
+    def call(name):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got[name] = target.generate(**inputs, **OPTIONS, assistant_models=[draft]).cpu()
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[name], expected.cpu()) for name in range(3))
+
+
+def test_without_memory_rounds_run_step_by_step_and_what_was_taken_is_free(monkeypatch, target, draft, caplog):
+    inputs = asked([9])
+    expected = target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+    hf_mlspec.clear(target)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+
+    def full(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
+
+    monkeypatch.setattr(RoundGraphs, "capture", full)
+    assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_models=[draft]), expected)
+    said = [record.getMessage() for record in caplog.records if "no memory to capture" in record.getMessage()]
+    assert len(said) == 1
+    assert "Tried to allocate 99 GiB" in said[0]
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    assert not captured_chain._kept.get(target)
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"repetition_penalty": 1.3}, "read the tokens before a position"),
+    ({"output_scores": True, "return_dict_in_generate": True}, "scores or logits are returned"),
+    ({"do_sample": True, "eta_cutoff": 0.01}, "on the host"),
+    ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is no model"),
+])  # fmt: skip
+def test_what_is_not_captured_runs_step_by_step_and_says_why_once(launched, target, draft, settings, words, caplog):
+    inputs = asked([9, 4])
+    for _ in range(2):
+        target.generate(**{**inputs, **OPTIONS, "assistant_models": [draft], **settings})
+    said = [record.getMessage() for record in caplog.records if "step by step" in record.getMessage()]
+    assert len(said) == 1
+    assert words in said[0]
+    assert not launched
+
+
+def test_nan_weights_are_named(target):
+    inputs, broken = asked([9]), near(tiny(**SHAPE), 0.02).cuda()
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"the logits of level \w+ are NaN"):
+        target.generate(**inputs, **OPTIONS, assistant_models=[broken])
+    with pytest.raises(FloatingPointError, match="the logits of the target are NaN"):
+        broken.generate(**inputs, **OPTIONS, assistant_models=[target])
+    assert target.generate(**inputs, **OPTIONS, assistant_models=["mxfp4"]).shape[1] == 49
+
+
+def test_a_cache_comes_back_and_is_continued(target, draft):
+    from transformers import DynamicCache
+
+    inputs = asked([9])
+    whole = target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+    cache = DynamicCache()
+    half = target.generate(**inputs, **{**OPTIONS, "max_new_tokens": 20}, assistant_models=[draft],
+                           past_key_values=cache)  # fmt: skip
+    assert cache.get_seq_length() == half.shape[1] - 1
+    rest = target.generate(half, attention_mask=torch.ones_like(half), **{**OPTIONS, "max_new_tokens": 20},
+                           assistant_models=["mxfp4"], past_key_values=cache)  # fmt: skip
+    assert torch.equal(rest, whole)
+
+
+def test_a_stream_of_requests_runs_on_the_device(monkeypatch, target, draft):
+    inputs = asked([9])
+    alone = stepwise(monkeypatch, target, inputs)[0, 9:].tolist()
+    prompt = inputs["input_ids"][0].tolist()
+    done = list(hf_mlspec.generate_stream(target, [prompt] * 3, assistant_models=[draft], max_batch=2, **OPTIONS))
+    assert [one.new_tokens for one in done] == [alone] * 3

@@ -1,0 +1,282 @@
+"""What do calls of generate share on a device, what runs step by step there, and what happens when something fails?
+
+On the CPU, as test_device_chain.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from device_path import OPTIONS, on_device, stepwise
+from models import letters, near, prompts, tiny
+from transformers import DynamicCache
+
+import hf_mlspec
+from hf_mlspec.evaluation import record_trace
+from hf_mlspec.integration import wiring
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation import captured_chain
+from hf_mlspec.speculation.captured_chain import CapturedChain, bucket_of
+from hf_mlspec.speculation.captured_graphs import RoundGraphs
+
+__all__ = ["on_device"]
+pytestmark = [
+    pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
+    pytest.mark.usefixtures("nothing_said_yet", "on_device"),
+]
+
+ONE, TWO = prompts([9]), prompts([9, 4])
+
+
+@pytest.fixture
+def target():
+    return tiny(seed=2, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def draft(target):
+    return near(target, 0.05)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """(rows, slots) of every chain that was made."""
+    shapes, allocate = [], CapturedChain._allocate
+
+    def counted(self):
+        shapes.append((self.batch, self.slots))
+        allocate(self)
+
+    monkeypatch.setattr(CapturedChain, "_allocate", counted)
+    return shapes
+
+
+def said(caplog, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+def test_bucket_sizes():
+    assert [bucket_of(n) for n in (1, 2, 3, 5, 8, 9, 33, 64, 65, 200)] == [1, 2, 4, 8, 8, 16, 64, 64, 128, 256]
+
+
+def test_a_chain_is_kept_for_the_next_call_that_it_fits(target, draft, made):
+    for inputs in (TWO, ONE, TWO):
+        target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+    assert made == [(2, 256)]
+    target.generate(**prompts([9, 4, 2]), **OPTIONS, assistant_models=[draft])
+    target.generate(**ONE, **{**OPTIONS, "max_new_tokens": 300}, assistant_models=[draft])
+    assert made[1:] == [(4, 256), (4, 512)]
+    target.generate(**ONE, **OPTIONS, assistant_models=[])
+    target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    assert made[3:] == [(1, 256)]
+    assert len(captured_chain._kept[target]) == 2
+    target.generate(**ONE, **OPTIONS, assistant_models=[draft], speculation_config={"num_draft_tokens": 2})
+    assert len(captured_chain._kept[target]) == 2  # the one that was used last stays
+    hf_mlspec.clear(target)
+    assert target not in captured_chain._kept
+
+
+def test_changed_weights_make_a_chain_anew(target, draft, made):
+    first = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    with torch.no_grad():
+        target.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    again = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    assert len(made) == 2
+    assert not torch.equal(first, again)
+    assert torch.equal(again, stepwise(target, ONE))
+    assert len(captured_chain._kept[target]) == 1
+
+
+def test_kept_chains_go_with_their_levels(target):
+    draft = near(target, 0.05)
+    target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    assert captured_chain._kept[target]
+    del draft
+    gc.collect()
+    assert target not in captured_chain._kept
+
+
+@pytest.mark.parametrize("chain", ["alone", "draft", "mxfp4, draft"])
+def test_rows_that_outgrow_their_slots_go_on(target, draft, made, monkeypatch, chain):
+    monkeypatch.setattr("hf_mlspec.integration.capture._FIRST_NEW_TOKENS", 4)
+    inputs, more = prompts([250, 3, 240]), {"max_new_tokens": 200}
+    levels = {"alone": [], "draft": [draft], "mxfp4, draft": ["mxfp4", draft]}[chain]
+    alone = stepwise(target, inputs, **more)
+    assert torch.equal(target.generate(**inputs, **{**OPTIONS, **more}, assistant_models=levels), alone)
+    assert made == [(4, 256), (4, 512)]
+
+
+class Nested:
+    """A streamer that generates with the same chain."""
+
+    def __init__(self, call):
+        self.call, self.texts = call, []
+
+    def put(self, tokens):
+        if len(self.texts) < 2:
+            self.texts.append(self.call().tolist())
+
+    def end(self): ...
+
+
+def test_a_call_inside_a_call_runs_step_by_step(target, draft, caplog):
+    expected = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+
+    def call():
+        return target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+
+    streamer = Nested(call)
+    out = target.generate(**ONE, **OPTIONS, assistant_models=[draft], streamer=streamer)
+    assert torch.equal(out, expected)
+    assert streamer.texts == [expected.tolist()] * 2
+    assert len(said(caplog, "inside a call of the same chain")) == 1
+
+
+def test_threads_take_turns(target, draft):
+    inputs = [prompts([9]), prompts([4]), prompts([17])]
+    expected = [target.generate(**one, **OPTIONS, assistant_models=["mxfp4", draft]) for one in inputs]
+    got = {}
+
+    def call(number):
+        for _ in range(3):
+            got[number] = target.generate(**inputs[number], **OPTIONS, assistant_models=["mxfp4", draft])
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[number], expected[number]) for number in range(3))
+
+
+def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypatch, on_device):
+    def full(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
+
+    monkeypatch.setattr(RoundGraphs, "capture", full)
+    for _ in range(2):
+        out = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    assert torch.equal(out, stepwise(target, ONE))
+    assert len(said(caplog, "no memory to capture them for 1 rows of 256 tokens")) == 1
+    assert not captured_chain._kept.get(target)
+    assert not on_device
+
+
+def test_without_memory_for_fewer_rows_the_larger_rounds_go_on(target, draft, caplog, monkeypatch, on_device):
+    inputs = prompts([3, 17, 1, 9])
+    rows = stepwise(target, inputs)[:, 17:].tolist()
+    asked = {"eos_token_id": sorted({rows[0][1], rows[1][3], rows[2][5]}), "pad_token_id": 0}
+    alone = stepwise(target, inputs, **asked)
+
+    def full(self, batch):
+        if batch < 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(RoundGraphs, "capture", full)
+    out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[draft])
+    assert torch.equal(out, alone)
+    assert set(on_device) == {4}
+    assert said(caplog, "those of 4 rows go on")
+
+
+def test_a_call_that_fails_leaves_nothing_behind(target, draft, monkeypatch):
+    expected = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    wait = RoundGraphs.wait
+
+    def fails(self):
+        wait(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundGraphs, "wait", fails)
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    assert torch.equal(target.generate(**ONE, **OPTIONS, assistant_models=[draft]), expected)
+
+
+REFUSED = {
+    "processors": ({"repetition_penalty": 1.3}, "logits processors read the tokens before a position"),
+    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "scores or logits are returned"),
+    "eta": ({"do_sample": True, "eta_cutoff": 0.01}, "eta_cutoff looks at its probabilities on the host"),
+    "lookup": ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is no model"),
+    "draft, lookup": ({"assistant_models": ["mxfp4", "ngram"]}, "level ngram is no model"),
+}
+
+
+@pytest.mark.parametrize(("asked", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_captured_runs_step_by_step_and_says_why_once(target, draft, asked, words, caplog, on_device):
+    for _ in range(2):
+        target.generate(**{**TWO, **OPTIONS, "assistant_models": [draft], **asked})
+    (message,) = said(caplog, "step by step")
+    assert words in message
+    assert "LlamaForCausalLM" in message
+    assert not on_device
+
+
+def test_a_draft_that_sees_fewer_tokens_than_rows_may_have(target, caplog, on_device):
+    short = tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=32)
+    out = target.generate(**ONE, **OPTIONS, assistant_models=[short])
+    assert torch.equal(out, stepwise(target, ONE))
+    assert said(caplog, "sees 32 tokens, rows may have 49")
+    assert not on_device
+
+
+@pytest.mark.parametrize("levels", [["prompt_lookup"], ["mxfp4", "prompt_lookup"], ["mxfp4", "early_exit:1"]], ids=str)
+def test_step_by_step_chains_return_what_the_target_returns(target, levels):
+    assert torch.equal(stepwise(target, TWO, levels), stepwise(target, TWO))
+    own = {"speculation_config": {"shared_cache": False}}
+    assert torch.equal(stepwise(target, TWO, levels, **own), stepwise(target, TWO))
+
+
+def test_nan_weights_are_named(target, draft):
+    with torch.no_grad():
+        draft.lm_head.weight.fill_(float("nan"))
+    for levels, name in (([draft], "level LlamaForCausalLM"), (["mxfp4", draft], "level LlamaForCausalLM")):
+        with pytest.raises(FloatingPointError, match=f"the logits of {name} are NaN"):
+            target.generate(**TWO, **OPTIONS, assistant_models=levels)
+    with pytest.raises(FloatingPointError, match="the logits of the target are NaN"):
+        draft.generate(**TWO, **OPTIONS, assistant_models=[target])
+    assert torch.equal(target.generate(**TWO, **OPTIONS, assistant_models=["mxfp4"]), stepwise(target, TWO))
+
+
+def test_a_cache_comes_back_and_is_continued(target, draft):
+    whole = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    cache, short = DynamicCache(), {**OPTIONS, "max_new_tokens": 20}
+    half = target.generate(**ONE, **short, assistant_models=[draft], past_key_values=cache)
+    assert cache.get_seq_length() == half.shape[1] - 1
+    assert not any(layer.keys.is_inference() for layer in cache.layers)
+    rest = target.generate(
+        half, attention_mask=torch.ones_like(half), **short, assistant_models=["mxfp4"], past_key_values=cache
+    )
+    assert torch.equal(rest, whole)
+
+
+def test_a_stream_of_requests(target, draft):
+    alone = stepwise(target, ONE)[0, 9:].tolist()
+    prompt = ONE["input_ids"][0].tolist()
+    done = list(hf_mlspec.generate_stream(target, [prompt] * 3, assistant_models=[draft], max_batch=2, **OPTIONS))
+    assert [one.new_tokens for one in done] == [alone] * 3
+
+
+def test_a_prepared_model_without_levels_decodes_in_rounds(target, monkeypatch, on_device):
+    monkeypatch.setattr(wiring, "_as_on_device", False)
+    hf_mlspec.prepare(target)
+    monkeypatch.setattr(wiring, "_as_on_device", True)
+    out = target.generate(**TWO, **OPTIONS)
+    assert on_device == [2] * 5
+    assert torch.equal(out, stepwise(target, TWO))
+
+
+@pytest.mark.parametrize("levels", [[], ["draft"], ["mxfp4", "draft"]], ids=str)
+def test_a_trace_of_captured_rounds_tells_what_they_settled(target, draft, levels, on_device):
+    levels = [draft if level == "draft" else level for level in levels]
+    ids = [ONE["input_ids"][0].tolist(), prompts([4])["input_ids"][0].tolist()]
+    trace = record_trace(target, letters(), ids, levels, max_new_tokens=24, batch_size=2)
+    assert on_device
+    for row in trace.rows:
+        assert sum(round.settled for round in row.rounds) >= row.new_tokens == 24
+        if len(levels) == 2:
+            assert all(round.drafted == sum(one.settled for one in round.inner) for round in row.rounds)
