@@ -1,4 +1,4 @@
-"""Do the ops of a step give the same bits in a captured graph, launched early, with lengths that change between replays?"""
+"""Do the ops of a step give the same bits in a captured graph whose lengths change between replays?"""
 
 from __future__ import annotations
 
