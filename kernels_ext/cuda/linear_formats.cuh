@@ -198,7 +198,7 @@ struct Mxfp4IntegerWeights : CodeWords {
   static constexpr int kGroups = kTileInputs / 32;
   static constexpr int kActivationBits = 8;
   static constexpr bool kHasZeros = false, kHasShift = true;
-  static constexpr float kOutScale = 1;  // 1/2 of the codes, times 2 of the scales: see scale()
+  static constexpr float kOutScale = 0.5f;  // of the codes
   static constexpr int kTileBytes = Mxfp4Weights::kTileBytes;
 
   const uint8_t* scales;
@@ -209,10 +209,10 @@ struct Mxfp4IntegerWeights : CodeWords {
     CodeWords::load(tile, place.weights);
     scales = tile + kCodeBytes + place.scales;
   }
-  // Of rows r and r + 8: the stored exponent is that of half a scale.
+  // Of rows r and r + 8: the stored exponent is that of 2^126 times the scale.
   __device__ __forceinline__ float2 scale(int block) const {
     const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + block / 2 * 4) >> block % 2 * 8;
-    return {__uint_as_float((pair & 0xFF) << 23), __uint_as_float((pair >> 16 & 0xFF) << 23)};
+    return {__uint_as_float((pair & 0xFF) << 23) * 0x1p-126f, __uint_as_float((pair >> 16 & 0xFF) << 23) * 0x1p-126f};
   }
   // magnitudes: 4 of 3 bits, one in each of the lower nibbles; signs: 0xFF where negative. -m = ~(m - 1), 0 stays 0.
   __device__ __forceinline__ static uint32_t looked_up(uint32_t magnitudes, uint32_t signs) {

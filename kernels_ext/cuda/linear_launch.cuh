@@ -69,7 +69,8 @@ inline int blocks_of(int64_t size, int block) { return int((size + block - 1) / 
 template <class V>
 LinearParams params_of(const mlspec_cuda_linear& a) {
   LinearParams p = {};
-  p.tiles = static_cast<const uint8_t*>(a.tiles), p.x_scales = a.x_scales, p.bias = a.bias;
+  p.tiles = static_cast<const uint8_t*>(a.tiles), p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
+  p.bias = a.bias, p.x_row_bytes = int(a.in_features * V::Format::kActivationBits / 8);
   p.exponent_shift = a.exponent_shift, p.out = static_cast<__nv_bfloat16*>(a.out);
   p.num_tokens = int(a.num_tokens), p.out_features = int(a.out_features), p.x_scale_stride = int(a.x_scale_stride);
   p.chunks = blocks_of(a.in_features, V::Format::kChunk), p.token_blocks = blocks_of(a.num_tokens, V::kTokens);

@@ -2,6 +2,9 @@
 //
 // A producer thread keeps a ring of stages full: a chunk's weights of the block's 1 or 2 tiles, and the tokens of the same
 // inputs. Tokens lie in front of all weights, so that neither pays for the alignment of the other.
+// While the kernel in front still runs, a block with few tokens asks for a whole ring of weights. The copy engine serves in
+// order: tokens asked for behind them would come last, and nothing could be multiplied before. So the threads that multiply
+// copy the first tokens themselves.
 #pragma once
 
 #include <type_traits>
@@ -13,13 +16,12 @@ namespace mlspec {
 
 constexpr int kMaxStages = 16;
 
-// Shared memory: 16 barriers `full`, 16 `empty`, one `begun`, up to 1024 bytes; then the ring. One address leads to all.
+// Shared memory: 16 barriers `full`, 16 `empty`, the ring (aligned to 1024). One address leads to all.
 struct Ring {
-  static constexpr int kBarrierBytes = (2 * kMaxStages + 1) * 8;
+  static constexpr int kBarrierBytes = 2 * kMaxStages * 8;
   uint32_t address;
   __device__ __forceinline__ uint32_t full(int slot) const { return address - kBarrierBytes + slot * 8; }
   __device__ __forceinline__ uint32_t empty(int slot) const { return address - kBarrierBytes + (kMaxStages + slot) * 8; }
-  __device__ __forceinline__ uint32_t begun() const { return address - 8; }
 };
 
 struct Maps {
@@ -28,11 +30,12 @@ struct Maps {
 
 struct LinearParams {
   const uint8_t* tiles;   // [output tile, chunk], 4-bit weights
+  const uint8_t* x;       // [tokens, x_row_bytes]
   const float* x_scales;  // [group, x_scale_stride], int8 activations only
   const void* bias;
   const int32_t* exponent_shift;
   __nv_bfloat16* out;  // [tokens, outputs]
-  int num_tokens, out_features, chunks, token_blocks, units, x_scale_stride, stages, stages_ahead;
+  int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, stages, stages_ahead;
   bool bias_is_float32;
 };
 
@@ -65,10 +68,9 @@ struct Variant {
   // block finishes one tile and begins the next; many lie over the ring.
   static constexpr int kSumStride = kOutputs + 4, kSumBytes = kTokens * kSumStride * 4;
   static constexpr bool kOwnSums = kTiles == 1;
-  // Stages whose weights are asked for before the first tokens: enough to keep the memory busy, few enough to be here first.
-  static constexpr int kAhead = kTiles == 1 ? (Format::kFourBits ? 6 : 8) : kTokens > 64 || Format::kFourBits ? 2 : 4;
-  // Cycles in which the memory brings a stage's weights to every block: the pace of asking for more than `stages_ahead`.
-  static constexpr int kPace = kTileBytes * kBlocks / 24;
+  static constexpr bool kOwnFirstTokens = kTiles == 1;
+  // Else stages whose weights are asked for before the first tokens: enough to keep the memory busy.
+  static constexpr int kAhead = kTokens > 64 || Format::kFourBits ? 2 : 4;
 };
 
 // A block's share of the work: units of one output tile (two) and one block of tokens, of the same rank.
@@ -81,8 +83,40 @@ struct Work {
   __device__ __forceinline__ static int first_token(const LinearParams& p, int unit) {
     return unit % p.token_blocks * V::kTokens;
   }
+  __device__ __forceinline__ int first_stages(const LinearParams& p) const { return min(chunks, p.stages); }
 };
 
+// By the threads that multiply: the tokens of the first stages, one warp a stage. Rows beyond the tokens keep what they hold:
+// a column of operand B reaches no other column's sums.
+template <class V>
+__device__ __forceinline__ void copy_first_tokens(const LinearParams& p, Ring ring, Work<V> work, int warp, int lane) {
+  using Format = typename V::Format;
+  constexpr int kRowBytes = V::kBoxes * 128, kPieces = kRowBytes / 16;
+  const int first_token = work.first_token(p, work.first_unit), tokens = min(V::kTokens, p.num_tokens - first_token);
+  for (int stage = warp; stage < work.first_stages(p); stage += V::kConsumers / 32) {
+    const int chunk = work.first_chunk + stage;
+    for (int i = lane; i < tokens * kPieces; i += 32) {
+      const int token = i / kPieces, piece = i % kPieces, byte = chunk * kRowBytes + piece * 16;
+      const uint32_t to = ring.address + stage * V::kTokenBytes + (piece / 8 * V::kTokens + token) * 128;
+      const uint32_t place = to + ((piece ^ token) & 7) * 16;
+      if (byte < p.x_row_bytes) copy_16(place, p.x + size_t(first_token + token) * p.x_row_bytes + byte);
+      else store_zeros(place);
+    }
+    if constexpr (V::kScaleBytes > 0) {
+      const uint32_t to = ring.address + p.stages * V::kTokenBytes + stage * V::kWeightStride + V::kTileBytes;
+      for (int i = lane; i < tokens * Format::kGroups; i += 32) {
+        const int token = i / Format::kGroups, group = i % Format::kGroups;
+        copy_4(to + (group * V::kTokens + token) * 4,
+               p.x_scales + size_t(chunk * Format::kGroups + group) * p.x_scale_stride + first_token + token);
+      }
+    }
+  }
+  wait_for_copies();
+  fence_async_reads();  // by wgmma; and the copy engine writes here later
+}
+
+// One warp. All lanes walk along so that the compiler keeps places in uniform registers; one of them asks for the copies: with
+// few tokens this thread's instructions decide how fast a ring is filled.
 template <class V>
 struct Producer {
   using Format = typename V::Format;
@@ -91,66 +125,89 @@ struct Producer {
   Ring ring;
   Work<V> work;
   uint64_t weight_policy, token_policy;
+  bool elected;
 
-  __device__ __forceinline__ int scale_bytes(int first_token) const {
-    if constexpr (V::kScaleBytes == 0) return 0;
-    return Format::kGroups * 4 * min(V::kTokens, p.x_scale_stride - first_token);
+  // Where a stage goes and comes from.
+  struct Stage {
+    uint32_t full, tokens, weights;
+    const uint8_t* tile;  // 4-bit weights
+    int chunk;
+  };
+
+  __device__ __forceinline__ Stage first_stage() const {
+    return {ring.full(0), ring.address, ring.address + p.stages * V::kTokenBytes, nullptr, 0};
   }
-  __device__ __forceinline__ void load_weights(int unit, int i, int slot) {
-    const int tile = work.first_tile(p, unit), chunk = work.first_chunk + i;
-    const uint32_t place = ring.address + p.stages * V::kTokenBytes + slot * V::kWeightStride;
-    barrier_arrive_expect(ring.full(slot), V::kTokenBytes + V::kTileBytes + scale_bytes(work.first_token(p, unit)));
-    if constexpr (Format::kFourBits) {
-      const size_t first = (size_t(tile / 2) * p.chunks + chunk) * 2 + tile % 2;
-      copy_bulk(place, p.tiles + first * Format::kTileBytes, V::kTileBytes, ring.full(slot), weight_policy);
-    } else {
-      copy_box(place, &maps.weight, chunk * Format::kChunk, tile * kTileOutputs, ring.full(slot), weight_policy);
-    }
+  __device__ __forceinline__ void begin_unit(Stage& s, int unit) const {
+    const int tile = work.first_tile(p, unit);
+    s.chunk = work.first_chunk;
+    s.tile = p.tiles + ((size_t(tile / 2) * p.chunks + s.chunk) * 2 + tile % 2) * Format::kTileBytes;
   }
-  __device__ __forceinline__ void load_tokens(int unit, int i, int slot) {
-    const int chunk = work.first_chunk + i, first_token = work.first_token(p, unit);
+  __device__ __forceinline__ static void next(Stage& s) {
+    s.full += 8, s.tokens += V::kTokenBytes, s.weights += V::kWeightStride;
+    s.tile += 2 * Format::kTileBytes, ++s.chunk;
+  }
+  __device__ __forceinline__ void wrap(Stage& s) const {
+    s.full = ring.full(0), s.tokens = ring.address, s.weights = ring.address + p.stages * V::kTokenBytes;
+  }
+  // token_bytes: of tokens and their scales that complete on the same barrier.
+  __device__ __forceinline__ void load_weights(const Stage& s, int unit, int token_bytes) const {
+    if (!elected) return;
+    barrier_arrive_expect(s.full, V::kTileBytes + token_bytes);
+    if constexpr (Format::kFourBits) copy_bulk(s.weights, s.tile, V::kTileBytes, s.full, weight_policy);
+    else
+      copy_box(s.weights, &maps.weight, s.chunk * Format::kChunk, work.first_tile(p, unit) * kTileOutputs, s.full, weight_policy);
+  }
+  __device__ __forceinline__ void load_tokens(const Stage& s, int first_token, int scale_bytes) const {
+    if (!elected) return;
     constexpr int kBoxInputs = Format::kChunk / V::kBoxes;
 #pragma unroll
     for (int box = 0; box < V::kBoxes * V::kParts; ++box)
-      copy_box(ring.address + slot * V::kTokenBytes + box * V::kBoxTokens * 128, &maps.x,
-               chunk * Format::kChunk + box % V::kBoxes * kBoxInputs, first_token + box / V::kBoxes * V::kBoxTokens,
-               ring.full(slot), token_policy);
+      copy_box(s.tokens + box * V::kBoxTokens * 128, &maps.x, s.chunk * Format::kChunk + box % V::kBoxes * kBoxInputs,
+               first_token + box / V::kBoxes * V::kBoxTokens, s.full, token_policy);
     if constexpr (V::kScaleBytes > 0) {
-      const uint32_t place = ring.address + p.stages * V::kTokenBytes + slot * V::kWeightStride + V::kTileBytes;
-      const int bytes = scale_bytes(first_token) / Format::kGroups;
+      const float* scales = p.x_scales + size_t(s.chunk * Format::kGroups) * p.x_scale_stride + first_token;
+#pragma unroll
       for (int g = 0; g < Format::kGroups; ++g)
-        copy_bulk(place + g * V::kTokens * 4, p.x_scales + size_t(chunk * Format::kGroups + g) * p.x_scale_stride + first_token,
-                  bytes, ring.full(slot), token_policy);
+        copy_bulk(s.weights + V::kTileBytes + g * V::kTokens * 4, scales + g * p.x_scale_stride, scale_bytes, s.full, token_policy);
     }
   }
-  // Some weights at once, they do not depend on the kernel in front. As long as that one runs, the rest of the ring, no faster
-  // than the memory brings it: copies arrive in the order they are asked for, nothing can be multiplied before the first
-  // tokens are here, and those must not queue behind a whole ring.
-  __device__ __forceinline__ int run_ahead(int most) {
-    int ahead = min(most, p.stages_ahead);
-    for (int i = 0; i < ahead; ++i) load_weights(work.first_unit, i, i);
-    uint32_t last = clock();
-    while (!barrier_test(ring.begun(), 0)) {
-      if (ahead == most || uint32_t(clock()) - last < V::kPace) continue;
-      load_weights(work.first_unit, ahead, ahead);
-      ++ahead, last = clock();
-    }
+  // Of one group.
+  __device__ __forceinline__ int scale_bytes(int first_token) const {
+    return V::kScaleBytes ? 4 * min(V::kTokens, p.x_scale_stride - first_token) : 0;
+  }
+  // The first stages. Weights do not depend on the kernel in front.
+  __device__ __forceinline__ void run_ahead(Stage& s, int stages, int first_token, int token_bytes) const {
+    const Stage first = s;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i, next(s)) load_weights(s, work.first_unit, V::kOwnFirstTokens ? 0 : token_bytes);
     wait_for_previous_kernel();
-    for (int i = 0; i < ahead; ++i) load_tokens(work.first_unit, i, i);
-    return ahead;
+    if constexpr (!V::kOwnFirstTokens) {
+      s = first;
+#pragma unroll 1
+      for (int i = 0; i < stages; ++i, next(s)) load_tokens(s, first_token, scale_bytes(first_token));
+    }
   }
-  __device__ __forceinline__ void run() {
-    prefetch_map(&maps.x);
-    const int ahead = run_ahead(min(work.chunks, p.stages));
-    int slot = ahead % p.stages, round = ahead / p.stages, begin = ahead;
+  __device__ __forceinline__ void run() const {
+    if (elected) prefetch_map(&maps.x);
+    Stage s = first_stage();
+    int slot = 0, round = 0;
+#pragma unroll 1
     for (int unit = work.first_unit; unit < p.units; unit += work.unit_step) {
-      for (int i = begin; i < work.chunks; ++i) {
-        if (round) barrier_wait(ring.empty(slot), (round - 1) & 1);
-        load_weights(unit, i, slot);
-        load_tokens(unit, i, slot);
-        if (++slot == p.stages) slot = 0, ++round;
+      const int first_token = work.first_token(p, unit), bytes = scale_bytes(first_token);
+      const int token_bytes = V::kTokenBytes + Format::kGroups * bytes;
+      int i = 0;
+      begin_unit(s, unit);
+      if (unit == work.first_unit) {
+        i = slot = V::kOwnFirstTokens ? work.first_stages(p) : min(work.chunks, p.stages_ahead);
+        run_ahead(s, i, first_token, token_bytes);
       }
-      begin = 0;
+#pragma unroll 1
+      for (; i < work.chunks; ++i, ++slot, next(s)) {
+        if (slot == p.stages) slot = 0, ++round, wrap(s);
+        if (round) barrier_wait(s.full + kMaxStages * 8, (round - 1) & 1);  // empty
+        load_weights(s, unit, token_bytes);
+        load_tokens(s, first_token, bytes);
+      }
     }
   }
 };

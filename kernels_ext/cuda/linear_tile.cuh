@@ -76,8 +76,8 @@ struct Steps {
 
 // One chunk by mma: every warp on its own.
 template <class V>
-__device__ __forceinline__ void multiply_mma(float (&sums)[V::kTokenTiles][4], const typename V::Format& format, uint32_t tokens,
-                                             uint32_t place, const float* x_scales, int lane) {
+__device__ __forceinline__ void multiply_mma(float (&sums)[V::kTokenTiles][4], const typename V::Format& format,
+                                             uint32_t tokens, uint32_t place, const float* x_scales, int lane) {
   using S = Steps<typename V::Format>;
   TokenFragments<V::kTokenTiles> fragments;
   const uint32_t ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
@@ -105,8 +105,8 @@ __device__ __forceinline__ void multiply_mma(float (&sums)[V::kTokenTiles][4], c
 
 // One chunk by wgmma: four warps together, the same sums in the same order.
 template <class V>
-__device__ __forceinline__ void multiply_wgmma(float (&sums)[V::kTokenTiles][4], const typename V::Format& format, uint32_t tokens,
-                                               const float* x_scales, int lane) {
+__device__ __forceinline__ void multiply_wgmma(float (&sums)[V::kTokenTiles][4], const typename V::Format& format,
+                                               uint32_t tokens, const float* x_scales, int lane) {
   using S = Steps<typename V::Format>;
   constexpr int kBoxStep = V::kTokens * 128 / 16;
   const uint32_t ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
@@ -187,7 +187,8 @@ __device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], 
   };
   int i = group;
   if constexpr (V::kTurn > 1)
-    for (; i + (V::kTurn - 1) * V::kWarpGroups < chunks; i += V::kTurn * V::kWarpGroups) multiply(std::integral_constant<int, V::kTurn>());
+    for (; i + (V::kTurn - 1) * V::kWarpGroups < chunks; i += V::kTurn * V::kWarpGroups)
+      multiply(std::integral_constant<int, V::kTurn>());
   for (; i < chunks; i += V::kWarpGroups) multiply(std::integral_constant<int, 1>());
 }
 
@@ -227,7 +228,12 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
                                         int lane) {
   using Format = typename V::Format;
   float out_scale = Format::kOutScale;
-  if constexpr (Format::kHasShift) out_scale *= exp2f(float(*p.exponent_shift));
+  if constexpr (Format::kHasShift) out_scale *= __int_as_float((*p.exponent_shift + 127) << 23);  // a weight: no need to wait
+  if constexpr (V::kOwnFirstTokens) {
+    wait_for_previous_kernel();
+    copy_first_tokens<V>(p, ring, work, warp, lane);
+    barrier_sync<V::kConsumers>();
+  }
   float* total = reinterpret_cast<float*>(memory + (V::kOwnSums ? p.stages * V::kStageBytes : 0));
   Turn turn{warp / (4 * V::kTiles), 0};  // a group's first slot is its number
   for (int unit = work.first_unit; unit < p.units; unit += work.unit_step) {
@@ -255,25 +261,19 @@ __global__ void __launch_bounds__(V::kThreads, V::kBlocks)
   launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) barrier_init(ring.full(i), 1), barrier_init(ring.empty(i), 4 * V::kTiles);
-    barrier_init(ring.begun(), 1);
     barrier_init_done();
   }
   __syncthreads();
 
   if (warp >= V::kConsumers / 32) {
     if constexpr (V::kMoveRegisters) release_registers<24>();
-    if (threadIdx.x == V::kConsumers) {
-      Producer<V> producer{maps, p, ring, work, p.token_blocks == 1 ? policy_evict_first() : policy_evict_last(),
-                           policy_evict_last()};
+    if (warp == V::kConsumers / 32) {
+      const Producer<V> producer{maps, p, ring, work, p.token_blocks == 1 ? policy_evict_first() : policy_evict_last(),
+                                 policy_evict_last(), elect_lane()};
       producer.run();
     }
   } else {
     if constexpr (V::kMoveRegisters) take_registers<V::kRegisters>();
-    if (threadIdx.x == 0) {
-      wait_for_previous_kernel();
-      barrier_arrive(ring.begun());
-    }
-    __syncwarp();
     consume<V>(p, memory, ring, work, warp, lane);
   }
 }
