@@ -70,6 +70,16 @@ def compiler_flags():
     return [*compile_args, "-O1", "-g1", "-fno-omit-frame-pointer", *sanitize], sanitize
 
 
+def runtime_of_torch():
+    """The C++ runtime this process has loaded for torch. A compiler that would link a copy of its own into the library
+    makes an error that passes from the one to the other end the process."""
+    maps = Path("/proc/self/maps")
+    if SANITIZERS or not maps.exists():
+        return []
+    found = re.findall(r"(/\S*/lib(?:stdc\+\+|gcc_s)\.so\S*)$", maps.read_text(), re.MULTILINE)
+    return ["-shared-libgcc", *sorted(set(found), reverse=True)]
+
+
 def extension(name, paths, compile_args, link_args, **options):
     from torch.utils.cpp_extension import CppExtension
 
@@ -77,7 +87,7 @@ def extension(name, paths, compile_args, link_args, **options):
         name,
         [str(path.relative_to(HERE)) for path in paths],
         extra_compile_args=compile_args,
-        extra_link_args=link_args,
+        extra_link_args=[*link_args, *runtime_of_torch()],
         depends=[str(path) for path in [*KERNELS.rglob("*.h"), *KERNELS.rglob("*.cuh"), *KERNELS.rglob("*.cu")]],
         **options,
     )
