@@ -7,9 +7,10 @@ namespace mlspec {
 
 template <int kGroupSize>
 const char* launch_int4(const mlspec_cuda_linear& a) {
-  if (a.activation_bits == 16)
-    return a.has_zeros ? launch_codes<Int4Weights<kGroupSize, true, 16>>(a) : launch_codes<Int4Weights<kGroupSize, false, 16>>(a);
-  return a.has_zeros ? launch_codes<Int4Weights<kGroupSize, true, 8>>(a) : launch_codes<Int4Weights<kGroupSize, false, 8>>(a);
+  const bool integer = a.activation_bits != 16;
+  if (a.has_zeros)
+    return integer ? launch_codes<Int4Weights<kGroupSize, true, 8>>(a) : launch_codes<Int4Weights<kGroupSize, true, 16>>(a);
+  return integer ? launch_codes<Int4Weights<kGroupSize, false, 8>>(a) : launch_codes<Int4Weights<kGroupSize, false, 16>>(a);
 }
 
 const char* launch_int4_g32(const mlspec_cuda_linear& a);

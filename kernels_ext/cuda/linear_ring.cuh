@@ -2,9 +2,9 @@
 //
 // A producer thread keeps a ring of stages full: a chunk's weights of the block's 1 or 2 tiles, and the tokens of the same
 // inputs. Tokens lie in front of all weights, so that neither pays for the alignment of the other.
-// While the kernel in front still runs, a block with few tokens asks for a whole ring of weights. The copy engine serves in
-// order: tokens asked for behind them would come last, and nothing could be multiplied before. So the threads that multiply
-// copy the first tokens themselves.
+// While the kernel in front still runs, the first weights are asked for. The copy engine serves in order: tokens asked for
+// behind them come last, and nothing can be multiplied before. So in a block with few tokens the threads that multiply copy
+// the first tokens themselves.
 #pragma once
 
 #include <type_traits>
@@ -69,8 +69,9 @@ struct Variant {
   static constexpr int kSumStride = kOutputs + 4, kSumBytes = kTokens * kSumStride * 4;
   static constexpr bool kOwnSums = kTiles == 1;
   static constexpr bool kOwnFirstTokens = kTiles == 1;
-  // Else stages whose weights are asked for before the first tokens: enough to keep the memory busy.
-  static constexpr int kAhead = kTokens > 64 || Format::kFourBits ? 2 : 4;
+  // Stages whose weights are asked for before the first tokens: enough to keep the memory busy, not so many that tokens, even
+  // past the queue, find the memory full of requests.
+  static constexpr int kAhead = kTiles == 1 ? (Format::kFourBits ? 6 : 8) : kTokens > 64 || Format::kFourBits ? 2 : 4;
 };
 
 // A block's share of the work: units of one output tile (two) and one block of tokens, of the same rank.
@@ -83,7 +84,7 @@ struct Work {
   __device__ __forceinline__ static int first_token(const LinearParams& p, int unit) {
     return unit % p.token_blocks * V::kTokens;
   }
-  __device__ __forceinline__ int first_stages(const LinearParams& p) const { return min(chunks, p.stages); }
+  __device__ __forceinline__ int first_stages(const LinearParams& p) const { return min(chunks, p.stages_ahead); }
 };
 
 // By the threads that multiply: the tokens of the first stages, one warp a stage. Rows beyond the tokens keep what they hold:
@@ -153,9 +154,9 @@ struct Producer {
   __device__ __forceinline__ void load_weights(const Stage& s, int unit, int token_bytes) const {
     if (!elected) return;
     barrier_arrive_expect(s.full, V::kTileBytes + token_bytes);
+    const int output = work.first_tile(p, unit) * kTileOutputs;
     if constexpr (Format::kFourBits) copy_bulk(s.weights, s.tile, V::kTileBytes, s.full, weight_policy);
-    else
-      copy_box(s.weights, &maps.weight, s.chunk * Format::kChunk, work.first_tile(p, unit) * kTileOutputs, s.full, weight_policy);
+    else copy_box(s.weights, &maps.weight, s.chunk * Format::kChunk, output, s.full, weight_policy);
   }
   __device__ __forceinline__ void load_tokens(const Stage& s, int first_token, int scale_bytes) const {
     if (!elected) return;
@@ -168,7 +169,8 @@ struct Producer {
       const float* scales = p.x_scales + size_t(s.chunk * Format::kGroups) * p.x_scale_stride + first_token;
 #pragma unroll
       for (int g = 0; g < Format::kGroups; ++g)
-        copy_bulk(s.weights + V::kTileBytes + g * V::kTokens * 4, scales + g * p.x_scale_stride, scale_bytes, s.full, token_policy);
+        copy_bulk(s.weights + V::kTileBytes + g * V::kTokens * 4, scales + g * p.x_scale_stride, scale_bytes, s.full,
+                  token_policy);
     }
   }
   // Of one group.
@@ -198,7 +200,7 @@ struct Producer {
       int i = 0;
       begin_unit(s, unit);
       if (unit == work.first_unit) {
-        i = slot = V::kOwnFirstTokens ? work.first_stages(p) : min(work.chunks, p.stages_ahead);
+        i = slot = work.first_stages(p);
         run_ahead(s, i, first_token, token_bytes);
       }
 #pragma unroll 1
