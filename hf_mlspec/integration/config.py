@@ -26,7 +26,8 @@ class SpeculationConfig:
 
     num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per
         level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 where the target drafts at a
-        lower precision of its own, as in QSpec).
+        lower precision of its own, as in QSpec). On a GPU a level with another one below drafts in whole rounds of
+        that one: as many as reach the number, a single one from 16 rows on.
     confidence_threshold: a level stops drafting after a token it gave a smaller probability than this, 0 <= t < 1, 0
         turns it off; one for all levels or one per level (None: the level's own
         `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and
@@ -42,9 +43,11 @@ class SpeculationConfig:
         at the memory of a full copy.
     max_ngram: longest suffix that "prompt_lookup" looks for.
     ngram_order: longest n-gram of the table behind "ngram", at least 2.
-    prepare: on the CPU, run target and levels through compiled, batch-invariant steps where the architecture is known:
-        the chain then returns the same ids as the prepared target alone, always. False: module by module, except
-        models given to `hf_mlspec.prepare`.
+    prepare: on the CPU, and in bfloat16 on a GPU, run target and levels through compiled, batch-invariant steps where
+        the architecture is known: the chain then returns the same ids as the prepared target alone, always, and on a
+        GPU the same sampled ones for the same seed. There a round of all levels is one CUDA graph where no level is a
+        lookup or speaks another vocabulary and no logits processor reads tokens; what it needs is kept for the next
+        call (`hf_mlspec.clear` frees it). False: module by module, except models given to `hf_mlspec.prepare`.
     common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their
         probabilities (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling,
         by text when greedy.

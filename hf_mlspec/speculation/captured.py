@@ -7,7 +7,8 @@ import time
 import torch
 
 from ..nn.prepared import say
-from .captured_chain import CapturedChain, bucket_of, out_of_memory
+from .captured_chain import CapturedChain, bucket_of
+from .captured_graphs import out_of_memory
 from .captured_round import CHECK_FIELDS
 from .checker import Checker, Verdict, nan_error
 from .decode import Decoding, Emit, Stop

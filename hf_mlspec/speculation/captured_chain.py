@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.prepared import say
-from .captured_graphs import RoundGraphs
+from .captured_graphs import RoundGraphs, out_of_memory
 from .captured_round import RoundLevel, RoundProgram
 from .fused_cache import up_to_growth
 from .round_state import RoundState
@@ -191,11 +191,6 @@ def _find(models, key, batch, slots, build) -> CapturedChain | None:
             _watch(models)
         kept.append(chain)  # the newest last
         return chain
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device had no memory left: while a graph is being captured torch reports it in several ways."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def _watch(models: list[nn.Module]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -35,18 +36,9 @@ class RoundGraphs:
         """Have a graph for `batch` rows; none of them moves. torch.OutOfMemoryError where it does not fit."""
         if not self.on_gpu or batch in self._graphs:
             return
-        begin, device = time.perf_counter(), self.state.tokens.device
-        state, stream = self.state.of_rows(batch), torch.cuda.Stream(device)
-        with _capturing, torch.cuda.device(device):
-            caller = torch.cuda.current_stream(device)
-            stream.wait_stream(caller)
-            with torch.cuda.stream(stream):
-                self._rehearse(state)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                    self._enqueue(state, batch)
-            caller.wait_stream(stream)
-        self._graphs[batch] = graph
+        begin, state = time.perf_counter(), self.state.of_rows(batch)
+        self._rehearse(state)
+        self._graphs[batch] = recorded(lambda: self._enqueue(state, batch), state.tokens.device, self._pool)
         self.capture_seconds += time.perf_counter() - begin
 
     def launch(self, batch: int) -> None:
@@ -86,3 +78,17 @@ class RoundGraphs:
         state.active.zero_()
         self.program.enqueue(state)
         state.active.copy_(active)
+
+
+def recorded(run: Callable[[], None], device: torch.device, pool=None) -> torch.cuda.CUDAGraph:
+    """What `run` enqueues, as a graph, captured on a stream of its own; the device has run the like before."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    with _capturing, torch.cuda.device(device), torch.cuda.graph(graph, **how):
+        run()
+    return graph
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device had no memory left: while a graph is being captured torch reports it in several ways."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

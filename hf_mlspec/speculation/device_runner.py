@@ -13,6 +13,7 @@ from torch import Tensor
 from ..nn.device_decoder import DeviceDecoder
 from .cached_rows import CachedRows
 from .device_prefill import int32, padded, prefill
+from .device_steps import DeviceSteps
 from .draft import Rows
 from .fused_cache import GROWTH, FusedCache
 
@@ -41,6 +42,7 @@ class DeviceRunner(CachedRows):
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
         self.device = decoder.device
+        self._steps = DeviceSteps(decoder)
 
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
@@ -113,7 +115,7 @@ class DeviceRunner(CachedRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
-        logits = self.decoder.forward(*operands, self._kv(batch), pick=pick, activation_bits=self.activation_bits)
+        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, activation_bits=self.activation_bits)
         self.forwards += 1
         self.seconds += time.perf_counter() - begin
         return soft_capped(logits.float(), self.decoder.logit_softcap).view(batch, kept, -1)

@@ -1,0 +1,87 @@
+"""How does a step whose shape comes again run without Python between its kernels? As a graph, from the third time on.
+
+Where whole rounds cannot be captured, single forward passes can: their operands are copied to fixed addresses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..nn.device_decoder import DeviceDecoder
+from ..nn.prepared import say
+from .captured_graphs import out_of_memory, recorded
+
+_AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
+_MOST_TOKENS = 128  # larger steps keep the device busy while Python launches the next kernel
+_KEPT = 8  # graphs, those used last
+
+
+@dataclass
+class _Step:
+    """A captured step, what it reads and what it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    operands: tuple[Tensor, ...]
+    logits: Tensor
+
+
+class DeviceSteps:
+    """Forward passes of a decoder, of one runner and its cache."""
+
+    def __init__(self, decoder: DeviceDecoder):
+        self.decoder = decoder
+        self._seen: Counter[tuple] = Counter()
+        self._steps: OrderedDict[tuple, _Step] = OrderedDict()
+        self._addresses: tuple | None = None
+        self._captures = decoder.device.type == "cuda"
+
+    def forward(
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, activation_bits: int
+    ) -> Tensor:
+        """As `DeviceDecoder.forward`; the logits hold until the next step."""
+        operands = (ids, starts, counts, *(() if pick is None else (pick,)))
+        shape = (*ids.shape, None if pick is None else len(pick))
+        step = self._step(shape, operands, kv, activation_bits)
+        if step is None:
+            return self.decoder.forward(ids, starts, counts, kv, pick=pick, activation_bits=activation_bits)
+        for fixed, given in zip(step.operands, operands, strict=True):
+            fixed.copy_(given)
+        step.graph.replay()
+        return step.logits
+
+    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, activation_bits: int) -> _Step | None:
+        """The graph of a shape that came often enough, over this cache."""
+        if not self._captures or operands[0].numel() > _MOST_TOKENS:
+            return None
+        addresses = kv.data_ptr(), kv.stride(), self.decoder.positions
+        if addresses != self._addresses:  # the cache, or the rotary tables, have moved
+            self._steps.clear()
+            self._addresses, self._ropes = addresses, self.decoder.ropes
+        self._seen[shape] += 1
+        if shape not in self._steps and self._seen[shape] > _AFTER:
+            self._capture(shape, operands, kv, activation_bits)
+        if shape in self._steps:
+            self._steps.move_to_end(shape)
+        return self._steps.get(shape)
+
+    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, activation_bits: int) -> None:
+        if len(self._steps) == _KEPT:
+            self._steps.popitem(last=False)
+        fixed = tuple(operand.clone() for operand in operands)
+        pick = fixed[3] if len(fixed) > 3 else None
+        results: list[Tensor] = []
+
+        def run() -> None:
+            results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, activation_bits=activation_bits))
+
+        try:
+            self._steps[shape] = _Step(recorded(run, self.decoder.device), fixed, results[0])
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._captures = False
+            say(f"steps of {shape[0]} rows are launched kernel by kernel: no memory to capture them")
