@@ -21,13 +21,12 @@ from .. import __version__
 from ..integration.config import SpeculationConfig, parse_level
 from ..integration.levels import Level
 from ..integration.processing import Prompts
-from ..integration.wiring import Chain, Wiring
+from ..integration.wiring import AnyRunner, Chain, Wiring
 from ..nn.architecture import require_known
 from ..nn.compiled_weights import UnknownArchitecture
 from ..nn.fused import FusedDecoder, is_prepared
 from ..nn.switch import precision_switch
 from ..ops.compiled_decoder import has_compiled_decoder
-from ..speculation.fused_runner import FusedRunner
 from ..speculation.runner import Runner
 from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters
 
@@ -122,8 +121,8 @@ def _format(model: PreTrainedModel) -> dict[str, Any] | None:
     return json.loads(json.dumps({**settings, "activation_bits": bits}, default=str))
 
 
-def _decoding(model: PreTrainedModel, runner: Runner | FusedRunner, config: SpeculationConfig) -> dict[str, Any]:
-    if isinstance(runner, FusedRunner):
+def _decoding(model: PreTrainedModel, runner: AnyRunner, config: SpeculationConfig) -> dict[str, Any]:
+    if not isinstance(runner, Runner):
         return {"how": COMPILED, "reason": None}
     return {"how": BY_MODULE, "reason": _why_by_module(model, config)}
 

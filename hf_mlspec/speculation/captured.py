@@ -8,9 +8,9 @@ import torch
 
 from ..nn.prepared import say
 from .captured_chain import CapturedChain, bucket_of
-from .captured_graphs import out_of_memory
 from .captured_round import CHECK_FIELDS
 from .checker import Checker, Verdict, nan_error
+from .cuda_graph import out_of_memory
 from .decode import Decoding, Emit, Stop
 from .device_prefill import prefill
 from .draft import Drafter, Rows

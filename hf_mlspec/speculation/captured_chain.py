@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.prepared import say
-from .captured_graphs import RoundGraphs, out_of_memory
+from .captured_graphs import RoundGraphs
 from .captured_round import RoundLevel, RoundProgram
+from .cuda_graph import out_of_memory
 from .fused_cache import up_to_growth
 from .round_state import RoundState
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 
 import torch
 
 from .captured_round import RoundProgram
+from .cuda_graph import recorded
 from .round_state import RoundState
-
-_capturing = threading.Lock()  # one thread captures at a time
 
 
 class RoundGraphs:
@@ -78,17 +75,3 @@ class RoundGraphs:
         state.active.zero_()
         self.program.enqueue(state)
         state.active.copy_(active)
-
-
-def recorded(run: Callable[[], None], device: torch.device, pool=None) -> torch.cuda.CUDAGraph:
-    """What `run` enqueues, as a graph, captured on a stream of its own; the device has run the like before."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-    with _capturing, torch.cuda.device(device), torch.cuda.graph(graph, **how):
-        run()
-    return graph
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device had no memory left: while a graph is being captured torch reports it in several ways."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

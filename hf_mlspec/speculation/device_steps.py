@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..nn.device_decoder import DeviceDecoder
 from ..nn.prepared import say
-from .captured_graphs import out_of_memory, recorded
+from .cuda_graph import out_of_memory, recorded
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
 _MOST_TOKENS = 128  # larger steps keep the device busy while Python launches the next kernel

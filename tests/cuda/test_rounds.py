@@ -82,7 +82,7 @@ def test_operands_that_do_not_fit_are_refused():
     ones = ints([1, 1], CUDA)
     with pytest.raises(ValueError, match=r"active has shape \[1\], expected \[2\]"):
         ops.round_window(ints([[1, 2], [3, 4]], CUDA), ones, ones, ints([1], CUDA), 1, 1)
-    with pytest.raises((ValueError, RuntimeError), match="round_window: lengths is on cpu|same device|is on cpu"):
+    with pytest.raises(ValueError, match="lengths is on cpu"):
         ops.round_window(ints([[1, 2], [3, 4]], CUDA), ones, ints([1, 1]), ones, 1, 1)
     with pytest.raises(TypeError, match="tokens is"):
         ops.round_window(torch.ones(2, 2, dtype=torch.int64, device=CUDA), ones, ones, ones, 1, 1)
