@@ -155,6 +155,12 @@ def test_the_package_is_found():
     assert len(project_sources()) > 10
 
 
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by their names alone, and stops at the second one."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 OPENING = '"""What is this?"""\n'
 BREAKS_A_RULE = {
     "upward import": ("formats/x.py", OPENING + "from hf_mlspec.nn import linear\n", "stands above"),

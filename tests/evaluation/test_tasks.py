@@ -146,7 +146,8 @@ def test_humaneval_as_it_is_fetched(data):
     assert generation.humaneval(data)["test"][0]["prompt"] == HUMANEVAL["prompt"]
 
 
-@pytest.mark.parametrize("content", [gzip.compress(b"{}\n" * 99)[:-9], b"{}\n", b"\x1f\x8b\x08\0" + b"x" * 40])
+@pytest.mark.parametrize("content", [gzip.compress(b"{}\n" * 99)[:-9], b"{}\n", b"\x1f\x8b\x08\0" + b"x" * 40],
+                         ids=["cut", "never compressed", "damaged"])  # fmt: skip
 def test_half_a_file(data, content):
     (data / "humaneval/HumanEval.jsonl").unlink()
     (data / "humaneval/HumanEval.jsonl.gz").write_bytes(content)
