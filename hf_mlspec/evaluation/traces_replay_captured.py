@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from ..integration.comparison import accumulate
 from ..integration.config import SpeculationConfig
 from ..integration.suitability import check_model
-from ..speculation.captured import CapturedDecoding, adopt
+from ..speculation.captured import CapturedDecoding
+from ..speculation.captured_caches import adopt
 from ..speculation.captured_chain import BUCKETS, CapturedChain, bucket_of
 from ..speculation.captured_plan import NotCaptured, round_levels
 from ..speculation.fused_cache import up_to_growth
@@ -96,7 +97,7 @@ class _Captured(Replaying):
             with torch.inference_mode():
                 self._run(loop, [prompts[r] for r in going], [budgets[r] for r in going], result)
         finally:
-            self.captured.graphs.finish()
+            self.captured.finish()
         accumulate(result.stats, self.chain.finish(loop.stats))
 
     def _run(self, loop: CapturedDecoding, rows: list[list[int]], budgets: list[int], result: ReplayResult) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+import torch
 from transformers.generation import EtaLogitsWarper, LogitsProcessorList
 
 from ..nn.prepared import say
-from ..speculation.captured import adopt
+from ..speculation.captured_caches import NoRoom, adopt
 from ..speculation.captured_chain import CapturedChain, borrowed
 from ..speculation.captured_plan import NotCaptured, round_levels
 from ..speculation.captured_round import RoundLevel
+from ..speculation.decode import Decoding, Emit, Stop
 from ..speculation.device_runner import DeviceRunner
 from ..speculation.draft import Rows
+from ..speculation.stats import SpeculationStats
+from .comparison import accumulate
+from .processing import WARPERS
 from .wiring import Chain
 
 _FIRST_NEW_TOKENS = 4096  # a row has slots for at first; more are added, and graphs made anew, where it goes on
@@ -48,6 +54,24 @@ def captured(
         yield found
 
 
+def go_on(chain: Chain, reason: NoRoom, stop: Stop, emit: Emit, device: torch.device) -> SpeculationStats:
+    """Decode step by step what captured rounds had to leave, whose memory is free by now; the counts of both."""
+    left = reason.left
+    say(f"{type(chain.target.runner.model).__name__} goes on step by step: {reason}")
+    chain.target.start(len(left.rows), device)
+    how = {"num_draft_tokens": chain.num_draft_tokens, "stop": stop, "emit": emit, "device": device}
+    loop, total = Decoding(chain.target, chain.drafter, **how), chain.finish(left.stats)
+    loop.start(left.rows, left.budgets)
+    loop.numbers = left.numbers
+    while going := loop.round():
+        loop.select(going)
+    prefill = total.prefill_seconds, total.prefill_target_seconds, total.prefill_draft_seconds, total.prefill_tokens
+    accumulate(total, chain.finish(loop.stats))
+    # What is read again, because the rounds' caches are gone, is not the call's prefill.
+    names = "prefill_seconds", "prefill_target_seconds", "prefill_draft_seconds", "prefill_tokens"
+    return replace(total, **dict(zip(names, prefill, strict=True)))
+
+
 def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: int) -> list[RoundLevel] | None:
     target = chain.target
     if not isinstance(target.runner, DeviceRunner):
@@ -63,8 +87,11 @@ def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: 
 
 
 def _require_no_wait(processors: LogitsProcessorList) -> None:
-    if any(isinstance(processor, EtaLogitsWarper) for processor in processors):
-        raise NotCaptured("eta_cutoff looks at its probabilities on the host")
+    for processor in processors:
+        if isinstance(processor, EtaLogitsWarper):
+            raise NotCaptured("eta_cutoff looks at its probabilities on the host")
+        if isinstance(processor, WARPERS) and type(processor) not in WARPERS:
+            raise NotCaptured(f"{type(processor).__name__} is no class of transformers, and may wait for the device")
 
 
 def _in_words(processors: LogitsProcessorList) -> str:

@@ -13,12 +13,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
 from ..speculation.captured import CapturedDecoding
+from ..speculation.captured_caches import NoRoom
 from ..speculation.captured_chain import CapturedChain
 from ..speculation.decode import Decoding, Emit, Stop, decode_all
 from ..speculation.draft import Rows
 from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.stats import SpeculationStats
-from .capture import captured
+from .capture import captured, go_on
 from .config import SpeculationConfig
 from .levels import resolve
 from .processing import Prompts, Stopping, split_processors
@@ -115,7 +116,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     emit = record if call.watch is None else call.watch(chain, record)
     with ragged_attention_on(chain.models):
         stats, cache = _decode(chain, call, prompts, rows, stop, emit)
-    keep_stats(model, chain.finish(stats))
+    keep_stats(model, stats)
     if call.streamer is not None:
         call.streamer.end()
     return record.result(prompts, rows, stats, cache)
@@ -152,16 +153,24 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping)
 
 def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stopping, emit: Emit):
     """Extend the rows; the counts, and the cache a user asked to have back."""
-    given = call.model_kwargs.get("past_key_values")
+    given, device = call.model_kwargs.get("past_key_values"), call.input_ids.device
     budgets = [call.new_tokens] * len(rows)
-    with captured(chain, call.processors, rows, call.new_tokens) as rounds:
-        with torch.inference_mode():
-            if rounds is None:
-                chain.target.start(len(rows), call.input_ids.device)
-            cached = _load_cache(chain, given, prompts)
-            stats = decode_all(_loop(chain, rounds, stop, emit, call.input_ids.device), rows, budgets, cached)
-        wanted = call.keep_cache or call.settings.return_dict_in_generate or cached
-        return stats, _return_cache(chain, given, cached, rows) if wanted else None
+    cached = min(given.get_seq_length() if given is not None else 0, prompts.lengths[0] - 1)
+    wanted = call.keep_cache or call.settings.return_dict_in_generate or cached
+    try:
+        with captured(chain, call.processors, rows, call.new_tokens) as rounds:
+            with torch.inference_mode():
+                if rounds is None:
+                    chain.target.start(len(rows), device)
+                if cached:  # the target's cache takes over what a user's holds of a single prompt
+                    chain.target.runner.cache.load(given, cached)
+                stats = decode_all(_loop(chain, rounds, stop, emit, device), rows, budgets, cached)
+            return chain.finish(stats), _return_cache(chain, given, cached, rows) if wanted else None
+    except NoRoom as error:
+        reason = NoRoom(str(error), error.left)  # without the frames that hold the chain
+    with torch.inference_mode():
+        stats = go_on(chain, reason, stop, emit, device)
+    return stats, _return_cache(chain, given, cached, rows) if wanted else None
 
 
 def _loop(chain: Chain, rounds: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Decoding:
@@ -192,15 +201,6 @@ def _check_filled(given, prompts: Prompts) -> None:
             f"a filled {type(given).__name__} for {len(prompts.rows)} rows cannot be continued with "
             "assistant_models: pass a DynamicCache without sliding layers and one row, or the whole prompt"
         )
-
-
-def _load_cache(chain: Chain, given, prompts: Prompts) -> int:
-    """The target's cache takes over what a user's cache already holds of a single prompt: so many tokens."""
-    length = min(given.get_seq_length() if given is not None else 0, prompts.lengths[0] - 1)
-    if length <= 0:
-        return 0
-    chain.target.runner.cache.load(given, length)
-    return length
 
 
 def _return_cache(chain: Chain, given, cached: int, rows: Rows):

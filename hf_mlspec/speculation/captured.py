@@ -7,6 +7,7 @@ import time
 import torch
 
 from ..nn.prepared import say
+from .captured_caches import NoRoom, Unfinished, adopt, disown, drafters
 from .captured_chain import CapturedChain, bucket_of
 from .captured_round import CHECK_FIELDS
 from .checker import Checker, Verdict, nan_error
@@ -14,8 +15,7 @@ from .cuda_graph import out_of_memory
 from .decode import Decoding, Emit, Stop
 from .device_prefill import prefill
 from .draft import Drafter, Rows
-from .drafters.model import ModelDrafter
-from .fused_cache import FusedCache, up_to_growth
+from .fused_cache import up_to_growth
 from .trace_recorder import checkers
 
 _NO_SEED = 0
@@ -48,7 +48,7 @@ class CapturedDecoding(Decoding):
         )
         self.chain, self.places, self.script = chain, [], script
         self.seed = _NO_SEED if not chain.program.sampled else _drawn_seed() if seed is None else seed
-        self.checkers, self.drafters = checkers(target, drafter), _drafters(drafter)
+        self.checkers, self.drafters = checkers(target, drafter), drafters(drafter)
         self._first = True
 
     def start(self, rows: Rows, budgets: list[int], cached: int = 0) -> None:
@@ -127,10 +127,24 @@ class CapturedDecoding(Decoding):
         return any(len(row) >= self._end(r) for r, row in enumerate(self.rows))
 
     def _make_room(self) -> None:
-        """Where a row has filled its slots and may go on, all rows get more."""
-        if self._lacks_room():
-            self.chain.grow(up_to_growth(min(2 * self.chain.slots, max(self.ends))))
-            self._let_go_on()
+        """Where a row has filled its slots and may go on, all rows get more; NoRoom where there is no memory."""
+        if not self._lacks_room():
+            return
+        slots = up_to_growth(min(2 * self.chain.slots, max(self.ends)))
+        disown(self.target, self.drafter)
+        try:
+            self.chain.grow(slots)
+            self.chain.graphs.capture(self._bucket)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            budgets = [end - len(row) for end, row in zip(self.ends, self.rows, strict=True)]
+            left = Unfinished(self.rows, self.numbers, budgets, self.stats)
+            raise NoRoom(
+                f"no memory for {slots} tokens in each of {self.chain.batch} rows ({str(error).splitlines()[0]})", left
+            ) from error
+        adopt(self.chain, self.target, self.drafter, len(self.rows))
+        self._let_go_on()
 
     def _let_go_on(self) -> None:
         self.chain.state.let_go_on(self.places, [self._end(r) for r in range(len(self.rows))])
@@ -204,23 +218,6 @@ class CapturedDecoding(Decoding):
         checker = self.checkers[level]
         if checker.on_check is not None:
             checker.on_check(drafted, accepted, alive)
-
-
-def adopt(chain: CapturedChain, target: Checker, drafter: Drafter | None, rows: int) -> None:
-    """The chain's caches become those of its runners for a call of so many rows."""
-    runners = [checker.runner for checker in checkers(target, drafter)]
-    runners += [one.runner for one in _drafters(drafter) if isinstance(one, ModelDrafter)]
-    for runner, level in zip(runners, chain.levels, strict=True):
-        runner.cache, runner.lengths = FusedCache(level.kv, rows), [0] * rows
-
-
-def _drafters(drafter: Drafter | None) -> list[Drafter]:
-    """Who drafts, outermost first."""
-    found = []
-    while drafter is not None:
-        found.append(drafter)
-        drafter = getattr(drafter, "inner", None)
-    return found
 
 
 def _drawn_seed() -> int:

@@ -52,12 +52,9 @@ class CapturedChain:
     def grow(self, slots: int) -> None:
         """More slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are made anew."""
         seconds = self.graphs.seconds, self.graphs.capture_seconds
-        old, old_kv, before = self.state, [level.kv for level in self.levels], self.slots
-        self.slots, self.graphs = slots, None
+        old, before = self.state, self.slots
+        self.slots, self.graphs = slots, None  # graphs give their memory back first
         self._allocate()
-        for level, kv in zip(self.levels, old_kv, strict=True):
-            if level.own_cache:
-                level.kv[:, :, :, :, :before] = kv
         self.state.tokens[:, :before] = old.tokens
         for name in ("lengths", "active", "ends", "failed", "streams", "seed"):
             getattr(self.state, name).copy_(getattr(old, name))
@@ -71,16 +68,32 @@ class CapturedChain:
                     level.kv[:, :, place] = level.kv[:, :, row]
         self.state.move(places)
 
+    def finish(self) -> None:
+        """Wait for what the caller's stream does, be it a round that nobody asked about: then tensors may be freed, or
+        used on another stream."""
+        if self.graphs is not None:  # there are none where there was no memory for larger ones
+            self.graphs.batch = 0
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def _allocate(self) -> None:
         for level in self.levels:
             level.decoder.reserve_positions(self.slots)
-            level.kv = level.decoder.new_kv(self.batch, self.slots) if level.own_cache else self.levels[0].kv
+            level.kv = self._larger(level) if level.own_cache else self.levels[0].kv
         # Graphs read these tables, and another call may make a decoder build larger ones.
         self._ropes = [level.decoder.ropes for level in self.levels]
         self._fingerprints = _fingerprints(self.levels)
         fields, count = self.program.fields, len(self.levels)
         self.state = RoundState.new(self.batch, self.slots, count, fields, self.device, self.script_rounds)
         self.graphs = RoundGraphs(self.program, self.state)
+        self.finish()  # whoever has it first may be on another stream
+
+    def _larger(self, level: RoundLevel) -> Tensor:
+        """Keys and values for all slots, those that there are copied: one level's at a time are there twice."""
+        kv = level.decoder.new_kv(self.batch, self.slots)
+        if level.kv is not None:
+            kv[:, :, :, :, : level.kv.shape[4]] = level.kv
+        return kv
 
 
 def bucket_of(rows: int) -> int:
@@ -117,19 +130,29 @@ def borrowed(
         return
     try:
         yield chain
-        chain.graphs.finish()
     except BaseException:  # who knows how far it came: the next call starts anew
-        chain.dropped = True
+        _drop(models[0], chain)
         raise
     finally:
-        chain.holder = 0
-        chain.lock.release()
+        try:
+            chain.finish()
+        finally:
+            chain.holder = 0
+            chain.lock.release()
 
 
 def let_go(model: nn.Module) -> None:
     """Free what is kept for calls with this target."""
     with _keeping:
         _kept.pop(model, None)
+
+
+def _drop(model: nn.Module, chain: CapturedChain) -> None:
+    """No other call gets this chain, and its memory goes when this one ends."""
+    with _keeping:
+        chain.dropped = True
+        if model in _kept:
+            _kept[model] = [one for one in _kept[model] if one is not chain]
 
 
 def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
@@ -185,13 +208,21 @@ def _find(models, key, batch, slots, build) -> CapturedChain | None:
             return None
         kept[:] = [one for one in kept if one is not chain]
         if chain is not None and not chain.fits(batch, slots):
-            batch, slots, chain = max(batch, chain.batch), max(slots, chain.slots), None
+            batch, slots = _for_both(chain, batch, slots)
+            chain = None  # frees it before the next one is made
         if chain is None:
             del kept[: max(0, len(kept) + 1 - _KEPT)]
             chain = build(batch, slots)
             _watch(models)
         kept.append(chain)  # the newest last
         return chain
+
+
+def _for_both(chain: CapturedChain, batch: int, slots: int) -> tuple[int, int]:
+    """Rows and slots that serve these calls and those the chain was for, unless that is twice what either takes."""
+    most = max(batch, chain.batch), max(slots, chain.slots)
+    fair = 2 * max(batch * slots, chain.batch * chain.slots)
+    return most if most[0] * most[1] <= fair else (batch, slots)
 
 
 def _watch(models: list[nn.Module]) -> None:

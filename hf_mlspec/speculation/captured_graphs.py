@@ -60,11 +60,6 @@ class RoundGraphs:
         batch, self.batch = self.batch, 0
         return self._report[:batch].tolist()
 
-    def finish(self) -> None:
-        """Wait for a round that nobody asked about, so that its tensors may be used or freed."""
-        if self.batch:
-            self.wait()
-
     def _enqueue(self, state: RoundState, batch: int) -> None:
         self.program.enqueue(state)
         self._report[:batch].copy_(state.report, non_blocking=True)

@@ -26,12 +26,31 @@ class FusedCache:
         return cls(decoder.new_kv(batch, up_to_growth(capacity)), batch)
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots a row."""
+        """Make room for `slots` slots a row, and for half as many again as there were where there is memory for those.
+
+        torch.OutOfMemoryError names rows and slots where a GPU has none.
+        """
         have = self.kv.shape[4]
-        if slots > have:
-            more = max(slots - have, have // 2)
-            more += up_to_growth(have + more) - (have + more)
-            self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, more))
+        if slots <= have:
+            return
+        try:
+            self._grow(up_to_growth(max(slots, have + have // 2)))
+        except torch.OutOfMemoryError:
+            self._grow_barely(up_to_growth(slots))
+
+    def _grow(self, slots: int) -> None:
+        self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, slots - self.kv.shape[4]))
+
+    def _grow_barely(self, slots: int) -> None:
+        try:
+            self._grow(slots)
+        except torch.OutOfMemoryError as error:
+            gib = self.nbytes / 2**30
+            raise torch.OutOfMemoryError(
+                f"no memory for {slots} tokens in each of {self.rows} rows beside a cache of {gib:.2f} GiB, "
+                f"{self.kv.shape[4]} so far: ask for fewer new tokens or rows, or free what else is on the device "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
     def select(self, keep: list[int]) -> None:
         """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and the
