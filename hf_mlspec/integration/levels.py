@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ..nn.prepared import drop_outdated
 from ..nn.replace import direct_cast, early_exit, fingerprint
 from ..speculation.captured_chain import let_go
 from ..speculation.draft import Drafter
@@ -170,6 +171,7 @@ def _keep(target: nn.Module, key, fingerprint, build):
 
 def clear(model: nn.Module) -> None:
     """Free the levels that were built from words for this target (casts, loaded models, n-gram tables), and on a GPU
-    the caches and graphs that are kept for its next call."""
+    the caches and graphs that are kept for its next call, and what weights it had there before it was moved away."""
     _built.pop(model, None)
     let_go(model)
+    drop_outdated(model)

@@ -55,12 +55,18 @@ def drop_decoders(model: nn.Module) -> None:
         _prepared[model].decoders.clear()
 
 
+def drop_outdated(model: nn.Module) -> None:
+    """Let go of decoders over weights that the model does not have any more, and of those weights."""
+    if model in _prepared:
+        entry, now = _prepared[model], state(model)
+        entry.decoders = {kind: built for kind, built in entry.decoders.items() if built[0] == now}
+
+
 def up_to_date(model: nn.Module, kind: Callable[[nn.Module], Decoder]) -> Decoder:
     """The model's decoder of this class: the one there is, or a new one where there is none or the weights changed."""
     with _building:
-        entry, now = _prepared.setdefault(model, Prepared()), state(model)
-        # What is out of date goes first: it holds memory, and weights that the model left behind on another device.
-        entry.decoders = {one: built for one, built in entry.decoders.items() if built[0] == now}
+        entry = _prepared.setdefault(model, Prepared())
+        drop_outdated(model)  # first: it holds memory, and weights that the model left behind on another device
         if kind not in entry.decoders:
             decoder = kind(model)
             entry.decoders[kind] = state(model), decoder  # building may move weights

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import DynamicCache
 import hf_mlspec
 from hf_mlspec.evaluation import record_trace
 from hf_mlspec.integration import wiring
+from hf_mlspec.nn.device_decoder import device_decoder
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation import captured_chain
 from hf_mlspec.speculation.captured_chain import CapturedChain, bucket_of
@@ -195,6 +197,43 @@ def test_a_call_that_fails_leaves_nothing_behind(target, draft, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             target.generate(**ONE, **OPTIONS, assistant_models=[draft])
     assert torch.equal(target.generate(**ONE, **OPTIONS, assistant_models=[draft]), expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_chain_is_handed_on_with_nothing_under_way(target, draft, monkeypatch, fails):
+    """Another call may come on another stream, and memory that is freed may be taken on one."""
+    finished, finish = [], CapturedChain.finish
+
+    def counted(self):
+        finish(self)
+        finished.append((self.lock.locked(), self.graphs.batch))
+
+    class Streamer:
+        def put(self, tokens):
+            assert not fails or tokens.numel() > 4, "stop"
+
+        def end(self): ...
+
+    monkeypatch.setattr(CapturedChain, "finish", counted)
+    for _ in range(2):
+        finished.clear()
+        if fails:
+            with pytest.raises(AssertionError, match="stop"):
+                target.generate(**ONE, **OPTIONS, assistant_models=[draft], streamer=Streamer())
+        else:
+            target.generate(**ONE, **OPTIONS, assistant_models=[draft], streamer=Streamer())
+        assert finished[-1] == (True, 0)
+    assert len(captured_chain._kept[target]) == (not fails)
+
+
+def test_clear_frees_the_weights_that_a_model_left(target, draft):
+    target.generate(**ONE, **OPTIONS, assistant_models=[draft])
+    weights = weakref.ref(device_decoder(target)._layers[0].qkv.weight)
+    hf_mlspec.clear(target)
+    assert weights() is not None  # they are the model's
+    target.float()
+    hf_mlspec.clear(target)
+    assert weights() is None
 
 
 REFUSED = {
