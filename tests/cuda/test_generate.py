@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 from models import near, packed, prompts, tiny
+from transformers import DynamicCache
 
 import hf_mlspec
 from hf_mlspec.integration import decoding
 from hf_mlspec.nn import prepared
 from hf_mlspec.speculation import captured_chain
+from hf_mlspec.speculation.captured_chain import CapturedChain
 from hf_mlspec.speculation.captured_graphs import RoundGraphs
 from hf_mlspec.speculation.device_steps import DeviceSteps
 
@@ -138,6 +141,87 @@ def test_rows_that_outgrow_their_slots_go_on(monkeypatch, target, draft):
     assert torch.equal(target.generate(**inputs, **settings, assistant_models=["mxfp4", draft]), alone)
 
 
+def test_a_cache_that_grew_comes_back_whole(monkeypatch, target, draft):
+    inputs, settings = asked([250]), {**OPTIONS, "max_new_tokens": 60}
+    caches = []
+    for first in (4096, 4):
+        monkeypatch.setattr("hf_mlspec.integration.capture._FIRST_NEW_TOKENS", first)
+        hf_mlspec.clear(target)
+        caches.append(DynamicCache())
+        out = target.generate(**inputs, **settings, assistant_models=["mxfp4", draft], past_key_values=caches[-1])
+        assert caches[-1].get_seq_length() == out.shape[1] - 1
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("chain", ["alone", "draft", "mxfp4, draft"])
+def test_without_memory_for_more_slots_rows_go_on_step_by_step(monkeypatch, launched, target, draft, chain, caplog):
+    monkeypatch.setattr("hf_mlspec.integration.capture._FIRST_NEW_TOKENS", 4)
+    inputs = asked([250, 3])
+    alone = stepwise(monkeypatch, target, inputs, max_new_tokens=120)
+    hf_mlspec.clear(target)
+
+    def full(self, slots):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
+
+    monkeypatch.setattr(CapturedChain, "grow", full)
+    out = target.generate(**inputs, **{**OPTIONS, "max_new_tokens": 120}, assistant_models=chains(draft)[chain])
+    assert torch.equal(out, alone)
+    assert launched
+    assert caplog.text.count("goes on step by step: no memory for 512 tokens in each of 2 rows (CUDA out of") == 1
+    assert not captured_chain._kept[target]
+
+
+def test_a_device_that_is_really_full(caplog):
+    """Slots for 4096 tokens do not fit beside the model, those that steps take at first do."""
+    model = tiny(**SHAPE, max_position_embeddings=8192).cuda()
+    inputs = asked([9] * 64)
+    settings = {**OPTIONS, "max_new_tokens": 4000, "stopping_criteria": [lambda ids, scores, **_: ids.shape[1] >= 30]}
+    expected = model.generate(**inputs, **settings, assistant_models=[])
+    hf_mlspec.clear(model)
+    gc.collect()
+    torch.cuda.empty_cache()
+    kv = model.config.num_hidden_layers * 2 * 64 * model.config.num_key_value_heads * 32 * 2 * 4096
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 0.9 * kv) / total)
+    try:
+        out = model.generate(**inputs, **settings, assistant_models=[])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(out, expected)
+    assert "rounds run step by step: no memory to capture them for 64 rows of 4096 tokens" in caplog.text
+
+
+def test_calls_on_one_stream_after_the_other(target, draft):
+    """A chain is handed from stream to stream with its cache still being copied for the user."""
+    prompt = [asked([n]) for n in (9, 30)]
+    alone = [target.generate(**one, **OPTIONS, assistant_models=[draft]) for one in prompt]
+    torch.cuda.synchronize()
+    caches = []
+    for turn in range(6):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            caches.append(DynamicCache())
+            out = target.generate(**prompt[turn % 2], **OPTIONS, assistant_models=[draft], past_key_values=caches[-1])
+            assert torch.equal(out, alone[turn % 2])
+    torch.cuda.synchronize()
+    for turn in (2, 3, 4, 5):
+        for one, other in zip(caches[turn].layers, caches[turn % 2].layers, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+
+
+def test_weights_that_left_the_device_are_freed(target):
+    target.generate(**asked([9]), **OPTIONS, assistant_models=["mxfp4"])  # what libraries keep is there
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = tiny(**SHAPE).cuda()
+    model.generate(**asked([9]), **OPTIONS, assistant_models=["mxfp4"])
+    hf_mlspec.clear(model.cpu())
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 1 << 16
+
+
 def test_side_streams_and_two_threads(target, draft):
     inputs = asked([9])
     expected, got = target.generate(**inputs, **OPTIONS, assistant_models=[draft]), {}
@@ -221,8 +305,6 @@ def test_nan_weights_are_named(target):
 
 
 def test_a_cache_comes_back_and_is_continued(target, draft):
-    from transformers import DynamicCache
-
     inputs = asked([9])
     whole = target.generate(**inputs, **OPTIONS, assistant_models=[draft])
     cache = DynamicCache()
