@@ -24,7 +24,7 @@ typedef struct {
   int32_t variant;       // see launch_variant
   int32_t ranks;         // blocks that share a tile's inputs: 1 to 8
   int32_t ring_bytes;    // of stages in shared memory
-  int32_t stages_ahead;  // whose weights are asked for before the first tokens
+  int32_t stages_ahead;  // of weights in flight before the first tokens
   void* stream;
 } mlspec_cuda_linear;
 

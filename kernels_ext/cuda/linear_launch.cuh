@@ -9,9 +9,7 @@
 namespace mlspec {
 
 constexpr int kMultiprocessors = 132;  // of an H100 and H200: a constant, so that bits do not depend on the chip
-// Of a multiprocessor; of a block beside its ring and sums: alignment, barriers, the system's own, and room for the blocks of
-// a small kernel that waits for this one, so that the linear behind it can start as soon as blocks of this one end.
-constexpr int kSharedMemory = 227 * 1024, kReserved = 3072 + 3072;
+constexpr int kSharedMemory = 228 * 1024, kSystemMemory = 1024;  // of a multiprocessor, of a block
 
 // How many blocks share the inputs of a tile, each at least 4 chunks. Two blocks fit a multiprocessor; clusters of 4 and 8
 // do not fill the chip (a cluster lies within a group of multiprocessors), and a second wave doubles the time. Where 2 leave
@@ -95,14 +93,17 @@ const char* launch(const mlspec_cuda_linear& a) {
   const int ranks = a.ranks ? a.ranks
                             : ranks_of_shape(blocks_of(a.out_features, kTileOutputs), blocks_of(a.in_features, kTileInputs),
                                              V::Format::kFourBits);
-  const int own_sums = V::kOwnSums ? V::kSumBytes : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;
-  const int ring = a.ring_bytes ? a.ring_bytes : kSharedMemory / V::kBlocks - kReserved - own_sums;
+  const int sums_of_others = ranks > 1 ? (ranks - 1) * V::quads_of_rank(ranks) * 16 : 0;
+  const int own_sums = V::kOwnSums ? V::kSumBytes + sums_of_others : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;
+  const int room = kSharedMemory / V::kBlocks - kSystemMemory - Ring::kFrontBytes - own_sums;
+  const int ring = a.ring_bytes ? a.ring_bytes : room;
+  params.ranks = ranks;
   params.stages = stages_of_ring(ring, V::kStageBytes, V::kTurn * V::kWarpGroups);
   params.stages_ahead = a.stages_ahead ? a.stages_ahead : V::kAhead;
   if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
   if (params.stages == 0) return "the ring is smaller than one turn of all groups of warps";
   const int stage_bytes = params.stages * V::kStageBytes;
-  const int shared = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + 2048;
+  const int shared = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + Ring::kFrontBytes;
   Maps maps = {};
   if (const char* problem = describe_operands<V>(&maps, a)) return problem;
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)))

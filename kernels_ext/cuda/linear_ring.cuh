@@ -2,9 +2,9 @@
 //
 // A producer thread keeps a ring of stages full: a chunk's weights of the block's 1 or 2 tiles, and the tokens of the same
 // inputs. Tokens lie in front of all weights, so that neither pays for the alignment of the other.
-// While the kernel in front still runs, the first weights are asked for. The copy engine serves in order: tokens asked for
-// behind them come last, and nothing can be multiplied before. So in a block with few tokens the threads that multiply copy
-// the first tokens themselves.
+// While the kernel in front still runs, weights are asked for, a few stages at a time: tokens would find a long queue in front
+// of them, and nothing can be multiplied before. In a block with few tokens the threads that multiply copy the first tokens
+// themselves, past the copy engine, which serves in order; weights of the whole ring may then be there before.
 #pragma once
 
 #include <type_traits>
@@ -16,12 +16,14 @@ namespace mlspec {
 
 constexpr int kMaxStages = 16;
 
-// Shared memory: 16 barriers `full`, 16 `empty`, the ring (aligned to 1024). One address leads to all.
+// Shared memory: barriers (16 `full`, 16 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
+// address leads to all.
 struct Ring {
-  static constexpr int kBarrierBytes = 2 * kMaxStages * 8;
+  static constexpr int kFrontBytes = 1024, kBarrierBytes = (2 * kMaxStages + 2) * 8;
   uint32_t address;
   __device__ __forceinline__ uint32_t full(int slot) const { return address - kBarrierBytes + slot * 8; }
   __device__ __forceinline__ uint32_t empty(int slot) const { return address - kBarrierBytes + (kMaxStages + slot) * 8; }
+  __device__ __forceinline__ uint32_t others() const { return address - kBarrierBytes + 2 * kMaxStages * 8; }
 };
 
 struct Maps {
@@ -35,7 +37,7 @@ struct LinearParams {
   const void* bias;
   const int32_t* exponent_shift;
   __nv_bfloat16* out;  // [tokens, outputs]
-  int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, stages, stages_ahead;
+  int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
   bool bias_is_float32;
 };
 
@@ -68,23 +70,30 @@ struct Variant {
   // block finishes one tile and begins the next; many lie over the ring.
   static constexpr int kSumStride = kOutputs + 4, kSumBytes = kTokens * kSumStride * 4;
   static constexpr bool kOwnSums = kTiles == 1;
-  static constexpr bool kOwnFirstTokens = kTiles == 1;
-  // Stages whose weights are asked for before the first tokens: enough to keep the memory busy, not so many that tokens, even
-  // past the queue, find the memory full of requests.
-  static constexpr int kAhead = kTiles == 1 ? (Format::kFourBits ? 6 : 8) : kTokens > 64 || Format::kFourBits ? 2 : 4;
+  static constexpr bool kOwnFirstTokens = kTokenTiles == 1;
+  // Stages of weights in flight before the first tokens: enough to keep the memory busy, and tokens find a short queue.
+  static constexpr int kAhead = kTiles == 1 ? (Format::kFourBits ? 4 : 8) : kTokens > 64 || Format::kFourBits ? 2 : 4;
+  // The sums of a block: groups of 4 outputs of one token, dealt to the blocks of a cluster kConsumers at a time.
+  static constexpr int kQuads = kTokens * kOutputs / 4;
+  __host__ __device__ static constexpr int quads_of_rank(int ranks) {
+    const int rounds = (kQuads + ranks * kConsumers - 1) / (ranks * kConsumers);
+    return rounds * kConsumers < kQuads ? rounds * kConsumers : kQuads;
+  }
 };
 
 // A block's share of the work: units of one output tile (two) and one block of tokens, of the same rank.
 template <class V>
 struct Work {
-  int first_unit, unit_step, first_chunk, chunks;
+  int first_unit, unit_step, rank, first_chunk, chunks;
   __device__ __forceinline__ static int first_tile(const LinearParams& p, int unit) {
     return unit / p.token_blocks * V::kTiles;
   }
   __device__ __forceinline__ static int first_token(const LinearParams& p, int unit) {
     return unit % p.token_blocks * V::kTokens;
   }
-  __device__ __forceinline__ int first_stages(const LinearParams& p) const { return min(chunks, p.stages_ahead); }
+  __device__ __forceinline__ int first_stages(const LinearParams& p) const {
+    return min(chunks, V::kOwnFirstTokens ? p.stages : p.stages_ahead);
+  }
 };
 
 // By the threads that multiply: the tokens of the first stages, one warp a stage. Rows beyond the tokens keep what they hold:
@@ -181,8 +190,12 @@ struct Producer {
   __device__ __forceinline__ void run_ahead(Stage& s, int stages, int first_token, int token_bytes) const {
     const Stage first = s;
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i, next(s)) load_weights(s, work.first_unit, V::kOwnFirstTokens ? 0 : token_bytes);
-    wait_for_previous_kernel();
+    for (int i = 0; i < stages; ++i, next(s)) {
+      if (V::kOwnFirstTokens && i >= p.stages_ahead) barrier_wait(s.full - p.stages_ahead * 8, 0);
+      load_weights(s, work.first_unit, V::kOwnFirstTokens ? 0 : token_bytes);
+    }
+    const bool reads_tokens = stages < work.chunks || work.first_unit + work.unit_step < p.units;
+    if (!V::kOwnFirstTokens || reads_tokens) wait_for_previous_kernel();
     if constexpr (!V::kOwnFirstTokens) {
       s = first;
 #pragma unroll 1

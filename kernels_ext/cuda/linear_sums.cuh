@@ -47,27 +47,93 @@ __device__ __forceinline__ void store_outputs(const LinearParams& p, float4 sum,
   }
 }
 
+// Where the results of one unit go.
+struct Outputs {
+  int tokens, first_token, first_output;
+  float scale;
+};
+
+template <class V>
+__device__ __forceinline__ const float* place_of_quad(const float* total, int i) {
+  return total + i / (V::kOutputs / 4) * V::kSumStride + i % (V::kOutputs / 4) * 4;
+}
+
+template <class V>
+__device__ __forceinline__ void store_quad(const LinearParams& p, const Outputs& to, int i, float4 sum) {
+  constexpr int kQuadsOfToken = V::kOutputs / 4;
+  store_outputs(p, sum, to.scale, to.first_token + i / kQuadsOfToken, to.first_output + i % kQuadsOfToken * 4);
+}
+
+__device__ __forceinline__ void add(float4& sum, float4 part) {
+  sum.x = __fadd_rn(sum.x, part.x), sum.y = __fadd_rn(sum.y, part.y);
+  sum.z = __fadd_rn(sum.z, part.z), sum.w = __fadd_rn(sum.w, part.w);
+}
+
+// Bytes that the other blocks of the cluster will send this one.
+template <class V>
+__device__ __forceinline__ int bytes_of_others(int tokens, int ranks, int rank) {
+  int quads = 0;
+#pragma unroll 1
+  for (int first = rank * V::kConsumers; first < tokens * V::kOutputs / 4; first += ranks * V::kConsumers)
+    quads += min(V::kConsumers, tokens * V::kOutputs / 4 - first);
+  return (ranks - 1) * quads * 16;
+}
+
+// Few tokens: each block sends its sums to the blocks that finish them, and leaves.
+template <class V>
+__device__ __forceinline__ void send_to_ranks(const LinearParams& p, Ring ring, const float* total, int rank, const Outputs& to) {
+  const int ranks = p.ranks, quads = to.tokens * V::kOutputs / 4;
+  if (threadIdx.x == 0) barrier_arrive_expect(ring.others(), bytes_of_others<V>(to.tokens, ranks, rank));
+  const float4* others = reinterpret_cast<const float4*>(total + V::kTokens * V::kSumStride);  // [rank but this one, quad]
+  const int quads_of_rank = V::quads_of_rank(ranks);
+  cluster_has_begun();
+#pragma unroll 1
+  for (int owner = 0; owner < ranks; ++owner) {
+    if (owner == rank) continue;
+    const float4* place = others + (rank - (rank > owner)) * quads_of_rank + threadIdx.x;
+#pragma unroll 1
+    for (int i = owner * V::kConsumers + threadIdx.x; i < quads; i += ranks * V::kConsumers, place += V::kConsumers)
+      store_cluster(shared_address(place), ring.others(), owner,
+                    *reinterpret_cast<const float4*>(place_of_quad<V>(total, i)));
+  }
+  barrier_wait(ring.others(), 0);
+  const float4* place = others + threadIdx.x;
+#pragma unroll 1
+  for (int i = rank * V::kConsumers + threadIdx.x; i < quads; i += ranks * V::kConsumers, place += V::kConsumers) {
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int from = 0; from < ranks; ++from)
+      add(sum, from == rank ? *reinterpret_cast<const float4*>(place_of_quad<V>(total, i))
+                            : place[(from - (from > rank)) * quads_of_rank]);
+    store_quad<V>(p, to, i, sum);
+  }
+}
+
+// Many tokens: each block reads the sums of its share of the outputs from all others.
+template <class V>
+__device__ __forceinline__ void read_from_ranks(const LinearParams& p, const float* total, int rank, const Outputs& to) {
+  const int ranks = p.ranks;
+  cluster_sync();
+  for (int i = rank * V::kConsumers + threadIdx.x; i < to.tokens * V::kOutputs / 4; i += ranks * V::kConsumers) {
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int from = 0; from < ranks; ++from) add(sum, load_cluster(shared_address(place_of_quad<V>(total, i)), from));
+    store_quad<V>(p, to, i, sum);
+  }
+  cluster_exit();  // the others may still read this block's memory
+}
+
 // Sums of the blocks of the cluster, by rank; each block finishes its share of the outputs.
 template <class V>
-__device__ __forceinline__ void add_ranks(const LinearParams& p, const float* total, float out_scale, int first_token,
-                                          int first_output) {
-  const int ranks = cluster_size(), rank = cluster_rank();
-  const int tokens = min(V::kTokens, p.num_tokens - first_token);
-  constexpr int kQuads = V::kOutputs / 4;
-  if (ranks > 1) cluster_sync();
-  for (int i = rank * V::kConsumers + threadIdx.x; i < tokens * kQuads; i += ranks * V::kConsumers) {
-    const int token = i / kQuads, row = i % kQuads * 4;
-    const float* place = total + token * V::kSumStride + row;
-    float4 sum = {0, 0, 0, 0};
-    if (ranks == 1) sum = *reinterpret_cast<const float4*>(place);
-    for (int other = 0; ranks > 1 && other < ranks; ++other) {
-      const float4 part = load_cluster(shared_address(place), other);
-      sum.x = __fadd_rn(sum.x, part.x), sum.y = __fadd_rn(sum.y, part.y);
-      sum.z = __fadd_rn(sum.z, part.z), sum.w = __fadd_rn(sum.w, part.w);
-    }
-    store_outputs(p, sum, out_scale, first_token + token, first_output + row);
+__device__ __forceinline__ void add_ranks(const LinearParams& p, Ring ring, const float* total, int rank, const Outputs& to) {
+  if (p.ranks > 1) {
+    if constexpr (V::kOwnSums) send_to_ranks<V>(p, ring, total, rank, to);
+    else read_from_ranks<V>(p, total, rank, to);
+    return;
   }
-  if (ranks > 1) cluster_exit();  // the others may still read this block's memory
+#pragma unroll 1
+  for (int i = threadIdx.x; i < to.tokens * V::kOutputs / 4; i += V::kConsumers)
+    store_quad<V>(p, to, i, *reinterpret_cast<const float4*>(place_of_quad<V>(total, i)));
 }
 
 }  // namespace mlspec

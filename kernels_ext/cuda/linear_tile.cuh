@@ -227,8 +227,9 @@ template <class V>
 __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, Ring ring, Work<V> work, int warp,
                                         int lane) {
   using Format = typename V::Format;
-  float out_scale = Format::kOutScale;
-  if constexpr (Format::kHasShift) out_scale *= __int_as_float((*p.exponent_shift + 127) << 23);  // a weight: no need to wait
+  // Asked for now, looked at when sums are complete: on its way it waits behind the first weights.
+  uint32_t shift = 0;
+  if constexpr (Format::kHasShift) shift = load_constant(p.exponent_shift);
   if constexpr (V::kOwnFirstTokens) {
     wait_for_previous_kernel();
     copy_first_tokens<V>(p, ring, work, warp, lane);
@@ -242,7 +243,11 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
     else consume_bf16<V>(sums, turn, p, ring, work.chunks, warp, lane);
     barrier_sync<V::kConsumers>();
     add_groups<V>(sums, total, warp, lane);
-    add_ranks<V>(p, total, out_scale, work.first_token(p, unit), work.first_tile(p, unit) * kTileOutputs);
+    float out_scale = Format::kOutScale;
+    if constexpr (Format::kHasShift) out_scale *= __uint_as_float(unknown_to_compiler(shift) + 127 << 23);
+    const int first_token = work.first_token(p, unit);
+    add_ranks<V>(p, ring, total, work.rank,
+                 {min(V::kTokens, p.num_tokens - first_token), first_token, work.first_tile(p, unit) * kTileOutputs, out_scale});
   }
 }
 
@@ -250,20 +255,22 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
 template <class V>
 __global__ void __launch_bounds__(V::kThreads, V::kBlocks)
     linear_kernel(const __grid_constant__ Maps maps, const LinearParams p) {
-  extern __shared__ uint8_t unaligned[];
-  uint8_t* memory = unaligned + 2048 - (shared_address(unaligned) + 1024) % 1024;
+  extern __shared__ __align__(1024) uint8_t front[];
+  uint8_t* memory = front + Ring::kFrontBytes;
   const Ring ring{unknown_to_compiler(shared_address(memory))};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in every lane: uniform registers
   const int lane = threadIdx.x % 32;
-  const int ranks = cluster_size(), rank = cluster_rank();
-  Work<V> work{int(blockIdx.x) / ranks, int(gridDim.x) / ranks, p.chunks * rank / ranks, 0};
-  work.chunks = p.chunks * (rank + 1) / ranks - work.first_chunk;
+  Work<V> work{int(blockIdx.x) / p.ranks, int(gridDim.x) / p.ranks, int(blockIdx.x) % p.ranks};
+  work.first_chunk = p.chunks * work.rank / p.ranks;
+  work.chunks = p.chunks * (work.rank + 1) / p.ranks - work.first_chunk;
   launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) barrier_init(ring.full(i), 1), barrier_init(ring.empty(i), 4 * V::kTiles);
+    barrier_init(ring.others(), 1);
     barrier_init_done();
   }
   __syncthreads();
+  if (V::kOwnSums && p.ranks > 1) cluster_begin();
 
   if (warp >= V::kConsumers / 32) {
     if constexpr (V::kMoveRegisters) release_registers<24>();

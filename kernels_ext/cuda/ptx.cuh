@@ -158,6 +158,24 @@ __device__ __forceinline__ void cluster_exit() {  // nothing written is handed o
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
+// In front of what threads do with each other's memory: every block of the cluster has begun and its barriers are there.
+__device__ __forceinline__ void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_has_begun() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// To the same place of the block of that rank, counted there by the barrier: whoever waits for it sees the values.
+__device__ __forceinline__ void store_cluster(uint32_t address, uint32_t barrier, uint32_t rank, float4 v) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, counter;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counter];\n"
+      "}\n" ::"r"(address),
+      "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
 // address: of this block's shared memory; reads the same place of the block of that rank.
 __device__ __forceinline__ float4 load_cluster(uint32_t address, uint32_t rank) {
   uint32_t remote;
