@@ -16,6 +16,7 @@ from ..nn.prepared import say
 from .cuda_graph import out_of_memory, recorded
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
+_BACKOFF = 4  # as many times more before each further time: to capture a shape takes as long as several steps of it
 _MOST_TOKENS = 128  # larger steps keep the device busy while Python launches the next kernel
 _KEPT = 8  # graphs, those used last
 
@@ -34,7 +35,8 @@ class DeviceSteps:
 
     def __init__(self, decoder: DeviceDecoder):
         self.decoder = decoder
-        self._seen: Counter[tuple] = Counter()
+        self._seen: Counter[tuple] = Counter()  # steps of a shape since it last had a graph
+        self._captured: Counter[tuple] = Counter()
         self._steps: OrderedDict[tuple, _Step] = OrderedDict()
         self._addresses: tuple | None = None
         self._captures = decoder.device.type == "cuda"
@@ -59,10 +61,11 @@ class DeviceSteps:
             return None
         addresses = kv.data_ptr(), kv.stride(), self.decoder.positions
         if addresses != self._addresses:  # the cache, or the rotary tables, have moved
-            self._steps.clear()
+            for lost in list(self._steps):
+                self._let_go(lost)
             self._addresses, self._ropes = addresses, self.decoder.ropes
         self._seen[shape] += 1
-        if shape not in self._steps and self._seen[shape] > _AFTER:
+        if shape not in self._steps and self._seen[shape] > _AFTER * _BACKOFF ** self._captured[shape]:
             self._capture(shape, operands, kv, activation_bits)
         if shape in self._steps:
             self._steps.move_to_end(shape)
@@ -70,7 +73,8 @@ class DeviceSteps:
 
     def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, activation_bits: int) -> None:
         if len(self._steps) == _KEPT:
-            self._steps.popitem(last=False)
+            self._let_go(next(iter(self._steps)))
+        self._captured[shape] += 1
         fixed = tuple(operand.clone() for operand in operands)
         pick = fixed[3] if len(fixed) > 3 else None
         results: list[Tensor] = []
@@ -85,3 +89,7 @@ class DeviceSteps:
                 raise
             self._captures = False
             say(f"steps of {shape[0]} rows are launched kernel by kernel: no memory to capture them")
+
+    def _let_go(self, shape: tuple) -> None:
+        del self._steps[shape]
+        self._seen[shape] = 0
