@@ -89,33 +89,36 @@ struct HeadPart {
 template <int kStep>
 __global__ void __launch_bounds__(kRopeWarps* kWarp) rope_write_kernel(const RopeArgs a) {
   launch_dependents();
-  wait_for_previous_kernel();
   const int kv_heads = int(a.cache.kv_heads), dim = int(a.cache.dim), all_heads = a.heads + 2 * kv_heads;
-  const int lane = threadIdx.x % kWarp;
-  const int64_t index = int64_t(blockIdx.x) * kRopeWarps + threadIdx.x / kWarp, token = index / all_heads;
-  if (token >= a.cache.batch * a.tokens.width) return;
-  const int head = int(index % all_heads), kv = head < a.heads + kv_heads ? head - a.heads : head - a.heads - kv_heads;
-  const int row = int(token / a.tokens.width), t = int(token % a.tokens.width);
+  const int lane = threadIdx.x % kWarp, width = int(a.tokens.width);
+  const int64_t index = int64_t(blockIdx.x) * kRopeWarps + threadIdx.x / kWarp;
+  const unsigned token = unsigned(index) / unsigned(all_heads);
+  if (token >= unsigned(a.cache.batch) * unsigned(width)) return;
+  const int head = int(unsigned(index) % unsigned(all_heads));
+  const int kv = head < a.heads + kv_heads ? head - a.heads : head - a.heads - kv_heads;
+  const int row = int(token / unsigned(width)), t = int(token % unsigned(width));
+  const bool is_query = head < a.heads, is_value = head >= a.heads + kv_heads;
+  HeadPart<kStep> part{};
+  wait_for_previous_kernel();
   const int64_t position = int64_t(a.tokens.starts[row]) + t;
   const bool real = t < a.tokens.counts[row] && position >= 0 && position < a.cache.slots && position < a.positions;
-  const bool is_query = head < a.heads, is_value = head >= a.heads + kv_heads;
+  const __nv_bfloat16* from = a.qkv + index * dim;  // read before it is known to be real: one wait less
+  part.for_each(lane, a.half, dim, [&](int at, float (&v)[kStep]) { HeadPart<kStep>::load_some(from + at, v); });
   __nv_bfloat16* to;
   if (is_query)
-    to = a.q + (token * a.heads + head) * dim;
+    to = a.q + (int64_t(token) * a.heads + head) * dim;
   else if (is_value)
     to = static_cast<__nv_bfloat16*>(a.cache.values) + row * a.cache.value_batch_stride + kv * a.cache.value_head_stride +
          position * dim;
   else
     to = static_cast<__nv_bfloat16*>(a.cache.keys) + row * a.cache.key_batch_stride + kv * a.cache.key_head_stride +
          position * dim;
-  HeadPart<kStep> part{};
   if (real) {
-    const __nv_bfloat16* from = a.qkv + index * dim;
-    part.for_each(lane, a.half, dim, [&](int at, float (&v)[kStep]) { HeadPart<kStep>::load_some(from + at, v); });
     const float* norm = is_query ? a.q_norm : is_value ? nullptr : a.k_norm;
     if (norm) part.normalize(lane, a.half, dim, norm, a.eps);
     if (!is_value) part.rotate(lane, a.half, a.cos + position * a.half, a.sin + position * a.half);
   }
+  if (!real) part = {};
   if (real || is_query)  // zeros for queries of padding
     part.for_each(lane, a.half, dim, [&](int at, float (&v)[kStep]) { HeadPart<kStep>::store_some(to + at, v); });
 }
@@ -132,6 +135,7 @@ const char* mlspec_cuda_rope_write_rows(const mlspec_cuda_rotation* rotation, co
                       rotation->sin, static_cast<__nv_bfloat16*>(rotation->q), *tokens, *cache, rotation->positions,
                       int(rotation->half), int(rotation->heads), rotation->eps};
   const int64_t heads = cache->batch * tokens->width * (rotation->heads + 2 * cache->kv_heads);
+  if (heads > INT32_MAX - kRopeWarps) return "a call takes up to 2^31 - 5 heads of all tokens";
   const RowGrid grid{dim3(blocks_for(heads, kRopeWarps)), kRopeWarps * kWarp};
   return args.half % 2 ? launch_rows(*how, grid, rope_write_kernel<1>, args) : launch_rows(*how, grid, rope_write_kernel<2>, args);
 }

@@ -104,9 +104,9 @@ __global__ void __launch_bounds__(kElementThreads)
     gated_kernel(const __nv_bfloat16* gate, const __nv_bfloat16* up, int64_t stride, int64_t n, int64_t width,
                  __nv_bfloat16* out) {
   launch_dependents();
-  wait_for_previous_kernel();
   const int64_t at = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kVector;
   if (at >= width) return;
+  wait_for_previous_kernel();
   for (int64_t row = blockIdx.y; row < n; row += gridDim.y) {
     const __nv_bfloat16 *from = gate + row * stride + at, *other = up + row * stride + at;
     __nv_bfloat16* to = out + row * width + at;

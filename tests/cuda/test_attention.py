@@ -119,6 +119,19 @@ def test_bits_do_not_depend_on_width():
         assert torch.equal(replace(case, q=wide).attend()[:, :9], whole)
 
 
+@pytest.mark.parametrize(("dim", "rule"), [(64, {}), (128, {"window": 90}), (256, {"softcap": 6.0})])
+def test_bits_of_a_prompt_are_those_of_its_pieces(dim, rule):
+    """A long step gives each warp a tile of its own, 40 tokens share a block, one token a cluster of blocks."""
+    starts, width = [0, 31, 64, 200], 300
+    case = make(starts, [300, 300, 299, 170], width, dim=dim, slots=512, **rule)
+    whole = case.attend()
+    for first, count in ((0, 1), (37, 1), (130, 40), (299, 1)):
+        counts = [max(0, min(count, n - first)) for n in case.counts]
+        taken = slice(first, first + count)
+        piece = replace(case, q=case.q[:, taken].contiguous(), starts=[s + first for s in starts], counts=counts)
+        assert torch.equal(piece.attend(), whole[:, taken]), first
+
+
 @pytest.mark.parametrize(("width", "dim"), [(1, 128), (9, 64), (33, 128), (3, 256)])
 def test_bits_do_not_depend_on_the_batch_or_the_slots(width, dim):
     """Alone a row's chunks are shared by a cluster of blocks; a batch of 33 fills the chip with a block a tile."""
