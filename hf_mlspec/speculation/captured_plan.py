@@ -12,6 +12,8 @@ from .sampling import Sampler
 
 # Rows from which padding is no longer free: a draft in the middle is then made in a single round.
 _MANY_ROWS = 16
+# Forward passes of one graph: each is some hundreds of kernels, which take milliseconds to capture.
+_MOST_PASSES = 256
 
 
 class NotCaptured(ValueError):
@@ -39,7 +41,17 @@ def round_levels(
             level.most = 1 if batch >= _MANY_ROWS else _rounds(drafter, wanted)
             wanted, drafter = drafter.num_draft_tokens, drafter.inner
         levels.append(level)
+    _require_few(levels)
     return levels
+
+
+def _require_few(levels: list[RoundLevel]) -> None:
+    passes, drafts = 1, 1
+    for level in levels[1:]:
+        drafts *= level.most
+        passes += drafts
+    if passes > _MOST_PASSES:
+        raise NotCaptured(f"a round has {passes} passes, at most {_MOST_PASSES} are captured: lower num_draft_tokens")
 
 
 def _rounds(drafter: CheckedDrafter, wanted: int) -> int:

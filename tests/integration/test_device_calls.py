@@ -240,6 +240,7 @@ REFUSED = {
     "processors": ({"repetition_penalty": 1.3}, "logits processors read the tokens before a position"),
     "scores": ({"output_scores": True, "return_dict_in_generate": True}, "scores or logits are returned"),
     "eta": ({"do_sample": True, "eta_cutoff": 0.01}, "eta_cutoff looks at its probabilities on the host"),
+    "long drafts": ({"speculation_config": {"num_draft_tokens": 256}}, "a round has 257 passes, at most 256 are"),
     "lookup": ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is no model"),
     "draft, lookup": ({"assistant_models": ["mxfp4", "ngram"]}, "level ngram is no model"),
 }
