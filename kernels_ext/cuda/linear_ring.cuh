@@ -14,9 +14,9 @@
 
 namespace mlspec {
 
-constexpr int kMaxStages = 16;
+constexpr int kMaxStages = 32;
 
-// Shared memory: barriers (16 `full`, 16 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
+// Shared memory: barriers (32 `full`, 32 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
 // address leads to all.
 struct Ring {
   static constexpr int kFrontBytes = 1024, kBarrierBytes = (2 * kMaxStages + 2) * 8;
@@ -38,24 +38,25 @@ struct LinearParams {
   const int32_t* exponent_shift;
   __nv_bfloat16* out;  // [tokens, outputs]
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
-  bool bias_is_float32;
+  bool bias_is_float32, copies_tokens;
 };
 
-// One variant of the kernel. kTokens of a block: 8 kTokenTiles; kTiles of 64 outputs.
-template <class FormatType, int kTokenTilesOf, int kTilesOf, bool kWgmmaOf>
+// One variant of the kernel. kTokens of a block: 8 kTokenTiles; kTiles of 64 outputs; kWarpGroups that share a tile's chunks.
+template <class FormatType, int kTokenTilesOf, int kTilesOf, bool kWgmmaOf, int kWarpGroupsOf = FormatType::kFourBits ? 2 : 1>
 struct Variant {
   using Format = FormatType;
   using Dot = typename std::conditional<Format::kActivationBits == 8, int, float>::type;
   static constexpr int kTokenTiles = kTokenTilesOf, kTokens = kTokenTiles * 8, kTiles = kTilesOf;
   static constexpr bool kWgmma = kWgmmaOf;
   static constexpr int kOutputs = kTiles * kTileOutputs;
-  static constexpr int kWarpGroups = Format::kFourBits ? 2 : 1;  // that share a tile's chunks
+  static constexpr int kWarpGroups = kWarpGroupsOf;
   static constexpr int kConsumers = kWarpGroups * kTiles * 128;
   // Of two tiles the producer gets a warp group of its own, so that registers can move from it to the consumers.
   static constexpr bool kMoveRegisters = kTiles == 2;
   static constexpr int kRegisters = Format::kFourBits ? 112 : 232;
   static constexpr int kThreads = kConsumers + (kMoveRegisters ? 128 : 32);
-  static constexpr int kBlocks = kTiles == 1 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kBlocks = kConsumers <= 256 && kTiles == 1 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kMostStages = kBlocks == 2 ? 16 : kMaxStages;
   // Chunks a group of warps takes in one turn of its loop. 4-bit weights, few tokens: bound by the number of instructions.
   static constexpr int kTurn = !kWgmma && Format::kFourBits ? 2 : 1;
   // A box of the copy engine has at most 256 rows, an instruction at most 256 tokens.
@@ -92,7 +93,7 @@ struct Work {
     return unit % p.token_blocks * V::kTokens;
   }
   __device__ __forceinline__ int first_stages(const LinearParams& p) const {
-    return min(chunks, V::kOwnFirstTokens ? p.stages : p.stages_ahead);
+    return min(chunks, V::kOwnFirstTokens && p.copies_tokens ? p.stages : p.stages_ahead);
   }
 };
 
@@ -189,14 +190,15 @@ struct Producer {
   // The first stages. Weights do not depend on the kernel in front.
   __device__ __forceinline__ void run_ahead(Stage& s, int stages, int first_token, int token_bytes) const {
     const Stage first = s;
+    const bool copied = V::kOwnFirstTokens && p.copies_tokens;
 #pragma unroll 1
     for (int i = 0; i < stages; ++i, next(s)) {
-      if (V::kOwnFirstTokens && i >= p.stages_ahead) barrier_wait(s.full - p.stages_ahead * 8, 0);
-      load_weights(s, work.first_unit, V::kOwnFirstTokens ? 0 : token_bytes);
+      if (copied && i >= p.stages_ahead) barrier_wait(s.full - p.stages_ahead * 8, 0);
+      load_weights(s, work.first_unit, copied ? 0 : token_bytes);
     }
     const bool reads_tokens = stages < work.chunks || work.first_unit + work.unit_step < p.units;
-    if (!V::kOwnFirstTokens || reads_tokens) wait_for_previous_kernel();
-    if constexpr (!V::kOwnFirstTokens) {
+    if (!copied || reads_tokens) wait_for_previous_kernel();
+    if (!copied) {
       s = first;
 #pragma unroll 1
       for (int i = 0; i < stages; ++i, next(s)) load_tokens(s, first_token, scale_bytes(first_token));

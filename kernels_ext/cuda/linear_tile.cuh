@@ -230,7 +230,7 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
   // Asked for now, looked at when sums are complete: on its way it waits behind the first weights.
   uint32_t shift = 0;
   if constexpr (Format::kHasShift) shift = load_constant(p.exponent_shift);
-  if constexpr (V::kOwnFirstTokens) {
+  if (V::kOwnFirstTokens && p.copies_tokens) {
     wait_for_previous_kernel();
     copy_first_tokens<V>(p, ring, work, warp, lane);
     barrier_sync<V::kConsumers>();
