@@ -31,6 +31,8 @@ class Prepared:
 _prepared: weakref.WeakKeyDictionary[nn.Module, Prepared] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
 _building = threading.Lock()  # threads that ask for the same decoder get one
+# Held while a graph is captured, and where somebody waits for a whole device, which would spoil the capture.
+capturing = threading.Lock()
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -68,7 +70,8 @@ def up_to_date(model: nn.Module, kind: Callable[[nn.Module], Decoder]) -> Decode
         entry = _prepared.setdefault(model, Prepared())
         drop_outdated(model)  # first: it holds memory, and weights that the model left behind on another device
         if kind not in entry.decoders:
-            decoder = kind(model)
+            with capturing:
+                decoder = kind(model)
             entry.decoders[kind] = state(model), decoder  # building may move weights
         return entry.decoders[kind][1]
 

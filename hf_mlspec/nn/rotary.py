@@ -19,6 +19,8 @@ def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> l
         cos, sin = rotary(like, ids) if kind is None else rotary(like, ids, kind)
         half = cos.shape[-1] // 2
         tables.append((cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()))
+    if device.type == "cuda":  # calls on other streams will read them
+        torch.cuda.current_stream(device).synchronize()
     return tables
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 
-_capturing = threading.Lock()  # one thread captures at a time
+from ..nn.prepared import capturing
 
 
 def recorded(run: Callable[[], None], device: torch.device, pool=None) -> torch.cuda.CUDAGraph:
@@ -16,7 +15,7 @@ def recorded(run: Callable[[], None], device: torch.device, pool=None) -> torch.
     how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     # A capture that fails at its end leaves its stream the current one: the caller's is put back here.
     callers = torch.cuda.stream(torch.cuda.current_stream(device))
-    with _capturing, torch.cuda.device(device), callers, torch.cuda.graph(graph, **how):
+    with capturing, torch.cuda.device(device), callers, torch.cuda.graph(graph, **how):
         run()
     return graph
 

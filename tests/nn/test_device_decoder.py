@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -208,6 +209,18 @@ def test_beside_the_decoder_of_the_cpu_neither_is_built_again():
     device_decoder.device_decoder(model)  # weights move once
     built = hf_mlspec.nn.fused.fused_decoder(model), device_decoder.device_decoder(model)
     assert built == (hf_mlspec.nn.fused.fused_decoder(model), device_decoder.device_decoder(model))
+
+
+def test_a_decoder_is_not_built_while_a_graph_is_captured():
+    """To build one waits for the whole device, which spoils a capture of another thread."""
+    model, built = random_model("llama", torch.float32), []
+    thread = threading.Thread(target=lambda: built.append(device_decoder.device_decoder(model)))
+    with prepared.capturing:
+        thread.start()
+        thread.join(0.3)
+        assert not built
+    thread.join()
+    assert built == [device_decoder.device_decoder(model)]
 
 
 def test_what_it_does_not_know_is_said_once(tiny_model, caplog):
