@@ -78,6 +78,7 @@ class _Captured(Replaying):
         with torch.inference_mode():
             for fewer in sorted({size for size in (*BUCKETS, bucket) if size <= bucket}, reverse=True):
                 self.captured.graphs.capture(fewer)
+        self.captured.captured_before = self.captured.graphs.capture_seconds
 
     def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:
         """Decode one batch from its prompts to the end of its last row, and add what it took."""

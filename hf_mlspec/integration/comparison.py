@@ -95,6 +95,6 @@ def accumulate(total: SpeculationStats, part: SpeculationStats) -> None:
         for name in ("drafted", "accepted", "tested", "rounds", "forwards", "seconds", "prefill_seconds"):
             setattr(into, name, getattr(into, name) + getattr(level, name))
     counted = ("new_tokens", "target_passes", "row_passes", "seconds", "target_seconds", "prefill_seconds",
-               "prefill_target_seconds", "prefill_draft_seconds", "prefill_tokens")
+               "prefill_target_seconds", "prefill_draft_seconds", "prefill_tokens", "capture_seconds")
     for name in counted:
         setattr(total, name, getattr(total, name) + getattr(part, name))

@@ -60,7 +60,7 @@ class CapturedDecoding(Decoding):
         order = sorted(range(len(rows)), key=lambda r: -len(rows[r]))
         self.places = sorted(range(len(rows)), key=lambda r: order[r])
         self._bucket = bucket_of(len(rows))
-        self._before = self.chain.graphs.seconds, self.chain.graphs.capture_seconds
+        self._seconds_before = self.chain.graphs.seconds
         lines = [rows[r] for r in order]
         self.chain.state.load(lines, [self._end(r) for r in order], order, self.seed)
         self._load_script(order)
@@ -105,8 +105,8 @@ class CapturedDecoding(Decoding):
         self._had = [len(row) for row in self.rows]
         going = self._settle(self._verdict(report))
         self.stats.seconds += time.perf_counter() - begin
-        self.stats.target_seconds = graphs.seconds - self._before[0]
-        self.stats.capture_seconds = graphs.capture_seconds - self._before[1]
+        self.stats.target_seconds = graphs.seconds - self._seconds_before
+        self.stats.capture_seconds = graphs.capture_seconds - self.chain.captured_before
         if self._first:
             self.stats.prefilled(self.stats.seconds, self.stats.target_seconds)
             self._first = False

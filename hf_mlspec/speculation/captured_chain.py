@@ -38,6 +38,7 @@ class CapturedChain:
         self.script_rounds = script_rounds
         self.program = RoundProgram(levels, sampled, warp)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
+        self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
 
     @property
@@ -186,6 +187,7 @@ def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
 
 def _with_graph(chain: CapturedChain, bucket: int) -> CapturedChain:
     """The locked chain; unlocked again where its graph fails."""
+    chain.captured_before = chain.graphs.capture_seconds
     try:
         with torch.inference_mode():
             chain.graphs.capture(bucket)

@@ -122,7 +122,9 @@ def test_ends_inside_blocks_and_smaller_buckets(monkeypatch, launched, target, d
 
 def test_a_second_call_captures_nothing_and_clear_frees_all(launched, target, draft):
     inputs = asked([9, 4])
+    hf_mlspec.clear(target)
     first = target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+    assert 0 < hf_mlspec.last_stats(target).capture_seconds < 5
     again = target.generate(**inputs, **OPTIONS, assistant_models=[draft])
     assert torch.equal(first, again)
     assert hf_mlspec.last_stats(target).capture_seconds == 0

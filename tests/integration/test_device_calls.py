@@ -226,6 +226,17 @@ def test_a_chain_is_handed_on_with_nothing_under_way(target, draft, monkeypatch,
     assert len(captured_chain._kept[target]) == (not fails)
 
 
+def test_what_a_call_captures_is_counted_once(target, draft, monkeypatch):
+    def capture(self, batch):
+        self.capture_seconds += 0.0 if batch in self._graphs else 0.25
+        self._graphs[batch] = None
+
+    monkeypatch.setattr(RoundGraphs, "capture", capture)
+    for inputs, seconds in ((TWO, 0.5), (TWO, 0), (ONE, 0)):  # of two rows, then of the one that ends last
+        target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+        assert hf_mlspec.last_stats(target).capture_seconds == seconds
+
+
 def test_clear_frees_the_weights_that_a_model_left(target, draft):
     target.generate(**ONE, **OPTIONS, assistant_models=[draft])
     weights = weakref.ref(device_decoder(target)._layers[0].qkv.weight)
