@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ..nn.prepared import drop_outdated
+from ..nn.device_decoder import device_decoder, device_of
+from ..nn.prepared import drop_outdated, is_prepared
 from ..nn.replace import direct_cast, early_exit, fingerprint
 from ..speculation.captured_chain import let_go
 from ..speculation.draft import Drafter
@@ -57,6 +58,8 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
             raise TypeError(f"assistant_tokenizers[{index}] is a {type(tokenizer).__name__}, not a tokenizer or None")
     words = [parse_level(level) if isinstance(level, str) else None for level in levels]  # before anything is built
     _check_order(levels, words)
+    if any(word is not None and word.kind in ("cast", "early_exit") for word in words):
+        _move_weights_first(target, config)
     device = next(target.parameters()).device
     resolved = []
     vocabulary = vocab_size(target)  # of the nearest model above
@@ -81,6 +84,12 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
                 f"level {index} ({name}) checks nothing, so no level can stand below it: put it last, after the "
                 f"{len(levels) - index - 1} that follow it"
             )
+
+
+def _move_weights_first(target: nn.Module, config: SpeculationConfig) -> None:
+    """A decoder on a GPU puts weights side by side; views built before that would be built anew in the next call."""
+    if (config.prepare or is_prepared(target)) and device_of(target).type == "cuda":
+        device_decoder(target)
 
 
 def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationConfig, vocabulary: int) -> Level:

@@ -120,6 +120,14 @@ def test_ends_inside_blocks_and_smaller_buckets(monkeypatch, launched, target, d
     assert launched[0] == 8 > launched[-1]
 
 
+def test_a_second_call_with_a_cast_builds_nothing(launched):
+    model, inputs = tiny(**SHAPE).cuda(), asked([9])
+    for number in range(3):
+        model.generate(**inputs, **OPTIONS, assistant_models=["mxfp4"])
+        assert (hf_mlspec.last_stats(model).capture_seconds > 0) == (number == 0)
+    assert launched
+
+
 def test_a_second_call_captures_nothing_and_clear_frees_all(launched, target, draft):
     inputs = asked([9, 4])
     hf_mlspec.clear(target)

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import hf_mlspec
 from hf_mlspec.evaluation import record_trace
+from hf_mlspec.integration import levels as levels_module
 from hf_mlspec.integration import wiring
 from hf_mlspec.nn.device_decoder import device_decoder
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -224,6 +225,22 @@ def test_a_chain_is_handed_on_with_nothing_under_way(target, draft, monkeypatch,
             target.generate(**ONE, **OPTIONS, assistant_models=[draft], streamer=Streamer())
         assert finished[-1] == (True, 0)
     assert len(captured_chain._kept[target]) == (not fails)
+
+
+@pytest.mark.parametrize("levels", [["mxfp4"], ["early_exit:1"], ["mxfp4", "early_exit:1"]], ids=str)
+def test_views_of_the_target_are_built_once(target, made, monkeypatch, levels):
+    """Although the target's decoder moves the weights that they are views of."""
+    built, keep = [], levels_module._keep
+
+    def counted(target, key, fingerprint, build):
+        return keep(target, key, fingerprint, lambda: built.append(key) or build())
+
+    monkeypatch.setattr(levels_module, "_keep", counted)
+    monkeypatch.setattr(levels_module, "device_of", lambda _: torch.device("cuda"))
+    for _ in range(3):
+        target.generate(**ONE, **OPTIONS, assistant_models=levels)
+    assert len(built) == len(levels)
+    assert len(made) == 1
 
 
 def test_what_a_call_captures_is_counted_once(target, draft, monkeypatch):
