@@ -96,6 +96,7 @@ __device__ __forceinline__ void prefetch(const Lanes& lanes, const Walk& walk) {
   if (walk.done()) return;
   const int64_t first = int64_t(walk.span) * kSpan;
   const int bytes = int(min(int64_t(kSpan), lanes.slots - first)) * lanes.dim * 2;
+#pragma unroll 1
   for (int at = int(threadIdx.x) % kWarp * 128; at < bytes; at += kWarp * 128) {
     prefetch_line(reinterpret_cast<const char*>(lanes.keys + first * lanes.dim) + at);
     prefetch_line(reinterpret_cast<const char*>(lanes.values + first * lanes.dim) + at);
@@ -252,19 +253,19 @@ __global__ void __launch_bounds__(kRanksOfClass* kWarp, 2) attend_cluster_kernel
   const Inbox<Shape> inbox(reinterpret_cast<char*>(memory) + kRanksOfClass * States<Shape>::kBytes);
   const int warp = threadIdx.x / kWarp, rank = blockIdx.x % kClasses + warp * kClasses;
   launch_dependents();
-  cluster_arrive();
+  cluster_arrive_relaxed();
   const Lanes lanes = a.lanes(blockIdx.z, blockIdx.y);
   const Tile old(a, blockIdx.x / kClasses, Shape::kRows);
   const Walk guess(Spans(old, a.rule.window), rank, 1);
   prefetch(lanes, guess);
   wait_for_previous_kernel();
+  const Tile tile(a, blockIdx.x / kClasses, Shape::kRows);
   Queries<Shape> queries;
   std::conditional_t<(Shape::kDim * Shape::kTiles <= kAtOnce), Span<Shape>, SpanInParts<Shape>> span;
   if (!guess.done()) {  // most often right: the loads need not wait for the lengths
-    load_queries<Shape>(a, old, queries);
     span.load(lanes, guess.span * kSpan);
+    load_queries<Shape>(a, old, queries);
   }
-  const Tile tile(a, blockIdx.x / kClasses, Shape::kRows);
   const Spans spans(tile, a.rule.window);
   Walk walk(spans, rank, 1);
   if (!walk.done()) {
@@ -319,7 +320,7 @@ const char* launch_alone(AttentionArgs args, int64_t tiles, int shared_bytes, co
 }
 
 // As many blocks as the chip runs at once where that is possible, then as few reads of the cache.
-template <int kDim>
+template <int kDim, bool kWhole>
 const char* launch_tiles(const AttentionArgs& args, const mlspec_cuda_attention& attention, const mlspec_cuda_row_launch& how) {
   constexpr int kWide = kDim > 128 ? 1 : 3, kPaired = kDim > 128 ? 1 : 2;
   const int64_t rows = args.tokens.width * args.group, pairs = args.cache.batch * args.cache.kv_heads;
@@ -332,12 +333,12 @@ const char* launch_tiles(const AttentionArgs& args, const mlspec_cuda_attention&
                : tiles(kPaired) * pairs >= 4 * attention.multiprocessors && rows > 64 ? kAlone
                                                                                         : kBlock;
   if (division == kCluster && how.clusters)
-    return narrow ? launch_cluster<AttentionShape<kDim, 1>>(args, plain, how)
-                  : launch_cluster<AttentionShape<kDim, kWide>>(args, plain, how);
+    return narrow ? launch_cluster<AttentionShape<kDim, 1, kWhole>>(args, plain, how)
+                  : launch_cluster<AttentionShape<kDim, kWide, kWhole>>(args, plain, how);
   if (division == kAlone)
-    return launch_alone<AttentionShape<kDim, kPaired>>(args, tiles(kPaired), attention.shared_bytes, how);
-  return narrow ? launch_block<AttentionShape<kDim, 1>>(args, plain, attention.shared_bytes, how)
-                : launch_block<AttentionShape<kDim, kWide>>(args, plain, attention.shared_bytes, how);
+    return launch_alone<AttentionShape<kDim, kPaired, kWhole>>(args, tiles(kPaired), attention.shared_bytes, how);
+  return narrow ? launch_block<AttentionShape<kDim, 1, kWhole>>(args, plain, attention.shared_bytes, how)
+                : launch_block<AttentionShape<kDim, kWide, kWhole>>(args, plain, attention.shared_bytes, how);
 }
 
 }  // namespace
@@ -357,6 +358,10 @@ const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* atten
                        capped, int(attention->window < INT32_MAX ? attention->window : 0)};
   const AttentionArgs args{static_cast<const __nv_bfloat16*>(attention->q), static_cast<__nv_bfloat16*>(attention->out), *tokens,
                            *cache, rule, int(attention->heads), int(attention->heads / cache->kv_heads), 0};
-  if (cache->dim <= 64) return launch_tiles<64>(args, *attention, *how);
-  return cache->dim <= 128 ? launch_tiles<128>(args, *attention, *how) : launch_tiles<256>(args, *attention, *how);
+  const int64_t dim = cache->dim;
+  if (dim == 64) return launch_tiles<64, true>(args, *attention, *how);
+  if (dim == 128) return launch_tiles<128, true>(args, *attention, *how);
+  if (dim == 256) return launch_tiles<256, true>(args, *attention, *how);
+  if (dim < 64) return launch_tiles<64, false>(args, *attention, *how);
+  return dim < 128 ? launch_tiles<128, false>(args, *attention, *how) : launch_tiles<256, false>(args, *attention, *how);
 }

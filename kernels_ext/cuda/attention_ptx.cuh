@@ -35,6 +35,12 @@ __device__ __forceinline__ void cluster_arrive() {
 #endif
 }
 
+__device__ __forceinline__ void cluster_arrive_relaxed() {  // nothing written is handed over
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");

@@ -21,10 +21,11 @@ namespace mlspec {
 constexpr int kSpan = 32;  // slots
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// kDim: elements of a head, rounded up. kTiles: of 8 query rows.
-template <int kDim_, int kTiles_>
+// kDim: elements of a head, rounded up unless kWhole. kTiles: of 8 query rows.
+template <int kDim_, int kTiles_, bool kWhole_>
 struct AttentionShape {
   static constexpr int kDim = kDim_, kTiles = kTiles_, kRows = 8 * kTiles;
+  static constexpr bool kWhole = kWhole_;
   static constexpr int kKeyVectors = kDim / 32, kValueVectors = kDim / 64;  // of a lane and slot
   static constexpr int kItems = kTiles * kDim / 16;  // float4 of a lane that hold its sums
 };
@@ -46,9 +47,20 @@ struct Lanes {
   const __nv_bfloat16 *keys, *values;
   int dim, slots;
 
+  // Of a slot that may be behind the last: the last one.
   __device__ __forceinline__ int64_t row(int slot) const { return int64_t(min(slot, slots - 1)) * dim; }
-  // Behind a head's last element stand its first ones: queries are 0 there, and results are not written.
-  __device__ __forceinline__ int element(int at) const { return at < dim ? at : 0; }
+
+  // Elements from `at` on of slot first + behind, at: of this lane, step: the same for all. kInside: the slot exists; then, with a
+  // head's size known, all of a lane's vectors lie at fixed distances. Behind a head's last element stand its first ones:
+  // queries are 0 there, and results are not written.
+  template <class Shape, bool kInside>
+  __device__ __forceinline__ uint4 load(const __nv_bfloat16* from, int first, int behind, int at, int step) const {
+    if constexpr (Shape::kWhole && kInside)
+      from += int64_t(first) * Shape::kDim + at + (behind * Shape::kDim + step);
+    else
+      from += row(first + behind) + (at + step < dim ? at + step : 0);
+    return *reinterpret_cast<const uint4*>(from);
+  }
 };
 
 template <class Shape>
@@ -62,15 +74,14 @@ template <class Shape>
 struct Keys {
   uint4 vectors[2][Shape::kKeyVectors];
 
+  template <bool kInside>
   __device__ __forceinline__ void load(const Lanes& lanes, int first) {
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const __nv_bfloat16* const from = lanes.keys + lanes.row(first + half * 8 + lane / 4);
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < Shape::kKeyVectors; ++i)
-        vectors[half][i] = *reinterpret_cast<const uint4*>(from + lanes.element(i * 32 + lane % 4 * 8));
-    }
+        vectors[half][i] = lanes.load<Shape, kInside>(lanes.keys, first + lane / 4, half * 8, lane % 4 * 8, i * 32);
   }
 
   // scores[tile][.]: of all queries. Even and odd steps are summed apart: two short chains.
@@ -96,19 +107,16 @@ template <class Shape>
 struct Values {
   uint4 vectors[4][Shape::kValueVectors];
 
-  __device__ __forceinline__ static int slot(int first, int s) {
-    return first + int(threadIdx.x) % 4 * 2 + s / 2 * 8 + s % 2;
-  }
+  __device__ __forceinline__ static int behind(int s) { return s / 2 * 8 + s % 2; }
 
+  template <bool kInside>
   __device__ __forceinline__ void load(const Lanes& lanes, int first) {
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      const __nv_bfloat16* const from = lanes.values + lanes.row(slot(first, s));
+    for (int s = 0; s < 4; ++s)
 #pragma unroll
       for (int h = 0; h < Shape::kValueVectors; ++h)
-        vectors[s][h] = *reinterpret_cast<const uint4*>(from + lanes.element(h * 64 + lane / 4 * 8));
-    }
+        vectors[s][h] = lanes.load<Shape, kInside>(lanes.values, first + lane % 4 * 2, behind(s), lane / 4 * 8, h * 64);
   }
 
   // What stands behind the end may be NaN, which a weight of 0 does not cancel.
@@ -117,7 +125,7 @@ struct Values {
     for (int s = 0; s < 4; ++s)
 #pragma unroll
       for (int h = 0; h < Shape::kValueVectors; ++h)
-        if (slot(first, s) >= end) vectors[s][h] = make_uint4(0, 0, 0, 0);
+        if (first + int(threadIdx.x) % 4 * 2 + behind(s) >= end) vectors[s][h] = make_uint4(0, 0, 0, 0);
   }
 
   // sums[tile][.] += values x weights[tile].
@@ -196,11 +204,18 @@ __device__ __forceinline__ void weigh(const ScoreRule& rule, int first_slot, con
 #pragma unroll
   for (int g = 0; g < 2; ++g)
 #pragma unroll
+    for (int e = 0; e < 4; ++e) scores[g][t][e] = __fmul_rn(scores[g][t][e], rule.inner);
+  if (rule.capped)
+#pragma unroll
+    for (int g = 0; g < 2; ++g)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[g][t][e] = __fmul_rn(tanhf(scores[g][t][e]), rule.outer);
+#pragma unroll
+  for (int g = 0; g < 2; ++g)
+#pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& value = scores[g][t][e];
       const int slot = first_slot + g * 16 + e / 2 * 8 + row, last = limit[e % 2];
-      value = __fmul_rn(value, rule.inner);
-      if (rule.capped) value = __fmul_rn(tanhf(value), rule.outer);
       value = slot <= last && (rule.window == 0 || slot > last - rule.window) ? value : -CUDART_INF_F;
       most[e % 2] = fmaxf(most[e % 2], value);
     }
@@ -235,11 +250,19 @@ struct Span {
   Keys<Shape> keys[2];
   Values<Shape> values[2];
 
+  template <bool kInside>
+  __device__ __forceinline__ void load_all(const Lanes& lanes, int first) {
+#pragma unroll
+    for (int g = 0; g < 2; ++g) keys[g].template load<kInside>(lanes, first + g * 16);
+#pragma unroll
+    for (int g = 0; g < 2; ++g) values[g].template load<kInside>(lanes, first + g * 16);
+  }
+
   __device__ __forceinline__ void load(const Lanes& lanes, int first) {
-#pragma unroll
-    for (int g = 0; g < 2; ++g) keys[g].load(lanes, first + g * 16);
-#pragma unroll
-    for (int g = 0; g < 2; ++g) values[g].load(lanes, first + g * 16);
+    if (first + kSpan <= lanes.slots)
+      load_all<true>(lanes, first);
+    else
+      load_all<false>(lanes, first);
   }
 
   // end: slots from there on are not written yet.
@@ -271,16 +294,16 @@ struct SpanInParts {
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       Keys<Shape> keys;
-      keys.load(lanes, first + g * 16);
+      keys.template load<false>(lanes, first + g * 16);
       keys.multiply(queries, scores[g]);
     }
     Values<Shape> values;
-    values.load(lanes, first);
+    values.template load<false>(lanes, first);
 #pragma unroll
     for (int t = 0; t < Shape::kTiles; ++t) weigh<Shape>(rule, first, queries.limit[t], t, scores, state, weights);
     if (first + kSpan > end) values.cut(first, end);
     values.multiply(weights[0], state.out);
-    values.load(lanes, first + 16);
+    values.template load<false>(lanes, first + 16);
     if (first + kSpan > end) values.cut(first + 16, end);
     values.multiply(weights[1], state.out);
   }
