@@ -59,21 +59,28 @@ def drop_decoders(model: nn.Module) -> None:
 
 def drop_outdated(model: nn.Module) -> None:
     """Let go of decoders over weights that the model does not have any more, and of those weights."""
-    if model in _prepared:
-        entry, now = _prepared[model], state(model)
-        entry.decoders = {kind: built for kind, built in entry.decoders.items() if built[0] == now}
+    with _building:
+        if model in _prepared:
+            _keep_only(_prepared[model], state(model))
+
+
+def _keep_only(entry: Prepared, now: tuple) -> None:
+    entry.decoders = {kind: built for kind, built in entry.decoders.items() if built[0] == now}
 
 
 def up_to_date(model: nn.Module, kind: Callable[[nn.Module], Decoder]) -> Decoder:
     """The model's decoder of this class: the one there is, or a new one where there is none or the weights changed."""
     with _building:
         entry = _prepared.setdefault(model, Prepared())
-        drop_outdated(model)  # first: it holds memory, and weights that the model left behind on another device
-        if kind not in entry.decoders:
-            with capturing:
-                decoder = kind(model)
-            entry.decoders[kind] = state(model), decoder  # building may move weights
-        return entry.decoders[kind][1]
+        # What is out of date goes first: it holds memory, and weights that the model left behind on another device.
+        _keep_only(entry, state(model))
+        built = entry.decoders.get(kind)
+        if built is not None:
+            return built[1]
+        with capturing:
+            decoder = kind(model)
+        entry.decoders[kind] = state(model), decoder  # building may move weights
+        return decoder
 
 
 def say(message: str) -> None:
