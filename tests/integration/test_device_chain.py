@@ -219,3 +219,61 @@ def test_end_of_sequence_of_the_model_itself(on_device, target, draft):
     asked = {"max_new_tokens": 60, "do_sample": False}
     alone = stepwise(target, inputs, **{**asked, "eos_token_id": EOS})
     assert torch.equal(target.generate(**inputs, **asked, assistant_models=[draft]), alone)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 30])
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_prompts_of_one_token(on_device, target, draft, chain, lengths, new_tokens):
+    inputs, asked = prompts(lengths), {**OPTIONS, "max_new_tokens": new_tokens}
+    out = target.generate(**inputs, **asked, assistant_models=chains(draft)[chain])
+    assert torch.equal(out, stepwise(target, inputs, **asked))
+    assert on_device
+
+
+def test_more_rows_than_the_largest_bucket(on_device, target, draft):
+    inputs = prompts([3, 9, 1] * 30)
+    rows = stepwise(target, inputs)[:, 9:].tolist()
+    ends = sorted({rows[row][place] for row, place in ((0, 2), (1, 9), (2, 20), (40, 30))})
+    asked = {"eos_token_id": ends, "pad_token_id": 0}
+    alone = stepwise(target, inputs, **asked)
+    assert torch.equal(target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=["mxfp4", draft]), alone)
+    assert on_device[0] == 128
+    assert on_device[-1] <= 64
+
+
+def test_rows_of_one_prompt_are_sampled_apart_and_the_seed_repeats_them(on_device, target, draft):
+    asked = {**prompts([5]), **OPTIONS, "do_sample": True, "temperature": 2.0, "num_return_sequences": 3}
+    torch.manual_seed(1)
+    first = target.generate(**asked, assistant_models=[draft])
+    other = target.generate(**asked, assistant_models=[draft])
+    torch.manual_seed(1)
+    again = target.generate(**asked, assistant_models=["mxfp4", draft])
+    assert len({tuple(row) for row in first.tolist()}) == 3
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert on_device
+
+
+@pytest.mark.parametrize("chain", ["draft", "mxfp4, draft", "mxfp4, draft, draft"])
+def test_sampled_rows_that_end_move_and_grow_keep_their_noise(on_device, target, draft, chain, monkeypatch):
+    inputs = prompts([250, 3, 240, 9, 9, 2, 30, 5])
+    asked = {"max_new_tokens": 90, "do_sample": True, "top_k": 20, "temperature": 1.3, "eos_token_id": [5, 9]}
+    texts = []
+    for levels, first in (([], 4096), (chains(draft)[chain], 4)):
+        monkeypatch.setattr("hf_mlspec.integration.capture._FIRST_NEW_TOKENS", first)
+        torch.manual_seed(3)
+        texts.append(target.generate(**inputs, **asked, pad_token_id=0, assistant_models=levels))
+    assert torch.equal(*texts)
+    assert on_device[0] == 8 > on_device[-1]
+
+
+def test_a_chain_does_not_take_over_the_settings_of_the_call_before(on_device, target, draft):
+    inputs = prompts([5, 3])
+    for temperature in (0.5, 2.0, 0.5):
+        asked, texts = {**OPTIONS, "do_sample": True, "temperature": temperature}, []
+        for levels in ([draft], []):
+            torch.manual_seed(3)
+            texts.append(target.generate(**inputs, **asked, assistant_models=levels))
+        assert torch.equal(*texts)
+    assert on_device
