@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from device_path import OPTIONS, on_device, stepwise
-from models import near, prompts, tiny
+from models import PAD, near, prompts, tiny
 from transformers import DynamicCache
 
 import hf_mlspec
@@ -65,10 +65,15 @@ def test_a_cache_that_grew_comes_back_whole(target, levels, monkeypatch, chain):
 def test_without_memory_for_more_slots_rows_go_on_step_by_step(
     target, levels, few_slots, monkeypatch, caplog, on_device, chain, where
 ):
-    inputs, asked = prompts([250, 3, 240]), {"max_new_tokens": 200}
+    def short_row_is_done(ids, scores, **_):
+        """The first row, which is padded there, ends before the others need more slots."""
+        return (ids[:, 100] == PAD) & (ids.shape[1] >= 253)
+
+    inputs, asked = prompts([3, 250, 240]), {"max_new_tokens": 200, "stopping_criteria": [short_row_is_done]}
     end = stepwise(target, inputs, **asked)[2, 250 + 150].item()
-    asked |= {"eos_token_id": end, "pad_token_id": 0}
+    asked |= {"eos_token_id": end, "pad_token_id": PAD}
     alone = stepwise(target, inputs, **asked)
+    assert (alone[0, 253:] == PAD).all()
     place, name = where
     original = getattr(place, name)
 
@@ -83,7 +88,7 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(
     assert caplog.text.count(message) == 1
     assert not captured_chain._kept[target]
     stats = hf_mlspec.last_stats(target)
-    assert stats.new_tokens == sum(row.tolist().index(end) + 1 if end in row else 200 for row in out[:, 250:])
+    assert stats.new_tokens == 3 + sum(row.tolist().index(end) + 1 if end in row else 200 for row in out[1:, 250:])
     assert stats.tokens_per_target_pass >= 1
     assert all(0 < level.accepted <= level.drafted for level in stats.levels)
     assert stats.prefill_tokens < stats.new_tokens
