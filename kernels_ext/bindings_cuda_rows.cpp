@@ -5,8 +5,6 @@
 #include <torch/library.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <string>
 #include <tuple>
 
 #include "bindings_cuda.h"
@@ -213,20 +211,6 @@ const DeviceLimits& limits_of(const CudaCall& call, c10::DeviceIndex device) {
   return limits;
 }
 
-// MLSPEC_ATTENTION_VARIANT, read once: staged (the older kernels of attention and choice), cluster, block or alone; none: chosen.
-int attention_variant() {
-  static const int variant = [] {
-    const char* name = std::getenv("MLSPEC_ATTENTION_VARIANT");
-    const std::string wanted = name ? name : "";
-    const char* const known[] = {"", "cluster", "block", "alone", "staged"};
-    for (int i = 0; i < 5; ++i)
-      if (wanted == known[i]) return i;
-    TORCH_CHECK_VALUE(false, "MLSPEC_ATTENTION_VARIANT is '", wanted, "', choose one of cluster, block, alone, staged");
-  }();
-  return variant;
-}
-constexpr int kStaged = 4;
-
 Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& starts, const Tensor& counts,
                              double scale, int64_t window, double softcap) {
   constexpr const char* op = "ragged_attention_rows";
@@ -247,10 +231,9 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   const DeviceLimits& limits = limits_of(call, q.device().index());
   const mlspec_cuda_attention attention{rows.const_data_ptr(),     out.mutable_data_ptr(), q.size(2), window,
                                         static_cast<float>(scale), static_cast<float>(softcap), limits.shared_bytes,
-                                        limits.multiprocessors,    attention_variant() % kStaged};
+                                        limits.multiprocessors,    0};
   const mlspec_cuda_row_launch launch = how(call);
-  const auto kernel = attention_variant() == kStaged ? mlspec_cuda_ragged_attention_rows_staged : mlspec_cuda_ragged_attention_rows;
-  call.check(kernel(&attention, &tokens, &cache, &launch));
+  call.check(mlspec_cuda_ragged_attention_rows(&attention, &tokens, &cache, &launch));
   return out;
 }
 
@@ -286,8 +269,7 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
                                   tokens.mutable_data_ptr<int32_t>(),
                                   confidence.mutable_data_ptr<float>()};
   const mlspec_cuda_row_launch launch = how(call);
-  const auto kernel = attention_variant() == kStaged ? mlspec_cuda_choose_rows_staged : mlspec_cuda_choose_rows;
-  call.check(kernel(&choice, &launch));
+  call.check(mlspec_cuda_choose_rows(&choice, &launch));
   return {tokens, confidence};
 }
 

@@ -4,7 +4,7 @@
 // through its spans in ascending order; the four ranks of a class are merged in ascending order, then the eight classes. So a
 // token's bits depend on its position alone: not on width, batch, neighbours or the slots allocated, nor on how the work is
 // divided. Where tiles are few, a cluster of eight blocks takes a tile, each block a class and each warp a rank; else a block
-// takes it and each warp a class; where tiles fill the chip, a warp does all of it and its block's warps share what they read.
+// takes it and each warp a class.
 #include <type_traits>
 
 #include "attention_states.cuh"
@@ -12,10 +12,9 @@
 namespace mlspec {
 namespace {
 
-constexpr int kMaxWarps = 8;
 constexpr float kLog2E = 1.4426950408889634f;
 
-enum Division { kChosen, kCluster, kBlock, kAlone };  // mlspec_cuda_attention.division
+enum Division { kChosen, kCluster, kBlock };  // mlspec_cuda_attention.division
 
 struct AttentionArgs {
   const __nv_bfloat16* q;
@@ -147,6 +146,11 @@ __device__ __forceinline__ void write_padding(const AttentionArgs& a, const Tile
   for (int item = index; item < Shape::kItems; item += of) write_item<Shape>(a, tile, item, make_float4(0.f, 0.f, 0.f, 0.f), 0.f);
 }
 
+// Elements of a head times tiles up to which a span's keys and values fit into registers.
+constexpr int kAtOnce = 128;
+template <class Shape>
+using SpanOf = std::conditional_t<(Shape::kDim * Shape::kTiles <= kAtOnce), Span<Shape>, SpanInParts<Shape>>;
+
 // All spans of a class, by one warp.
 template <class Shape>
 __device__ __forceinline__ void attend_class(const AttentionArgs& a, const Lanes& lanes, const Spans& spans, int end, int index,
@@ -157,7 +161,9 @@ __device__ __forceinline__ void attend_class(const AttentionArgs& a, const Lanes
     const int rank = walk.rank, first = walk.span * kSpan;
     walk.next();
     prefetch(lanes, walk);
-    SpanInParts<Shape>().attend(lanes, first, end, a.rule, queries, own);
+    SpanOf<Shape> span;
+    span.load(lanes, first);
+    span.attend(lanes, first, end, a.rule, queries, own);
     if (walk.rank == rank) continue;
     own.finish_sums();
     kept.take(own);
@@ -166,35 +172,7 @@ __device__ __forceinline__ void attend_class(const AttentionArgs& a, const Lanes
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(kMaxWarps* kWarp, Shape::kTiles * Shape::kDim <= 128 ? 2 : 1)
-    attend_alone_kernel(const AttentionArgs a) {
-  extern __shared__ uint4 memory[];
-  const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, index = blockIdx.x * warps + warp;
-  launch_dependents();
-  wait_for_previous_kernel();
-  if (index >= a.tiles) return;
-  const Tile tile(a, index, Shape::kRows);
-  if (tile.is_padding()) return write_padding<Shape>(a, tile, 0, 1);
-  const Lanes lanes = a.lanes(tile.batch_row, tile.kv_head);
-  const Spans spans(tile, a.rule.window);
-  Queries<Shape> queries;
-  load_queries<Shape>(a, tile, queries);
-  find_limits<Shape>(a, tile, queries);
-  float4* const items = reinterpret_cast<float4*>(memory) + warp * 2 * Shape::kItems * kWarp;
-  Kept<Shape> all(items);
-  for (int c = 0; c < kClasses; ++c) {
-    Kept<Shape> kept(items + Shape::kItems * kWarp);
-    attend_class<Shape>(a, lanes, spans, tile.end_slot(), c, queries, kept);
-    if (!kept.is_empty) all.take(kept);
-  }
-#pragma unroll
-  for (int i = 0; i < Shape::kItems; ++i)
-    write_item<Shape>(a, tile, i, all.item(i), all.sum[Attended<Shape>::tile_of(i)][Attended<Shape>::row_of(i)]);
-}
-
-template <class Shape>
-__global__ void __launch_bounds__(kClasses* kWarp, Shape::kTiles * Shape::kDim <= 128 ? 2 : 1)
-    attend_block_kernel(const AttentionArgs a) {
+__global__ void __launch_bounds__(kClasses* kWarp, 1) attend_block_kernel(const AttentionArgs a) {
   extern __shared__ uint4 memory[];
   const States<Shape> states(memory, kClasses);
   const int warp = threadIdx.x / kWarp;
@@ -244,8 +222,6 @@ __device__ __forceinline__ void merge_cluster(const AttentionArgs& a, const Tile
   }
 }
 
-constexpr int kAtOnce = 128;  // elements of a head times tiles up to which a span's keys and values fit into registers
-
 template <class Shape>
 __global__ void __launch_bounds__(kRanksOfClass* kWarp, 2) attend_cluster_kernel(const AttentionArgs a) {
   extern __shared__ uint4 memory[];
@@ -261,7 +237,7 @@ __global__ void __launch_bounds__(kRanksOfClass* kWarp, 2) attend_cluster_kernel
   wait_for_previous_kernel();
   const Tile tile(a, blockIdx.x / kClasses, Shape::kRows);
   Queries<Shape> queries;
-  std::conditional_t<(Shape::kDim * Shape::kTiles <= kAtOnce), Span<Shape>, SpanInParts<Shape>> span;
+  SpanOf<Shape> span;
   if (!guess.done()) {  // most often right: the loads need not wait for the lengths
     span.load(lanes, guess.span * kSpan);
     load_queries<Shape>(a, old, queries);
@@ -309,36 +285,20 @@ const char* launch_block(AttentionArgs args, int64_t tiles, int shared_bytes, co
   return launch_rows(how, grid, attend_block_kernel<Shape>, args);
 }
 
-template <class Shape>
-const char* launch_alone(AttentionArgs args, int64_t tiles, int shared_bytes, const mlspec_cuda_row_launch& how) {
-  args.tiles = int(tiles);
-  constexpr int kWarpBytes = 2 * Shape::kItems * kWarp * 16;
-  const int warps = shared_bytes / kWarpBytes < kMaxWarps ? kMaxWarps / 2 : kMaxWarps;
-  const RowGrid grid{dim3(blocks_for(tiles, warps), unsigned(args.cache.kv_heads), unsigned(args.cache.batch)),
-                     unsigned(warps * kWarp), unsigned(warps * kWarpBytes)};
-  return launch_rows(how, grid, attend_alone_kernel<Shape>, args);
-}
-
-// As many blocks as the chip runs at once where that is possible, then as few reads of the cache.
+// A cluster where all blocks run at once, two on a multiprocessor; wider tiles read the cache less often.
 template <int kDim, bool kWhole>
 const char* launch_tiles(const AttentionArgs& args, const mlspec_cuda_attention& attention, const mlspec_cuda_row_launch& how) {
-  constexpr int kWide = kDim > 128 ? 1 : 3, kPaired = kDim > 128 ? 1 : 2;
+  constexpr int kWide = kDim > 128 ? 1 : 2;
+  using Narrow = AttentionShape<kDim, 1, kWhole>;
+  using Wide = AttentionShape<kDim, kWide, kWhole>;
   const int64_t rows = args.tokens.width * args.group, pairs = args.cache.batch * args.cache.kv_heads;
-  const auto tiles = [&](int of) { return (rows + of * 8 - 1) / (of * 8); };
-  const bool narrow = rows <= 8;
-  const int64_t plain = tiles(narrow ? 1 : kWide);
-  int division = attention.division;
-  if (division == kChosen)
-    division = plain * pairs * kClasses <= 2 * attention.multiprocessors                ? kCluster
-               : tiles(kPaired) * pairs >= 4 * attention.multiprocessors && rows > 64 ? kAlone
-                                                                                        : kBlock;
-  if (division == kCluster && how.clusters)
-    return narrow ? launch_cluster<AttentionShape<kDim, 1, kWhole>>(args, plain, how)
-                  : launch_cluster<AttentionShape<kDim, kWide, kWhole>>(args, plain, how);
-  if (division == kAlone)
-    return launch_alone<AttentionShape<kDim, kPaired, kWhole>>(args, tiles(kPaired), attention.shared_bytes, how);
-  return narrow ? launch_block<AttentionShape<kDim, 1, kWhole>>(args, plain, attention.shared_bytes, how)
-                : launch_block<AttentionShape<kDim, kWide, kWhole>>(args, plain, attention.shared_bytes, how);
+  const bool narrow = rows <= Narrow::kRows;
+  const int64_t tile = narrow ? Narrow::kRows : Wide::kRows, tiles = (rows + tile - 1) / tile;
+  const bool few = tiles * pairs * kClasses <= 2 * attention.multiprocessors;
+  const bool shared = attention.division == kChosen ? few : attention.division == kCluster;
+  if (shared && how.clusters) return narrow ? launch_cluster<Narrow>(args, tiles, how) : launch_cluster<Wide>(args, tiles, how);
+  return narrow ? launch_block<Narrow>(args, tiles, attention.shared_bytes, how)
+                : launch_block<Wide>(args, tiles, attention.shared_bytes, how);
 }
 
 }  // namespace
@@ -352,7 +312,7 @@ const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* atten
   if (cache->batch > 65535 || cache->kv_heads > 65535) return "a call takes up to 65535 rows and key heads";
   if (cache->slots > INT32_MAX - kRanks * kSpan || tokens->width * attention->heads > INT32_MAX / kClasses)
     return "a row has too many slots or queries for 32-bit numbers";
-  if (attention->division < kChosen || attention->division > kAlone) return "division must be 0 to 3";
+  if (attention->division < kChosen || attention->division > kBlock) return "division must be 0, 1 or 2";
   const bool capped = attention->softcap > 0.f;
   const ScoreRule rule{capped ? attention->scale / attention->softcap : attention->scale * kLog2E, attention->softcap * kLog2E,
                        capped, int(attention->window < INT32_MAX ? attention->window : 0)};

@@ -61,15 +61,11 @@ typedef struct {
   float scale, softcap;
   int32_t shared_bytes;     // a block may have
   int32_t multiprocessors;  // of the GPU
-  int32_t division;         // who takes a tile: 1 a cluster, 2 a block, 3 a warp; 0: chosen from the shapes. Bits are the same.
+  int32_t division;         // who takes a tile: 1 a cluster, 2 a block; 0: chosen from the shapes. Bits are the same.
 } mlspec_cuda_attention;
 
 const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                               const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
-
-// An older kernel for the same, kept for one comparison; division 0.
-const char* mlspec_cuda_ragged_attention_rows_staged(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
-                                                     const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 
 // logits [n, vocab], float32 or bfloat16; seed null, or int64 [1] with streams and positions int32 [n].
 typedef struct {
@@ -84,7 +80,6 @@ typedef struct {
 } mlspec_cuda_choice;
 
 const char* mlspec_cuda_choose_rows(const mlspec_cuda_choice* choice, const mlspec_cuda_row_launch* how);
-const char* mlspec_cuda_choose_rows_staged(const mlspec_cuda_choice* choice, const mlspec_cuda_row_launch* how);
 
 #ifdef __cplusplus
 }

@@ -121,7 +121,7 @@ def test_bits_do_not_depend_on_width():
 
 @pytest.mark.parametrize(("dim", "rule"), [(64, {}), (128, {"window": 90}), (256, {"softcap": 6.0})])
 def test_bits_of_a_prompt_are_those_of_its_pieces(dim, rule):
-    """A long step gives each warp a tile of its own, 40 tokens share a block, one token a cluster of blocks."""
+    """The tiles of a long step are blocks of their own; a cluster of blocks shares that of one token."""
     starts, width = [0, 31, 64, 200], 300
     case = make(starts, [300, 300, 299, 170], width, dim=dim, slots=512, **rule)
     whole = case.attend()
