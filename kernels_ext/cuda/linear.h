@@ -21,7 +21,7 @@ typedef struct {
   int32_t bias_is_float32;
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.
-  int32_t variant;       // see launch_variant
+  int32_t variant;       // see linear_launch.cuh and bf16_linear.cu
   int32_t ranks;         // blocks that share a tile's inputs: 1 to 8
   int32_t ring_bytes;    // of stages in shared memory
   int32_t stages_ahead;  // of weights in flight before the first tokens

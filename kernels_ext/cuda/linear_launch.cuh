@@ -3,9 +3,6 @@
 
 #include <cudaTypedefs.h>
 
-#include <cstdlib>
-#include <cstring>
-
 #include "linear.h"
 #include "linear_tile.cuh"
 
@@ -29,24 +26,6 @@ inline int ranks_of_shape(int output_tiles, int chunks, bool four_bits) {
 inline int stages_of_ring(int ring_bytes, int stage_bytes, int turn, int most) {
   const int stages = ring_bytes / stage_bytes / turn * turn;
   return stages < most ? stages : most;
-}
-
-// Compared at run time, until one of them is deleted.
-inline bool asked_for(const char* variant) {
-#ifdef MLSPEC_READ_ALWAYS
-  const char* asked = std::getenv("MLSPEC_LINEAR_VARIANT");
-#else
-  static const char* const asked = std::getenv("MLSPEC_LINEAR_VARIANT");
-#endif
-  return asked && std::strstr(asked, variant);
-}
-
-// One block a multiprocessor with twice the warps, where two blocks on some and one on the others would wait for the former.
-template <class Format>
-bool takes_four_groups(const mlspec_cuda_linear& a) {
-  const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
-  return Format::kHasShift && Format::kActivationBits == 16 && asked_for("groups") && tiles > 33 && tiles <= 66 &&
-         a.in_features >= 2 * 8 * kTileInputs;
 }
 
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
@@ -107,12 +86,12 @@ int clusters_of(const LinearParams& p, int ranks) {
   return runs_on && p.units > kPlaces ? kPlaces : p.units;
 }
 
+// copies_tokens: the threads that multiply copy the first tokens (of the variants that can), else the copy engine does.
 template <class V>
-const char* launch(const mlspec_cuda_linear& a) {
+const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
   const auto kernel = linear_kernel<V>;
   LinearParams params = params_of<V>(a);
   const int ranks = a.ranks ? a.ranks
-                    : V::kWarpGroups == 4 ? 2
                             : ranks_of_shape(blocks_of(a.out_features, kTileOutputs), blocks_of(a.in_features, kTileInputs),
                                              V::Format::kFourBits);
   const int sums_of_others = ranks > 1 ? (ranks - 1) * V::quads_of_rank(ranks) * 16 : 0;
@@ -121,7 +100,7 @@ const char* launch(const mlspec_cuda_linear& a) {
   const int ring = a.ring_bytes ? a.ring_bytes : room;
   params.ranks = ranks;
   params.stages = stages_of_ring(ring, V::kStageBytes, V::kTurn * V::kWarpGroups, V::kMostStages);
-  params.copies_tokens = !asked_for("queue");
+  params.copies_tokens = copies_tokens;
   params.stages_ahead = a.stages_ahead ? a.stages_ahead : V::kAhead;
   if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
   if (params.stages == 0) return "the ring is smaller than one turn of all groups of warps";
@@ -146,25 +125,16 @@ const char* launch(const mlspec_cuda_linear& a) {
   return message(cudaLaunchKernelEx(&config, kernel, maps, params));
 }
 
-// Variants as 100 * tokens / 8 + 10 * output tiles + engine (1 mma, 2 wgmma); the fastest measured on an H200, 8192 x 8192.
+// Variants as 100 * tokens / 8 + 10 * output tiles + engine (1 mma, 2 wgmma, 3 mma and all tokens by the copy engine); the
+// fastest measured on an H200, 8192 x 8192.
 template <class Format>
 const char* launch_codes(const mlspec_cuda_linear& a) {
   constexpr bool kInteger = Format::kActivationBits == 8;
   constexpr int kTo16 = kInteger ? 212 : 211;
   const int64_t tokens = a.num_tokens;
-  if constexpr (Format::kHasShift && !kInteger) {
-    if (takes_four_groups<Format>(a)) {
-      const int variant = a.variant ? a.variant : tokens <= 8 ? 111 : tokens <= 16 ? 211 : tokens <= 32 ? 412 : 812;
-      switch (variant) {
-        case 111: return launch<Variant<Format, 1, 1, false, 4>>(a);
-        case 211: return launch<Variant<Format, 2, 1, false, 4>>(a);
-        case 412: return launch<Variant<Format, 4, 1, true, 4>>(a);
-        default: return launch<Variant<Format, 8, 1, true, 4>>(a);
-      }
-    }
-  }
   switch (a.variant ? a.variant : tokens <= 8 ? 111 : tokens <= 16 ? kTo16 : tokens <= 32 ? 412 : 822) {
     case 111: return launch<Variant<Format, 1, 1, false>>(a);
+    case 113: return launch<Variant<Format, 1, 1, false>>(a, false);
     case kTo16: return launch<Variant<Format, 2, 1, kInteger>>(a);
     case 412: return launch<Variant<Format, 4, 1, true>>(a);
     case 822: return launch<Variant<Format, 8, 2, true>>(a);

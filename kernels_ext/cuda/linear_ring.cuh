@@ -41,21 +41,21 @@ struct LinearParams {
   bool bias_is_float32, copies_tokens;
 };
 
-// One variant of the kernel. kTokens of a block: 8 kTokenTiles; kTiles of 64 outputs; kWarpGroups that share a tile's chunks.
-template <class FormatType, int kTokenTilesOf, int kTilesOf, bool kWgmmaOf, int kWarpGroupsOf = FormatType::kFourBits ? 2 : 1>
+// One variant of the kernel. kTokens of a block: 8 kTokenTiles; kTiles of 64 outputs.
+template <class FormatType, int kTokenTilesOf, int kTilesOf, bool kWgmmaOf>
 struct Variant {
   using Format = FormatType;
   using Dot = typename std::conditional<Format::kActivationBits == 8, int, float>::type;
   static constexpr int kTokenTiles = kTokenTilesOf, kTokens = kTokenTiles * 8, kTiles = kTilesOf;
   static constexpr bool kWgmma = kWgmmaOf;
   static constexpr int kOutputs = kTiles * kTileOutputs;
-  static constexpr int kWarpGroups = kWarpGroupsOf;
+  static constexpr int kWarpGroups = Format::kFourBits ? 2 : 1;  // that share a tile's chunks
   static constexpr int kConsumers = kWarpGroups * kTiles * 128;
   // Of two tiles the producer gets a warp group of its own, so that registers can move from it to the consumers.
   static constexpr bool kMoveRegisters = kTiles == 2;
   static constexpr int kRegisters = Format::kFourBits ? 112 : 232;
   static constexpr int kThreads = kConsumers + (kMoveRegisters ? 128 : 32);
-  static constexpr int kBlocks = kConsumers <= 256 && kTiles == 1 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kBlocks = kTiles == 1 ? 2 : 1;  // on a multiprocessor
   static constexpr int kMostStages = kBlocks == 2 ? 16 : kMaxStages;
   // Chunks a group of warps takes in one turn of its loop. 4-bit weights, few tokens: bound by the number of instructions.
   static constexpr int kTurn = !kWgmma && Format::kFourBits ? 2 : 1;

@@ -7,7 +7,6 @@ extern "C" const char* mlspec_cuda_mxfp4_linear(const mlspec_cuda_linear* args) 
   if (const char* problem = problem_of(a, 32)) return problem;
   if (!a.exponent_shift) return "MXFP4 needs the exponent shift that prepack wrote";
   if (a.activation_bits != 16) return launch_codes<Mxfp4IntegerWeights>(a);
-  if (!takes_four_groups<Mxfp4Weights>(a) && (a.variant ? a.variant == 1622 : a.num_tokens > 64))
-    return launch<Variant<Mxfp4Weights, 16, 2, true>>(a);
+  if (a.variant ? a.variant == 1622 : a.num_tokens > 64) return launch<Variant<Mxfp4Weights, 16, 2, true>>(a);
   return launch_codes<Mxfp4Weights>(a);
 }
