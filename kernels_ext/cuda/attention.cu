@@ -222,6 +222,25 @@ __device__ __forceinline__ void merge_cluster(const AttentionArgs& a, const Tile
   }
 }
 
+// All spans of a rank, by one warp; the first one is loaded.
+template <class Shape>
+__device__ __forceinline__ void attend_rank(const AttentionArgs& a, const Lanes& lanes, Walk& walk, int end,
+                                            const Queries<Shape>& queries, SpanOf<Shape>& span, const States<Shape>& states) {
+  Attended<Shape> own;
+  own.clear();
+  while (true) {
+    const int first = walk.span * kSpan;
+    walk.next();
+    prefetch(lanes, walk);
+    span.attend(lanes, first, end, a.rule, queries, own);
+    if (walk.done()) break;
+    span.load(lanes, walk.span * kSpan);
+  }
+  own.finish_sums();
+  Kept<Shape>(states.of(threadIdx.x / kWarp)).take(own);
+  states.write_stats(threadIdx.x / kWarp, own);
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(kRanksOfClass* kWarp, 2) attend_cluster_kernel(const AttentionArgs a) {
   extern __shared__ uint4 memory[];
@@ -248,19 +267,7 @@ __global__ void __launch_bounds__(kRanksOfClass* kWarp, 2) attend_cluster_kernel
     if (guess.done()) load_queries<Shape>(a, tile, queries);
     if (guess.done() || guess.span != walk.span) span.load(lanes, walk.span * kSpan);
     find_limits<Shape>(a, tile, queries);
-    Attended<Shape> own;
-    own.clear();
-    while (true) {
-      const int first = walk.span * kSpan;
-      walk.next();
-      prefetch(lanes, walk);
-      span.attend(lanes, first, tile.end_slot(), a.rule, queries, own);
-      if (walk.done()) break;
-      span.load(lanes, walk.span * kSpan);
-    }
-    own.finish_sums();
-    Kept<Shape>(states.of(warp)).take(own);
-    states.write_stats(warp, own);
+    attend_rank<Shape>(a, lanes, walk, tile.end_slot(), queries, span, states);
   }
   cluster_wait();  // all blocks run: they may be written to
   if (tile.is_padding()) return write_padding<Shape>(a, tile, rank, kRanks);

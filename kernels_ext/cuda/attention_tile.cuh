@@ -194,13 +194,12 @@ struct Attended {
   }
 };
 
-// Products of one tile's queries with 32 slots -> weights, packed for the values; the state comes to the new maximum.
+// Products of one tile's queries with 32 slots -> scores in powers of two, -inf where a row may not see the slot; the largest of
+// this lane's and of `most`.
 template <class Shape>
-__device__ __forceinline__ void weigh(const ScoreRule& rule, int first_slot, const int (&limit)[2], int t,
-                                      float (&scores)[2][Shape::kTiles][4], Attended<Shape>& state,
-                                      uint32_t (&weights)[2][Shape::kTiles][2]) {
+__device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[2], int t,
+                                      float (&scores)[2][Shape::kTiles][4], float (&most)[2]) {
   const int row = threadIdx.x % kWarp / 4;
-  float most[2] = {state.largest[t][0], state.largest[t][1]}, factor[2], sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int g = 0; g < 2; ++g)
 #pragma unroll
@@ -219,6 +218,15 @@ __device__ __forceinline__ void weigh(const ScoreRule& rule, int first_slot, con
       value = slot <= last && (rule.window == 0 || slot > last - rule.window) ? value : -CUDART_INF_F;
       most[e % 2] = fmaxf(most[e % 2], value);
     }
+}
+
+// Scores -> weights, packed for the values; the state comes to the new maximum.
+template <class Shape>
+__device__ __forceinline__ void weigh(const ScoreRule& rule, int first_slot, const int (&limit)[2], int t,
+                                      float (&scores)[2][Shape::kTiles][4], Attended<Shape>& state,
+                                      uint32_t (&weights)[2][Shape::kTiles][2]) {
+  float most[2] = {state.largest[t][0], state.largest[t][1]}, factor[2], sum[2] = {0.f, 0.f};
+  score<Shape>(rule, first_slot, limit, t, scores, most);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
 #pragma unroll
