@@ -66,6 +66,7 @@ class DeviceDecoder:
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._growing = threading.Lock()
+        self._ropes, self._outgrown = [], []
         self.reserve_positions(rotary.FIRST_POSITIONS)
         self._embedding, self._final_norm = found.embedding, found.final_norm
         self._layers = [_layer(block) for block in found.blocks]
@@ -98,6 +99,7 @@ class DeviceDecoder:
             positions = rotary.grown_positions(count, self.positions, self.max_positions)
             if positions > self.positions:
                 tables = rotary.rope_tables(self._rotary, self._kinds, positions)
+                self._outgrown.append(self._ropes)  # a step on another stream may still read them
                 self._ropes = [(cos.to(self.device), sin.to(self.device)) for cos, sin in tables]
                 self.positions = positions  # last: other threads look at it
 

@@ -1,4 +1,5 @@
-// Which instructions does attention need beyond ptx.cuh and mma.cuh? Those for clusters exist since sm_90.
+// Which instructions do attention and choosing need beyond ptx.cuh and mma.cuh? Those for clusters exist since sm_90, the others
+// since sm_80.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,38 +7,42 @@
 
 namespace mlspec {
 
+// 16 bytes from global to shared memory, zeros unless `inside`.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&b)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address)
+               : "memory");
+}
+
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
-// Of 8 x 8 elements of 2 bytes: lane 4 r + q holds columns 2 q, 2 q + 1 of row r.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-  uint32_t column;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(pair));
-  return column;
-}
-
-// The low (kHalf 0) or high halves of two words.
-template <int kHalf>
-__device__ __forceinline__ uint32_t halves(uint32_t low, uint32_t high) {
-  return __byte_perm(low, high, kHalf ? 0x7632 : 0x5410);
-}
 
 // The two halves of a barrier of the cluster; what was written in front of the first is visible behind the second. Nothing on
 // chips before Hopper, where no kernel that calls them is launched.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void cluster_arrive_relaxed() {  // nothing written is handed over
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 

@@ -1,13 +1,10 @@
-// How does one warp attend: 8 to 24 query rows over spans of 32 slots, on bfloat16 tensor cores, without shared memory?
+// How does one block attend: 16 to 64 query rows over chunks of 64 slots, four warps, bfloat16 tensor cores?
 //
-// Slots and elements are the rows of the tensor cores' products, queries their columns: 8 queries are enough to fill them. Keys
-// and values go from the cache straight into the registers that the tensor cores read, 16 bytes a load: which element of a head
-// and which slot stands where in a product is free, as long as both operands agree. Lane = 4 r + q holds of 16 slots
-//   keys:    slots r and r + 8, elements 32 i + 8 q .. + 7: two steps of 16 elements for each i
-//   values:  slots 2 q, 2 q + 1, 2 q + 8, 2 q + 9, elements 64 h + 8 r .. + 7: pairs of slots are woven together on the way
-//   scores:  slots r and r + 8 of queries 2 q, 2 q + 1; sums: elements 64 h + 8 r .. + 7 of the same queries.
-// A row's softmax keeps a running maximum and sum (Milakov and Gimelshein 2018; tiled as in FlashAttention, Dao et al. 2022).
-// Slots a row may not see get weight 0 and change none of its bits, so a row does not notice which spans its neighbours need.
+// The query rows of a tile are tokens x query heads of one key head, row = token * group + head. Scores: warp w multiplies all
+// rows with slots 16 w .. 16 w + 15 of the chunk. Weights go through shared memory, then warp w multiplies them with a quarter of
+// the values' elements, all 64 slots in ascending order. A row's softmax keeps a running maximum and sum (Milakov and Gimelshein
+// 2018; tiled as in FlashAttention, Dao et al. 2022). Slots a row may not see get weight 0 and change none of its bits, so a row
+// does not notice which chunks the other rows of its tile need.
 #pragma once
 
 #include <math_constants.h>
@@ -18,16 +15,23 @@
 
 namespace mlspec {
 
-constexpr int kSpan = 32;  // slots
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+constexpr int kChunk = 64, kAttendWarps = 4, kAttendThreads = kAttendWarps * kWarp;
+constexpr int kPad = 8;  // elements behind a row in shared memory: rows of a matrix load lie in different banks
 
-// kDim: elements of a head, rounded up unless kWhole. kTiles: of 8 query rows.
-template <int kDim_, int kTiles_, bool kWhole_>
+// kDim: elements of a head, rounded up; what is behind its own is zero. kTiles: of 16 query rows.
+template <int kDim_, int kTiles_>
 struct AttentionShape {
-  static constexpr int kDim = kDim_, kTiles = kTiles_, kRows = 8 * kTiles;
-  static constexpr bool kWhole = kWhole_;
-  static constexpr int kKeyVectors = kDim / 32, kValueVectors = kDim / 64;  // of a lane and slot
-  static constexpr int kItems = kTiles * kDim / 16;  // float4 of a lane that hold its sums
+  static constexpr int kDim = kDim_, kTiles = kTiles_, kRows = 16 * kTiles;
+  static constexpr int kStride = kDim + kPad, kWeightStride = kChunk + kPad;  // elements
+  static constexpr int kOutTiles = kDim / kAttendWarps / 8;                   // of 8 elements, of one warp
+  static constexpr int kQueryBytes = kRows * kStride * 2, kLaneBytes = kChunk * kStride * 2, kStageBytes = 2 * kLaneBytes;
+  static constexpr int kWeightBytes = kRows * kWeightStride * 2, kWarpBytes = kAttendWarps * kRows * 4;
+  static constexpr int kOutStride = kDim + kPad;  // floats: the sums of a rank take the place of the first stage
+  static constexpr int kStatBytes = kRows * 16;
+  static_assert(kRows * kOutStride * 4 <= kStageBytes, "sums must fit into the first stage");
+  static constexpr int shared_bytes(int stages) {
+    return kQueryBytes + kWeightBytes + 2 * kWarpBytes + kStatBytes + stages * kStageBytes;
+  }
 };
 
 // 2^(value - most), 0 for values of -inf even where the maximum is.
@@ -42,109 +46,35 @@ struct ScoreRule {
   int window;
 };
 
-// The rows of one key head in the cache. Slots from `slots` on do not exist.
-struct Lanes {
-  const __nv_bfloat16 *keys, *values;
-  int dim, slots;
-
-  // Of a slot that may be behind the last: the last one.
-  __device__ __forceinline__ int64_t row(int slot) const { return int64_t(min(slot, slots - 1)) * dim; }
-
-  // Elements from `at` on of slot first + behind, at: of this lane, step: the same for all. kInside: the slot exists; then, with a
-  // head's size known, all of a lane's vectors lie at fixed distances. Behind a head's last element stand its first ones:
-  // queries are 0 there, and results are not written.
-  template <class Shape, bool kInside>
-  __device__ __forceinline__ uint4 load(const __nv_bfloat16* from, int first, int behind, int at, int step) const {
-    if constexpr (Shape::kWhole && kInside)
-      from += int64_t(first) * Shape::kDim + at + (behind * Shape::kDim + step);
-    else
-      from += row(first + behind) + (at + step < dim ? at + step : 0);
-    return *reinterpret_cast<const uint4*>(from);
-  }
-};
-
+// The maximum, sum of weights and weighted sum of values of this thread's rows: 16 i + lane / 4 and 8 behind it.
 template <class Shape>
-struct Queries {
-  uint4 vectors[Shape::kTiles][Shape::kKeyVectors];
-  int limit[Shape::kTiles][2];  // the last position that rows 2 q, 2 q + 1 of a tile may see; -1: none
-};
+struct Attended {
+  float largest[Shape::kTiles][2], sum[Shape::kTiles][2];
+  float out[Shape::kTiles][Shape::kOutTiles][4];
 
-// Keys of 16 slots from `first` on.
-template <class Shape>
-struct Keys {
-  uint4 vectors[2][Shape::kKeyVectors];
-
-  template <bool kInside>
-  __device__ __forceinline__ void load(const Lanes& lanes, int first) {
-    const int lane = threadIdx.x % kWarp;
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
-      for (int i = 0; i < Shape::kKeyVectors; ++i)
-        vectors[half][i] = lanes.load<Shape, kInside>(lanes.keys, first + lane / 4, half * 8, lane % 4 * 8, i * 32);
-  }
-
-  // scores[tile][.]: of all queries. Even and odd steps are summed apart: two short chains.
-  __device__ __forceinline__ void multiply(const Queries<Shape>& queries, float (&scores)[Shape::kTiles][4]) const {
+      for (int r = 0; r < 2; ++r) largest[i][r] = -CUDART_INF_F, sum[i][r] = 0.f;
 #pragma unroll
-    for (int t = 0; t < Shape::kTiles; ++t) {
-      float even[4] = {}, odd[4] = {};
+      for (int n = 0; n < Shape::kOutTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < Shape::kKeyVectors; ++i) {
-        const uint4 low = vectors[0][i], high = vectors[1][i], query = queries.vectors[t][i];
-        const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-        mma(even, first, query.x, query.y);
-        mma(odd, second, query.z, query.w);
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[t][e] = __fadd_rn(even[e], odd[e]);
+        for (int e = 0; e < 4; ++e) out[i][n][e] = 0.f;
     }
   }
 };
 
-// Values of 16 slots from `first` on; zeros from `end` on.
-template <class Shape>
-struct Values {
-  uint4 vectors[4][Shape::kValueVectors];
+// One rank's numbers behind those of the ranks before it: the same operations wherever they are done.
+struct Merge {
+  float largest, own, other;  // the new maximum; the factors of what is there and of what comes
 
-  __device__ __forceinline__ static int behind(int s) { return s / 2 * 8 + s % 2; }
-
-  template <bool kInside>
-  __device__ __forceinline__ void load(const Lanes& lanes, int first) {
-    const int lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int s = 0; s < 4; ++s)
-#pragma unroll
-      for (int h = 0; h < Shape::kValueVectors; ++h)
-        vectors[s][h] = lanes.load<Shape, kInside>(lanes.values, first + lane % 4 * 2, behind(s), lane / 4 * 8, h * 64);
+  __device__ __forceinline__ Merge(float there, float comes) : largest(fmaxf(there, comes)) {
+    own = weight_of(there, largest);
+    other = weight_of(comes, largest);
   }
-
-  // What stands behind the end may be NaN, which a weight of 0 does not cancel.
-  __device__ __forceinline__ void cut(int first, int end) {
-#pragma unroll
-    for (int s = 0; s < 4; ++s)
-#pragma unroll
-      for (int h = 0; h < Shape::kValueVectors; ++h)
-        if (first + int(threadIdx.x) % 4 * 2 + behind(s) >= end) vectors[s][h] = make_uint4(0, 0, 0, 0);
-  }
-
-  // sums[tile][.] += values x weights[tile].
-  __device__ __forceinline__ void multiply(const uint32_t (&weights)[Shape::kTiles][2],
-                                           float (&sums)[Shape::kTiles][Shape::kDim / 16][4]) const {
-#pragma unroll
-    for (int h = 0; h < Shape::kValueVectors; ++h) {
-      const uint32_t words[4][4] = {{vectors[0][h].x, vectors[1][h].x, vectors[2][h].x, vectors[3][h].x},
-                                    {vectors[0][h].y, vectors[1][h].y, vectors[2][h].y, vectors[3][h].y},
-                                    {vectors[0][h].z, vectors[1][h].z, vectors[2][h].z, vectors[3][h].z},
-                                    {vectors[0][h].w, vectors[1][h].w, vectors[2][h].w, vectors[3][h].w}};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t woven[4] = {halves<0>(words[j][0], words[j][1]), halves<1>(words[j][0], words[j][1]),
-                                   halves<0>(words[j][2], words[j][3]), halves<1>(words[j][2], words[j][3])};
-#pragma unroll
-        for (int t = 0; t < Shape::kTiles; ++t) mma(sums[t][h * 4 + j], woven, weights[t][0], weights[t][1]);
-      }
-    }
+  __device__ __forceinline__ float operator()(float there, float comes) const {
+    return fmaf(there, own, __fmul_rn(comes, other));
   }
 };
 
@@ -153,167 +83,136 @@ __device__ __forceinline__ float finished(float out, float sum) {
   return fmaf(out, sum == 0.f ? 0.f : 1.f / sum, 0.f);
 }
 
-// The maximum, sum of weights and weighted sum of values of rows 2 q, 2 q + 1 of each tile. sum: of this lane's slots until
-// finish_sums().
 template <class Shape>
-struct Attended {
-  float largest[Shape::kTiles][2], sum[Shape::kTiles][2];
-  float out[Shape::kTiles][Shape::kDim / 16][4];
+struct AttentionBlock {
+  uint32_t queries, weights;  // shared memory addresses
+  float *maxima, *sums;              // [warps][rows]
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ uint32_t lane_address(uint32_t base, int stride, int row, int column) const {
+    return base + uint32_t(row * stride + column) * 2;
+  }
+
+  // products[tile][n][.]: rows of the tiles with slots 16 warp + 8 n .. of the chunk.
+  __device__ __forceinline__ void multiply_keys(uint32_t keys, float (&products)[Shape::kTiles][2][4]) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, matrix = lane / 8;
+    const uint32_t key = lane_address(keys, Shape::kStride, warp * 16 + matrix / 2 * 8 + lane % 8, matrix % 2 * 8);
+    const uint32_t query = lane_address(queries, Shape::kStride, matrix % 2 * 8 + lane % 8, matrix / 2 * 8);
 #pragma unroll
-    for (int t = 0; t < Shape::kTiles; ++t) {
+    for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
-      for (int p = 0; p < 2; ++p) largest[t][p] = -CUDART_INF_F, sum[t][p] = 0.f;
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int n = 0; n < Shape::kDim / 16; ++n)
+        for (int e = 0; e < 4; ++e) products[i][n][e] = 0.f;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[t][n][e] = 0.f;
+    for (int k = 0; k < Shape::kDim / 16; ++k) {
+      uint32_t b[4];
+      load_matrices(b, key + k * 32);
+#pragma unroll
+      for (int i = 0; i < Shape::kTiles; ++i) {
+        uint32_t a[4];
+        load_matrices(a, query + i * 16 * Shape::kStride * 2 + k * 32);
+        mma(products[i][0], a, b[0], b[1]);
+        mma(products[i][1], a, b[2], b[3]);
+      }
     }
   }
 
-  __device__ __forceinline__ void finish_sums() {
+  // Products -> scores in powers of two, -inf where the row (at position limit, -1: none) may not see the slot; maxima of rows.
+  __device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[Shape::kTiles][2],
+                                        float (&products)[Shape::kTiles][2][4]) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
-    for (int t = 0; t < Shape::kTiles; ++t)
+    for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
-      for (int p = 0; p < 2; ++p)
+      for (int r = 0; r < 2; ++r) {
+        float most = -CUDART_INF_F;
 #pragma unroll
-        for (int step = 4; step < kWarp; step *= 2)
-          sum[t][p] = __fadd_rn(sum[t][p], __shfl_xor_sync(kAllLanes, sum[t][p], step));
-  }
-
-  // Item of four elements: tile, row 2 q + p, half of 64 elements, and which half of the lane's 8.
-  __device__ __forceinline__ static int tile_of(int item) { return item / (4 * Shape::kValueVectors); }
-  __device__ __forceinline__ static int row_of(int item) { return item / (2 * Shape::kValueVectors) % 2; }
-  __device__ __forceinline__ static int element_of(int item) {
-    return item / 2 % Shape::kValueVectors * 64 + int(threadIdx.x) % kWarp / 4 * 8 + item % 2 * 4;
-  }
-  __device__ __forceinline__ float4 item(int i) const {
-    const int t = tile_of(i), p = row_of(i), n = i % (2 * Shape::kValueVectors) * 2;
-    return make_float4(out[t][n][p], out[t][n][p + 2], out[t][n + 1][p], out[t][n + 1][p + 2]);
-  }
-};
-
-// Products of one tile's queries with 32 slots -> scores in powers of two, -inf where a row may not see the slot; the largest of
-// this lane's and of `most`.
-template <class Shape>
-__device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[2], int t,
-                                      float (&scores)[2][Shape::kTiles][4], float (&most)[2]) {
-  const int row = threadIdx.x % kWarp / 4;
+        for (int n = 0; n < 2; ++n) {
 #pragma unroll
-  for (int g = 0; g < 2; ++g)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) scores[g][t][e] = __fmul_rn(scores[g][t][e], rule.inner);
-  if (rule.capped)
-#pragma unroll
-    for (int g = 0; g < 2; ++g)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[g][t][e] = __fmul_rn(tanhf(scores[g][t][e]), rule.outer);
-#pragma unroll
-  for (int g = 0; g < 2; ++g)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& value = scores[g][t][e];
-      const int slot = first_slot + g * 16 + e / 2 * 8 + row, last = limit[e % 2];
-      value = slot <= last && (rule.window == 0 || slot > last - rule.window) ? value : -CUDART_INF_F;
-      most[e % 2] = fmaxf(most[e % 2], value);
-    }
-}
-
-// Scores -> weights, packed for the values; the state comes to the new maximum.
-template <class Shape>
-__device__ __forceinline__ void weigh(const ScoreRule& rule, int first_slot, const int (&limit)[2], int t,
-                                      float (&scores)[2][Shape::kTiles][4], Attended<Shape>& state,
-                                      uint32_t (&weights)[2][Shape::kTiles][2]) {
-  float most[2] = {state.largest[t][0], state.largest[t][1]}, factor[2], sum[2] = {0.f, 0.f};
-  score<Shape>(rule, first_slot, limit, t, scores, most);
-#pragma unroll
-  for (int p = 0; p < 2; ++p) {
-#pragma unroll
-    for (int step = 4; step < kWarp; step *= 2) most[p] = fmaxf(most[p], __shfl_xor_sync(kAllLanes, most[p], step));
-    factor[p] = weight_of(state.largest[t][p], most[p]);
-    state.largest[t][p] = most[p];
-  }
-#pragma unroll
-  for (int g = 0; g < 2; ++g)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = narrowed(weight_of(scores[g][t][2 * half], most[0]), weight_of(scores[g][t][2 * half + 1], most[1]));
-      const float2 taken = widened(pair);  // what the values are multiplied with
-      sum[0] = __fadd_rn(sum[0], taken.x);
-      sum[1] = __fadd_rn(sum[1], taken.y);
-      weights[g][t][half] = transposed(pair);
-    }
-#pragma unroll
-  for (int p = 0; p < 2; ++p) state.sum[t][p] = fmaf(state.sum[t][p], factor[p], sum[p]);
-#pragma unroll
-  for (int n = 0; n < Shape::kDim / 16; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) state.out[t][n][e] = __fmul_rn(state.out[t][n][e], factor[e % 2]);
-}
-
-// All keys and values of a span in registers: one wait for all of them.
-template <class Shape>
-struct Span {
-  Keys<Shape> keys[2];
-  Values<Shape> values[2];
-
-  template <bool kInside>
-  __device__ __forceinline__ void load_all(const Lanes& lanes, int first) {
-#pragma unroll
-    for (int g = 0; g < 2; ++g) keys[g].template load<kInside>(lanes, first + g * 16);
-#pragma unroll
-    for (int g = 0; g < 2; ++g) values[g].template load<kInside>(lanes, first + g * 16);
-  }
-
-  __device__ __forceinline__ void load(const Lanes& lanes, int first) {
-    if (first + kSpan <= lanes.slots)
-      load_all<true>(lanes, first);
-    else
-      load_all<false>(lanes, first);
-  }
-
-  // end: slots from there on are not written yet.
-  __device__ __forceinline__ void attend(const Lanes&, int first, int end, const ScoreRule& rule, const Queries<Shape>& queries,
-                                         Attended<Shape>& state) {
-    float scores[2][Shape::kTiles][4];
-    uint32_t weights[2][Shape::kTiles][2];
-#pragma unroll
-    for (int g = 0; g < 2; ++g) keys[g].multiply(queries, scores[g]);
-#pragma unroll
-    for (int t = 0; t < Shape::kTiles; ++t) weigh<Shape>(rule, first, queries.limit[t], t, scores, state, weights);
-#pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      if (first + kSpan > end) values[g].cut(first + g * 16, end);
-      values[g].multiply(weights[g], state.out);
+          for (int e = 0; e < 2; ++e) {
+            float& value = products[i][n][2 * r + e];
+            const int slot = first_slot + warp * 16 + n * 8 + lane % 4 * 2 + e;
+            const bool seen = slot <= limit[i][r] && (rule.window == 0 || slot > limit[i][r] - rule.window);
+            value *= rule.inner;
+            if (rule.capped) value = tanhf(value) * rule.outer;
+            value = seen ? value : -CUDART_INF_F;
+            most = fmaxf(most, value);
+          }
+        }
+        most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+        if (lane % 4 == 0) maxima[warp * Shape::kRows + i * 16 + r * 8 + lane / 4] = most;
+      }
     }
   }
-};
 
-// The same where registers are dear: what is next is loaded while the other is used.
-template <class Shape>
-struct SpanInParts {
-  __device__ __forceinline__ void load(const Lanes&, int) {}
-
-  __device__ __forceinline__ void attend(const Lanes& lanes, int first, int end, const ScoreRule& rule,
-                                         const Queries<Shape>& queries, Attended<Shape>& state) {
-    float scores[2][Shape::kTiles][4];
-    uint32_t weights[2][Shape::kTiles][2];
+  // Scores -> weights in shared memory and their sums; what was attended so far comes to the new maximum. factor: by how much.
+  __device__ __forceinline__ void weigh(const float (&scores)[Shape::kTiles][2][4], Attended<Shape>& state,
+                                        float (&factor)[Shape::kTiles][2]) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      Keys<Shape> keys;
-      keys.template load<false>(lanes, first + g * 16);
-      keys.multiply(queries, scores[g]);
+    for (int i = 0; i < Shape::kTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = i * 16 + r * 8 + lane / 4;
+        float most = state.largest[i][r];
+#pragma unroll
+        for (int w = 0; w < kAttendWarps; ++w) most = fmaxf(most, maxima[w * Shape::kRows + row]);
+        factor[i][r] = weight_of(state.largest[i][r], most);
+        state.largest[i][r] = most;
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint32_t pair = narrowed(weight_of(scores[i][n][2 * r], most), weight_of(scores[i][n][2 * r + 1], most));
+          const float2 taken = widened(pair);  // what the values are multiplied with
+          sum = __fadd_rn(sum, __fadd_rn(taken.x, taken.y));
+          const uint32_t to = lane_address(weights, Shape::kWeightStride, row, warp * 16 + n * 8 + lane % 4 * 2);
+          store_shared(to, pair);
+        }
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 1));
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 2));
+        if (lane % 4 == 0) sums[warp * Shape::kRows + row] = sum;
+      }
     }
-    Values<Shape> values;
-    values.template load<false>(lanes, first);
+  }
+
+  __device__ __forceinline__ void multiply_values(uint32_t values, const float (&factor)[Shape::kTiles][2],
+                                                  Attended<Shape>& state) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, matrix = lane / 8;
+    const uint32_t value = lane_address(values, Shape::kStride, matrix % 2 * 8 + lane % 8,
+                                        warp * Shape::kOutTiles * 8 + matrix / 2 * 8);
+    const uint32_t weight = lane_address(weights, Shape::kWeightStride, matrix % 2 * 8 + lane % 8, matrix / 2 * 8);
 #pragma unroll
-    for (int t = 0; t < Shape::kTiles; ++t) weigh<Shape>(rule, first, queries.limit[t], t, scores, state, weights);
-    if (first + kSpan > end) values.cut(first, end);
-    values.multiply(weights[0], state.out);
-    values.template load<false>(lanes, first + 16);
-    if (first + kSpan > end) values.cut(first + 16, end);
-    values.multiply(weights[1], state.out);
+    for (int i = 0; i < Shape::kTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = i * 16 + r * 8 + lane / 4;
+        float sum = sums[row];
+#pragma unroll
+        for (int w = 1; w < kAttendWarps; ++w) sum = __fadd_rn(sum, sums[w * Shape::kRows + row]);
+        state.sum[i][r] = fmaf(state.sum[i][r], factor[i][r], sum);
+      }
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state.out[i][n][e] *= factor[i][e / 2];
+    }
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k) {
+      uint32_t a[Shape::kTiles][4];
+#pragma unroll
+      for (int i = 0; i < Shape::kTiles; ++i) load_matrices(a[i], weight + i * 16 * Shape::kWeightStride * 2 + k * 32);
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; n += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(b, value + k * 16 * Shape::kStride * 2 + n * 16);
+#pragma unroll
+        for (int i = 0; i < Shape::kTiles; ++i) {
+          mma(state.out[i][n], a[i], b[0], b[1]);
+          mma(state.out[i][n + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
   }
 };
 

@@ -168,7 +168,7 @@ template <bool kNoise, bool kCluster, class T>
 __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseArgs a, const T* logits) {
   __shared__ Choice warps[kChooseWarps], parts[kParts];
   launch_dependents();
-  if constexpr (kCluster) cluster_arrive_relaxed();
+  if constexpr (kCluster) cluster_arrive();
   wait_for_previous_kernel();
   const int64_t row = kCluster ? blockIdx.x / kParts : blockIdx.x;
   const T* from = logits + row * a.vocab;

@@ -61,7 +61,7 @@ typedef struct {
   float scale, softcap;
   int32_t shared_bytes;     // a block may have
   int32_t multiprocessors;  // of the GPU
-  int32_t division;         // who takes a tile: 1 a cluster, 2 a block; 0: chosen from the shapes. Bits are the same.
+  int32_t ranks;            // blocks that share a tile's keys: 1 or 8; 0: chosen from the shapes. Bits are the same.
 } mlspec_cuda_attention;
 
 const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
