@@ -85,21 +85,17 @@ class DeviceDecoder:
         """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
         return self._state, self.positions
 
-    @property
-    def ropes(self) -> list[tuple[Tensor, Tensor]]:
-        """The rotary tables of today, which a captured call reads and has to keep."""
-        return self._ropes
-
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
 
-        New tables mean a new fingerprint; a call captured before reads the old ones (`ropes`), which it has to keep.
+        New tables mean a new fingerprint. The old ones, half as long at most, stay: a captured call holds their
+        addresses, and a step on another stream may be reading them.
         """
         with self._growing, torch.inference_mode(False), torch.no_grad():
             positions = rotary.grown_positions(count, self.positions, self.max_positions)
             if positions > self.positions:
                 tables = rotary.rope_tables(self._rotary, self._kinds, positions)
-                self._outgrown.append(self._ropes)  # a step on another stream may still read them
+                self._outgrown.append(self._ropes)
                 self._ropes = [(cos.to(self.device), sin.to(self.device)) for cos, sin in tables]
                 self.positions = positions  # last: other threads look at it
 

@@ -81,8 +81,6 @@ class CapturedChain:
         for level in self.levels:
             level.decoder.reserve_positions(self.slots)
             level.kv = self._larger(level) if level.own_cache else self.levels[0].kv
-        # Graphs read these tables, and another call may make a decoder build larger ones.
-        self._ropes = [level.decoder.ropes for level in self.levels]
         self._fingerprints = _fingerprints(self.levels)
         fields, count = self.program.fields, len(self.levels)
         self.state = RoundState.new(self.batch, self.slots, count, fields, self.device, self.script_rounds)

@@ -6,52 +6,33 @@ The protocol of `Runner`: the ordinary loop runs over it wherever whole rounds c
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..nn.device_decoder import DeviceDecoder
-from .cached_rows import CachedRows
+from .decoder_rows import DecoderRows
 from .device_prefill import int32, padded, prefill
 from .device_steps import DeviceSteps
 from .draft import Rows
-from .fused_cache import GROWTH, FusedCache
 
 _LEAD = 4  # tokens a row may lack and still be fed in one step with its draft; more of them are a prefill
 
 
-class DeviceRunner(CachedRows):
-    """A device decoder over a cache of its own, or over its leader's (`follow`, law 4). See `Runner`.
+class DeviceRunner(DecoderRows):
+    """A device decoder over its rows. See `Runner`.
 
-    activation_bits: as `FusedRunner`'s. seconds: until the forward passes were launched; the device may still be at
-    them.
+    seconds: until the forward passes were launched; the device may still be at them.
     """
 
-    def __init__(
-        self,
-        model,
-        decoder: DeviceDecoder,
-        *,
-        follow: DeviceRunner | None = None,
-        capacity: int = 0,
-        activation_bits: int = 0,
-    ):
-        self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
-        self.activation_bits = activation_bits
-        self.cache: FusedCache | None = None
-        self.lengths: list[int] = []
-        self.forwards, self.seconds = 0, 0.0
+    decoder: DeviceDecoder
+
+    def __init__(self, model: nn.Module, decoder: DeviceDecoder, **options: Any):
+        """options: those of `DecoderRows`."""
+        super().__init__(model, decoder, **options)
         self.device = decoder.device
         self._steps = DeviceSteps(decoder)
-
-    def start(self, batch: int, device: torch.device) -> None:
-        """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
-        self.lengths = [0] * batch
-        self.forwards, self.seconds = 0, 0.0
-        if self.follow:
-            self.cache = self.follow.cache
-        else:
-            self.cache = FusedCache.new(self.decoder, batch, max(self.capacity, GROWTH))
 
     def feed(
         self,
@@ -123,10 +104,6 @@ class DeviceRunner(CachedRows):
     def _kv(self, batch: int) -> Tensor:
         """The cache's first rows, and as many of its layers as the decoder has: an early exit has fewer."""
         return self.cache.kv[: self.decoder.num_layers, :, :batch]
-
-    def _reserve(self, slots: int) -> None:
-        self.cache.reserve(slots)
-        self.decoder.reserve_positions(slots)
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:

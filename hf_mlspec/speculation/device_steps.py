@@ -63,7 +63,7 @@ class DeviceSteps:
         if addresses != self._addresses:  # the cache, or the rotary tables, have moved
             for lost in list(self._steps):
                 self._let_go(lost)
-            self._addresses, self._ropes = addresses, self.decoder.ropes
+            self._addresses = addresses
         self._seen[shape] += 1
         if shape not in self._steps and self._seen[shape] > _AFTER * _BACKOFF ** self._captured[shape]:
             self._capture(shape, operands, kv, activation_bits)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..nn.fused import FusedDecoder
-from .cached_rows import CachedRows
+from .decoder_rows import DecoderRows
 from .draft import Rows
-from .fused_cache import GROWTH, FusedCache
 
 
 @dataclass
@@ -30,35 +29,11 @@ class Scores:
     logits: Tensor | None
 
 
-class FusedRunner(CachedRows):
-    """A fused decoder over a cache of its own, or over its leader's (`follow`, law 4). See `Runner`.
+class FusedRunner(DecoderRows):
+    """A fused decoder over its rows. See `Runner`."""
 
-    activation_bits: what multiplies the 4-bit weights in every call, one of `decoder.activation_choices`; 0: what the
-    model says. A follower of the same decoder at fewer bits is QSpec's draft (arXiv 2410.11305).
-    """
-
-    def __init__(
-        self,
-        model,
-        decoder: FusedDecoder,
-        *,
-        follow: FusedRunner | None = None,
-        capacity: int = 0,
-        activation_bits: int = 0,
-    ):
-        self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
-        self.activation_bits = activation_bits
-        self.cache: FusedCache | None = None
-        self.lengths: list[int] = []
-        self.forwards, self.seconds = 0, 0.0
-        self.device = torch.device("cpu")
-
-    def start(self, batch: int, device: torch.device) -> None:
-        """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
-        self.lengths = [0] * batch
-        self.forwards, self.seconds = 0, 0.0
-        capacity = max(self.capacity, GROWTH)
-        self.cache = self.follow.cache if self.follow else FusedCache.new(self.decoder, batch, capacity)
+    decoder: FusedDecoder
+    device = torch.device("cpu")
 
     def feed(
         self,
@@ -177,10 +152,6 @@ class FusedRunner(CachedRows):
     def _starts(self, rows: Rows) -> list[int]:
         """Per row the tokens that need no feeding: its last one is always scored."""
         return [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
-
-    def _reserve(self, slots: int) -> None:
-        self.cache.reserve(slots)
-        self.decoder.reserve_positions(slots)
 
     def _count(self, forwards: int, seconds: float) -> None:
         self.forwards += forwards
