@@ -10,7 +10,7 @@
 
 namespace mlspec {
 
-enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3 };
+enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3, kNested = 4, kPlanes = 5 };
 
 // A linear layer where its weights lie; nothing is copied. Layouts: mlspec_linear_args in kernels.h.
 struct Linear {

@@ -58,6 +58,11 @@ struct mlspec_linear_args {
   int64_t y_stride;
   int32_t accumulate;     // 1: y += x W^T + bias
   int64_t in_features, out_features;
+  const uint8_t* low = nullptr;       // nested, exact: [ceil(out / 16)][in / 32][768]
+  const uint8_t* codebook = nullptr;  // nested, draft: [8]
+  int64_t num_planes = 0, stored_planes = 0;  // bit-planes: those to read, those there are
+  int64_t plane_bytes = 0;            // from one plane to the next
+  int64_t zero_doubled = 0;           // twice the code that means 0
 };
 // Output features [out_begin, out_end) of every row; out_begin is a multiple of 16, out_end too or it is out_features.
 typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t out_begin, int64_t out_end);
