@@ -1,5 +1,7 @@
 // How do the linear kernels meet torch? Check the operands, pack the activations, hand out output features to threads.
 // The schemas are Python's (hf_mlspec/ops/schema.py); this file holds no Python symbol.
+#include "bindings_linear.h"
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -8,7 +10,6 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings_operands.h"
 #include "cpu/parallel.h"
 #include "formats.h"
 
@@ -19,15 +20,6 @@ using at::Tensor;
 
 constexpr int64_t kRowsPerPass = 512;  // bounds the scratch of a long prompt; a row's bits do not depend on it
 constexpr int64_t kPackColumns = 1024;  // of a piece of packing: a multiple of 32 and of every group
-
-int64_t round_up(int64_t items, int64_t step) { return (items + step - 1) / step; }
-
-// What a linear does to its activations, with the kernel that multiplies them.
-struct Form {
-  mlspec_linear_fn kernel;
-  mlspec_acts_kind kind;
-  int64_t group, bits;
-};
 
 // Rows [0, acts.num_rows) of x in dtype: widened, then packed, in pieces of 16 rows and kPackColumns elements.
 void pack(const CpuKernels& kernels, Team& team, const void* x, mlspec_dtype dtype, float* wide, const mlspec_acts& acts) {
@@ -71,6 +63,10 @@ void multiply_rows(const Form& form, mlspec_linear_args args, const void* x, mls
   });
 }
 
+}  // namespace
+
+namespace mlspec {
+
 Tensor multiply(const char* op, const Form& form, const Tensor& x, mlspec_linear_args args, const std::optional<Tensor>& bias) {
   const mlspec_dtype dtype = float_dtype(op, "x", x);
   const int64_t in = args.in_features, out = args.out_features;
@@ -94,6 +90,18 @@ Tensor multiply(const char* op, const Form& form, const Tensor& x, mlspec_linear
   return y;
 }
 
+void check_weight_part(const char* op, const char* name, const Tensor& t, at::ScalarType dtype, at::IntArrayRef shape) {
+  check_dtype(op, name, t, dtype);
+  check_shape(op, name, t, shape);
+  check_cpu(op, name, t);
+  check_contiguous(op, name, t);
+  check_aligned(op, name, t, static_cast<int64_t>(t.element_size()));
+}
+
+}  // namespace mlspec
+
+namespace {
+
 // weight_tiles of both 4-bit formats -> in_features.
 int64_t check_tiles(const char* op, const Tensor& tiles, int64_t out_features) {
   check_dtype(op, "weight_tiles", tiles, at::kByte);
@@ -103,14 +111,6 @@ int64_t check_tiles(const char* op, const Tensor& tiles, int64_t out_features) {
   TORCH_CHECK_VALUE(out_features >= 0 && round_up(out_features, kTileOutputs) == count, op, ": out_features is ", out_features,
                     ", weight_tiles hold ", count, " tiles of ", kTileOutputs);
   return tiles.size(1) * kBlock;
-}
-
-void check_weight_part(const char* op, const char* name, const Tensor& t, at::ScalarType dtype, at::IntArrayRef shape) {
-  check_dtype(op, name, t, dtype);
-  check_shape(op, name, t, shape);
-  check_cpu(op, name, t);
-  check_contiguous(op, name, t);
-  check_aligned(op, name, t, static_cast<int64_t>(t.element_size()));
 }
 
 Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features,
