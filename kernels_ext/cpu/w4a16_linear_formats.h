@@ -1,15 +1,18 @@
-// Which numbers and scales do the 4-bit weights of w4a16_linear_*.cpp mean, and how is a result added to y?
+// Which numbers and scales do the 4-bit weights of w4a16_linear_*.cpp mean?
 //
 // Included inside their anonymous namespaces, after `Isa`. Of it this needs Float and
-//   fma(a, b, c), set(scalar), power(p) (bytes << 23 as floats), load_float16(p), and kValueFactor: its E2M1 values are
+//   zeros(), fma(a, b, c), set(scalar), power(p) (bytes << 23 as floats), load_float16(p), and kValueFactor: its E2M1 values are
 //   this many times too large (2 where they are integers).
 
-constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
+#include "tile_rows.h"
 
-// value(i), i in 0..31: the number that nibble i % 16 means; where there are zero points, that the difference i modulo 32 means.
+constexpr int64_t kTileBlockBytes = 256;
+
+// value(a, i), i in 0..31: the number that nibble i % 16 means; where there are zero points, that the difference i modulo 32
+// means.
 struct Mxfp4 {
   static constexpr bool kHasZeros = false;
-  static constexpr float value(int i) {
+  static constexpr float value(const mlspec_linear_args&, int i) {
     constexpr float magnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     return ((i & 8) ? -magnitude[i & 7] : magnitude[i & 7]) * Isa::kValueFactor;
   }
@@ -21,10 +24,24 @@ struct Mxfp4 {
   }
 };
 
+// The draft of a nested weight: MXFP4 with a codebook that the weight brings along, in units of 2^(byte - 132).
+struct Nested {
+  static constexpr bool kHasZeros = false;
+  static float value(const mlspec_linear_args& a, int i) {
+    const float magnitude = a.codebook[i & 7];
+    return (i & 8) ? -magnitude : magnitude;
+  }
+  static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
+  static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {  // exact: byte >= 31 wherever there is an output
+    const Isa::Float power = Isa::power(static_cast<const uint8_t*>(a.scale) + at);
+    return Isa::fma(power, Isa::set(0x1p-5f), Isa::zeros());
+  }
+};
+
 template <bool HasZeros>
 struct Int4 {
   static constexpr bool kHasZeros = HasZeros;
-  static constexpr float value(int i) {
+  static constexpr float value(const mlspec_linear_args&, int i) {
     return static_cast<float>(HasZeros ? (i < 16 ? i : i - 32) : (i & 15) - 8);
   }
   static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
@@ -32,17 +49,3 @@ struct Int4 {
     return Isa::load_float16(static_cast<const uint16_t*>(a.scale) + at);
   }
 };
-
-// sums [count][16] of one tile to the rows of y from `token` on. Out of line: inlined for every width it was most of the code.
-__attribute__((noinline)) void add_rows(const mlspec_linear_args& a, int64_t tile, int64_t token, int count,
-                                        const float (*sums)[kTileOutputs]) {
-  const int64_t first = tile * kTileOutputs, outputs = std::min(a.out_features - first, kTileOutputs);
-  const float* const bias = a.bias ? a.bias + first : nullptr;
-  for (int t = 0; t < count; ++t) {
-    float* const __restrict y = a.y + (token + t) * a.y_stride + first;
-    for (int64_t r = 0; r < outputs; ++r) {
-      const float value = bias ? sums[t][r] + bias[r] : sums[t][r];
-      y[r] = a.accumulate ? y[r] + value : value;
-    }
-  }
-}
