@@ -6,7 +6,17 @@
     int4     X.weight_packed  uint8   [out, in / 2]     two codes 0..15 a byte, low nibble first
              X.weight_scale   float16 [out, in / group] step of each group of 32, 64 or 128 along ``in``, above 0
              X.weight_zero    uint8   [out, in / group] the code that means 0; absent when it is 8 everywhere
-    both     X.bias           any     [out]             unchanged, if there is one
+    nested   X.weight_packed  uint8   [out, in / 2]     sign and index of the draft, low nibble first
+             X.weight_scale   uint8   [out, in / 32]    largest exponent of each block of 32, 31 to 254
+             X.weight_low     uint8   [out, in]         low 8 bits of the 12-bit fields
+             X.weight_high    uint8   [out, in / 2]     their high 4 bits, low nibble first
+             X.weight_codebook        uint8    [8]      the draft's magnitudes, ascending, 0..63
+             X.weight_escape_index    int64    [n]      row * in + column of weights without a field, ascending
+             X.weight_escape_value    bfloat16 [n]      and what they are; both absent where n is 0
+    planes   X.weight_planes  uint8   [B, out, in / 8]  bit B - 1 - p of the codes; bit i of byte j is element 8 j + i
+             X.weight_scale   float16 [out, in / group] step of each group of 32, 64 or 128 along ``in``, above 0
+             X.weight_zero_doubled    int32    [1]      twice the code that means 0
+    all      X.bias           any     [out]             unchanged, if there is one
 
 X is the module's name. The names are those compressed-tensors uses ("mxfp4-pack-quantized"); no kernel's private
 layout is ever on disk. A checkpoint also holds one guard byte (integration/quantizer.py, docs/formats.md).
@@ -19,6 +29,22 @@ from dataclasses import dataclass
 import torch
 
 from . import int4, mxfp4
+from .bitplane_weight import BITPLANE_TENSORS, BitPlaneWeight
+from .damage import require_dtype, require_size, require_values
+from .nested_weight import ESCAPE_TENSORS, NESTED_TENSORS, NestedWeight
+
+__all__ = [
+    "BITPLANE_TENSORS",
+    "ESCAPE_TENSORS",
+    "INT4_TENSORS",
+    "MXFP4_TENSORS",
+    "NESTED_TENSORS",
+    "BitPlaneWeight",
+    "Int4Weight",
+    "Mxfp4Weight",
+    "NestedWeight",
+    "require_values",
+]
 
 MXFP4_TENSORS = ("weight_packed", "weight_scale")
 INT4_TENSORS = ("weight_packed", "weight_scale", "weight_zero")
@@ -67,8 +93,9 @@ class Mxfp4Weight:
                 f"{self.name}: weight_packed has shape {packed} and weight_scale {scale}, both must have two axes, "
                 f"[out, in / 2] and [out, in / {mxfp4.BLOCK}]"
             )
-        _check_size(self.name, "weight_packed", packed, out_features or packed[0], (in_features or packed[1] * 2) // 2)
-        _check_size(self.name, "weight_scale", scale, packed[0], packed[1] // (mxfp4.BLOCK // 2))
+        expected = [out_features or packed[0], (in_features or packed[1] * 2) // 2]
+        require_size(self.name, "weight_packed", self.weight_packed, expected)
+        require_size(self.name, "weight_scale", self.weight_scale, [packed[0], packed[1] // (mxfp4.BLOCK // 2)])
         if packed[1] % (mxfp4.BLOCK // 2):
             raise ValueError(f"{self.name}: in_features is {packed[1] * 2}, MXFP4 needs a multiple of {mxfp4.BLOCK}")
         require_values(self.name, "weight_scale", self.weight_scale)
@@ -76,9 +103,7 @@ class Mxfp4Weight:
 
     def _check_dtypes(self) -> None:
         for tensor_name in MXFP4_TENSORS:
-            dtype = getattr(self, tensor_name).dtype
-            if dtype != torch.uint8:
-                raise TypeError(f"{self.name}: {tensor_name} is {dtype}, MXFP4 is saved as torch.uint8")
+            require_dtype(self.name, tensor_name, getattr(self, tensor_name), torch.uint8, "MXFP4")
 
 
 @dataclass(frozen=True)
@@ -134,16 +159,17 @@ class Int4Weight:
                 f"{self.name}: weight_packed has shape {packed} and weight_scale {scale}, both must have two axes, "
                 "[out, in / 2] and [out, in / group]"
             )
-        _check_size(self.name, "weight_packed", packed, out_features or packed[0], (in_features or packed[1] * 2) // 2)
+        expected = [out_features or packed[0], (in_features or packed[1] * 2) // 2]
+        require_size(self.name, "weight_packed", self.weight_packed, expected)
         group = group_size or packed[1] * 2 // scale[1]
         if group not in int4.GROUP_SIZES or packed[1] * 2 % group:
             raise ValueError(
                 f"{self.name}: {scale[1]} scales a row for in_features {packed[1] * 2}: int4 needs in_features / 32, "
                 "/ 64 or / 128 of them"
             )
-        _check_size(self.name, "weight_scale", scale, packed[0], packed[1] * 2 // group)
+        require_size(self.name, "weight_scale", self.weight_scale, [packed[0], packed[1] * 2 // group])
         if self.weight_zero is not None:
-            _check_size(self.name, "weight_zero", list(self.weight_zero.shape), *scale)
+            require_size(self.name, "weight_zero", self.weight_zero, scale)
         require_values(self.name, "weight_scale", self.weight_scale)
         if self.weight_zero is not None:
             require_values(self.name, "weight_zero", self.weight_zero)
@@ -151,42 +177,5 @@ class Int4Weight:
 
     def _check_dtypes(self) -> None:
         for tensor_name, expected in zip(INT4_TENSORS, (torch.uint8, torch.float16, torch.uint8), strict=True):
-            tensor = getattr(self, tensor_name)
-            if tensor is not None and tensor.dtype != expected:
-                raise TypeError(f"{self.name}: {tensor_name} is {tensor.dtype}, int4 saves it as {expected}")
-
-
-def require_values(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
-    """ValueError for numbers no quantizer writes, which mean damage: in ``<...>_scale`` of uint8 (E8M0) the NaN code,
-    in one of float16 what is NaN, Inf, zero or negative, in ``<...>_zero`` what is above 15.
-
-    Any number of axes, ``[..., out, in / group]``; a tensor of another name or on the meta device passes. The message
-    names ``name``, ``tensor_name``, how many there are, and the first with its place.
-    """
-    if tensor.is_meta or not tensor_name.endswith(("_scale", "_zero")):
-        return
-    if tensor_name.endswith("_zero"):
-        wrong, what = tensor > int4.LARGEST_CODE, f"zero points above {int4.LARGEST_CODE}"
-    elif tensor.dtype == torch.uint8:
-        wrong, what = tensor == mxfp4.NAN_SCALE, f"NaN codes ({mxfp4.NAN_SCALE})"
-    else:
-        wrong, what = ~(tensor.isfinite() & (tensor > 0)), "values that are NaN, Inf, zero or negative"
-    if not wrong.any():
-        return
-    *expert, row, column = first = wrong.nonzero()[0].tolist()
-    unit = "block" if tensor.dtype == torch.uint8 and tensor_name.endswith("_scale") else "group"
-    place = "".join(f"expert {index}, " for index in expert) + f"row {row}, {unit} {column}"
-    raise ValueError(
-        f"{name}: {tensor_name} holds {int(wrong.sum())} {what}, the first ({tensor[tuple(first)].item():g}) at "
-        f"{place}: the checkpoint is damaged or was written from NaN weights"
-    )
-
-
-def _check_size(name: str, tensor_name: str, shape: list[int], rows: int, columns: int) -> None:
-    if shape == [rows, columns]:
-        return
-    too_small = len(shape) == 2 and shape[0] * shape[1] < rows * columns
-    raise ValueError(
-        f"{name}: {tensor_name} has shape {shape}, expected {[rows, columns]}: the tensor is "
-        f"{'truncated' if too_small else 'of another layer'}; download or write the checkpoint again"
-    )
+            if (tensor := getattr(self, tensor_name)) is not None:
+                require_dtype(self.name, tensor_name, tensor, expected, "int4")

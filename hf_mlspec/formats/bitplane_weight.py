@@ -1,0 +1,103 @@
+"""What is saved of a weight in bit-planes, and is it whole? Its tensors as one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import bitplanes
+from .damage import require_dtype, require_size, require_values
+
+BITPLANE_TENSORS = ("weight_planes", "weight_scale", "weight_zero_doubled")
+_DTYPES = (torch.uint8, torch.float16, torch.int32)
+
+
+@dataclass(frozen=True)
+class BitPlaneWeight:
+    """One linear layer's weight in bit-planes, as saved (weights.py). ``name`` is only used in messages."""
+
+    weight_planes: Tensor
+    weight_scale: Tensor
+    weight_zero_doubled: Tensor
+    name: str = "weight"
+
+    @classmethod
+    def from_dense(
+        cls, weight: Tensor, planes: int | str = 8, group_size: int | None = None, name: str = "weight"
+    ) -> BitPlaneWeight:
+        """Quantize float ``[out, in]`` to 1..8 planes, or to "int3", "int2" or "ternary"; groups of 128, those of the
+        words of 64. TypeError and ValueError naming the tensor, as bitplanes.quantize."""
+        if group_size is None:
+            group_size = bitplanes.CAST_GROUP if planes in bitplanes.CASTS else bitplanes.GROUP_SIZES[-1]
+        try:
+            parts = bitplanes.quantize(weight, planes, group_size)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        zero = torch.tensor([parts.zero_doubled], dtype=torch.int32, device=weight.device)
+        return cls(parts.planes, parts.scale, zero, name)
+
+    @property
+    def out_features(self) -> int:
+        return self.weight_planes.shape[1]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight_planes.shape[2] * 8
+
+    @property
+    def num_planes(self) -> int:
+        return self.weight_planes.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share a scale: 32, 64 or 128."""
+        return self.in_features // self.weight_scale.shape[1]
+
+    @property
+    def zero_doubled(self) -> int:
+        """Twice the code that means 0. Reads the tensor: call it once, not for every product."""
+        return int(self.weight_zero_doubled[0])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, num_planes: int | None = None) -> Tensor:
+        """``[out, in]`` in ``dtype``, as the first ``num_planes`` planes have it (None: all)."""
+        return bitplanes.dequantize(self.weight_planes, self.weight_scale, self.zero_doubled, num_planes, dtype)
+
+    def validate(
+        self, out_features: int | None = None, in_features: int | None = None, group_size: int | None = None
+    ) -> BitPlaneWeight:
+        """Itself, or one specific error: TypeError for a dtype; ValueError for a shape, a truncated tensor, a scale
+        that is NaN, Inf, zero or negative, or a ``zero_doubled`` beyond the codes. Without ``group_size`` the shapes
+        tell it."""
+        for tensor_name, dtype in zip(BITPLANE_TENSORS, _DTYPES, strict=True):
+            require_dtype(self.name, tensor_name, getattr(self, tensor_name), dtype, "bit-planes")
+        planes, scale = list(self.weight_planes.shape), list(self.weight_scale.shape)
+        if len(planes) != 3 or len(scale) != 2 or not scale[1] or not 1 <= planes[0] <= bitplanes.MAX_PLANES:
+            raise ValueError(
+                f"{self.name}: weight_planes has shape {planes} and weight_scale {scale}, expected [1 to "
+                f"{bitplanes.MAX_PLANES} planes, out, in / 8] and [out, in / group]"
+            )
+        out, size = out_features or planes[1], in_features or planes[2] * 8
+        require_size(self.name, "weight_planes", self.weight_planes, [planes[0], out, size // 8])
+        group = group_size or size // scale[1]
+        if group not in bitplanes.GROUP_SIZES or size % group:
+            raise ValueError(
+                f"{self.name}: {scale[1]} scales a row for in_features {size}: bit-planes need in_features / 32, / 64 "
+                "or / 128 of them"
+            )
+        require_size(self.name, "weight_scale", self.weight_scale, [out, size // group])
+        require_size(self.name, "weight_zero_doubled", self.weight_zero_doubled, [1])
+        require_values(self.name, "weight_scale", self.weight_scale)
+        self._check_zero()
+        return self
+
+    def _check_zero(self) -> None:
+        if self.weight_zero_doubled.is_meta:
+            return
+        highest = 2 * (2**self.num_planes - 1)
+        if not 0 <= self.zero_doubled <= highest:
+            raise ValueError(
+                f"{self.name}: weight_zero_doubled is {self.zero_doubled}, twice a code of {self.num_planes} planes "
+                f"is 0..{highest}: the checkpoint is damaged"
+            )

@@ -1,0 +1,72 @@
+"""Which codes make up for each other's errors? GPTQ's feedback for the free index bits of a nested weight.
+
+Columns are rounded from left to right; the error of each is handed to the columns behind it, weighted by the inverse
+of H = X^T X, X being the layer's inputs on calibration text (Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1). The
+exact weight does not need the index, so the choice costs nothing; signs are the exact weight's and stay: a column
+whose target has changed its sign gets the lowest level.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .nested import BLOCK, draft_scales
+
+DAMPING = 0.01
+_COLUMNS = 128  # whose errors are handed on at once
+
+
+def feedback_indices(
+    weight: Tensor, exponent: Tensor, codebook: Tensor, hessian: Tensor, damping: float = DAMPING
+) -> Tensor:
+    """Codebook indices uint8 ``[out, in]`` of a weight ``[out, in]`` (float) with exponent bytes uint8 ``[out, in /
+    32]`` and codebook uint8 ``[8]``, chosen for a small ``|x (weight - draft)^T|`` over inputs x with ``hessian``, the
+    float ``[in, in]`` sum of ``x^T x`` over tokens.
+
+    damping: the share of the Hessian's mean diagonal that is added to its diagonal. ValueError for a Hessian of
+    another shape, with NaN or Inf, or one whose Cholesky factor float32 does not find.
+    """
+    factor = _inverse_factor(hessian, weight.shape[1], damping).to(weight.device)
+    targets = weight.float().clone()  # what is left to be rounded
+    sign = torch.where(weight.signbit(), -1.0, 1.0)
+    unit = draft_scales(exponent).repeat_interleave(BLOCK, 1)
+    levels = codebook.float()
+    middles = (levels[1:] + levels[:-1]) / 2
+    index = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    for first in range(0, weight.shape[1], _COLUMNS):
+        end = min(first + _COLUMNS, weight.shape[1])
+        errors = torch.zeros(len(weight), end - first, device=weight.device)
+        for column in range(first, end):
+            scaled = targets[:, column] * sign[:, column] / unit[:, column]
+            index[:, column] = torch.bucketize(scaled, middles).to(torch.uint8)  # the lower of two equally near
+            draft = levels[index[:, column].int()] * sign[:, column] * unit[:, column]
+            error = (targets[:, column] - draft) / factor[column, column]
+            targets[:, column:end] -= error[:, None] * factor[column, column:end]
+            errors[:, column - first] = error
+        targets[:, end:] -= errors @ factor[first:end, end:]
+    return index
+
+
+def _inverse_factor(hessian: Tensor, in_features: int, damping: float) -> Tensor:
+    """The upper Cholesky factor of the damped Hessian's inverse, float32 ``[in, in]``."""
+    if list(hessian.shape) != [in_features, in_features]:
+        raise ValueError(f"the Hessian has shape {list(hessian.shape)}, expected {[in_features, in_features]}")
+    if not 0 < damping < torch.inf:
+        raise ValueError(f"damping is {damping}, it must be above 0 and finite")
+    damped = hessian.float().clone()
+    if (bad := int((~damped.isfinite()).sum())) > 0:
+        raise ValueError(f"the Hessian holds {bad} NaN or Inf: calibrate with inputs that are finite in float32")
+    diagonal = damped.diagonal()
+    idle = diagonal == 0  # inputs that were zero throughout
+    diagonal.add_(damping * diagonal.mean())
+    diagonal[idle | (diagonal == 0)] += 1.0
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if not int(failed):
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if int(failed) or not upper.isfinite().all():
+        raise ValueError(
+            f"the Hessian [{in_features}, {in_features}] damped by {damping:g} has no Cholesky factor in float32: "
+            "calibrate on more text, or raise the damping"
+        )
+    return upper
