@@ -65,14 +65,14 @@ class Models:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise PlanError(f"[[systems]] {system.name!r}: {folder} cannot be loaded: {error}") from error
         self._model = model.to(self.device).eval()
-        self._bits = hf_mlspec.precision_switch(model).default_activation_bits if _is_packed(model) else None
+        self._bits = hf_mlspec.precision_switch(model).default_bits if _is_packed(model) else None
 
     def _set_precision(self, system: System) -> None:
         if self._bits is None and system.precision is None:
             return
         try:
             switch = hf_mlspec.precision_switch(self._model)
-            switch.activation_bits = self._bits if system.precision is None else switch.bits_of(system.precision)
+            switch.bits = self._bits if system.precision is None else switch.bits_of(system.precision)
         except ValueError as error:
             raise PlanError(f"[[systems]] {system.name!r}: precision {system.precision!r}: {error}") from error
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_mlspec.nn.device_decoder import DeviceDecoder
+from hf_mlspec.precision import OWN_BITS, Bits
 
 _SHAPE = {
     "hidden_size": 64,
@@ -78,7 +79,7 @@ class Lanes:
         self.cache = decoder.new_kv(rows or batch, slots).fill_(1e4)
         self.kv = self.cache[:, :, :batch]
 
-    def feed(self, tokens: list[list[int]], *, padding: int = 0, bits: int = 0) -> list[torch.Tensor]:
+    def feed(self, tokens: list[list[int]], *, padding: int = 0, bits: Bits = OWN_BITS) -> list[torch.Tensor]:
         """Logits `[given tokens, vocab]` of every row; `padding` more columns hold no token."""
         width = max(map(len, tokens)) + padding
         ids = torch.tensor([row + [10**6] * (width - len(row)) for row in tokens], dtype=torch.int32)
@@ -86,7 +87,7 @@ class Lanes:
         numbers = (ids, self._ints(self.lengths), self._ints(map(len, tokens)))
         device = self.decoder.device
         logits = self.decoder.forward(
-            *(number.to(device) for number in numbers), self.kv, pick=pick.to(device), activation_bits=bits
+            *(number.to(device) for number in numbers), self.kv, pick=pick.to(device), bits=bits
         )
         self.lengths = [length + len(row) for length, row in zip(self.lengths, tokens, strict=True)]
         return list(logits.split([len(row) for row in tokens]))

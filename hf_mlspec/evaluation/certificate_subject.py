@@ -58,8 +58,8 @@ def level_entries(given: Sequence[Any], levels: list[Level], chain: Chain, confi
         entry = {"name": last_part(level.name), "kind": _kind(asked, level)}
         if level.model is not None:
             entry |= {**_identity(level.model, _folder(asked)), "decoding": _decoding(level.model, runner, config)}
-        if level.activation_bits is not None:
-            entry["activation_bits"] = level.activation_bits
+        if level.bits is not None:
+            entry |= {"weight_bits": level.bits.weight, "activation_bits": level.bits.activation}
         entries.append(entry | {"num_draft_tokens": count, "confidence_threshold": threshold})
     return entries
 

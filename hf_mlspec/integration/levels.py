@@ -11,6 +11,7 @@ from torch import nn
 from ..nn.device_decoder import device_decoder, device_of
 from ..nn.prepared import drop_outdated, is_prepared
 from ..nn.replace import direct_cast, early_exit, fingerprint
+from ..precision import Bits
 from ..speculation.captured_chain import let_go
 from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
@@ -28,7 +29,7 @@ class Level:
     """A level before it is wired up: a model, or a drafter that needs none.
 
     shape_of_target: its keys and values fit the target's cache. tokenizer: None where it is unknown or irrelevant.
-    activation_bits: of a level that is the target itself with coarser activations (QSpec), else None.
+    bits: of a level that is the target itself at fewer bits (QSpec, nested weights, bit-planes), else None.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Level:
     drafter: Drafter | None = None
     shape_of_target: bool = False
     tokenizer: object | None = None
-    activation_bits: int | None = None
+    bits: Bits | None = None
 
 
 def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: SpeculationConfig) -> list[Level]:
@@ -71,7 +72,7 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
             check_device(found.model, f"level {index} ({found.name})", device)
             vocabulary = vocab_size(found.model)
         resolved.append(found)
-    check_descent(target, [level.activation_bits for level in resolved], levels)
+    check_descent(target, [level.bits for level in resolved], levels)
     return resolved
 
 
@@ -117,7 +118,7 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
         return Level(text, drafter=table)
     if word.kind == "precision":
         bits = lower_precision(target, text, word.precision)
-        return Level(text, model=target, shape_of_target=True, activation_bits=bits)
+        return Level(text, model=target, shape_of_target=True, bits=bits)
     cast = {"rule": config.cast_rule, "cast_head": config.cast_head, "materialize": config.materialize}
     cast["activation_bits"] = config.cast_activation_bits
     key = (text, *cast.values())

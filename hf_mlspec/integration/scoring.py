@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..nn.switch import precision_switch
+from ..precision import Bits
 from ..speculation.checker import nan_error
 from ..speculation.drafters.agreement import common_prefix
 from ..speculation.fused_runner import FusedRunner
@@ -64,7 +65,7 @@ def score_rows(
     """Yield (index of a row, its TokenScores) as rows are finished, in an order that feeds common beginnings once.
 
     rows: token ids. num_scored: how many tokens at the end of each row are scored; None: all but the first, which has
-    nothing before it. precision: the activation bits of a 4-bit model, a word that `precision_switch(model).at` takes;
+    nothing before it. precision: the bits of a packed model, a word that `precision_switch(model).at` takes;
     None: as it is set. batch_size: rows in the cache at a time. prepare: as in SpeculationConfig.
 
     Compiled, the numbers are a function of the row alone, bit for bit: not of other rows, the batch size or the
@@ -107,7 +108,7 @@ class _Task:
 class _Scoring:
     """Slots of a cache; each goes through a stretch of the sorted rows, and keeps what the next row begins with."""
 
-    def __init__(self, model: PreTrainedModel, tasks: list[_Task], bits: int | None, slots: int, prepare: bool):
+    def __init__(self, model: PreTrainedModel, tasks: list[_Task], bits: Bits | None, slots: int, prepare: bool):
         self.model, self.bits, self.prepare = model, bits, prepare
         self.queues = _deal(sorted(tasks, key=lambda task: task.row), slots)
         self.capacity = max(len(task.row) for task in tasks)

@@ -27,12 +27,12 @@ from .config import (
     CONFIDENCE_THRESHOLD,
     CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS,
     NUM_DRAFT_TOKENS,
-    NUM_DRAFT_TOKENS_AT_LOWER_PRECISION,
     SpeculationConfig,
     check_num_draft_tokens,
     check_threshold,
 )
 from .levels import Level
+from .lower_precision import drafting_defaults
 from .processing import Prompts, split_processors, warp_of
 from .suitability import max_positions, vocab_size
 from .vocabulary import same_vocabulary
@@ -123,8 +123,8 @@ class Wiring:
         same = level.shape_of_target or self._same_vocabulary(level, size, above)
         shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
         runner = self._runner(level.model)
-        if level.activation_bits is not None:
-            runner = at_lower_precision(runner, level.activation_bits)
+        if level.bits is not None:
+            runner = at_lower_precision(runner, level.bits)
         if shares and type(runner) is type(above.runner):
             runner.follow = above.runner
         chain.level_models += _by_module(runner)
@@ -197,8 +197,8 @@ class Wiring:
 
     def _num_draft_tokens(self, level: Level, index: int) -> int:
         given = self.config.of_level("num_draft_tokens", index, self.count)
-        if level.activation_bits is not None:  # the target's own generation_config speaks of its assistants
-            return NUM_DRAFT_TOKENS_AT_LOWER_PRECISION if given is None else given
+        if level.bits is not None:  # the target's own generation_config speaks of its assistants
+            return drafting_defaults(self.model, level.bits)[0] if given is None else given
         if given is None:
             given = getattr(getattr(level.model, "generation_config", None), "num_assistant_tokens", None)
             check_num_draft_tokens(given, f"generation_config.num_assistant_tokens of level {level.name} is {given!r}")
@@ -206,8 +206,8 @@ class Wiring:
 
     def _threshold(self, level: Level, index: int, same: bool) -> float:
         given = self.config.of_level("confidence_threshold", index, self.count)
-        if level.activation_bits is not None:
-            return 0.0 if given is None else given
+        if level.bits is not None:
+            return drafting_defaults(self.model, level.bits)[1] if given is None else given
         if given is None:
             given = getattr(level.model.generation_config, "assistant_confidence_threshold", None)
             check_threshold(

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.compiled_decoder import ACTIVATIONS
+from ..precision import OWN_BITS, Bits
 from . import architecture, rotary
 from .architecture import Block, UnknownArchitecture
 from .device_limits import require_bfloat16, require_served
 from .device_weights import DeviceLinear, joined
-from .prepared import activation_choices, drop_decoders, say, state, up_to_date
+from .prepared import bit_choices, drop_decoders, say, state, switches, up_to_date
+from .switch import filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class DeviceDecoder:
     q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
     what could not be shared so (packed weights whose outputs do not fill their tiles). vocab_size: entries of its
     logits. dtype: of keys, values and logits. max_positions: the length past which the model's rotation changes for
-    the whole row; None where it never does. positions: for how many there are rotary tables. activation_choices: the
-    widths of activations that calls may ask of the 4-bit weights, () where it has none. logit_softcap: what
+    the whole row; None where it never does. positions: for how many there are rotary tables. bit_choices: what
+    calls may ask of the packed weights, () where it has none. logit_softcap: what
     ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
     """
 
@@ -72,7 +74,7 @@ class DeviceDecoder:
         self._layers = [_layer(block) for block in found.blocks]
         self._head = joined([found.head], "lm_head")
         self._activation = ACTIVATIONS[found.sizes.activation]
-        self.activation_choices = activation_choices(model)
+        self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
         linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
         self._state = state(model)
@@ -114,17 +116,17 @@ class DeviceDecoder:
         kv: Tensor,
         *,
         pick: Tensor | None = None,
-        activation_bits: int = 0,
+        bits: Bits = OWN_BITS,
     ) -> Tensor:
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
 
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
-        rows. pick: int64 ``[m]``, indices into the flattened ids, None: all. activation_bits: one of
-        activation_choices, 0: what the model's switch says. Only enqueues. ValueError for operands that do not fit.
+        rows. pick: int64 ``[m]``, indices into the flattened ids, None: all. bits: one of bit_choices, 0: what the
+        model's switch says. Only enqueues. ValueError for operands that do not fit.
         """
-        self._require(ids, kv, activation_bits)
-        eps, bits, lanes = self.sizes.norm_eps, activation_bits, (*ids.shape, starts, counts)
+        self._require(ids, kv, bits)
+        eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts)
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
         total = ops.embed_rows(ids.reshape(-1), self._embedding, self.sizes.embedding_scale)
         added = None  # what the next norm adds to the residual stream first
@@ -141,7 +143,7 @@ class DeviceDecoder:
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
     def _attend(
-        self, layer: DeviceLayer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: int
+        self, layer: DeviceLayer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
     ) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts."""
         batch, width, starts, counts = lanes
@@ -153,7 +155,7 @@ class DeviceDecoder:
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, scale, layer.window, softcap)
         return layer.o(mixed.view(batch * width, -1), bits)
 
-    def _require(self, ids: Tensor, kv: Tensor, activation_bits: int) -> None:
+    def _require(self, ids: Tensor, kv: Tensor, bits: Bits) -> None:
         sizes = self.sizes
         if ids.ndim != 2:
             raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
@@ -163,10 +165,10 @@ class DeviceDecoder:
             raise ValueError(f"kv has shape {list(kv.shape)}, {len(ids)} rows of this model take {list(expected)}")
         if kv.dtype != self.dtype or kv.device != self.device:
             raise ValueError(f"kv is {kv.dtype} on {kv.device}, the model is {self.dtype} on {self.device}")
-        if activation_bits and activation_bits not in self.activation_choices:
-            choices = ", ".join(map(str, self.activation_choices))
-            way = f"choose one of {choices}, or 0" if choices else "and the decoder holds no 4-bit weights"
-            raise ValueError(f"activation_bits is {activation_bits}, {way}")
+        if bits != OWN_BITS and not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
+            choices = ", ".join(map(str, map(tuple, self.bit_choices)))
+            way = f"choose one of {choices}, or 0 for the layers' own" if choices else "and no weights are packed"
+            raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
 
 
 def device_decoder(model: nn.Module) -> DeviceDecoder | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.tiles import TILE_BYTES, TILE_OUTPUTS
 from ..ops.tiles_cuda import PAIR_OUTPUTS
+from ..precision import Bits
 from .architecture import UnknownArchitecture, linear_shape, require_format
 from .linear import Int4Linear
 from .packed import PackedLinear
@@ -31,8 +32,8 @@ class DenseLinear:
         self.weight, self.bias = weight, bias
         self.multiply = ops.bf16_linear if weight.dtype == torch.bfloat16 else ops.f32_linear
 
-    def __call__(self, x: Tensor, activation_bits: int) -> Tensor:
-        """``[n, in]`` -> ``[n, out]``; activation_bits means nothing to a dense weight."""
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]``; bits mean nothing to a dense weight."""
         return self.multiply(x, self.weight, self.bias)
 
 
@@ -47,9 +48,9 @@ class PackedDeviceLinear:
         self.group_size = module.group_size if isinstance(module, Int4Linear) else None  # None: MXFP4
         self.dequantize = module.switch.multiply == "dequant"
 
-    def __call__(self, x: Tensor, activation_bits: int) -> Tensor:
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
         """``[n, in]`` -> ``[n, out]`` at 16, 8 or 4 activation bits, 0: the switch's."""
-        bits = activation_bits or self.activation_bits
+        bits = bits.activation or self.activation_bits
         if self.group_size is None:
             return ops.mxfp4_linear(x, *self.tiles, self.out_features, self.bias, bits)
         if bits == 16 and self.dequantize:

@@ -17,7 +17,7 @@ from . import architecture, compiled_weights, rotary
 from .architecture import UnknownArchitecture
 from .device_decoder import DeviceDecoder, device_of
 from .linear import KernelLinear, is_dense
-from .prepared import activation_choices, drop_decoders, forget, is_prepared, remember, say, switches, up_to_date
+from .prepared import bit_choices, drop_decoders, forget, is_prepared, remember, say, switches, up_to_date
 from .switch import PrecisionSwitch
 
 
@@ -26,7 +26,7 @@ class FusedDecoder:
 
     vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
     rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
-    activation_choices: the widths of activations that its calls may ask of the 4-bit weights, () where it has none.
+    bit_choices: what its calls may ask of the packed weights, () where it has none.
     """
 
     def __init__(self, model: nn.Module):
@@ -44,7 +44,7 @@ class FusedDecoder:
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
         set_linear(self.handle, "head", found.head)
-        self.activation_choices = activation_choices(model)
+        self.bit_choices = bit_choices(model)
         self.handle.set_dequantize(_multiply(switches(model)) == "dequant")
 
     def reserve_positions(self, count: int) -> None:

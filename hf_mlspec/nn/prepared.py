@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..precision import Bits
 from .packed import PackedLinear
 from .replace import fingerprint
 from .switch import PrecisionSwitch
@@ -96,7 +97,7 @@ def state(model: nn.Module) -> tuple:
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
     vectors = tuple(hash(_bytes(p)) for p in model.parameters() if p.ndim == 1 and p.is_cpu)
-    return fingerprint(model), vectors, tuple((s.activation_bits, s.multiply) for s in switches(model))
+    return fingerprint(model), vectors, tuple((*s.bits, s.multiply) for s in switches(model))
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:
@@ -104,10 +105,10 @@ def switches(model: nn.Module) -> list[PrecisionSwitch]:
     return list({id(m.switch): m.switch for m in model.modules() if isinstance(m, PackedLinear)}.values())
 
 
-def activation_choices(model: nn.Module) -> tuple[int, ...]:
-    """The activation bits that all packed layers of a model take, () where it has none."""
-    found = switches(model)
-    return tuple(b for b in (16, 8, 4) if found and all(b in s.choices for s in found))
+def bit_choices(model: nn.Module) -> tuple[Bits, ...]:
+    """What all packed layers of a model can be called with, the finest first; () where it has none."""
+    first, *others = [switch.bit_choices for switch in switches(model)] or [()]
+    return tuple([bits for bits in first if all(bits in choices for choices in others)])
 
 
 def _bytes(vector: Tensor) -> bytes:

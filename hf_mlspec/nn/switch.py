@@ -1,4 +1,4 @@
-"""At how many activation bits does a model multiply its 4-bit weights? One object that all its packed layers share."""
+"""What does a model read of its packed weights, and multiply it by? One object that all its packed layers share."""
 
 from __future__ import annotations
 
@@ -8,52 +8,84 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from ..precision import Precision
+from ..precision import Bits, Precision
 
-CHOICES = {"int4": (16, 8, 4), "mxfp4": (16, 8)}
+CHOICES = {"int4": (16, 8, 4), "mxfp4": (16, 8)}  # activation bits of weights that are always read whole
+NESTED = Bits(16, 16), Bits(4, 16), Bits(4, 8)  # exact, and the draft inside it
 MULTIPLY = ("fused", "dequant")
-_FAMILIES = {"int4": "w", "mxfp4": "mxfp4"}
+FAMILIES = {"int4": "w", "mxfp4": "mxfp4", "nested": "nested", "planes": "planes"}  # of a Precision
+_PLANES = 8
+_MEANING = {16: "16 (bfloat16)", 8: "8 (int8)", 4: "4 (int4)"}
 
 
 class _Override(threading.local):
-    bits: int | None = None
+    bits: Bits | None = None
 
 
 class PrecisionSwitch:
-    """The activation bits of every packed layer of a model: one assignment, or ``with switch.at("w4a8"):``, changes
-    all.
+    """The bits of every packed layer of a model: one assignment, or ``with switch.at("w4a8"):``, changes all.
 
-    The weights stay what they are (QSpec, arXiv 2410.11305: one weight, two precisions). An override is the calling
-    thread's own and nests; a deep copy or a pickle of the model has a switch of its own at the same default.
+    4-bit weights are read whole, and multiplied by finer or coarser activations (QSpec, arXiv 2410.11305: one weight,
+    two precisions). Of nested weights the draft alone may be read, of bit-planes the first few. An override is the
+    calling thread's own and nests; a deep copy or a pickle of the model has a switch of its own at the same default.
     """
 
-    def __init__(self, weights: str, activation_bits: int = 16, multiply: str = "fused") -> None:
-        """weights: "int4" or "mxfp4", the format of the layers; ValueError for another, or for other bits."""
-        if weights not in CHOICES:
-            raise ValueError(f"PrecisionSwitch: weights is {weights!r}, choose one of {', '.join(CHOICES)}")
-        self.weights, self._override = weights, _Override()
+    def __init__(
+        self, weights: str, activation_bits: int = 16, multiply: str = "fused", *, num_planes: int = _PLANES
+    ) -> None:
+        """weights: "int4", "mxfp4", "nested" or "planes", the format of the layers; num_planes: of the latter, how
+        many there are. ValueError for another, or for other bits."""
+        if weights not in FAMILIES:
+            raise ValueError(f"PrecisionSwitch: weights is {weights!r}, choose one of {', '.join(FAMILIES)}")
+        if type(num_planes) is not int or not 1 <= num_planes <= _PLANES:
+            raise ValueError(f"PrecisionSwitch: num_planes is {num_planes!r}, choose 1 to {_PLANES}")
+        self.weights, self.num_planes, self._override = weights, num_planes, _Override()
+        self._default = self.bit_choices[0]
         self.activation_bits = activation_bits
         self.multiply = multiply
 
     @property
-    def choices(self) -> tuple[int, ...]:
-        """The activation bits that these weights can be called with."""
-        return CHOICES[self.weights]
+    def bit_choices(self) -> tuple[Bits, ...]:
+        """What these weights can be called with, the finest first."""
+        if self.weights == "nested":
+            return NESTED
+        if self.weights == "planes":
+            return tuple([Bits(count, 16) for count in range(self.num_planes, 0, -1)])
+        return tuple([Bits(4, bits) for bits in CHOICES[self.weights]])
 
     @property
-    def activation_bits(self) -> int:
+    def choices(self) -> tuple[int, ...]:
+        """The activation bits that these weights can be called with."""
+        return tuple(dict.fromkeys(bits.activation for bits in self.bit_choices))
+
+    @property
+    def bits(self) -> Bits:
         """This thread's override inside ``with switch.at(...)``, else the default. Assigning sets the default."""
         bits = self._override.bits
         return self._default if bits is None else bits
 
+    @bits.setter
+    def bits(self, bits: Bits) -> None:
+        self._default = self.require(bits)
+
+    @property
+    def activation_bits(self) -> int:
+        """Those of ``bits``. Assigning changes the default's."""
+        return self.bits.activation
+
     @activation_bits.setter
     def activation_bits(self, bits: int) -> None:
-        self._default = require_activation_bits(bits, self.weights)
+        self._default = self.bits_of(bits)
+
+    @property
+    def default_bits(self) -> Bits:
+        """What holds outside of every ``with switch.at(...)``, in every thread."""
+        return self._default
 
     @property
     def default_activation_bits(self) -> int:
-        """What holds outside of every ``with switch.at(...)``, in every thread."""
-        return self._default
+        """Those of ``default_bits``."""
+        return self._default.activation
 
     @property
     def multiply(self) -> str:
@@ -71,29 +103,58 @@ class PrecisionSwitch:
 
     @property
     def precision(self) -> Precision:
-        """The word for what a call in this thread computes with: w4a8, mxfp4a8 ..."""
-        return Precision(_FAMILIES[self.weights], 4, self.activation_bits)
+        """The word for what a call in this thread computes with: w4a8, mxfp4a8, nested4 ..."""
+        return Precision(FAMILIES[self.weights], *self.bits)
 
-    def at(self, precision: str | Precision | int) -> AbstractContextManager[PrecisionSwitch]:
-        """A ``with`` block in which this thread computes at ``precision``: a word, a Precision or activation bits.
+    def at(self, precision: str | Precision | Bits | int) -> AbstractContextManager[PrecisionSwitch]:
+        """A ``with`` block in which this thread computes at ``precision``: a word, a Precision, Bits or activation
+        bits.
 
         ValueError for a word whose weights are not this switch's, or for bits its weights have no kernel for.
         """
         return self._overridden(self.bits_of(precision))
 
-    def bits_of(self, precision: str | Precision | int) -> int:
-        """The activation bits that ``precision`` stands for; ValueError as ``at``."""
+    def bits_of(self, precision: str | Precision | Bits | int) -> Bits:
+        """The bits that ``precision`` stands for; ValueError as ``at``."""
         if isinstance(precision, str):
             precision = Precision.parse(precision)
+        if isinstance(precision, Bits):
+            return self.require(precision)
         if not isinstance(precision, Precision):
-            return require_activation_bits(precision, self.weights)
-        if (precision.family, precision.weight_bits) != (_FAMILIES[self.weights], 4):
-            words = ", ".join(str(Precision(_FAMILIES[self.weights], 4, bits)) for bits in self.choices)
-            raise ValueError(f"precision {precision}: this model's weights are {self.weights}, choose one of {words}")
-        return require_activation_bits(precision.activation_bits, self.weights)
+            return self._with_activations(precision)
+        fitting = {bits.weight for bits in self.bit_choices}
+        if precision.family != FAMILIES[self.weights] or precision.weight_bits not in fitting:
+            raise ValueError(
+                f"precision {precision}: this model's weights are {self.weights}, choose one of {self.words}"
+            )
+        if self.weights in CHOICES:
+            return self._with_activations(precision.activation_bits)
+        return self.require(precision.bits)
+
+    @property
+    def words(self) -> str:
+        """All precisions of these weights, for messages."""
+        return ", ".join(str(Precision(FAMILIES[self.weights], *bits)) for bits in self.bit_choices)
+
+    def require(self, bits: Bits) -> Bits:
+        """``bits``, the default in place of zeros, or ValueError where these weights cannot be called with them."""
+        full = filled(bits, self._default)
+        if full not in self.bit_choices:
+            raise ValueError(
+                f"bits are {full.weight} of weights and {full.activation} of activations: {self.weights} weights are "
+                f"called at one of {', '.join(f'({w}, {a})' for w, a in self.bit_choices)}: {self.words}"
+            )
+        return full
+
+    def _with_activations(self, activation_bits: int) -> Bits:
+        if self.weights in CHOICES:
+            return Bits(4, require_activation_bits(activation_bits, self.weights))
+        if type(activation_bits) is not int:
+            raise ValueError(f"activation_bits is {activation_bits!r}: {self.weights} weights take {self.words}")
+        return self.require(Bits(activation=activation_bits))
 
     @contextmanager
-    def _overridden(self, bits: int) -> Iterator[PrecisionSwitch]:
+    def _overridden(self, bits: Bits) -> Iterator[PrecisionSwitch]:
         before, self._override.bits = self._override.bits, bits
         try:
             yield self
@@ -102,18 +163,25 @@ class PrecisionSwitch:
 
     def __reduce__(self) -> tuple:
         """For copy and pickle: an override belongs to a thread and stays behind."""
-        return type(self), (self.weights, self._default, self._multiply)
+        return _switch_at, (self.weights, self.num_planes, self._multiply, self._default)
 
     def __repr__(self) -> str:
-        return f"PrecisionSwitch({self.weights!r}, activation_bits={self.activation_bits}, multiply={self.multiply!r})"
+        if self.weights in CHOICES:
+            how = f"activation_bits={self.activation_bits}, multiply={self.multiply!r}"
+            return f"PrecisionSwitch({self.weights!r}, {how})"
+        return f"PrecisionSwitch({self.weights!r}) at {self.precision}"
+
+
+def filled(bits: Bits, own: Bits) -> Bits:
+    """``bits`` with those of ``own`` in place of zeros."""
+    return Bits(bits.weight or own.weight, bits.activation or own.activation)
 
 
 def require_activation_bits(activation_bits: int, weights: str) -> int:
-    """``activation_bits``, or ValueError where the format has no such width."""
+    """``activation_bits``, or ValueError where a format of CHOICES has no such width."""
     choices = CHOICES[weights]
     if not isinstance(activation_bits, int) or activation_bits not in choices:
-        meaning = {16: "16 (bfloat16)", 8: "8 (int8)", 4: "4 (int4)"}
-        ways = " or ".join(meaning[bits] for bits in choices)
+        ways = " or ".join(_MEANING[bits] for bits in choices)
         raise ValueError(f"activation_bits is {activation_bits!r}: choose {ways} for {weights} weights")
     return activation_bits
 
@@ -132,3 +200,9 @@ def precision_switch(model: nn.Module) -> PrecisionSwitch:
             "one of them to the `switch` of all its packed layers"
         )
     return next(iter(found.values()))
+
+
+def _switch_at(weights: str, num_planes: int, multiply: str, default: Bits) -> PrecisionSwitch:
+    switch = PrecisionSwitch(weights, multiply=multiply, num_planes=num_planes)
+    switch.bits = default
+    return switch

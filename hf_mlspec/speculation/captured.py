@@ -70,7 +70,7 @@ class CapturedDecoding(Decoding):
         for index, level in enumerate(self.chain.levels):
             if level.own_cache:
                 starts = [cached if index == 0 else 0] * len(rows)
-                steps = prefill(level.decoder, level.kv, prompts, starts, level.activation_bits)
+                steps = prefill(level.decoder, level.kv, prompts, starts, level.bits)
                 if index:
                     self.drafters[index - 1].stats.forwards += steps
         self.stats.seconds += time.perf_counter() - begin

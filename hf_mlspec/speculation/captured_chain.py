@@ -240,7 +240,7 @@ def _forget(target: weakref.ref) -> None:
 
 
 def _key(level: RoundLevel) -> tuple:
-    own = level.own_cache, level.activation_bits, level.vocab_size, level.threshold, level.most
+    own = level.own_cache, level.bits, level.vocab_size, level.threshold, level.most
     return (id(level.decoder), level.name, *own)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import ops
 from ..nn.device_decoder import DeviceDecoder
+from ..precision import Bits
 from .device_runner import soft_capped
 from .round_state import RoundState
 
@@ -33,7 +34,7 @@ class RoundLevel:
     name: str
     decoder: DeviceDecoder
     own_cache: bool
-    activation_bits: int
+    bits: Bits
     vocab_size: int
     threshold: float = 0.0
     most: int = 1
@@ -153,7 +154,7 @@ class RoundProgram:
 
     def _forward(self, level: RoundLevel, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None) -> Tensor:
         kv = level.kv[: level.decoder.num_layers, :, : len(ids)]
-        logits = level.decoder.forward(ids, starts, counts, kv, pick=pick, activation_bits=level.activation_bits)
+        logits = level.decoder.forward(ids, starts, counts, kv, pick=pick, bits=level.bits)
         return logits if logits.shape[1] <= level.vocab_size else logits[:, : level.vocab_size].contiguous()
 
     def _choose(

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..nn.device_decoder import DeviceDecoder
 from ..nn.fused import FusedDecoder
+from ..precision import OWN_BITS, Bits
 from .cached_rows import CachedRows
 from .fused_cache import GROWTH, FusedCache
 
@@ -14,9 +15,9 @@ from .fused_cache import GROWTH, FusedCache
 class DecoderRows(CachedRows):
     """Rows of a decoder in a cache of its own, or in its leader's (`follow`, law 4).
 
-    capacity: tokens a row is expected to hold. activation_bits: what multiplies the 4-bit weights in every call, one
-    of `decoder.activation_choices`; 0: what the model says. A follower of the same decoder at fewer bits is QSpec's
-    draft (arXiv 2410.11305).
+    capacity: tokens a row is expected to hold. bits: what every call reads of the weights, and multiplies them by,
+    one of `decoder.bit_choices`; OWN_BITS: what the model says. A follower of the same decoder at fewer bits is the
+    target drafting for itself (drafters/self_precision.py).
     """
 
     def __init__(
@@ -26,10 +27,10 @@ class DecoderRows(CachedRows):
         *,
         follow: DecoderRows | None = None,
         capacity: int = 0,
-        activation_bits: int = 0,
+        bits: Bits = OWN_BITS,
     ):
         self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
-        self.activation_bits = activation_bits
+        self.bits = bits
         self.cache: FusedCache | None = None
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ..nn.device_decoder import DeviceDecoder
+from ..precision import OWN_BITS, Bits
 from .draft import Rows
 
 CHUNK = 512  # tokens of a step: where a GPU's linear layers stop getting cheaper per token, and memory stays small
 
 
-def prefill(decoder: DeviceDecoder, kv: Tensor, rows: Rows, starts: list[int], activation_bits: int = 0) -> int:
+def prefill(decoder: DeviceDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits = OWN_BITS) -> int:
     """Write keys and values of tokens starts[r] .. of every row into `kv`, whose first rows are these; -> steps run.
 
     Rows in order of falling length need the fewest steps: a step covers the rows between the first and the last that
@@ -28,7 +29,7 @@ def prefill(decoder: DeviceDecoder, kv: Tensor, rows: Rows, starts: list[int], a
         # One position is asked for: nobody reads its logits, but a step has an output.
         pick = torch.zeros(1, dtype=torch.int64, device=decoder.device)
         operands = int32(padded(ids, width), decoder), int32(begins, decoder), int32(counts, decoder)
-        decoder.forward(*operands, kv[:, :, first:end], pick=pick, activation_bits=activation_bits)
+        decoder.forward(*operands, kv[:, :, first:end], pick=pick, bits=bits)
         done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]
         steps += 1
     return steps

@@ -82,7 +82,7 @@ class DeviceRunner(DecoderRows):
             return most
         begin = time.perf_counter()
         lines = [row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)]
-        self.forwards += prefill(self.decoder, self._kv(len(rows)), lines, self.lengths, self.activation_bits)
+        self.forwards += prefill(self.decoder, self._kv(len(rows)), lines, self.lengths, self.bits)
         self.seconds += time.perf_counter() - begin
         return 1
 
@@ -96,7 +96,7 @@ class DeviceRunner(DecoderRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
-        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, activation_bits=self.activation_bits)
+        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, bits=self.bits)
         self.forwards += 1
         self.seconds += time.perf_counter() - begin
         return soft_capped(logits.float(), self.decoder.logit_softcap).view(batch, kept, -1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..nn.device_decoder import DeviceDecoder
 from ..nn.prepared import say
+from ..precision import Bits
 from .cuda_graph import out_of_memory, recorded
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
@@ -42,20 +43,20 @@ class DeviceSteps:
         self._captures = decoder.device.type == "cuda"
 
     def forward(
-        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, activation_bits: int
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, bits: Bits
     ) -> Tensor:
         """As `DeviceDecoder.forward`; the logits hold until the next step."""
         operands = (ids, starts, counts, *(() if pick is None else (pick,)))
         shape = (*ids.shape, None if pick is None else len(pick))
-        step = self._step(shape, operands, kv, activation_bits)
+        step = self._step(shape, operands, kv, bits)
         if step is None:
-            return self.decoder.forward(ids, starts, counts, kv, pick=pick, activation_bits=activation_bits)
+            return self.decoder.forward(ids, starts, counts, kv, pick=pick, bits=bits)
         for fixed, given in zip(step.operands, operands, strict=True):
             fixed.copy_(given)
         step.graph.replay()
         return step.logits
 
-    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, activation_bits: int) -> _Step | None:
+    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> _Step | None:
         """The graph of a shape that came often enough, over this cache."""
         if not self._captures or operands[0].numel() > _MOST_TOKENS:
             return None
@@ -66,12 +67,12 @@ class DeviceSteps:
             self._addresses = addresses
         self._seen[shape] += 1
         if shape not in self._steps and self._seen[shape] > _AFTER * _BACKOFF ** self._captured[shape]:
-            self._capture(shape, operands, kv, activation_bits)
+            self._capture(shape, operands, kv, bits)
         if shape in self._steps:
             self._steps.move_to_end(shape)
         return self._steps.get(shape)
 
-    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, activation_bits: int) -> None:
+    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> None:
         if len(self._steps) == _KEPT:
             self._let_go(next(iter(self._steps)))
         self._captured[shape] += 1
@@ -80,7 +81,7 @@ class DeviceSteps:
         results: list[Tensor] = []
 
         def run() -> None:
-            results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, activation_bits=activation_bits))
+            results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, bits=bits))
 
         try:
             self._steps[shape] = _Step(recorded(run, self.decoder.device), fixed, results[0])

@@ -62,7 +62,7 @@ class FusedRunner(DecoderRows):
         asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
         _, _, logits = self.decoder.handle.score(
-            self.cache.kv, flat, counts, self.lengths, asked, False, True, self.activation_bits
+            self.cache.kv, flat, counts, self.lengths, asked, False, True, *self.bits
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
@@ -89,7 +89,7 @@ class FusedRunner(DecoderRows):
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
         begin = time.perf_counter()
         best, confidence, logits = self.decoder.handle.score(
-            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, self.activation_bits
+            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self.bits
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -109,7 +109,7 @@ class FusedRunner(DecoderRows):
         self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
         begin = time.perf_counter()
         drafted, forwards, _ = self.decoder.handle.draft(
-            self.cache.kv, tokens, counts, starts, limits, threshold, self.activation_bits
+            self.cache.kv, tokens, counts, starts, limits, threshold, *self.bits
         )
         self._count(forwards, time.perf_counter() - begin)
         self.lengths = [
@@ -141,7 +141,7 @@ class FusedRunner(DecoderRows):
         tiny._reserve(end)
         begin = time.perf_counter()
         caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
-        options = num_draft_tokens, tiny_threshold, threshold, self.activation_bits, tiny.activation_bits
+        options = num_draft_tokens, tiny_threshold, threshold, *self.bits, *tiny.bits
         settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
             self.decoder.handle.draft_checked(*caches, tokens, counts, bases, limits, *options)
         )

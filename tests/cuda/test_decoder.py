@@ -77,13 +77,13 @@ def test_packed_weights_give_what_they_give_on_the_cpu(name, weights, settings):
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     there = copy.deepcopy(model).cuda()
     cpu, gpu = DeviceDecoder(model), DeviceDecoder(there)
-    for bits in precision_switch(model).choices:
+    for bits in precision_switch(model).bit_choices:
         expected = torch.stack(Lanes(cpu, 2).feed(ids, bits=bits)).float()
         out = torch.stack(lanes(gpu, 2).feed(ids, bits=bits))
         off = (out.float().cpu() - expected).abs().mean() / expected.abs().mean()
         # At 4 bits a last bit of float32 moves an activation by a whole step, a seventh of its row's largest, and a
         # tiny model of random weights amplifies that.
-        assert off < (0.25 if bits == 4 else 0.04), (bits, off)
+        assert off < (0.25 if bits.activation == 4 else 0.04), (bits, off)
         single = lanes(gpu, 2)
         steps = [torch.stack(single.feed([row[i : i + 1] for row in ids], bits=bits)) for i in range(40)]
         assert torch.equal(torch.cat(steps, dim=1), out), bits

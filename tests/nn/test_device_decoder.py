@@ -18,6 +18,7 @@ from hf_mlspec.nn.device_limits import require_bfloat16, require_served
 from hf_mlspec.nn.fused import FusedDecoder
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.precision import OWN_BITS, Bits
 from hf_mlspec.speculation.fused_runner import FusedRunner
 
 compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -33,7 +34,7 @@ def random_ids(batch: int, length: int = LENGTH) -> list[list[int]]:
     return torch.randint(1, 199, (batch, length), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-def scored(model: nn.Module, ids: list[list[int]], bits: int = 0) -> torch.Tensor:
+def scored(model: nn.Module, ids: list[list[int]], bits: Bits = OWN_BITS) -> torch.Tensor:
     """All tokens of all rows in one call: `[batch, length, vocab]`."""
     return torch.stack(Lanes(DeviceDecoder(model), len(ids)).feed(ids, bits=bits))
 
@@ -89,7 +90,7 @@ def test_bits_do_not_depend_on_the_grouping(name, dtype):
 @pytest.mark.parametrize("weights", ["int4", "mxfp4"])
 def test_bits_of_a_packed_model_do_not_depend_on_the_grouping(weights):
     decoder, ids = DeviceDecoder(packed_model("qwen3", weights)), random_ids(2)
-    for bits in decoder.activation_choices:
+    for bits in decoder.bit_choices:
         together = torch.stack(Lanes(decoder, 2).feed(ids, bits=bits))
         single = Lanes(decoder, 2)
         steps = [torch.stack(single.feed([row[i : i + 1] for row in ids], bits=bits)) for i in range(LENGTH)]
@@ -104,7 +105,7 @@ def test_packed_weights_are_near_their_modules(name, weights, settings):
     for bits, tolerance in ((16, 0.02), (8, 0.02), (4, 0.2)):
         if bits not in precision_switch(model).choices:
             continue
-        out = scored(model, ids, bits)[0]
+        out = scored(model, ids, Bits(4, bits))[0]
         with precision_switch(model).at(bits), torch.no_grad():
             modules = model(torch.tensor(ids)).logits[0]
             assert torch.equal(scored(model, ids)[0], out)
@@ -113,11 +114,11 @@ def test_packed_weights_are_near_their_modules(name, weights, settings):
 
 def test_dequantized_first_it_is_near_the_fused_product():
     model, ids = packed_model(dtype=torch.bfloat16), random_ids(1)
-    fused, coarse = scored(model, ids), scored(model, ids, bits=8)
+    fused, coarse = scored(model, ids), scored(model, ids, Bits(4, 8))
     precision_switch(model).multiply = "dequant"
     dequantized = scored(model, ids)
     assert 0 < (dequantized - fused).abs().max() < 0.1 * fused.abs().max()
-    assert torch.equal(scored(model, ids, bits=8), coarse)
+    assert torch.equal(scored(model, ids, Bits(4, 8)), coarse)
 
 
 def test_logits_of_all_tokens_or_of_those_asked_for():
@@ -159,7 +160,7 @@ def test_positions_end_where_the_rotation_changes():
         (lambda kv: {"kv": kv[:-1]}, r"kv has shape \[2, 2, 2, 2, 8, 16\], 2 rows of this model take \[3, 2, 2, "),
         (lambda kv: {"kv": kv[0]}, "kv has shape"),
         (lambda kv: {"kv": kv.bfloat16()}, "kv is torch.bfloat16 on cpu, the model is torch.float32 on cpu"),
-        (lambda kv: {"activation_bits": 8}, "activation_bits is 8, and the decoder holds no 4-bit weights"),
+        (lambda kv: {"bits": Bits(0, 8)}, r"bits .* are \(0, 8\), and no weights are packed"),
         (lambda kv: {"ids": torch.ones(2, dtype=torch.int32)}, r"ids has shape \[2\]"),
     ],
 )
@@ -174,8 +175,8 @@ def test_operands_that_do_not_fit_are_named_before_anything_is_written(change, w
 
 def test_a_width_is_one_of_the_weights():
     decoder = DeviceDecoder(packed_model(weights="mxfp4"))
-    with pytest.raises(ValueError, match="activation_bits is 4, choose one of 16, 8, or 0"):
-        Lanes(decoder, 1).feed([[5]], bits=4)
+    with pytest.raises(ValueError, match=r"are \(0, 4\), choose one of \(4, 16\), \(4, 8\), or 0"):
+        Lanes(decoder, 1).feed([[5]], bits=Bits(activation=4))
 
 
 @pytest.mark.filterwarnings("ignore:direct_cast:UserWarning")  # 172 is no multiple of 32

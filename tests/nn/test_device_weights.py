@@ -19,6 +19,7 @@ from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.packed_formats import FORMATS
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.ops import tiles_cuda
+from hf_mlspec.precision import OWN_BITS
 
 IDS = [[5, 9, 3, 77, 120]]
 DENSE = ["llama", "llama-tied-biases", "qwen2-windows", "gemma3", "phi3"]
@@ -189,7 +190,7 @@ def test_what_cannot_be_multiplied_as_one(modules, reason):
 def test_a_bias_that_only_some_have():
     with_bias, without = linear(), linear(bias=False)
     x = torch.randn(3, 96)
-    out = joined([with_bias, without], "x")(x, 0)
+    out = joined([with_bias, without], "x")(x, OWN_BITS)
     with torch.no_grad():
         torch.testing.assert_close(out, torch.cat([with_bias(x), without(x)], dim=1))
 

@@ -16,6 +16,7 @@ from hf_mlspec.nn.fused import FusedDecoder, KernelLinear, fused_decoder, is_pre
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.switch import PrecisionSwitch, precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.precision import OWN_BITS, Bits
 from hf_mlspec.speculation.fused_runner import FusedRunner
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -28,15 +29,15 @@ def nothing_said_yet():
     prepared._said.clear()
 
 
-def runner_of(model: nn.Module, batch: int, activation_bits: int = 0) -> FusedRunner:
-    runner = FusedRunner(model, FusedDecoder(model), capacity=LENGTH, activation_bits=activation_bits)
+def runner_of(model: nn.Module, batch: int, bits: Bits = OWN_BITS) -> FusedRunner:
+    runner = FusedRunner(model, FusedDecoder(model), capacity=LENGTH, bits=bits)
     runner.start(batch, torch.device("cpu"))
     return runner
 
 
-def scored_together(model: nn.Module, ids: torch.Tensor, activation_bits: int = 0) -> torch.Tensor:
+def scored_together(model: nn.Module, ids: torch.Tensor, bits: Bits = OWN_BITS) -> torch.Tensor:
     rows = [row[:1] for row in ids.tolist()]
-    return runner_of(model, len(ids), activation_bits).feed(rows, ids[:, 1:], [ids.shape[1] - 1] * len(ids))
+    return runner_of(model, len(ids), bits).feed(rows, ids[:, 1:], [ids.shape[1] - 1] * len(ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,7 +105,7 @@ def test_int4_weights_run_fused_near_their_modules(name, symmetric):
     ids = torch.randint(1, 199, (1, LENGTH))
     seen = []
     for bits, tolerance in ((16, 0.02), (8, 0.02), (4, 0.2)):
-        out = scored_together(model, ids, activation_bits=bits)
+        out = scored_together(model, ids, Bits(4, bits))
         with precision_switch(model).at(bits), torch.no_grad():
             modules = model(ids).logits
             own = scored_together(model, ids)
@@ -119,27 +120,27 @@ def test_int4_weights_run_fused_near_their_modules(name, symmetric):
 def test_bits_of_a_packed_model_do_not_depend_on_the_grouping(weights):
     model = packed_model("qwen3", weights)
     ids = torch.randint(1, 199, (2, LENGTH))
-    for bits in FusedDecoder(model).activation_choices:
-        together = scored_together(model, ids, activation_bits=bits)
-        single = runner_of(model, 2, activation_bits=bits)
+    for bits in FusedDecoder(model).bit_choices:
+        together = scored_together(model, ids, bits)
+        single = runner_of(model, 2, bits)
         steps = [single.feed([row[: i + 1] for row in ids.tolist()])[:, 0] for i in range(LENGTH)]
         assert torch.equal(together, torch.stack(steps, dim=1)), bits
-        assert torch.equal(together[1:], scored_together(model, ids[1:], activation_bits=bits)), bits
+        assert torch.equal(together[1:], scored_together(model, ids[1:], bits)), bits
 
 
 def test_a_width_is_an_argument_of_the_call():
     int4, mxfp4 = packed_model(), packed_model(weights="mxfp4")
-    assert FusedDecoder(int4).activation_choices == (16, 8, 4)
-    assert FusedDecoder(mxfp4).activation_choices == (16, 8)
+    assert FusedDecoder(int4).bit_choices == ((4, 16), (4, 8), (4, 4))
+    assert FusedDecoder(mxfp4).bit_choices == ((4, 16), (4, 8))
     dense = random_model("llama", torch.float32)
-    assert FusedDecoder(dense).activation_choices == ()
+    assert FusedDecoder(dense).bit_choices == ()
     for model, bits, words in (
         (int4, 5, "activation_bits is 5, choose 16, 8 or 4 for int4 weights, or 0"),
         (int4, -8, "activation_bits is -8, choose"),
         (mxfp4, 4, "activation_bits is 4, choose 16 or 8 for MXFP4 weights"),
         (dense, 8, "activation_bits is 8, and the decoder holds no 4-bit weights"),
     ):
-        one, other = runner_of(model, 1, activation_bits=bits), runner_of(model, 1)
+        one, other = runner_of(model, 1, Bits(activation=bits)), runner_of(model, 1)
         with pytest.raises(ValueError, match=words):
             one.score([[5]], [[]])
         with pytest.raises(ValueError, match=words):
@@ -157,7 +158,7 @@ def test_a_dense_head_has_no_width():
         for layer in model.model.layers:  # the layers add nothing: their precision cannot matter
             layer.self_attn.o_proj.weight_scale.zero_()
             layer.mlp.down_proj.weight_scale.zero_()
-    assert torch.equal(scored_together(model, ids, activation_bits=4), scored_together(model, ids))
+    assert torch.equal(scored_together(model, ids, Bits(activation=4)), scored_together(model, ids))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -174,7 +175,7 @@ def test_dequantized_first_it_is_the_model_with_those_dense_weights(name, thread
             linear.bias = layer.bias
             dense.set_submodule(path, linear.eval())
     ids = torch.randint(1, 199, (2, LENGTH))
-    fused_kernel, coarse = scored_together(model, ids), scored_together(model, ids, activation_bits=8)
+    fused_kernel, coarse = scored_together(model, ids), scored_together(model, ids, Bits(activation=8))
     precision_switch(model).multiply = "dequant"
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -185,7 +186,7 @@ def test_dequantized_first_it_is_the_model_with_those_dense_weights(name, thread
     finally:
         torch.set_num_threads(before)
     assert not torch.equal(scored_together(model, ids), fused_kernel)  # its weights are not rounded to bfloat16
-    assert torch.equal(scored_together(model, ids, activation_bits=8), coarse)
+    assert torch.equal(scored_together(model, ids, Bits(activation=8)), coarse)
 
 
 def test_what_a_switch_says_is_noticed():

@@ -8,6 +8,7 @@ from decoders import random_model
 
 from hf_mlspec.nn import prepared
 from hf_mlspec.nn.device_decoder import DeviceDecoder
+from hf_mlspec.precision import OWN_BITS
 from hf_mlspec.speculation import device_steps
 from hf_mlspec.speculation.device_steps import DeviceSteps
 
@@ -65,7 +66,7 @@ def test_replays_return_what_the_decoder_returns(decoder, captured, pick):
     other = kv.clone()
     for seed in range(8):
         given = operands(2, 3, seed)
-        out = steps.forward(*given, kv, pick=pick, activation_bits=0)
+        out = steps.forward(*given, kv, pick=pick, bits=OWN_BITS)
         assert torch.equal(out, decoder.forward(*given, other, pick=pick))
         assert torch.equal(kv, other)
     assert len(captured) == 1
@@ -75,7 +76,7 @@ def test_many_shapes_are_not_captured_again_and_again(decoder, captured):
     steps, kv = steps_of(decoder), decoder.new_kv(1, SLOTS)
     for turn in range(60):
         for width in range(1, 13):
-            steps.forward(*operands(1, width, turn), kv, pick=None, activation_bits=0)
+            steps.forward(*operands(1, width, turn), kv, pick=None, bits=OWN_BITS)
         assert len(steps._steps) <= device_steps._KEPT
     assert 12 <= len(captured) <= 12 * 4
 
@@ -86,7 +87,7 @@ def test_another_cache_has_graphs_of_its_own(decoder, captured):
         for seed in range(12):
             given = operands(1, 2, seed)
             expected = decoder.forward(*given, kv.clone())
-            assert torch.equal(steps.forward(*given, kv, pick=None, activation_bits=0), expected)
+            assert torch.equal(steps.forward(*given, kv, pick=None, bits=OWN_BITS), expected)
     assert len(captured) == 2
 
 
@@ -94,8 +95,8 @@ def test_long_steps_and_those_of_the_cpu_are_not_captured(decoder, captured):
     kv = decoder.new_kv(1, 256)
     steps, plain = steps_of(decoder), DeviceSteps(decoder)
     for seed in range(5):
-        steps.forward(*operands(1, device_steps._MOST_TOKENS + 1, seed), kv, pick=None, activation_bits=0)
-        plain.forward(*operands(1, 1, seed), kv, pick=None, activation_bits=0)
+        steps.forward(*operands(1, device_steps._MOST_TOKENS + 1, seed), kv, pick=None, bits=OWN_BITS)
+        plain.forward(*operands(1, 1, seed), kv, pick=None, bits=OWN_BITS)
     assert not captured
 
 
@@ -109,5 +110,5 @@ def test_without_memory_steps_run_uncaptured_and_it_is_said(decoder, monkeypatch
     for seed in range(9):
         given = operands(2, 1, seed)
         expected = decoder.forward(*given, kv.clone())
-        assert torch.equal(steps.forward(*given, kv, pick=None, activation_bits=0), expected)
+        assert torch.equal(steps.forward(*given, kv, pick=None, bits=OWN_BITS), expected)
     assert caplog.text.count("steps of 2 rows are launched kernel by kernel: no memory to capture them") == 1

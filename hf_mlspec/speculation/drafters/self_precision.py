@@ -16,6 +16,7 @@ from typing import TypeVar
 from torch import nn
 
 from ...nn.switch import precision_switch
+from ...precision import Bits
 from ..device_runner import DeviceRunner
 from ..fused_runner import FusedRunner
 from ..runner import Runner
@@ -23,20 +24,20 @@ from ..runner import Runner
 AnyRunner = TypeVar("AnyRunner", Runner, FusedRunner, DeviceRunner)
 
 
-def at_lower_precision(runner: AnyRunner, activation_bits: int) -> AnyRunner:
-    """`runner`, not yet started, with every packed layer of its model called at `activation_bits` (4 or 8)."""
+def at_lower_precision(runner: AnyRunner, bits: Bits) -> AnyRunner:
+    """`runner`, not yet started, with every packed layer of its model called at `bits`."""
     if isinstance(runner, Runner):
-        runner.forward = _switched(runner.forward, runner.model, activation_bits)
+        runner.forward = _switched(runner.forward, runner.model, bits)
     else:
-        runner.activation_bits = activation_bits
+        runner.bits = bits
     return runner
 
 
-def _switched(forward: Callable, model: nn.Module, activation_bits: int) -> Callable:
+def _switched(forward: Callable, model: nn.Module, bits: Bits) -> Callable:
     switch = precision_switch(model)
 
     def switched(*args):
-        with switch.at(activation_bits):
+        with switch.at(bits):
             return forward(*args)
 
     return switched
