@@ -8,8 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings_cuda.h"
-#include "cuda/linear.h"
+#include "bindings_cuda_linear.h"
 #include "cuda/portable_linear.h"
 
 #define MLSPEC_TEXT_OF(value) #value
@@ -29,10 +28,7 @@ using namespace mlspec;
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-constexpr int64_t kPairOutputs = 128, kPairInputs = 128, kMxfp4Block = 32;
-constexpr int64_t kAlignment = 16;
-
-int64_t round_up(int64_t items, int64_t step) { return (items + step - 1) / step * step; }
+constexpr int64_t kMxfp4Block = 32, kAlignment = 16;
 
 // MLSPEC_CUDA_KERNELS=portable: the kernels for every GPU on Hopper, too.
 bool portable_is_forced() {
@@ -47,22 +43,12 @@ bool portable_is_forced() {
 
 bool hopper_serves(int capability) { return MLSPEC_HOPPER && capability == 90 && !portable_is_forced(); }
 
-using Kernel = const char* (*)(const mlspec_cuda_linear*);
-
 #if MLSPEC_HOPPER
-constexpr Kernel kHopperBf16 = mlspec_cuda_bf16_linear, kHopperInt4 = mlspec_cuda_int4_linear,
+constexpr LinearKernel kHopperBf16 = mlspec_cuda_bf16_linear, kHopperInt4 = mlspec_cuda_int4_linear,
                  kHopperMxfp4 = mlspec_cuda_mxfp4_linear;
 #else
-constexpr Kernel kHopperBf16 = nullptr, kHopperInt4 = nullptr, kHopperMxfp4 = nullptr;
+constexpr LinearKernel kHopperBf16 = nullptr, kHopperInt4 = nullptr, kHopperMxfp4 = nullptr;
 #endif
-
-// A weight as a kernel takes it; which kernel depends on the weight and the GPU alone, and so do the bits.
-struct Weight {
-  const char* op;
-  mlspec_cuda_linear args;
-  Kernel hopper, portable;
-  bool fits_hopper;
-};
 
 bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment == 0; }
 
@@ -96,8 +82,12 @@ std::tuple<Tensor, Tensor> quantized(const CudaCall& call, const Tensor& x, int6
   return {codes, scales};
 }
 
-void check_x(const char* op, const Tensor& x, const char* weight_name, const Tensor& weight, int64_t in, const Maybe& bias,
-             int64_t out) {
+}  // namespace
+
+namespace mlspec {
+
+void check_linear_x(const char* op, const Tensor& x, const char* weight_name, const Tensor& weight, int64_t in, const Maybe& bias,
+                    int64_t out) {
   float_dtype(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == in, op, ": x has shape ", x.sizes(), ", the weight takes in_features = ", in);
   check_device(op, weight_name, weight, "x", x);
@@ -107,8 +97,7 @@ void check_x(const char* op, const Tensor& x, const char* weight_name, const Ten
   check_device(op, "bias", *bias, "x", x);
 }
 
-// x [..., in] -> [..., out] in x.dtype; float32 and float16 are rounded to bfloat16 on their way in and out.
-Tensor multiply(const CudaCall& call, Weight weight, const Tensor& x, const Maybe& bias) {
+Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, const Maybe& bias) {
   mlspec_cuda_linear& args = weight.args;
   const int64_t in = args.in_features, out = args.out_features;
   std::vector<int64_t> shape = x.sizes().vec();
@@ -132,6 +121,10 @@ Tensor multiply(const CudaCall& call, Weight weight, const Tensor& x, const Mayb
   call.check((hopper ? weight.hopper : weight.portable)(&args));
   return y.to(x.scalar_type());
 }
+
+}  // namespace mlspec
+
+namespace {
 
 // weight_tiles of a 4-bit weight, whose scale_tiles tell in_features.
 mlspec_cuda_linear check_tiles(const char* op, const Tensor& tiles, const Tensor& scale_tiles, int64_t out, int64_t group,
@@ -160,7 +153,7 @@ Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& s
   mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kMxfp4Block, 1);
   check_part(op, "scale_tiles", scale_tiles, at::kByte, {1, scale_tiles.size(1), 4}, "weight_tiles", weight_tiles, 4);
   check_one_of(op, "activation_bits", activation_bits, {8, 16});
-  check_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
+  check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
   args.exponent_shift = static_cast<const int32_t*>(scale_tiles.const_data_ptr());
   args.activation_bits = static_cast<int32_t>(activation_bits);
   return multiply(CudaCall(op, x), {op, args, kHopperMxfp4, mlspec_cuda_portable_mxfp4_linear, true}, x, bias);
@@ -175,7 +168,7 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
   check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
   if (zero_tiles) check_part(op, "zero_tiles", *zero_tiles, at::kByte, groups, "weight_tiles", weight_tiles);
   check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
-  check_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
+  check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
   args.has_zeros = zero_tiles.has_value();
   args.activation_bits = static_cast<int32_t>(activation_bits);
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
@@ -185,7 +178,7 @@ Tensor bf16_linear(const Tensor& x, const Tensor& weight, const Maybe& bias) {
   constexpr const char* op = "bf16_linear";
   TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), ", expected [out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
-  check_x(op, x, "weight", weight, weight.size(1), bias, weight.size(0));
+  check_linear_x(op, x, "weight", weight, weight.size(1), bias, weight.size(0));
   mlspec_cuda_linear args{};
   args.tiles = weight.const_data_ptr();
   args.in_features = weight.size(1);

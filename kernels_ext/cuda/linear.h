@@ -9,6 +9,8 @@ extern "C" {
 
 typedef struct {
   const void* tiles;      // bf16: the weight itself, bfloat16 [out, in], aligned to 16 bytes; else from prepack
+  const void* more;       // nested: the tiles of low bits, or null; bit-planes: those of scales
+  const void* codebook;   // nested, 4 bits of a weight: uint8 [8], aligned to 4 bytes
   const void* x;          // bfloat16 [tokens, in]; 8 and 4 bits: codes int8 [tokens, in] of mlspec_cuda_quantize_rows
   const float* x_scales;  // 8 and 4 bits: the scales of mlspec_cuda_quantize_rows
   const void* bias;       // [out] float32 or bfloat16, or null
@@ -16,7 +18,9 @@ typedef struct {
   const int32_t* exponent_shift;  // MXFP4: what prepack wrote; the result is multiplied by 2^exponent_shift
   int64_t num_tokens, in_features, out_features;  // in_features: a multiple of 8 (bf16), 32 (MXFP4), group_size (int4)
   int64_t x_scale_stride;         // tokens, a multiple of 4
-  int32_t group_size, has_zeros;  // int4
+  int32_t group_size, has_zeros;  // int4, bit-planes
+  int32_t tile_stride, zero_doubled, num_planes;  // bit-planes: bytes of a tile as stored; planes that are multiplied
+  int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16
   int32_t bias_is_float32;
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then

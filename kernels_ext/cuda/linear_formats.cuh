@@ -78,7 +78,8 @@ struct LanePlace {
 
 struct Bf16Weights {
   static constexpr int kGroups = 0;  // no late scaling
-  static constexpr bool kFourBits = false, kHasZeros = false, kHasShift = false;
+  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false;
+  static constexpr int kWarpGroups = 1, kMoreBytes = 0;
   static constexpr int kActivationBits = 16;
   static constexpr float kOutScale = 1;
   static constexpr int kChunk = 64, kTileBytes = kTileOutputs * kChunk * 2;  // rows of 128 bytes, 128-byte swizzle
@@ -86,12 +87,20 @@ struct Bf16Weights {
 
 constexpr int kCodeBytes = kTileOutputs * kTileInputs / 2;
 
+// What the ring and the loop over chunks ask of weights that are packed in tiles and multiplied from registers, unless a format
+// says otherwise.
+struct PackedTiles {
+  static constexpr bool kPacked = true, kHasZeros = false, kHasShift = false;
+  static constexpr int kChunk = kTileInputs;
+  static constexpr int kWarpGroups = 2;       // that share a tile's chunks: part of the order of the sums
+  static constexpr bool kPrefix = false;      // kTileBytes are the front of what a tile stores, LinearParams::tile_stride
+  static constexpr int kMoreBytes = 0;        // of a tile in a second array, LinearParams::more; behind the first in a stage
+};
+
 // Bits of a pair of bfloat16.
 __device__ __forceinline__ uint32_t both(uint32_t half_word) { return half_word * 0x10001u; }
 
-struct CodeWords {
-  static constexpr bool kFourBits = true;
-  static constexpr int kChunk = kTileInputs;
+struct CodeWords : PackedTiles {
   uint32_t words[kSteps];
 
   __device__ __forceinline__ static uint32_t place(int warp, int lane) { return (warp * kSteps / 4 * 32 + lane) * 16; }
@@ -123,7 +132,8 @@ struct Int4Weights : CodeWords {
   __device__ __forceinline__ static LanePlace place(int warp, int lane) {
     return {CodeWords::place(warp, lane), uint32_t(warp * 8 + lane / 4) * kScalesOfRow};
   }
-  __device__ __forceinline__ void prepare() {
+  template <class Params>
+  __device__ __forceinline__ void prepare(const Params&) {
     flip_low = unknown_to_compiler(0x00080008), flip_high = unknown_to_compiler(0x00800080);
   }
   __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
@@ -180,7 +190,8 @@ struct Mxfp4Weights : CodeWords {
   __device__ __forceinline__ static LanePlace place(int warp, int lane) {
     return {CodeWords::place(warp, lane), uint32_t(warp * 8 + lane / 4) * 8};
   }
-  __device__ __forceinline__ void prepare() {}
+  template <class Params>
+  __device__ __forceinline__ void prepare(const Params&) {}
   __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
     CodeWords::load(tile, place.weights);
     const uint2 v = *reinterpret_cast<const uint2*>(tile + kCodeBytes + place.scales);
@@ -211,7 +222,8 @@ struct Mxfp4IntegerWeights : CodeWords {
   const uint8_t* scales;
 
   __device__ __forceinline__ static LanePlace place(int warp, int lane) { return Mxfp4Weights::place(warp, lane); }
-  __device__ __forceinline__ void prepare() {}
+  template <class Params>
+  __device__ __forceinline__ void prepare(const Params&) {}
   __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
     CodeWords::load(tile, place.weights);
     scales = tile + kCodeBytes + place.scales;

@@ -13,11 +13,11 @@ constexpr int kSharedMemory = 228 * 1024, kSystemMemory = 1024;  // of a multipr
 
 // How many blocks share the inputs of a tile, each at least 4 chunks. Two blocks fit a multiprocessor; clusters of 4 and 8
 // do not fill the chip (a cluster lies within a group of multiprocessors), and a second wave doubles the time. Where 2 leave
-// half of the places empty, 4-bit weights, whose warps have more to do for a byte, take 3.
-inline int ranks_of_shape(int output_tiles, int chunks, bool four_bits) {
+// half of the places empty, weights of few bits, whose warps have more to do for a byte, take 3. chunks: of 128 inputs.
+inline int ranks_of_shape(int output_tiles, int chunks, bool few_bits) {
   for (const int ranks : {8, 4})
     if (output_tiles * ranks <= kMultiprocessors - 4 && chunks >= ranks * 4) return ranks;
-  if (four_bits && output_tiles * 2 <= kMultiprocessors && chunks >= 3 * 4) return 3;
+  if (few_bits && output_tiles * 2 <= kMultiprocessors && chunks >= 3 * 4) return 3;
   return output_tiles * 2 <= 2 * kMultiprocessors && chunks >= 2 * 4 ? 2 : 1;
 }
 
@@ -55,7 +55,7 @@ template <class V>
 const char* describe_operands(Maps* maps, const mlspec_cuda_linear& a) {
   constexpr int kBytes = V::Format::kActivationBits / 8;
   if (const char* problem = describe(&maps->x, a.x, a.num_tokens, a.in_features, kBytes, V::kBoxTokens)) return problem;
-  if constexpr (!V::Format::kFourBits) return describe(&maps->weight, a.tiles, a.out_features, a.in_features, 2, V::kOutputs);
+  if constexpr (!V::Format::kPacked) return describe(&maps->weight, a.tiles, a.out_features, a.in_features, 2, V::kOutputs);
   return nullptr;
 }
 
@@ -67,7 +67,9 @@ inline int blocks_of(int64_t size, int block) { return int((size + block - 1) / 
 template <class V>
 LinearParams params_of(const mlspec_cuda_linear& a) {
   LinearParams p = {};
-  p.tiles = static_cast<const uint8_t*>(a.tiles), p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
+  p.tiles = static_cast<const uint8_t*>(a.tiles), p.more = static_cast<const uint8_t*>(a.more);
+  p.codebook = static_cast<const uint8_t*>(a.codebook), p.tile_stride = a.tile_stride, p.zero_doubled = a.zero_doubled;
+  p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
   p.bias = a.bias, p.x_row_bytes = int(a.in_features * V::Format::kActivationBits / 8);
   p.exponent_shift = a.exponent_shift, p.out = static_cast<__nv_bfloat16*>(a.out);
   p.num_tokens = int(a.num_tokens), p.out_features = int(a.out_features), p.x_scale_stride = int(a.x_scale_stride);
@@ -93,7 +95,7 @@ const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
   LinearParams params = params_of<V>(a);
   const int ranks = a.ranks ? a.ranks
                             : ranks_of_shape(blocks_of(a.out_features, kTileOutputs), blocks_of(a.in_features, kTileInputs),
-                                             V::Format::kFourBits);
+                                             V::kWarpGroups == 2);
   const int sums_of_others = ranks > 1 ? (ranks - 1) * V::quads_of_rank(ranks) * 16 : 0;
   const int own_sums = V::kOwnSums ? V::kSumBytes + sums_of_others : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;
   const int room = kSharedMemory / V::kBlocks - kSystemMemory - Ring::kFrontBytes - own_sums;

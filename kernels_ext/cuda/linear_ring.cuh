@@ -31,12 +31,16 @@ struct Maps {
 };
 
 struct LinearParams {
-  const uint8_t* tiles;   // [output tile, chunk], 4-bit weights
+  const uint8_t* tiles;   // [output tile pair, chunk, tile of the pair], packed weights
+  const uint8_t* more;    // likewise, of formats in two arrays
   const uint8_t* x;       // [tokens, x_row_bytes]
   const float* x_scales;  // [group, x_scale_stride], int8 activations only
   const void* bias;
   const int32_t* exponent_shift;
-  __nv_bfloat16* out;  // [tokens, outputs]
+  const uint8_t* codebook;  // nested weights
+  __nv_bfloat16* out;       // [tokens, outputs]
+  int tile_stride;          // bytes from tile to tile of formats that read the front of a tile
+  int zero_doubled;         // bit-planes
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
   bool bias_is_float32, copies_tokens;
 };
@@ -49,21 +53,21 @@ struct Variant {
   static constexpr int kTokenTiles = kTokenTilesOf, kTokens = kTokenTiles * 8, kTiles = kTilesOf;
   static constexpr bool kWgmma = kWgmmaOf;
   static constexpr int kOutputs = kTiles * kTileOutputs;
-  static constexpr int kWarpGroups = Format::kFourBits ? 2 : 1;  // that share a tile's chunks
+  static constexpr int kWarpGroups = Format::kWarpGroups;  // that share a tile's chunks
   static constexpr int kConsumers = kWarpGroups * kTiles * 128;
   // Of two tiles the producer gets a warp group of its own, so that registers can move from it to the consumers.
   static constexpr bool kMoveRegisters = kTiles == 2;
-  static constexpr int kRegisters = Format::kFourBits ? 112 : 232;
+  static constexpr int kRegisters = kWarpGroups == 2 ? 112 : 232;
   static constexpr int kThreads = kConsumers + (kMoveRegisters ? 128 : 32);
   static constexpr int kBlocks = kTiles == 1 ? 2 : 1;  // on a multiprocessor
   static constexpr int kMostStages = kBlocks == 2 ? 16 : kMaxStages;
-  // Chunks a group of warps takes in one turn of its loop. 4-bit weights, few tokens: bound by the number of instructions.
-  static constexpr int kTurn = !kWgmma && Format::kFourBits ? 2 : 1;
+  // Chunks a group of warps takes in one turn of its loop. Few bits and tokens: bound by the number of instructions.
+  static constexpr int kTurn = !kWgmma && kWarpGroups == 2 ? 2 : 1;
   // A box of the copy engine has at most 256 rows, an instruction at most 256 tokens.
   static constexpr int kParts = kTokens > 256 ? 2 : 1, kBoxTokens = kTokens / kParts;
   static constexpr int kBoxes = Format::kChunk * Format::kActivationBits / 8 / 128;  // of 128 bytes a token
   static constexpr int kTokenBytes = kTokens * 128 * kBoxes;
-  static constexpr int kTileBytes = kTiles * Format::kTileBytes;
+  static constexpr int kTileBytes = kTiles * (Format::kTileBytes + Format::kMoreBytes);
   static constexpr int kScaleBytes = Format::kActivationBits == 8 ? Format::kGroups * kTokens * 4 : 0;  // of tokens
   static constexpr int kWeightStride = (kTileBytes + kScaleBytes + 127) / 128 * 128;  // of weights, then scales of tokens
   static constexpr int kStageBytes = kTokenBytes + kWeightStride;
@@ -73,7 +77,7 @@ struct Variant {
   static constexpr bool kOwnSums = kTiles == 1;
   static constexpr bool kOwnFirstTokens = kTokenTiles == 1;
   // Stages of weights in flight before the first tokens: enough to keep the memory busy, and tokens find a short queue.
-  static constexpr int kAhead = kTiles == 1 ? (Format::kFourBits ? 4 : 8) : kTokens > 64 || Format::kFourBits ? 2 : 4;
+  static constexpr int kAhead = kTiles == 1 ? (Format::kPacked ? 4 : 8) : kTokens > 64 || Format::kPacked ? 2 : 4;
   // The sums of a block: groups of 4 outputs of one token, dealt to the blocks of a cluster kConsumers at a time.
   static constexpr int kQuads = kTokens * kOutputs / 4;
   __host__ __device__ static constexpr int quads_of_rank(int ranks) {
@@ -141,21 +145,36 @@ struct Producer {
   // Where a stage goes and comes from.
   struct Stage {
     uint32_t full, tokens, weights;
-    const uint8_t* tile;  // 4-bit weights
+    const uint8_t *tile, *more;  // packed weights
     int chunk;
   };
 
   __device__ __forceinline__ Stage first_stage() const {
-    return {ring.full(0), ring.address, ring.address + p.stages * V::kTokenBytes, nullptr, 0};
+    return {ring.full(0), ring.address, ring.address + p.stages * V::kTokenBytes, nullptr, nullptr, 0};
   }
   __device__ __forceinline__ void begin_unit(Stage& s, int unit) const {
     const int tile = work.first_tile(p, unit);
     s.chunk = work.first_chunk;
-    s.tile = p.tiles + ((size_t(tile / 2) * p.chunks + s.chunk) * 2 + tile % 2) * Format::kTileBytes;
+    const size_t number = (size_t(tile / 2) * p.chunks + s.chunk) * 2 + tile % 2;
+    s.tile = p.tiles + number * tile_stride();
+    if constexpr (Format::kMoreBytes > 0) s.more = p.more + number * Format::kMoreBytes;
   }
-  __device__ __forceinline__ static void next(Stage& s) {
+  __device__ __forceinline__ int tile_stride() const { return Format::kPrefix ? p.tile_stride : Format::kTileBytes; }
+  __device__ __forceinline__ void next(Stage& s) const {
     s.full += 8, s.tokens += V::kTokenBytes, s.weights += V::kWeightStride;
-    s.tile += 2 * Format::kTileBytes, ++s.chunk;
+    s.tile += 2 * tile_stride(), ++s.chunk;
+    if constexpr (Format::kMoreBytes > 0) s.more += 2 * Format::kMoreBytes;
+  }
+  __device__ __forceinline__ void load_tiles(const Stage& s) const {
+    if constexpr (Format::kPrefix) {
+#pragma unroll
+      for (int i = 0; i < V::kTiles; ++i)
+        copy_bulk(s.weights + i * Format::kTileBytes, s.tile + i * p.tile_stride, Format::kTileBytes, s.full, weight_policy);
+    } else {
+      copy_bulk(s.weights, s.tile, V::kTiles * Format::kTileBytes, s.full, weight_policy);
+    }
+    if constexpr (Format::kMoreBytes > 0)
+      copy_bulk(s.weights + V::kTiles * Format::kTileBytes, s.more, V::kTiles * Format::kMoreBytes, s.full, weight_policy);
   }
   __device__ __forceinline__ void wrap(Stage& s) const {
     s.full = ring.full(0), s.tokens = ring.address, s.weights = ring.address + p.stages * V::kTokenBytes;
@@ -165,7 +184,7 @@ struct Producer {
     if (!elected) return;
     barrier_arrive_expect(s.full, V::kTileBytes + token_bytes);
     const int output = work.first_tile(p, unit) * kTileOutputs;
-    if constexpr (Format::kFourBits) copy_bulk(s.weights, s.tile, V::kTileBytes, s.full, weight_policy);
+    if constexpr (Format::kPacked) load_tiles(s);
     else copy_box(s.weights, &maps.weight, s.chunk * Format::kChunk, output, s.full, weight_policy);
   }
   __device__ __forceinline__ void load_tokens(const Stage& s, int first_token, int scale_bytes) const {

@@ -1,8 +1,8 @@
 // How does a block multiply the weights of 64 or 128 outputs with up to 288 tokens, the same bits for any number?
 //
-// Inputs are cut into chunks of 128 (4-bit weights) or 64 (bfloat16). The chunks of a tile of 64 outputs are dealt to the
-// blocks of one cluster (their number depends on the weight's shape alone); of 4-bit weights each block's chunks alternately
-// to two groups of four warps. A group sums its chunks in ascending order; the sums are added group 0 + group 1 in each block,
+// Inputs are cut into chunks of 128 (packed weights) or 64 (bfloat16). The chunks of a tile of 64 outputs are dealt to the
+// blocks of one cluster (their number depends on the weight's shape alone), 128 inputs at least; each block's chunks
+// alternately to the groups of four warps that share a tile (bfloat16 and what equals it one, else two). A group sums its chunks in ascending order; the sums are added group 0 + group 1 in each block,
 // then over blocks by rank. A token is a column of operand B: neither the number of columns nor their place changes what the
 // tensor cores add, nor in what order, and mma and wgmma add alike (checked bit for bit by eval/bench_gpu_linear.py).
 #pragma once
@@ -143,7 +143,7 @@ struct Turn {
   int slot, parity;
 };
 
-// 4-bit weights, through registers.
+// Packed weights, through registers.
 template <class V>
 __device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], Turn& turn, const LinearParams& p,
                                               const uint8_t* memory, Ring ring, int chunks, int warp, int lane) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], 
     lane_place = {unknown_to_compiler(lane_place.weights), unknown_to_compiler(lane_place.scales)};
   }
   Format format;
-  format.prepare();
+  format.prepare(p);
   const uint8_t* weights = memory + p.stages * V::kTokenBytes + tile_of_block * Format::kTileBytes;
   // kChunks of the group, in stages side by side.
   const auto multiply = [&](auto number) {
@@ -169,7 +169,12 @@ __device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], 
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       formats[c] = format;
-      formats[c].load(tiles + c * V::kWarpGroups * V::kWeightStride, lane_place);
+      const uint8_t* tile = tiles + c * V::kWarpGroups * V::kWeightStride;
+      if constexpr (Format::kMoreBytes > 0)
+        formats[c].load(tile, tile + V::kTiles * Format::kTileBytes + tile_of_block * (Format::kMoreBytes - Format::kTileBytes),
+                        lane_place);
+      else
+        formats[c].load(tile, lane_place);
     }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -239,7 +244,7 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
   Turn turn{warp / (4 * V::kTiles), 0};  // a group's first slot is its number
   for (int unit = work.first_unit; unit < p.units; unit += work.unit_step) {
     float sums[V::kTokenTiles][4] = {};
-    if constexpr (Format::kFourBits) consume_codes<V>(sums, turn, p, memory, ring, work.chunks, warp, lane);
+    if constexpr (Format::kPacked) consume_codes<V>(sums, turn, p, memory, ring, work.chunks, warp, lane);
     else consume_bf16<V>(sums, turn, p, ring, work.chunks, warp, lane);
     barrier_sync<V::kConsumers>();
     add_groups<V>(sums, total, warp, lane);
@@ -249,6 +254,15 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
     add_ranks<V>(p, ring, total, work.rank,
                  {min(V::kTokens, p.num_tokens - first_token), first_token, work.first_tile(p, unit) * kTileOutputs, out_scale});
   }
+}
+
+// Blocks of a cluster share 128 inputs at a time, whatever a chunk is: one order of sums for bfloat16 and what equals it.
+template <class V>
+__device__ __forceinline__ int first_chunk_of(const LinearParams& p, int rank) {
+  constexpr int kOfShare = kTileInputs / V::Format::kChunk;
+  if constexpr (kOfShare == 1) return p.chunks * rank / p.ranks;
+  const int shares = (p.chunks + kOfShare - 1) / kOfShare;
+  return min(shares * rank / p.ranks * kOfShare, p.chunks);
 }
 
 // Grid: ranks (one cluster) x units, along x; neighbours share their weights in the L2 cache.
@@ -261,8 +275,8 @@ __global__ void __launch_bounds__(V::kThreads, V::kBlocks)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in every lane: uniform registers
   const int lane = threadIdx.x % 32;
   Work<V> work{int(blockIdx.x) / p.ranks, int(gridDim.x) / p.ranks, int(blockIdx.x) % p.ranks};
-  work.first_chunk = p.chunks * work.rank / p.ranks;
-  work.chunks = p.chunks * (work.rank + 1) / p.ranks - work.first_chunk;
+  work.first_chunk = first_chunk_of<V>(p, work.rank);
+  work.chunks = first_chunk_of<V>(p, work.rank + 1) - work.first_chunk;
   launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) barrier_init(ring.full(i), 1), barrier_init(ring.empty(i), 4 * V::kTiles);

@@ -14,18 +14,32 @@
 namespace mlspec::portable {
 
 constexpr int kGroupsOfWarps = 2, kGroupThreads = 128, kThreads = kGroupsOfWarps * kGroupThreads;
-constexpr int kRingBytes = 96 * 1024;  // every GPU since sm_80 gives a block 99 KiB
+constexpr int kRingBytes = 99 * 1024;  // every GPU since sm_80 gives a block as much
 constexpr int kMostStages = 6;
+
+struct Params {
+  const uint8_t* weights;  // packed tiles or the row-major weight
+  const uint8_t* more;     // tiles of formats in two arrays
+  const uint8_t* x;
+  const float* x_scales;
+  const void* bias;
+  const int32_t* exponent_shift;
+  const uint8_t* codebook;
+  __nv_bfloat16* out;
+  int64_t x_scale_stride;
+  int num_tokens, in_features, out_features, chunks, token_blocks, tile_stride, zero_doubled;
+  bool aligned, bias_is_float32;
+};
 
 // bfloat16 weights as nn.Linear has them: [out, in], a stage holds 64 rows of 128 bytes.
 struct RowMajorWeights {
-  static constexpr int kChunk = 64, kGroups = 0, kActivationBits = 16, kTileBytes = kTileOutputs * kChunk * 2;
-  static constexpr bool kFourBits = false, kHasZeros = false, kHasShift = false;
+  static constexpr int kChunk = 64, kGroups = 0, kActivationBits = 16, kTileBytes = kTileOutputs * kChunk * 2, kMoreBytes = 0;
+  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false;
   static constexpr float kOutScale = 1;
 
   uint32_t address;
 
-  __device__ __forceinline__ void prepare() {}
+  __device__ __forceinline__ void prepare(const Params&) {}
   __device__ __forceinline__ static LanePlace place(int warp, int lane) {
     const int row = lane % 16;
     return {uint32_t((warp * 16 + row) * 128 + ((lane / 16 ^ row % 8) << 4)), 0};
@@ -34,27 +48,15 @@ struct RowMajorWeights {
   __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const { load_matrices(a, address ^ step * 32); }
 };
 
-struct Params {
-  const uint8_t* weights;  // packed tiles or the row-major weight
-  const uint8_t* x;
-  const float* x_scales;
-  const void* bias;
-  const int32_t* exponent_shift;
-  __nv_bfloat16* out;
-  int64_t x_scale_stride;
-  int num_tokens, in_features, out_features, chunks, token_blocks;
-  bool aligned, bias_is_float32;
-};
-
 template <class FormatType, int kTokenTilesOf>
 struct Variant {
   using Format = FormatType;
   using Dot = typename std::conditional<Format::kActivationBits == 8, int, float>::type;
   static constexpr int kTokenTiles = kTokenTilesOf, kTokens = 8 * kTokenTiles;
   static constexpr int kRowBytes = Format::kChunk * Format::kActivationBits / 8;  // of a token and chunk: 128 or 256
-  static constexpr int kTokenBytes = kTokens * kRowBytes;
+  static constexpr int kTokenBytes = kTokens * kRowBytes, kTileBytes = Format::kTileBytes + Format::kMoreBytes;
   static constexpr int kScaleBytes = Format::kActivationBits == 8 ? Format::kGroups * kTokens * 4 : 0;
-  static constexpr int kStageBytes = (kTokenBytes + Format::kTileBytes + kScaleBytes + 127) / 128 * 128;
+  static constexpr int kStageBytes = (kTokenBytes + kTileBytes + kScaleBytes + 127) / 128 * 128;
   static constexpr int kFitting = kRingBytes / kGroupsOfWarps / kStageBytes;
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static constexpr int kSumStride = kTileOutputs + 4;  // of the sums in shared memory: no bank conflict
@@ -107,6 +109,13 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const uint8_t* matrix, in
   }
 }
 
+// By a group of warps.
+template <int kBytes>
+__device__ __forceinline__ void copy_bytes(uint32_t to, const uint8_t* from, int thread) {
+#pragma unroll
+  for (int i = thread; i < kBytes / 16; i += kGroupThreads) copy_async(to + i * 16, from + i * 16, true);
+}
+
 // What a group of warps copies for one of its chunks.
 template <class V>
 struct Copier {
@@ -118,10 +127,17 @@ struct Copier {
   __device__ __forceinline__ uint32_t stage(int slot) const { return ring + slot * V::kStageBytes; }
   __device__ __forceinline__ void copy_weights(int chunk, int slot) const {
     const uint32_t to = stage(slot) + V::kTokenBytes;
-    if constexpr (Format::kFourBits) {
-      const uint8_t* from = p.weights + ((int64_t(tile / 2) * p.chunks + chunk) * 2 + tile % 2) * Format::kTileBytes;
-#pragma unroll
-      for (int i = thread; i < Format::kTileBytes / 16; i += kGroupThreads) copy_async(to + i * 16, from + i * 16, true);
+    if constexpr (Format::kPacked) {
+      constexpr int kOfTile = kTileInputs / Format::kChunk;  // chunks
+      const int tiles = (p.chunks + kOfTile - 1) / kOfTile;
+      const int64_t number = (int64_t(tile / 2) * tiles + chunk / kOfTile) * 2 + tile % 2;
+      if constexpr (kOfTile > 1) {
+        Format::copy_part(to, p.weights, p.more, number, chunk % kOfTile, thread);
+      } else {
+        copy_bytes<Format::kTileBytes>(to, p.weights + number * (Format::kPrefix ? p.tile_stride : Format::kTileBytes), thread);
+        if constexpr (Format::kMoreBytes > 0)
+          copy_bytes<Format::kMoreBytes>(to + Format::kTileBytes, p.more + number * Format::kMoreBytes, thread);
+      }
     } else {
       copy_rows<kTileOutputs, 128>(to, p.weights, int64_t(tile) * kTileOutputs, p.out_features, int64_t(chunk) * 128,
                                    int64_t(p.in_features) * 2, p.aligned, thread);
@@ -132,7 +148,7 @@ struct Copier {
                                         int64_t(p.in_features) * Format::kActivationBits / 8, p.aligned, thread);
     if constexpr (V::kScaleBytes > 0) {
       constexpr int kPieces = V::kTokens / 4;
-      const uint32_t to = stage(slot) + V::kTokenBytes + Format::kTileBytes;
+      const uint32_t to = stage(slot) + V::kTokenBytes + V::kTileBytes;
       for (int i = thread; i < Format::kGroups * kPieces; i += kGroupThreads) {
         const int token = first_token + i % kPieces * 4;
         const bool inside = token < p.x_scale_stride;
@@ -246,7 +262,7 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
   const uint32_t place = TokenFragments<V::kTokenTiles>::place(lane);
   const LanePlace lane_place = Format::place(warp, lane);
   Format format;
-  format.prepare();
+  format.prepare(copier.p);
   int slot = 0, next_slot = V::kStages - 1;
   for (int i = 0; i < chunks; ++i) {
     wait_for_copies<V::kStages - 2>();
@@ -257,8 +273,11 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
     }
     commit_copies();
     const uint8_t* stage = stages + slot * V::kStageBytes;
-    format.load(stage + V::kTokenBytes, lane_place);
-    const float* x_scales = reinterpret_cast<const float*>(stage + V::kTokenBytes + Format::kTileBytes);
+    if constexpr (Format::kMoreBytes > 0)
+      format.load(stage + V::kTokenBytes, stage + V::kTokenBytes + Format::kTileBytes, lane_place);
+    else
+      format.load(stage + V::kTokenBytes, lane_place);
+    const float* x_scales = reinterpret_cast<const float*>(stage + V::kTokenBytes + V::kTileBytes);
     multiply<V>(sums, format, shared_address(stage), place, x_scales, lane);
     slot = slot + 1 == V::kStages ? 0 : slot + 1;
     next_slot = next_slot + 1 == V::kStages ? 0 : next_slot + 1;
@@ -343,12 +362,14 @@ const char* launch(const mlspec_cuda_linear& a) {
   const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
   const int64_t token_blocks = (a.num_tokens + V::kTokens - 1) / V::kTokens;
   const int64_t row_bytes = a.in_features * Format::kActivationBits / 8;
-  const bool aligned = row_bytes % 16 == 0 && is_aligned(a.x) && is_aligned(a.tiles);
-  if (Format::kFourBits && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
+  const bool aligned = row_bytes % 16 == 0 && is_aligned(a.x) && is_aligned(a.tiles) && is_aligned(a.more);
+  if (Format::kPacked && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
   if (tiles * token_blocks > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
-  const Params params{static_cast<const uint8_t*>(a.tiles), static_cast<const uint8_t*>(a.x), a.x_scales, a.bias,
-                      a.exponent_shift, static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens),
-                      int(a.in_features), int(a.out_features), int(chunks), int(token_blocks), aligned, a.bias_is_float32 != 0};
+  const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
+  const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
+                      static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens), int(a.in_features),
+                      int(a.out_features), int(chunks), int(token_blocks), a.tile_stride, a.zero_doubled, aligned,
+                      a.bias_is_float32 != 0};
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
     return problem;
   cudaLaunchAttribute attribute;
@@ -367,7 +388,7 @@ const char* launch(const mlspec_cuda_linear& a) {
 template <class Format>
 const char* launch_tokens(const mlspec_cuda_linear& a) {
   if (a.num_tokens < 1 || a.out_features < 1 || a.in_features < 1) return "tokens, in_features and out_features must be at least 1";
-  if (Format::kFourBits && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
+  if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
   if (Format::kActivationBits == 8 && (!a.x_scales || a.x_scale_stride % 4 || a.x_scale_stride < a.num_tokens))
     return "int8 activations need x_scales whose stride is a multiple of 4 and at least num_tokens";
   if (a.num_tokens <= 8) return launch<Variant<Format, 1>>(a);
