@@ -6,6 +6,9 @@
 
 A plan (eval/configs/acceptance_*.toml; Python 3.11 or later) names systems, one per chain and draft length, and data.
 Counted are real runs, nothing is teacher-forced: accepted is what the level above kept, tested what it got to judge.
+Its [[pairs]] are another question, whether one draft agrees with the target as often as another: token by token on the
+target's own text, with the lower bound of the difference (eval/acceptance_pairs.py). Exit status 1 where a bound falls
+below the pair's margin.
 Every finished batch of prompts is on disk at once (RESULTS/NAME/*.jsonl), a finished chain one line a level in
 RESULTS/NAME.jsonl; a run that was killed goes on where it was.
 """
@@ -23,7 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eval.acceptance_plan import Unit, read_plan, record, units
+from eval.acceptance_pairs import CONFIDENCE, PairUnit, compare_drafts
+from eval.acceptance_plan import Plan, Unit, read_plan, record, units, units_of_pairs
 from eval.plan import Places, PlanError
 from eval.plan_options import parse_options, places_of
 from eval.report_fields import ordinal
@@ -69,6 +73,20 @@ def table(lines: Iterable[dict[str, Any]]) -> Table:
     return out
 
 
+def pairs_table(lines: Iterable[dict[str, Any]]) -> Table:
+    """Acceptance of both drafts of every pair, and the bound of their difference."""
+    out = Table("target", "data", "draft", "against", "prompts", "tokens", "acceptance", "of the other", "difference",
+                "lower bound", "required", title="acceptance a token, greedy, on the target's own text, and its "
+                f"difference, at {CONFIDENCE:.0%} one-sided over prompts")
+    for line in lines:
+        draft = f"{line['draft']} {line['codebook']}" if line["draft"] != "mxfp4" else line["draft"]
+        out.add_row(line["target"], line["data"], draft, line["against"], f"{line['prompts']:,}",
+                    f"{line['tokens']:,}", f"{line['acceptance']:.4f}", f"{line['acceptance_against']:.4f}",
+                    f"{line['difference']:+.4f}", f"{line['lower_bound']:+.4f}",
+                    f">= {-line['margin']:g}: {'met' if line['met'] else 'MISSED'}")
+    return out
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.acceptance", description=__doc__.splitlines()[0])
     parser.add_argument("plan", type=Path, nargs="?", help="TOML file: systems and data")
@@ -85,13 +103,31 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The lines of the plan: those of earlier runs, then, each as soon as it is there, what was left to do."""
     plan = read_plan(args.plan)
     places = places_of(args)
-    every = units(plan, places, args.plan)
+    every, pairs = units(plan, places, args.plan), units_of_pairs(plan, places, args.plan)
     with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
         todo = [unit for unit in every if len(_done(unit, results)) < len(unit.system.levels)]
         if todo and not args.report:
             _measure(todo, places, args, results, args.results / plan.name)
+        if not args.report:
+            _compare(pairs, places, args, results, plan)
         for unit in every:
             yield from _done(unit, results)
+        yield from (line for unit in pairs if (line := _pair_line(unit, results)) is not None)
+
+
+def _compare(pairs: list[PairUnit], places: Places, args: argparse.Namespace, results: Results, plan: Plan) -> None:
+    todo = [unit for unit in pairs if _pair_line(unit, results) is None]
+    if not todo:
+        return
+    with Progress(console=Console(stderr=True)) as progress:
+        for unit, found in compare_drafts(todo, places, device=args.device, folder=args.results / plan.name,
+                                          progress=progress):
+            results.add("paired acceptance", {"pair": unit.pair.name, "data": unit.data.name, **found,
+                                              "met": found["lower_bound"] >= -unit.pair.margin}, asked=unit.identity)
+
+
+def _pair_line(unit: PairUnit, results: Results) -> dict[str, Any] | None:
+    return results.find("paired acceptance", unit.identity, pair=unit.pair.name, data=unit.data.name)
 
 
 def _measure(todo: list[Unit], places: Places, args: argparse.Namespace, results: Results, folder: Path) -> None:
@@ -129,8 +165,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    console.print(table(lines))
-    return 0
+    paired = [line for line in lines if line.get("kind") == "paired acceptance"]
+    chains = [line for line in lines if line.get("kind") != "paired acceptance"]
+    if chains or not paired:
+        console.print(table(chains))
+    if paired:
+        console.print(pairs_table(paired))
+    return 0 if all(line["met"] for line in paired) else 1
 
 
 if __name__ == "__main__":

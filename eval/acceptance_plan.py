@@ -1,4 +1,5 @@
-"""Which chains does a plan record on which prompts? And their traces, batch by batch, so that a killed run goes on."""
+"""Which chains does a plan record, which drafts does it compare, on which prompts? And the chains' traces, batch by
+batch, so that a killed run goes on."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from rich.progress import Progress
 
 from eval import machine
+from eval.acceptance_pairs import Pair, PairUnit, pair_units
 from eval.plan import Places, PlanError, check_name, read_table, read_tables, read_toml
 from eval.plan_identity import arithmetic, digest, fingerprint, level_weights
 from eval.plan_systems import Prompts, System, check_systems, read_prompts
@@ -20,13 +22,19 @@ from hf_mlspec.evaluation import Journal, Trace, record_trace
 
 @dataclass(frozen=True)
 class Plan:
-    """Every [[systems]] on every [[data]], greedily; `batch_size` prompts at a time where the data has no size."""
+    """Every [[systems]] and every [[pairs]] on every [[data]], greedily; `batch_size` prompts at a time where the data
+    has no size."""
 
     name: str
     max_new_tokens: int = 128
     batch_size: int = 8
     systems: list = field(default_factory=list)
+    pairs: list = field(default_factory=list)
     data: list = field(default_factory=list)
+
+    def batch_of(self, data: Prompts) -> int:
+        """Prompts of this data that are decoded together."""
+        return (data.batch_sizes or [self.batch_size])[0]
 
 
 @dataclass(frozen=True)
@@ -61,11 +69,12 @@ def read_plan(path: Path) -> Plan:
     """The plan; PlanError, naming table and key, for what no plan can say."""
     plan = read_table(Plan, raw := read_toml(path), str(path))
     check_name(plan.name, str(path))
-    tables = {"systems": System, "data": Prompts}
+    tables = {"systems": System, "pairs": Pair, "data": Prompts}
     plan = dataclasses.replace(plan, **{key: read_tables(kind, raw, key, path) for key, kind in tables.items()})
-    for key in tables:
-        if not getattr(plan, key):
-            raise PlanError(f"{path}: no table [[{key}]]")
+    if not plan.systems and not plan.pairs:
+        raise PlanError(f"{path}: no table [[systems]] and no table [[pairs]]")
+    if not plan.data:
+        raise PlanError(f"{path}: no table [[data]]")
     for where, value in (("max_new_tokens", plan.max_new_tokens), ("batch_size", plan.batch_size)):
         if value < 1:
             raise PlanError(f"{path}: {where} is {value}, it must be at least 1")
@@ -85,19 +94,30 @@ def units(plan: Plan, places: Places, path: Path) -> list[Unit]:
     PlanError for folders and files that are not there or do not hold what is asked.
     """
     check_systems(plan.systems, places, path)
-    prompts = {data.name: read_prompts(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
+    prompts = _prompts(plan, places, path)
     hashes = {name: digest(texts) for name, texts in prompts.items()}
     found = []
     for system in plan.systems:
         weights = {"weights": fingerprint(Path(places.fill(system.model))),
                    "level_weights": level_weights(system, places)}
-        found += [Unit(system, data, (data.batch_sizes or [plan.batch_size])[0], plan.max_new_tokens,
-                       prompts[data.name], {**weights, "prompts": hashes[data.name]}) for data in plan.data]
+        found += [Unit(system, data, plan.batch_of(data), plan.max_new_tokens, prompts[data.name],
+                       {**weights, "prompts": hashes[data.name]}) for data in plan.data]
     names = [unit.name for unit in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise PlanError(f"{path}: {names.count(twice)} pairs of a system and a data set would be kept as {twice!r}, "
                         "in lower case: rename one")
     return found
+
+
+def units_of_pairs(plan: Plan, places: Places, path: Path) -> list[PairUnit]:
+    """Every pair of the plan on every data set; PlanError as `units`."""
+    prompts = _prompts(plan, places, path)
+    data = [(one, prompts[one.name], plan.batch_of(one)) for one in plan.data]
+    return pair_units(plan.pairs, data, plan.max_new_tokens, places, path)
+
+
+def _prompts(plan: Plan, places: Places, path: Path) -> dict[str, list[str]]:
+    return {data.name: read_prompts(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
 
 
 def record(todo: list[Unit], places: Places, *, device: str, folder: Path,

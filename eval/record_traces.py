@@ -50,7 +50,11 @@ def is_recorded(unit: Unit, file: Path) -> bool:
 
 def run(args: argparse.Namespace) -> None:
     places = places_of(args)
-    files = [(unit, args.out / f"{unit.name}.json") for unit in units(read_plan(args.plan), places, args.plan)]
+    plan = read_plan(args.plan)
+    if not plan.systems:
+        raise PlanError(f"{args.plan}: no table [[systems]], so there is no chain to record: [[pairs]] are for "
+                        "eval.acceptance")
+    files = [(unit, args.out / f"{unit.name}.json") for unit in units(plan, places, args.plan)]
     todo = [unit for unit, file in files if args.overwrite or not is_recorded(unit, file)]
     with Progress(console=Console(stderr=True)) as progress:
         for unit, trace in record(todo, places, device=args.device, folder=args.journals, progress=progress):

@@ -34,6 +34,8 @@ PARTS: list[tuple[tuple[str, ...], str, Callable[[list[Row]], Iterator[str]]]] =
     (("decode",), "Where the time goes", report_speed.latency),
     (("average",), "Means over batch sizes", report_speed.averages),
     (("acceptance",), "Acceptance", report_speed.acceptance),
+    (("paired acceptance",), "Two drafts of one target", report_quality.pairs),
+    (("nested",), "Nested weights", report_quality.nested),
     (("ablation",), "Draft length", report_speed.ablation),
     (("memory",), "Memory", report_speed.memory),
     (("stream",), "Streams of requests", report_speed.streams),

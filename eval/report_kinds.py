@@ -123,11 +123,30 @@ def _lossless(entry: Row) -> list[Row]:
              "differing": len(entry["differences"])}]
 
 
+def _pair(entry: Row) -> list[Row]:
+    """Two drafts on one target's text, of eval.acceptance."""
+    names = "acceptance", "acceptance_against", "difference", "lower_bound", "margin"
+    draft, against = str(entry["draft"]), str(entry["against"])
+    return [{"kind": "paired acceptance", "key": (entry["pair"], entry["data"]), "label": str(entry["target"]),
+             "data": str(entry["data"]), "draft": draft, "against": against, "codebook": str(entry["codebook"]),
+             "prompts": int(number(entry, "prompts")), "tokens": int(number(entry, "tokens")),
+             **{name: number(entry, name) for name in names}}]
+
+
+def _nested(entry: Row) -> list[Row]:
+    """A tensor of a nested model, or all its linears, of eval.nested_quality."""
+    errors = {str(draft): number({"error": error}, "error") for draft, error in entry["relative_errors"].items()}
+    return [{"kind": "nested", "key": (entry["model"], entry["tensor"]), "label": str(entry["model"]),
+             "tensor": str(entry["tensor"]), "weights": int(number(entry, "weights")),
+             "escapes": int(number(entry, "escapes")), "errors": errors, "identical": entry["identical"] is True,
+             **{name: number(entry, name) for name in ("bytes_ratio", "run_time_ratio")}}]
+
+
 _READERS: dict[str, Callable[[Row], list[Row]]] = {
     "task": _task, "fidelity": _fidelity, "perplexity": _perplexity, "probabilities": _probabilities,
     "decode": decode, "decode of one prompt": decode_one_prompt, "acceptance": acceptance, "ablation": ablation,
     "memory": _memory, "memory of one way": _memory_of_way, "kernel": _kernel, "stream": _stream,
-    "quantize": _quantize, "average": _average, "lossless": _lossless,
+    "quantize": _quantize, "average": _average, "lossless": _lossless, "paired acceptance": _pair, "nested": _nested,
 }
 _TELLING: dict[str, set[str]] = {
     "kernel": {"op", "n", "contender", "m", "k"},

@@ -94,3 +94,28 @@ def probabilities(rows: list[Row]) -> Iterator[str]:
     yield table(["system", "against", "data", "tokens", "Pearson's r"], (
         [row["label"], row["reference"], row["data"], count(row["tokens"]), fixed(row["pearson_r"], 4)]
         for row in rows), left=3)
+
+
+def pairs(rows: list[Row]) -> Iterator[str]:
+    """Both drafts' acceptance, their difference, and its lower bound."""
+    yield table(["target", "data", "draft", "against", "prompts", "tokens", "acceptance", "of the other", "difference",
+                 "lower bound", "required"], (
+        [row["label"], row["data"], " ".join(_nested_word(row["draft"], row)), _nested_word(row["against"], row)[0],
+         row["prompts"], count(row["tokens"]), fixed(row["acceptance"], 4), fixed(row["acceptance_against"], 4),
+         fixed(row["difference"], 4), fixed(row["lower_bound"], 4), fixed(-row["margin"], 4)] for row in rows), left=4)
+    yield ("Acceptance of every token on the target's own text; the bound holds at 95 %, one-sided, by a bootstrap "
+           "over prompts.\n")
+
+
+def _nested_word(word: str, row: Row) -> list[str]:
+    return [word, row["codebook"]] if word.startswith("nested") else [word]
+
+
+def nested(rows: list[Row]) -> Iterator[str]:
+    """Escapes, bytes, and how far each draft is from the weights."""
+    drafts = list(dict.fromkeys(draft for row in rows for draft in row["errors"]))
+    yield table(["model", "", "weights", "escapes", "bytes / BF16", "at run time", *drafts, "same bits"], (
+        [row["label"], row["tensor"], count(row["weights"]), count(row["escapes"]), fixed(row["bytes_ratio"], 4),
+         fixed(row["run_time_ratio"], 4), *(fixed(row["errors"].get(draft), 4) for draft in drafts),
+         "yes" if row["identical"] else "**no**"] for row in rows), left=2)
+    yield "Relative error of the draft by codebook: sqrt(sum (w - d)^2 / sum w^2).\n"

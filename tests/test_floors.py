@@ -20,9 +20,11 @@ FLOORS = ["demo_pair", "precision", "formats", "ops", "nn", "speculation", "inte
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
 TRANSFORMERS_ALLOWED = ("integration/", "evaluation/", "nn/decoder.py", "nn/replace.py", "speculation/ragged_cache.py")
-# Programs that time ops and decoders themselves, which are no public names: how a path begins, the rooms it may enter.
+# Programs that time ops and decoders or measure formats, which are no public names: how a path begins, which rooms it
+# may enter.
 TIMES_ROOMS = {
     "eval/bench_kernels_contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
+    "eval/nested_quality.py": ("hf_mlspec.formats",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}

@@ -40,7 +40,7 @@ def test_every_kind_of_line_is_in_the_report(report):
                    "311.0", "333.0", "| 0.900 | 6.50 |", "batch | 1st | 2nd |", "| 1 | 0.900 | 0.800 |",
                    "208.5", "11.25", "512.5",
                    "0.125 (0.75)", "missing: no folder", "421.5", "0.876", "77.2", "1.50", "1.38", "615.5", "1.88",
-                   "2.62", "51.0", "1,016", "3.5"):
+                   "2.62", "51.0", "1,016", "3.5", "nested4a8 fitted", "0.0011", "21,102,592", "1.0159", "0.0994"):
         assert number in text, number
     assert "| chain, K 8, 4 | 2.00 | 8.00 | 4.00 |" in text  # the geometric mean of 2 and 8
     assert "2 rows held against the target alone: 1 differ." in text
