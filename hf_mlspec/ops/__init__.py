@@ -12,11 +12,14 @@ from torch import Tensor
 
 from .cuda_library import why_no_cuda_kernels
 from .library import KernelError, kernel_table, why_not_compiled
+from .many_precisions import bitplane_linear, nested_linear, nested_rows
 from .tiles import prepack_int4, prepack_mxfp4, unprepack_int4, unprepack_mxfp4
+from .tiles_formats import prepack_nested, prepack_planes, unprepack_nested, unprepack_planes
 
 __all__ = [
     "KernelError",
     "bf16_linear",
+    "bitplane_linear",
     "choose_rows",
     "embed_rows",
     "f32_linear",
@@ -25,8 +28,12 @@ __all__ = [
     "int4_linear",
     "kernel_table",
     "mxfp4_linear",
+    "nested_linear",
+    "nested_rows",
     "prepack_int4",
     "prepack_mxfp4",
+    "prepack_nested",
+    "prepack_planes",
     "quantize_rows",
     "ragged_attention",
     "ragged_attention_rows",
@@ -40,6 +47,8 @@ __all__ = [
     "silu_mul",
     "unprepack_int4",
     "unprepack_mxfp4",
+    "unprepack_nested",
+    "unprepack_planes",
     "why_no_cuda_kernels",
     "why_not_compiled",
 ]

@@ -12,19 +12,29 @@ from pathlib import Path
 
 import torch
 
-from . import reference, reference_round, reference_step, schema, schema_round, schema_step
+from . import (
+    reference,
+    reference_formats,
+    reference_round,
+    reference_step,
+    schema,
+    schema_formats,
+    schema_round,
+    schema_step,
+)
 from .cuda_library import BUILD_COMMAND, why_no_cuda_kernels
 
 REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
 
 # Where an op's schema and fake result are, and where its plain torch.
-_ROOMS = ((schema, reference), (schema_step, reference_step), (schema_round, reference_round))
-# On the CPU these are made of the ops of schema.py, whose kernels do the work, or keep a few integers: no kernel of
-# their own is missing.
-_COMPOSED_ON_CPU = frozenset((*schema_step.SCHEMAS, *schema_round.SCHEMAS))
+_ROOMS = ((schema, reference), (schema_formats, reference_formats), (schema_step, reference_step),
+          (schema_round, reference_round))  # fmt: skip
+# On the CPU these are made of the ops of schema.py, whose kernels do the work, copy a few rows or keep a few integers:
+# no kernel of their own is missing.
+_COMPOSED_ON_CPU = frozenset(("nested_rows", *schema_step.SCHEMAS, *schema_round.SCHEMAS))
 
 # Ops with kernels of their own for Hopper, beside those for every GPU.
-_HOPPER_OPS = frozenset({"bf16_linear", "int4_linear", "mxfp4_linear"})
+_HOPPER_OPS = frozenset({"bf16_linear", "bitplane_linear", "int4_linear", "mxfp4_linear", "nested_linear"})
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OPS = torch.library.Library("mlspec", "DEF")

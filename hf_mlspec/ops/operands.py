@@ -46,12 +46,12 @@ def check_mxfp4_linear(
     if _in_cuda_order(weight_tiles):
         bytes_of_pair = tiles_cuda.pair_bytes(BLOCK, mxfp4=True)
         in_features = _check_pairs(op, weight_tiles, scale_tiles, out_features, BLOCK, bytes_of_pair)
-        _check_part(op, "scale_tiles", scale_tiles, torch.uint8, [1, in_features // BLOCK, 4])
+        check_part(op, "scale_tiles", scale_tiles, torch.uint8, [1, in_features // BLOCK, 4])
     else:
         in_features = _check_tiles(op, weight_tiles, out_features)
-        _check_part(op, "scale_tiles", scale_tiles, torch.uint8, [*weight_tiles.shape[:2], TILE_OUTPUTS])
-    _check_choice(op, "activation_bits", activation_bits, (8, 16))
-    _check_rows(op, x, bias, in_features, out_features)
+        check_part(op, "scale_tiles", scale_tiles, torch.uint8, [*weight_tiles.shape[:2], TILE_OUTPUTS])
+    check_choice(op, "activation_bits", activation_bits, (8, 16))
+    check_rows(op, x, bias, in_features, out_features)
 
 
 @on_one_device
@@ -67,8 +67,8 @@ def check_int4_linear(
 ) -> None:
     op = "int4_linear"
     in_features = _check_int4(op, weight_tiles, scale_tiles, zero_tiles, out_features, group_size)
-    _check_choice(op, "activation_bits", activation_bits, (4, 8, 16))
-    _check_rows(op, x, bias, in_features, out_features)
+    check_choice(op, "activation_bits", activation_bits, (4, 8, 16))
+    check_rows(op, x, bias, in_features, out_features)
 
 
 @on_one_device
@@ -94,8 +94,8 @@ def check_quantize_rows(x: Tensor, group_size: int, bits: int) -> None:
     check_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x is a scalar, it must have at least one axis")
-    _check_choice(op, "group_size", group_size, GROUP_SIZES)
-    _check_choice(op, "bits", bits, (4, 8))
+    check_choice(op, "group_size", group_size, GROUP_SIZES)
+    check_choice(op, "bits", bits, (4, 8))
 
 
 def _check_tiles(op: str, tiles: Tensor, out_features: int) -> int:
@@ -140,7 +140,7 @@ def _check_int4(
     op: str, tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, group_size: int
 ) -> int:
     """in_features of an int4 weight in tiles."""
-    _check_choice(op, "group_size", group_size, GROUP_SIZES)
+    check_choice(op, "group_size", group_size, GROUP_SIZES)
     if _in_cuda_order(tiles):
         bytes_of_pair = tiles_cuda.pair_bytes(group_size, zero_tiles is not None)
         in_features = _check_pairs(op, tiles, scale_tiles, out_features, group_size, bytes_of_pair)
@@ -150,13 +150,13 @@ def _check_int4(
         groups = [tiles.shape[0], in_features // group_size, TILE_OUTPUTS]
     if in_features % group_size:
         raise ValueError(f"{op}: group_size {group_size} does not divide in_features = {in_features}")
-    _check_part(op, "scale_tiles", scale_tiles, torch.float16, groups)
+    check_part(op, "scale_tiles", scale_tiles, torch.float16, groups)
     if zero_tiles is not None:
-        _check_part(op, "zero_tiles", zero_tiles, torch.uint8, groups)
+        check_part(op, "zero_tiles", zero_tiles, torch.uint8, groups)
     return in_features
 
 
-def _check_part(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+def check_part(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
     check_dtype(op, name, tensor, dtype)
     check_shape(op, name, tensor, shape)
     _check_contiguous(op, name, tensor)
@@ -165,11 +165,11 @@ def _check_part(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: S
 def _check_dense(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
     if weight.ndim != 2:
         raise ValueError(f"{op}: weight has shape {list(weight.shape)}, expected [out, in]")
-    _check_part(op, "weight", weight, dtype, weight.shape)
-    _check_rows(op, x, bias, weight.shape[1], weight.shape[0])
+    check_part(op, "weight", weight, dtype, weight.shape)
+    check_rows(op, x, bias, weight.shape[1], weight.shape[0])
 
 
-def _check_rows(op: str, x: Tensor, bias: Tensor | None, in_features: int, out_features: int) -> None:
+def check_rows(op: str, x: Tensor, bias: Tensor | None, in_features: int, out_features: int) -> None:
     check_float(op, "x", x)
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise ValueError(f"{op}: x has shape {list(x.shape)}, the weight takes in_features = {in_features}")
@@ -207,6 +207,6 @@ def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_choice(op: str, name: str, value: int, choices: Sequence[int]) -> None:
+def check_choice(op: str, name: str, value: int, choices: Sequence[int]) -> None:
     if value not in choices:
         raise ValueError(f"{op}: {name} is {value}, choose one of {list(choices)}")

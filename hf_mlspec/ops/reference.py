@@ -47,15 +47,15 @@ def mxfp4_linear(
     weight_tiles, scale_tiles = mxfp4_on_cpu_order(weight_tiles, scale_tiles, out_features)
 
     def part(rows: slice) -> Tensor:
-        tiles = _tiles_of(rows)
+        tiles = tiles_of(rows)
         weight = unprepack_mxfp4(weight_tiles[tiles], scale_tiles[tiles], rows.stop - rows.start)
         if activation_bits == 16:
-            return _bf16_product(x, lambda dtype: mxfp4.dequantize(*weight, dtype), _bias(bias, rows))
+            return bf16_product(x, lambda dtype: mxfp4.dequantize(*weight, dtype), bias_of(bias, rows))
         codes = torch.tensor(_DOUBLED, dtype=torch.int8, device=x.device)[unpack_nibbles(weight[0]).int()]
         scale = mxfp4.scale_values(torch.float64, x.device)[weight[1].int()] / 2
-        return _integer_product(x, codes, scale, mxfp4.BLOCK, 8, _bias(bias, rows))
+        return integer_product(x, codes, scale, mxfp4.BLOCK, 8, bias_of(bias, rows))
 
-    return _in_slices(part, out_features, x.shape[-1])
+    return in_slices(part, out_features, x.shape[-1])
 
 
 def int4_linear(
@@ -76,17 +76,17 @@ def int4_linear(
     weight_tiles, scale_tiles, zero_tiles = int4_on_cpu_order(weight_tiles, scale_tiles, zero_tiles, out_features)
 
     def part(rows: slice) -> Tensor:
-        tiles = _tiles_of(rows)
+        tiles = tiles_of(rows)
         zero = None if zero_tiles is None else zero_tiles[tiles]
         packed, scale, zero = unprepack_int4(weight_tiles[tiles], scale_tiles[tiles], zero, rows.stop - rows.start)
         if activation_bits == 16:
             dense = int4.dequantize(packed, scale, zero)  # float32: code x scale does not fit bfloat16
-            return _finish(F.linear(_rounded(x), dense), _bias(bias, rows), x.dtype)
+            return finish(F.linear(rounded(x), dense), bias_of(bias, rows), x.dtype)
         codes = unpack_nibbles(packed).to(torch.int8).unflatten(-1, (-1, group_size))
         codes = codes - (int4.SYMMETRIC_ZERO if zero is None else zero.to(torch.int8).unsqueeze(-1))
-        return _integer_product(x, codes.flatten(-2), scale.double(), group_size, activation_bits, _bias(bias, rows))
+        return integer_product(x, codes.flatten(-2), scale.double(), group_size, activation_bits, bias_of(bias, rows))
 
-    return _in_slices(part, out_features, x.shape[-1])
+    return in_slices(part, out_features, x.shape[-1])
 
 
 def int4_dequantize(
@@ -102,13 +102,13 @@ def int4_dequantize(
 def bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x rounded to bfloat16 times a bfloat16 weight ``[out, in]``: ``[..., out]`` in x.dtype."""
     operands.check_bf16_linear(x, weight, bias)
-    return _in_slices(lambda rows: _bf16_product(x, weight[rows].to, _bias(bias, rows)), *weight.shape)
+    return in_slices(lambda rows: bf16_product(x, weight[rows].to, bias_of(bias, rows)), *weight.shape)
 
 
 def f32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x times a float32 weight ``[out, in]``: ``[..., out]`` in x.dtype."""
     operands.check_f32_linear(x, weight, bias)
-    return _finish(F.linear(x.float(), weight), bias, x.dtype)
+    return finish(F.linear(x.float(), weight), bias, x.dtype)
 
 
 def quantize_rows(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def quantize_rows(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor
 def sliced_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` over the very slices of ``mxfp4_linear``: for bfloat16 x, a weight dequantized beforehand gives the
     same bits."""
-    return _in_slices(
+    return in_slices(
         lambda rows: F.linear(x, weight[rows], None if bias is None else bias[rows].to(x.dtype)), *weight.shape
     )
 
@@ -131,42 +131,42 @@ def row_slices(out_features: int, in_features: int) -> list[slice]:
     return [slice(first, min(first + step, out_features)) for first in range(0, max(out_features, 1), step)]
 
 
-def _in_slices(part, out_features: int, in_features: int) -> Tensor:
+def in_slices(part, out_features: int, in_features: int) -> Tensor:
     parts = [part(rows) for rows in row_slices(out_features, in_features)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _tiles_of(rows: slice) -> slice:
+def tiles_of(rows: slice) -> slice:
     return slice(rows.start // TILE_OUTPUTS, -(-rows.stop // TILE_OUTPUTS))
 
 
-def _bf16_product(x: Tensor, weight_in, bias: Tensor | None) -> Tensor:
+def bf16_product(x: Tensor, weight_in, bias: Tensor | None) -> Tensor:
     """weight_in(dtype) gives the weight, exact in bfloat16. torch's bfloat16 product sums in float32, too."""
     if x.dtype == torch.bfloat16:
         return F.linear(x, weight_in(torch.bfloat16), None if bias is None else bias.to(x.dtype))
-    return _finish(F.linear(_rounded(x), weight_in(torch.float32)), bias, x.dtype)
+    return finish(F.linear(rounded(x), weight_in(torch.float32)), bias, x.dtype)
 
 
-def _integer_product(x: Tensor, codes: Tensor, scale: Tensor, group: int, bits: int, bias: Tensor | None) -> Tensor:
+def integer_product(x: Tensor, codes: Tensor, scale: Tensor, group: int, bits: int, bias: Tensor | None) -> Tensor:
     """codes int8 ``[out, in]``, scale float64 ``[out, in / group]``: the sum over groups of (integer dot) * scales."""
     x_codes, x_scale = activations.quantize_rows(x.reshape(-1, x.shape[-1]), group, bits)
     out, (rows, size) = codes.shape[0], x_codes.shape
     if size == 0:
-        return _finish(x.new_zeros(*x.shape[:-1], out), bias, x.dtype)
+        return finish(x.new_zeros(*x.shape[:-1], out), bias, x.dtype)
     # [in / group, rows, group] x [in / group, group, out]; at most 127 x 12 x 32 or 127 x 15 x 128: exact in float32.
     left = x_codes.float().view(rows, -1, group).transpose(0, 1)
     dots = torch.bmm(left, codes.float().view(out, -1, group).permute(1, 2, 0))
     sums = (dots.double() * x_scale.double().T.unsqueeze(-1) * scale.T.unsqueeze(1)).sum(0)
-    return _finish(sums.float().view(*x.shape[:-1], out), bias, x.dtype)
+    return finish(sums.float().view(*x.shape[:-1], out), bias, x.dtype)
 
 
-def _rounded(x: Tensor) -> Tensor:
+def rounded(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(torch.float32)
 
 
-def _finish(sums: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def finish(sums: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (sums if bias is None else sums + bias.float()).to(dtype)
 
 
-def _bias(bias: Tensor | None, rows: slice) -> Tensor | None:
+def bias_of(bias: Tensor | None, rows: slice) -> Tensor | None:
     return None if bias is None else bias[rows]
