@@ -43,7 +43,8 @@ struct SignedCodes {
   __m512i mask = _mm512_set1_epi8(15), table;
   explicit SignedCodes(const mlspec_linear_args& a) {
     alignas(16) int8_t values[16];
-    for (int code = 0; code < 16; ++code) values[code] = static_cast<int8_t>(Format::value(code) - Format::offset(a));
+    Format::fill(a, values);
+    for (int8_t& value : values) value = static_cast<int8_t>(value - Format::offset(a));
     table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)values));
   }
   static __m512i zeros(const mlspec_linear_args& a, int64_t at) {  // each output's in its four bytes
@@ -201,6 +202,11 @@ void matrix_linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_e
 extern "C" void mlspec_mxfp4_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
   if (args->acts->num_rows < kFromSmallGroups) return linear<Mxfp4>(*args, begin, end);
   matrix_linear<Mxfp4, false, 1>(*args, begin, end);
+}
+
+extern "C" void mlspec_nested_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  if (args->acts->num_rows < kFromSmallGroups) return linear<Nested>(*args, begin, end);
+  matrix_linear<Nested, false, 1>(*args, begin, end);
 }
 
 extern "C" void mlspec_int4_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {

@@ -24,10 +24,10 @@ struct Dot {
     std::memcpy(&four, x, 4);
     return _mm256_set1_epi32(four);
   }
-  // vpmaddubsw adds two products to an int16, and as many of those fit as 32767 / (2 * largest code * 127): 5 or 8.
+  // vpmaddubsw adds two products to an int16, and as many of those fit as 32767 / (2 * largest code * 127): 8, 5 or 1.
   template <class Format>
   static __m256i dot(__m256i dots, const __m256i (&codes)[8], const int8_t* x) {
-    constexpr int kSafe = 32767 / (2 * Format::kLargestCode * 127) >= 8 ? 8 : 4;
+    constexpr int kFit = 32767 / (2 * Format::kLargestCode * 127), kSafe = kFit >= 8 ? 8 : kFit >= 4 ? 4 : 1;
 #pragma GCC unroll 8
     for (int k = 0; k < 8; k += kSafe) {
       __m256i sum = _mm256_maddubs_epi16(codes[k], x_dword(x + 4 * k));
@@ -48,6 +48,10 @@ struct Dot {
 
 extern "C" void mlspec_mxfp4_linear_int8_avx2(const mlspec_linear_args* args, int64_t begin, int64_t end) {
   linear<Mxfp4>(*args, begin, end);
+}
+
+extern "C" void mlspec_nested_linear_int8_avx2(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  linear<Nested>(*args, begin, end);
 }
 
 extern "C" void mlspec_int4_linear_int8_avx2(const mlspec_linear_args* args, int64_t begin, int64_t end) {

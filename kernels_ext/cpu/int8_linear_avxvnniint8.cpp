@@ -87,6 +87,10 @@ extern "C" void mlspec_mxfp4_linear_int8_avxvnniint8(const mlspec_linear_args* a
   linear<Mxfp4>(*args, begin, end);
 }
 
+extern "C" void mlspec_nested_linear_int8_avxvnniint8(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  linear<Nested>(*args, begin, end);
+}
+
 extern "C" void mlspec_int4_linear_int8_avxvnniint8(const mlspec_linear_args* args, int64_t begin, int64_t end) {
   linear<Int4>(*args, begin, end);
 }

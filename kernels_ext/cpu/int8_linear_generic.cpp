@@ -36,6 +36,14 @@ struct Mxfp4 {
   }
 };
 
+struct Nested {
+  static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
+  static int value(const mlspec_linear_args& a, int64_t, int code) { return code < 8 ? a.codebook[code] : -a.codebook[code - 8]; }
+  static float scale(const mlspec_linear_args& a, int64_t at) {  // 2^(byte - 132), byte >= 31
+    return bits_to_float(static_cast<uint32_t>(static_cast<const uint8_t*>(a.scale)[at]) << 23) * 0x1p-5f;
+  }
+};
+
 struct Int4 {
   static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
   static int value(const mlspec_linear_args& a, int64_t at, int code) { return code - (a.zero ? a.zero[at] : 8); }
@@ -93,6 +101,10 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
 
 extern "C" void mlspec_mxfp4_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
   linear<Mxfp4>(*args, begin, end);
+}
+
+extern "C" void mlspec_nested_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  linear<Nested>(*args, begin, end);
 }
 
 extern "C" void mlspec_int4_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// How does a 4-bit weight meet int8 activations? One algorithm for every instruction set and both formats.
+// How does a 4-bit weight meet int8 activations? One algorithm for every instruction set and every format.
 //
 // Included by each int8_linear_<isa>.cpp inside its anonymous namespace, after `Isa`, so that every function here
 // is compiled for that instruction set and shared with no other file. A lane is an output; per scale group and token
@@ -20,12 +20,21 @@ constexpr int kMxfp4Offset = Isa::kSigned ? 0 : 12;
 
 constexpr int kVaries = -1;  // an offset that differs between outputs
 
+// What the 16 codes of a sign and an index mean, as operands.
+template <class Magnitude>
+inline void fill_signed(const Magnitude* magnitude, int offset, int8_t (&values)[16]) {
+  for (int index = 0; index < 8; ++index) {
+    values[index] = static_cast<int8_t>(offset + magnitude[index]);
+    values[index + 8] = static_cast<int8_t>(offset - magnitude[index]);
+  }
+}
+
 struct Mxfp4 {
   static constexpr int kLargestCode = 24;
   static constexpr bool kUsesTable = true;
-  static constexpr int8_t value(int code) {
+  static void fill(const mlspec_linear_args&, int8_t (&values)[16]) {
     constexpr int magnitude[8] = {0, 1, 2, 3, 4, 6, 8, 12};
-    return static_cast<int8_t>((code < 8 ? magnitude[code] : -magnitude[code - 8]) + kMxfp4Offset);
+    fill_signed(magnitude, kMxfp4Offset, values);
   }
   static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
   static int offset(const mlspec_linear_args&) { return kMxfp4Offset; }
@@ -36,10 +45,26 @@ struct Mxfp4 {
   }
 };
 
+// The draft of a nested weight: MXFP4 with a codebook that the weight brings along, in units of 2^(byte - 132).
+struct Nested {
+  static constexpr int kOffset = Isa::kSigned ? 0 : 63, kLargestCode = 126;  // entries are 0..63
+  static_assert(2 * kLargestCode * 127 <= 32767, "two products fit the int16 of vpmaddubsw");
+  static constexpr bool kUsesTable = true;
+  static void fill(const mlspec_linear_args& a, int8_t (&values)[16]) { fill_signed(a.codebook, kOffset, values); }
+  static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
+  static int offset(const mlspec_linear_args&) { return kOffset; }
+  static Isa::Int minus_zero(const mlspec_linear_args&, int64_t) { return Isa::broadcast(-kOffset & 0xFFFF); }
+  static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {  // exact: byte >= 31 wherever there is an output
+    return Isa::times(Isa::power(Isa::load_bytes(static_cast<const uint8_t*>(a.scale) + at)), 0x1p-5f);
+  }
+};
+
 struct Int4 {
   static constexpr int kLargestCode = 15;
   static constexpr bool kUsesTable = false;  // the code is the operand
-  static constexpr int8_t value(int code) { return static_cast<int8_t>(code); }
+  static void fill(const mlspec_linear_args&, int8_t (&values)[16]) {
+    for (int code = 0; code < 16; ++code) values[code] = static_cast<int8_t>(code);
+  }
   static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
   static int offset(const mlspec_linear_args& a) { return a.zero ? kVaries : 8; }
   static Isa::Int minus_zero(const mlspec_linear_args& a, int64_t at) {
@@ -122,7 +147,7 @@ void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64
   const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
   const int8_t* x = part.codes;
-  const typename Isa::template Unpack<Format> unpack;
+  const typename Isa::template Unpack<Format> unpack(a);
   const TileStreams streams(tile_bytes, T);
   typename Isa::Float acc[T][V][N];
 #pragma GCC unroll 4

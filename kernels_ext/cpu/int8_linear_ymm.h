@@ -29,10 +29,10 @@ struct Isa {
   template <class Format>
   struct Unpack {
     __m256i mask = _mm256_set1_epi8(15), table;
-    Unpack() {
+    explicit Unpack(const mlspec_linear_args& a) {
       if constexpr (Format::kUsesTable) {
         alignas(16) int8_t values[16];
-        for (int code = 0; code < 16; ++code) values[code] = Format::value(code);
+        Format::fill(a, values);
         table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)values));
       }
     }

@@ -15,11 +15,14 @@
 
 #define MLSPEC_DECLARE_PACK(isa) void mlspec_pack_rows_##isa(const mlspec_pack_args*, int64_t, int64_t, int64_t, int64_t);
 #define MLSPEC_DECLARE_LINEAR(name) void mlspec_##name(const mlspec_linear_args*, int64_t, int64_t);
-#define MLSPEC_DECLARE_DENSE(isa) MLSPEC_DECLARE_LINEAR(bf16_linear_##isa) MLSPEC_DECLARE_LINEAR(f32_linear_##isa)
-#define MLSPEC_DECLARE_INT8(isa) \
-  MLSPEC_DECLARE_LINEAR(mxfp4_linear_int8_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_int8_##isa)
-#define MLSPEC_DECLARE_W4A16(isa) \
-  MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa)
+#define MLSPEC_DECLARE_BF16(isa) MLSPEC_DECLARE_LINEAR(bf16_linear_##isa) MLSPEC_DECLARE_LINEAR(nested_linear_exact_##isa)
+#define MLSPEC_DECLARE_DENSE(isa) MLSPEC_DECLARE_BF16(isa) MLSPEC_DECLARE_LINEAR(f32_linear_##isa)
+#define MLSPEC_DECLARE_INT8(isa)                                                                                       \
+  MLSPEC_DECLARE_LINEAR(mxfp4_linear_int8_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_int8_##isa) \
+  MLSPEC_DECLARE_LINEAR(nested_linear_int8_##isa)
+#define MLSPEC_DECLARE_W4A16(isa)                                                                                      \
+  MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa) \
+  MLSPEC_DECLARE_LINEAR(nested_linear_bf16_##isa)
 #define MLSPEC_DECLARE_DEQUANTIZE(isa) void mlspec_int4_dequantize_##isa(const mlspec_linear_args*, int64_t, int64_t, uint16_t*);
 #define MLSPEC_DECLARE_ROWS(isa) extern const mlspec_row_ops mlspec_row_ops_##isa;
 #define MLSPEC_DECLARE_ALL(isa)                                                            \
@@ -35,11 +38,11 @@ MLSPEC_DECLARE_INT8(avxvnni)
 MLSPEC_DECLARE_INT8(avxvnniint8)
 MLSPEC_DECLARE_ALL(avx512vnni)
 MLSPEC_DECLARE_DEQUANTIZE(avx512vnni)
-MLSPEC_DECLARE_LINEAR(bf16_linear_avx512bf16)
+MLSPEC_DECLARE_BF16(avx512bf16)
 MLSPEC_DECLARE_INT8(avx512bf16)
 MLSPEC_DECLARE_W4A16(avx512bf16)
 MLSPEC_DECLARE_PACK(amx)
-MLSPEC_DECLARE_LINEAR(bf16_linear_amx)
+MLSPEC_DECLARE_BF16(amx)
 MLSPEC_DECLARE_INT8(amx)
 MLSPEC_DECLARE_W4A16(amx)
 #endif
@@ -96,12 +99,14 @@ struct Tier {
   bool (*supported)();
 };
 
-// The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear and f32_linear, int8, bf16, dequantize, row ops.
+// The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear (with the exact nested one, which has its bits)
+// and f32_linear, int8, bf16, dequantize, row ops.
 #define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, dequantize, row)                                           \
   CpuKernels {                                                                                                          \
     #name, mlspec_pack_rows_##pack, acts, mlspec_bf16_linear_##bf16, mlspec_f32_linear_##f32,                           \
         mlspec_mxfp4_linear_int8_##int8, mlspec_mxfp4_linear_bf16_##w4a16, mlspec_int4_linear_int8_##int8,              \
-        mlspec_int4_linear_bf16_##w4a16, mlspec_int4_dequantize_##dequantize, mlspec_row_ops_##row                      \
+        mlspec_int4_linear_bf16_##w4a16, mlspec_nested_linear_int8_##int8, mlspec_nested_linear_bf16_##w4a16,           \
+        mlspec_nested_linear_exact_##bf16, mlspec_int4_dequantize_##dequantize, mlspec_row_ops_##row                    \
   }
 
 // Ascending: the last one that is supported is the best. Not constant: mlspec_row_ops_* may be set at load time.

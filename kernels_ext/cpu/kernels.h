@@ -58,7 +58,7 @@ struct mlspec_linear_args {
   int64_t y_stride;
   int32_t accumulate;     // 1: y += x W^T + bias
   int64_t in_features, out_features;
-  const uint8_t* low = nullptr;       // nested, exact: [ceil(out / 16)][in / 32][768]
+  const uint8_t* low = nullptr;       // nested, exact: [ceil(out / 16)][in / 32][768], below
   const uint8_t* codebook = nullptr;  // nested, draft: [8]
   int64_t num_planes = 0, stored_planes = 0;  // bit-planes: those to read, those there are
   int64_t plane_bytes = 0;            // from one plane to the next
@@ -76,6 +76,13 @@ typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t 
 // int4: codes 0..15, value = (code - zero) * scale. With ACTS_INT (group as the weight's, bits 8 or 4):
 //   acc = fma(float(sum of (code - zero) * x code over the group), scale * x scale, acc): the same bits everywhere.
 // With ACTS_BF16 both multiply exactly and sum in float32 in an order set by in_features (and the instruction set).
+
+// nested: BF16 in 16.25 bits, of which the draft reads 4.25. weight: tiles of nibbles sign << 3 | index; scale: exponent bytes
+// S >= 31 as mxfp4's; low: [ceil(out / 16)][in / 32][4 j][3 k][16 r][2] words. Bits 0..11 of word (j, k, r, h) of a step are the
+// field v of element 8 j + 2 p + h of output r where p = 0, 2, 3 at k = 0, 1, 2; bits 12..15 are nibble k of that where p = 1.
+// draft: mxfp4 with the magnitudes codebook[index] in units of 2^(S - 132): the same sums in the same order, ACTS_INT or ACTS_BF16.
+// exact, with ACTS_BF16 everywhere: |w| as 15 bits = v == 0 ? 0 : v + ((S - 31) << 7); y has the bits that bf16_linear of the same
+// instruction set gives for the rebuilt rows. Outputs beyond the last are zero bytes in all three.
 
 // Rows [out_begin, out_end) of an int4 weight as bfloat16 [out_end - out_begin][in]; of args, weight, scale, zero, group and
 // in_features are read. (code - zero) * scale is exact in float32 and is rounded to nearest even, NaN to 0x7FC0.
@@ -140,6 +147,7 @@ struct CpuKernels {
   mlspec_linear_fn f32_linear;        // ACTS_F32
   mlspec_linear_fn mxfp4_linear_int8, mxfp4_linear_bf16;
   mlspec_linear_fn int4_linear_int8, int4_linear_bf16;  // _int8 takes both widths of ACTS_INT
+  mlspec_linear_fn nested_linear_int8, nested_linear_bf16, nested_linear_exact;
   mlspec_dequantize_fn int4_dequantize;
   mlspec_row_ops row;
 };

@@ -56,7 +56,7 @@ struct Product {
 
   explicit Product(const mlspec_linear_args& args)
       : a(args), in(a.in_features), blocks(in / kBlockCodes), group_blocks(Format::blocks_per_group(a)),
-        groups(blocks / group_blocks) {}
+        groups(blocks / group_blocks), unpack(a) {}
 
   // kCount of the T tiles of outputs times `rows` tokens, over all of in_features. Blocks are unpacked one ahead: a tile
   // load waits until what was stored there has left the store buffer.
@@ -167,6 +167,10 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
 
 extern "C" void mlspec_mxfp4_linear_bf16_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
   linear<Mxfp4>(*args, out_begin, out_end);
+}
+
+extern "C" void mlspec_nested_linear_bf16_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
+  linear<Nested>(*args, out_begin, out_end);
 }
 
 extern "C" void mlspec_int4_linear_bf16_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {

@@ -51,9 +51,9 @@ struct Isa {
   template <class Format>
   struct Unpack {
     __m256i mask = _mm256_set1_epi8(15), table;
-    Unpack() {
+    explicit Unpack(const mlspec_linear_args& a) {
       alignas(16) int8_t values[16];
-      for (int i = 0; i < 16; ++i) values[i] = static_cast<int8_t>(Format::value(i));
+      for (int i = 0; i < 16; ++i) values[i] = static_cast<int8_t>(Format::value(a, i));
       table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)values));
     }
     __m256i look_up(__m256i bytes, Zeros zeros) const {  // int8 values of the low nibbles
@@ -93,6 +93,10 @@ struct Isa {
 
 extern "C" void mlspec_mxfp4_linear_bf16_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
   linear<Mxfp4>(*args, out_begin, out_end);
+}
+
+extern "C" void mlspec_nested_linear_bf16_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
+  linear<Nested>(*args, out_begin, out_end);
 }
 
 extern "C" void mlspec_int4_linear_bf16_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {

@@ -69,6 +69,10 @@ extern "C" void mlspec_mxfp4_linear_bf16_avx512bf16(const mlspec_linear_args* ar
   linear<Mxfp4>(*args, out_begin, out_end);
 }
 
+extern "C" void mlspec_nested_linear_bf16_avx512bf16(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
+  linear<Nested>(*args, out_begin, out_end);
+}
+
 extern "C" void mlspec_int4_linear_bf16_avx512bf16(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
   int4_linear(*args, out_begin, out_end);
 }

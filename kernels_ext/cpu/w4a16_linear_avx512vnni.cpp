@@ -43,9 +43,9 @@ struct Isa : Zmm {
   template <class Format>
   struct Unpack {
     __m512 first, second;  // values of indices 0..15 and 16..31
-    Unpack() {
+    explicit Unpack(const mlspec_linear_args& a) {
       alignas(64) float values[32];
-      for (int i = 0; i < 32; ++i) values[i] = Format::value(i);
+      for (int i = 0; i < 32; ++i) values[i] = Format::value(a, i);
       first = _mm512_load_ps(values), second = _mm512_load_ps(values + 16);
     }
     __m512 look_up(__m512i index) const {
@@ -80,6 +80,10 @@ struct Isa : Zmm {
 
 extern "C" void mlspec_mxfp4_linear_bf16_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
   linear<Mxfp4>(*args, out_begin, out_end);
+}
+
+extern "C" void mlspec_nested_linear_bf16_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
+  linear<Nested>(*args, out_begin, out_end);
 }
 
 extern "C" void mlspec_int4_linear_bf16_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {

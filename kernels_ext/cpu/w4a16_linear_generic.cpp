@@ -71,8 +71,8 @@ struct Isa {
   template <class Format>
   struct Unpack {
     float values[32];
-    Unpack() {
-      for (int i = 0; i < 32; ++i) values[i] = Format::value(i);
+    explicit Unpack(const mlspec_linear_args& a) {
+      for (int i = 0; i < 32; ++i) values[i] = Format::value(a, i);
     }
     Float look_up(const uint8_t* bytes, int shift, const Zeros& zeros) const {  // nibbles of each output's first byte
       Float v;
@@ -103,6 +103,10 @@ struct Isa {
 
 extern "C" void mlspec_mxfp4_linear_bf16_generic(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
   linear<Mxfp4>(*args, out_begin, out_end);
+}
+
+extern "C" void mlspec_nested_linear_bf16_generic(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
+  linear<Nested>(*args, out_begin, out_end);
 }
 
 extern "C" void mlspec_int4_linear_bf16_generic(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {

@@ -1,4 +1,4 @@
-// How does a 4-bit weight meet bfloat16 activations? One algorithm for every instruction set and both formats.
+// How does a 4-bit weight meet bfloat16 activations? One algorithm for every instruction set and every format.
 //
 // Included by each w4a16_linear_<isa>.cpp inside its anonymous namespace, after `Isa`, so that every function here is
 // compiled for that instruction set and shared with no other file. A lane is an output; per scale group and token
@@ -31,7 +31,7 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
   const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
   const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
-  const typename Isa::template Unpack<Format> unpack;
+  const typename Isa::template Unpack<Format> unpack(a);
   const TileStreams streams(tile_bytes, T);
   typename Isa::template Tokens<N> tokens;
   typename Isa::Float acc[T][V][N];

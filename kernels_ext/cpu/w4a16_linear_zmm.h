@@ -36,10 +36,10 @@ struct Zmm {
 template <class Format>
 struct UnpackPairs {
   __m512i table, order;
-  UnpackPairs() {
+  explicit UnpackPairs(const mlspec_linear_args& a) {
     alignas(64) uint16_t values[32];
     for (int i = 0; i < 32; ++i) {
-      const float value = Format::value(i);  // 5 significant bits at most: exact in bfloat16
+      const float value = Format::value(a, i);  // 6 significant bits at most: exact in bfloat16
       uint32_t bits;
       std::memcpy(&bits, &value, 4);
       values[i] = static_cast<uint16_t>(bits >> 16);

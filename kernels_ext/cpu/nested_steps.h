@@ -1,0 +1,42 @@
+// Where do the steps of a nested weight lie, what is fetched ahead of their use, and how is a result added to y?
+//
+// Included inside the anonymous namespaces of nested_linear_*.cpp.
+
+constexpr int64_t kTileOutputs = 16, kBlock = 32, kPairs = 16;
+constexpr int64_t kNibbleBytes = 256, kLowBytes = 768;  // of a step
+
+using Pairs = uint32_t[kPairs][kTileOutputs];  // a rebuilt step: bfloat16 [16 pairs][16 outputs][2]
+
+// Always inline: GCC drops the call of a function that does nothing but prefetch.
+__attribute__((always_inline)) inline void prefetch_lines(const uint8_t* p, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 3);
+}
+
+// The three streams of one tile, step after step; behind its last step lies the next tile's first.
+struct TileSteps {
+  const uint8_t *nibbles, *exponents, *low;
+  TileSteps(const mlspec_linear_args& a, int64_t tile) {
+    const int64_t steps = a.in_features / kBlock * tile;
+    nibbles = static_cast<const uint8_t*>(a.weight) + steps * kNibbleBytes;
+    exponents = static_cast<const uint8_t*>(a.scale) + steps * kTileOutputs;
+    low = a.low + steps * kLowBytes;
+  }
+  __attribute__((always_inline)) inline void prefetch(int64_t step) const {
+    prefetch_lines(nibbles + step * kNibbleBytes, kNibbleBytes);
+    prefetch_lines(low + step * kLowBytes, kLowBytes);
+    prefetch_lines(exponents + step * kTileOutputs, 1);
+  }
+  template <class Rebuild>
+  __attribute__((always_inline)) inline void rebuild(const Rebuild& rebuild, int64_t step, Pairs& to) const {
+    rebuild(nibbles + step * kNibbleBytes, exponents + step * kTileOutputs, low + step * kLowBytes, to);
+  }
+};
+
+void add_row(const mlspec_linear_args& a, int64_t tile, int64_t token, const float* total) {
+  const int64_t first = tile * kTileOutputs, outputs = std::min(a.out_features - first, kTileOutputs);
+  float* const y = a.y + token * a.y_stride + first;
+  for (int64_t r = 0; r < outputs; ++r) {
+    const float value = a.bias ? total[r] + a.bias[first + r] : total[r];
+    y[r] = a.accumulate ? y[r] + value : value;
+  }
+}
