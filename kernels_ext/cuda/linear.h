@@ -9,7 +9,7 @@ extern "C" {
 
 typedef struct {
   const void* tiles;      // bf16: the weight itself, bfloat16 [out, in], aligned to 16 bytes; else from prepack
-  const void* more;       // nested: the tiles of low bits, or null; bit-planes: those of scales
+  const void* more;       // nested: the tiles of low bits, or null
   const void* codebook;   // nested, 4 bits of a weight: uint8 [8], aligned to 4 bytes
   const void* x;          // bfloat16 [tokens, in]; 8 and 4 bits: codes int8 [tokens, in] of mlspec_cuda_quantize_rows
   const float* x_scales;  // 8 and 4 bits: the scales of mlspec_cuda_quantize_rows
@@ -36,6 +36,7 @@ typedef struct {
 const char* mlspec_cuda_bf16_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_int4_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_mxfp4_linear(const mlspec_cuda_linear* args);
+const char* mlspec_cuda_nested_linear(const mlspec_cuda_linear* args);
 
 // Rows as integers: exactly the numbers of hf_mlspec/formats/activations.py.
 typedef struct {

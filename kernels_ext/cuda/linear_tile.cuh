@@ -108,12 +108,13 @@ template <class V>
 __device__ __forceinline__ void multiply_wgmma(float (&sums)[V::kTokenTiles][4], const typename V::Format& format,
                                                uint32_t tokens, const float* x_scales, int lane) {
   using S = Steps<typename V::Format>;
-  constexpr int kBoxStep = V::kTokens * 128 / 16;
+  constexpr int kBoxStep = V::kBoxTokens * 128 / 16, kTilesOfPart = V::kTokenTiles / V::kParts;
+  using Part = float[kTilesOfPart][4];
   const uint32_t ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
   const uint32_t descriptor = swizzled_tile_address(tokens);
-  // With 128 tokens the sums leave registers for half of the steps only.
+  // With 128 tokens and more the sums leave registers for half of the steps only.
   constexpr int kBatch = V::kTokenTiles >= 16 ? S::kAll / 2 : S::kAll;
-  static_assert(kBatch == S::kAll || !S::kScaled, "scaled groups are not cut");
+  static_assert((kBatch == S::kAll && V::kParts == 1) || !S::kScaled, "scaled groups are not cut");
   uint32_t a[kBatch][4];
 #pragma unroll
   for (int first = 0; first < S::kAll; first += kBatch) {
@@ -127,8 +128,13 @@ __device__ __forceinline__ void multiply_wgmma(float (&sums)[V::kTokenTiles][4],
 #pragma unroll
       for (int i = g * S::kOfGroup; i < min((g + 1) * S::kOfGroup, kBatch); ++i) {
         const uint64_t b = swizzled_tile_descriptor(descriptor + (first + i) / 4 * kBoxStep + (first + i) % 4 * 2);
-        if constexpr (S::kScaled) wgmma(dots, a[i], b, i > g * S::kOfGroup);
-        else wgmma(sums, a[i], b, true);
+        if constexpr (S::kScaled) {
+          wgmma(dots, a[i], b, i > g * S::kOfGroup);
+        } else {
+#pragma unroll
+          for (int part = 0; part < V::kParts; ++part)
+            wgmma(*reinterpret_cast<Part*>(sums[part * kTilesOfPart]), a[i], b + part * V::kBoxes * kBoxStep, true);
+        }
         if constexpr (S::kTokenSums) wgmma(token_sums, ones, b, i > g * S::kOfGroup);
       }
       wgmma_commit();
@@ -250,6 +256,7 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
     add_groups<V>(sums, total, warp, lane);
     float out_scale = Format::kOutScale;
     if constexpr (Format::kHasShift) out_scale *= __uint_as_float(unknown_to_compiler(shift) + 127 << 23);
+    if constexpr (Format::kPrefix) out_scale *= Format::out_scale(p);
     const int first_token = work.first_token(p, unit);
     add_ranks<V>(p, ring, total, work.rank,
                  {min(V::kTokens, p.num_tokens - first_token), first_token, work.first_tile(p, unit) * kTileOutputs, out_scale});

@@ -27,7 +27,7 @@ struct Params {
   const uint8_t* codebook;
   __nv_bfloat16* out;
   int64_t x_scale_stride;
-  int num_tokens, in_features, out_features, chunks, token_blocks, tile_stride, zero_doubled;
+  int num_tokens, in_features, out_features, chunks, token_blocks, tile_stride, zero_doubled, num_planes;
   bool aligned, bias_is_float32;
 };
 
@@ -116,6 +116,10 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const uint8_t* from, int
   for (int i = thread; i < kBytes / 16; i += kGroupThreads) copy_async(to + i * 16, from + i * 16, true);
 }
 
+__device__ __forceinline__ void copy_prefix(uint32_t to, const uint8_t* from, int bytes, int thread) {
+  for (int i = thread; i < bytes / 16; i += kGroupThreads) copy_async(to + i * 16, from + i * 16, true);
+}
+
 // What a group of warps copies for one of its chunks.
 template <class V>
 struct Copier {
@@ -134,7 +138,8 @@ struct Copier {
       if constexpr (kOfTile > 1) {
         Format::copy_part(to, p.weights, p.more, number, chunk % kOfTile, thread);
       } else {
-        copy_bytes<Format::kTileBytes>(to, p.weights + number * (Format::kPrefix ? p.tile_stride : Format::kTileBytes), thread);
+        if constexpr (Format::kPrefix) copy_prefix(to, p.weights + number * p.tile_stride, Format::bytes_read(p), thread);
+        else copy_bytes<Format::kTileBytes>(to, p.weights + number * Format::kTileBytes, thread);
         if constexpr (Format::kMoreBytes > 0)
           copy_bytes<Format::kMoreBytes>(to + Format::kTileBytes, p.more + number * Format::kMoreBytes, thread);
       }
@@ -327,6 +332,7 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[V::k
   __syncthreads();
   float out_scale = V::Format::kOutScale;
   if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(*p.exponent_shift));
+  if constexpr (V::Format::kPrefix) out_scale *= V::Format::out_scale(p);
   constexpr int kQuads = kTileOutputs / 4;
   const int tokens = min(V::kTokens, p.num_tokens - first_token);
   for (int i = threadIdx.x; i < tokens * kQuads; i += kThreads) {
@@ -368,8 +374,8 @@ const char* launch(const mlspec_cuda_linear& a) {
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
   const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
                       static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens), int(a.in_features),
-                      int(a.out_features), int(chunks), int(token_blocks), a.tile_stride, a.zero_doubled, aligned,
-                      a.bias_is_float32 != 0};
+                      int(a.out_features), int(chunks), int(token_blocks), a.tile_stride, a.zero_doubled, a.num_planes,
+                      aligned, a.bias_is_float32 != 0};
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
     return problem;
   cudaLaunchAttribute attribute;
@@ -385,7 +391,8 @@ const char* launch(const mlspec_cuda_linear& a) {
   return message(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-template <class Format>
+// kMostTokenTiles: of a block; stages that hold more than 4 bits of a weight leave room for 4 alone.
+template <class Format, int kMostTokenTiles = 8>
 const char* launch_tokens(const mlspec_cuda_linear& a) {
   if (a.num_tokens < 1 || a.out_features < 1 || a.in_features < 1) return "tokens, in_features and out_features must be at least 1";
   if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
@@ -394,7 +401,7 @@ const char* launch_tokens(const mlspec_cuda_linear& a) {
   if (a.num_tokens <= 8) return launch<Variant<Format, 1>>(a);
   if (a.num_tokens <= 16) return launch<Variant<Format, 2>>(a);
   if (a.num_tokens <= 32) return launch<Variant<Format, 4>>(a);
-  return launch<Variant<Format, 8>>(a);
+  return launch<Variant<Format, kMostTokenTiles>>(a);
 }
 
 }  // namespace mlspec::portable
