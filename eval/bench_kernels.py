@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from eval import machine
-from eval.bench_kernels_contenders import LARGEST_ERROR, OPS, Contender, Weights, contenders, error, not_compiled
+from eval.bench_kernels_contenders import OPS, Contender, Weights, contenders, error, not_compiled
 from eval.bench_kernels_report import table
 from eval.bench_kernels_samples import MAX_WAIT, Series, alternate, has_schedstat
 from eval.peers.missing import MissingPeer
@@ -100,7 +100,7 @@ def measure(made: dict[Contender, Any], n: int, w: Weights, copies: int, args: a
             missing[one.name] = str(reason)
             continue
         errors[one.name] = error(call(0), x, w)
-        if not errors[one.name] < LARGEST_ERROR:
+        if not errors[one.name] < one.largest_error:
             raise RuntimeError(f"{one.name}, n {n}: relative error {errors[one.name]:.3g}, another weight")
         series.append(Series(one.name, going_round(call, copies), weight.nbytes))
     probe = machine.ReadProbe(args.probe)
@@ -111,10 +111,10 @@ def measure(made: dict[Contender, Any], n: int, w: Weights, copies: int, args: a
 
 
 def lines(op: str, found: dict[str, Any], ours: set[str], rotated: int) -> list[dict[str, Any]]:
-    """One entry for each contender: milliseconds, share of the probe, ratio to each peer (below 1: faster than it)."""
+    """One entry for each contender: milliseconds, share of the probe, and its time over each peer's, the median over
+    rounds in which both had an uncontended call (below 1: faster than it)."""
     reads = found["reads"].median()
     bandwidth = found["reads"].nbytes / reads if reads else None
-    medians = {s.name: s.median() for s in found["series"]}
     entries = []
     for s in found["series"]:
         middle, entry = s.median(), {"op": op, "n": found["n"], "contender": s.name, "ours": s.name in ours}
@@ -124,7 +124,7 @@ def lines(op: str, found: dict[str, Any], ours: set[str], rotated: int) -> list[
         entry["best_ms"] = 1e3 * min(s.seconds) if s.seconds else None
         entry["share_of_probe"] = s.nbytes / middle / bandwidth if middle and bandwidth else None
         entry["ratios"] = {
-            name: middle / other for name, other in medians.items() if middle and other and name not in ours
+            peer.name: ratio for peer in found["series"] if peer.name not in ours and (ratio := s.over(peer))
         } if s.name in ours else {}
         entries.append(entry)
     for name, reason in found["missing"].items():

@@ -7,7 +7,7 @@ one answer, against which each is checked before it is timed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,10 +18,12 @@ from eval.peers.ggml_linear import GgmlLinear
 from eval.peers.openvino_linear import OpenVinoInt4
 from eval.peers.torch_linear import TorchBf16, TorchInt4
 from hf_mlspec import ops
-from hf_mlspec.formats import int4, mxfp4, packing
+from hf_mlspec.formats import bitplanes, codebooks, int4, mxfp4, nested, packing
 
 SLAB = 64  # rows; a multiple of every interleaving of rows that a peer uses
 LARGEST_ERROR = 0.25  # relative, root mean square; 4 bits cost 0.1, a misread weight costs 1 or more
+PLANES, PLANES_GROUP = 8, 128
+OF_TWO_PLANES = 0.6  # the error of 2 of 8 planes, whose scale is that of the largest weight
 
 
 class Ours:
@@ -51,6 +53,7 @@ class Contender:
     nbytes: int
     make: Callable[[int], object]
     ours: bool = False
+    largest_error: float = LARGEST_ERROR
 
 
 class Weights:
@@ -84,6 +87,22 @@ class Weights:
     def int4_tiles(self, group_size: int) -> tuple[Tensor, Tensor]:
         return ops.prepack_int4(*self.int4(group_size))[:2]
 
+    @cached_property
+    def nested_tiles(self) -> tuple[Tensor, ...]:
+        """Draft, exponents and low bits in tiles, and the codebook."""
+        codebook = codebooks.codebook_of("lloyd_max")
+        parts = nested.split(self.slab.to(torch.bfloat16), codebook)
+        if parts.escape_index.numel():
+            raise ValueError("the slab has weights that would be escapes: draw another one")
+        return *ops.prepack_nested(*(self.repeated(part) for part in parts[:4])), codebook
+
+    @cached_property
+    def planes(self) -> tuple[Tensor, Tensor]:
+        """Tiles of planes and of scales."""
+        parts = bitplanes.quantize(self.slab, PLANES, PLANES_GROUP)
+        planes = parts.planes.repeat(1, self.out_features // SLAB, 1)
+        return ops.prepack_planes(planes, self.repeated(parts.scale))
+
 
 def our_mxfp4(w: Weights, bits: int) -> Contender:
     def run(x, tiles, scales):
@@ -101,6 +120,29 @@ def our_int4(w: Weights, group: int, bits: int) -> Contender:
 
     make = lambda copies: Ours(w.int4_tiles(group), run, copies)  # noqa: E731
     return Contender(f"int4 g{group} x {_activations(bits)}", _int4_bytes(w, group), make, ours=True)
+
+
+def our_nested(w: Weights, weight_bits: int, activation_bits: int) -> Contender:
+    """The draft (weight_bits 4) or the exact weight (16) of the same planes."""
+
+    def run(x, *tensors):
+        return ops.nested_linear(x, *tensors, w.out_features, weight_bits=weight_bits,
+                                 activation_bits=activation_bits)
+
+    make = lambda copies: Ours(w.nested_tiles, run, copies)  # noqa: E731
+    name = "nested exact" if weight_bits == 16 else f"nested draft x {_activations(activation_bits)}"
+    return Contender(name, w.elements * (17 if weight_bits == 4 else 65) // 32, make, ours=True)
+
+
+def our_planes(w: Weights, count: int) -> Contender:
+    def run(x, planes, scales):
+        return ops.bitplane_linear(x, planes, scales, w.out_features, group_size=PLANES_GROUP,
+                                   zero_doubled=2**PLANES, num_planes=count)
+
+    make = lambda copies: Ours(w.planes, run, copies)  # noqa: E731
+    nbytes = w.elements * count // 8 + w.elements // PLANES_GROUP * 2
+    return Contender(f"{count} of {PLANES} planes x bf16", nbytes, make, ours=True,
+                     largest_error=OF_TWO_PLANES if count == 2 else LARGEST_ERROR)
 
 
 def our_bf16(w: Weights) -> Contender:
@@ -134,20 +176,26 @@ def ggml(w: Weights, kind: str, bits: float, folder: Path | None) -> Contender:
 
 
 def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]:
-    """Ours for `op` first, then the peers it is compared with."""
+    """Ours for `op` first, then the peers it is compared with: others' kernels, or our own of other formats."""
     if op == "mxfp4_linear":
         ours = [our_mxfp4(w, 8), our_mxfp4(w, 16)]
         peers = [ggml(w, "mxfp4_r8", 4.25, ggml_folder), openvino_int4(w, 32), torch_int4(w, 32), torch_bf16(w)]
     elif op == "int4_linear":
         ours = [our_int4(w, group, bits) for group in (128, 32) for bits in (8, 16)]
         peers = [openvino_int4(w, 128), openvino_int4(w, 32), torch_int4(w, 128), torch_int4(w, 32), torch_bf16(w)]
+    elif op == "nested_linear":
+        ours = [our_nested(w, 4, 8), our_nested(w, 4, 16), our_nested(w, 16, 16)]
+        peers = [replace(one, ours=False) for one in (our_mxfp4(w, 8), our_mxfp4(w, 16), our_bf16(w))]
+    elif op == "bitplane_linear":
+        ours = [our_planes(w, count) for count in (2, 3, 4, 8)]
+        peers = [replace(one, ours=False) for one in (our_int4(w, PLANES_GROUP, 16), our_bf16(w))]
     else:
         ours = [our_bf16(w)]
         peers = [torch_bf16(w), ggml(w, "bf16", 16, ggml_folder)]
     return [*ours, *peers]
 
 
-OPS = ("mxfp4_linear", "int4_linear", "bf16_linear")
+OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear")
 
 
 def not_compiled() -> str | None:

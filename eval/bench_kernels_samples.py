@@ -22,17 +22,32 @@ _IDLE_SHARE = 0.05
 
 @dataclass
 class Series:
-    """What one contender's calls took: seconds of the uncontended and, apart, of the contended ones."""
+    """What one contender's calls took: seconds of the uncontended and, apart, of the contended ones.
+
+    rounds: of every call in turn its seconds, None where it was contended.
+    """
 
     name: str
     call: Callable[[], object]
     nbytes: int  # read by one call
     seconds: list[float] = field(default_factory=list)
     contended: list[float] = field(default_factory=list)
+    rounds: list[float | None] = field(default_factory=list)
 
     def median(self) -> float | None:
         """Of the uncontended calls; None without any."""
         return statistics.median(self.seconds) if self.seconds else None
+
+    def add(self, seconds: float, quiet: bool) -> None:
+        """One call."""
+        (self.seconds if quiet else self.contended).append(seconds)
+        self.rounds.append(seconds if quiet else None)
+
+    def over(self, other: Series) -> float | None:
+        """The median of this one's seconds over the other's in the same round, in which the machine was in the same
+        state; None without a round in which both were uncontended."""
+        both = [mine / its for mine, its in zip(self.rounds, other.rounds, strict=True) if mine and its]
+        return statistics.median(both) if both else None
 
 
 def scheduled() -> dict[str, tuple[int, int]]:
@@ -75,7 +90,7 @@ def sample(series: Series, threads: int, max_wait: float = MAX_WAIT) -> None:
     nanoseconds = time.perf_counter_ns() - begin
     waited = sum(wait - before.get(task, (0, 0))[1] for task, (_, wait) in scheduled().items())
     quiet = waited < max_wait * nanoseconds * threads
-    (series.seconds if quiet else series.contended).append(nanoseconds / 1e9)
+    series.add(nanoseconds / 1e9, quiet)
 
 
 def alternate(
