@@ -1,10 +1,10 @@
 """In which order do the CUDA kernels read a nested BF16 weight? A permutation of what is on disk; nothing is lost.
 
-    draft_tiles     uint8 [ceil(out / 128), ceil(in / 128), 8704]: two tiles of 64 outputs x 128 inputs, each 4096 bytes
-                    of nibbles and, as tiles_cuda.py has those of MXFP4, 256 scales: S + 128 - shift
-    exponent_tiles  uint8 [1, in / 32, 4]: one int32, the shift max(0, largest S - 126), repeated so that the shape tells
-                    `in`; what the draft computes is multiplied by 2 to its power
-    low_tiles       uint8 [ceil(out / 128), ceil(in / 128), 24576]: the 12 bits v of the same two tiles, 12288 bytes each
+    draft_tiles     uint8 [ceil(out / 128), ceil(in / 128), 8704]: two tiles of 64 outputs x 128 inputs, each 4096
+                    bytes of nibbles and, as tiles_cuda.py has those of MXFP4, 256 scales: S + 128 - shift
+    exponent_tiles  uint8 [1, in / 32, 4]: one int32, the shift max(0, largest S - 126), repeated so that the shape
+                    tells `in`; what the draft computes is multiplied by 2 to its power
+    low_tiles       uint8 [ceil(out / 128), ceil(in / 128), 24576]: the 12 bits v of the same tiles, 12288 bytes each
 
 Tiles, lanes and registers are those of tiles_cuda.py. Eight weights of lane 4 r + q, one step of 16 inputs: number
 4 h + k is output 16 w + 8 h + r, input 64 f + 16 s + 2 q + 8 (k % 2) + k // 2 (h: 0, 1; k: 0 ... 3). They are
@@ -61,7 +61,7 @@ def pack(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tens
         )
     shift = (largest.int() - _UNSHIFTED).clamp_min(0)
     exponents = (scale.int() + (_SCALE_BIAS - shift)).to(torch.uint8)
-    places = _in_pairs(exponents, PAIR_INPUTS // BLOCK, _SCALE_BIAS).unflatten(-1, (2, 2))  # [p m w h r c pair of-pair]
+    places = _in_pairs(exponents, PAIR_INPUTS // BLOCK, _SCALE_BIAS).unflatten(-1, (2, 2))  # [p m w h r c, pair, of]
     scales = places.permute(0, 5, 1, 2, 4, 6, 3, 7).flatten(3)
     draft, low_tiles = _pack(packed, scales, low, high)
     return draft, shift.repeat(scale.shape[1]).view(torch.uint8).view(1, -1, 4), low_tiles
@@ -106,7 +106,9 @@ def _unpack(draft: Tensor, fields: Tensor, out_features: int, in_features: int) 
         packed[rows] = pack_nibbles(_rows(_of_nibble_words(words), in_features))
         low[rows] = _rows(_of_low_words(more[..., : 2 * CODE_BYTES]), in_features)
         high[rows] = pack_nibbles(_rows(_of_high_words(more[..., 2 * CODE_BYTES :]), in_features))
-    return tuple(plane if len(plane) == out_features else plane[:out_features].clone() for plane in (packed, low, high))
+    if len(low) == out_features:
+        return packed, low, high
+    return packed[:out_features].clone(), low[:out_features].clone(), high[:out_features].clone()
 
 
 def _placed(rows: Tensor) -> Tensor:

@@ -100,18 +100,20 @@ struct PackedTiles {
 // Bits of a pair of bfloat16.
 __device__ __forceinline__ uint32_t both(uint32_t half_word) { return half_word * 0x10001u; }
 
+// What a lane has of a part of a tile: [w 4][four steps 2][lane 32][step 4] words.
+__device__ __forceinline__ void load_words(uint32_t (&words)[kSteps], const uint8_t* from) {
+#pragma unroll
+  for (int i = 0; i < kSteps; i += 4) {
+    const uint4 v = reinterpret_cast<const uint4*>(from)[i * 8];
+    words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+  }
+}
+
 struct CodeWords : PackedTiles {
   uint32_t words[kSteps];
 
   __device__ __forceinline__ static uint32_t place(int warp, int lane) { return (warp * kSteps / 4 * 32 + lane) * 16; }
-  __device__ __forceinline__ void load(const uint8_t* tile, uint32_t place) {
-    const uint4* codes = reinterpret_cast<const uint4*>(tile + place);
-#pragma unroll
-    for (int i = 0; i < kSteps; i += 4) {
-      const uint4 v = codes[i * 8];
-      words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
-    }
-  }
+  __device__ __forceinline__ void load(const uint8_t* tile, uint32_t place) { load_words(words, tile + place); }
 };
 
 // kBits: of the activations. Scales are applied to the float32 (int32) sum of a group.
@@ -173,23 +175,26 @@ struct Int4Weights : CodeWords {
   }
 };
 
-// A block's scale is applied to the bfloat16 weight, exactly: E2M1 bits at 8..6 of a bfloat16 are the value times 2^-126,
-// and the scale byte, stored as the exponent of 2^126 * scale, undoes that in the same multiplication.
-//   half word   15 14 13 12 11 10 9 8 7 6 5 4 3 2 1 0      s sign, e two bits of exponent, m mantissa
-//   a[i]        s0 s3 s2 s1 e3 e3 m3 e0 e0 m0 e1 e1 m1 e2 e2 m2
-struct Mxfp4Weights : CodeWords {
+// Codes with a scale of one byte per 32 inputs, stored as the exponent of a number: bytes [w][r][pair of blocks][h][block % 2]
+// behind the codes.
+constexpr int kBlocks = kTileInputs / 32;
+constexpr int kScaledTileBytes = kCodeBytes + kTileOutputs * kBlocks;
+
+__device__ __forceinline__ LanePlace place_of_scaled(int warp, int lane) {
+  return {CodeWords::place(warp, lane), uint32_t(warp * 8 + lane / 4) * 8};
+}
+
+// A scale times a bfloat16 weight, of which it is a power of two: exact.
+struct ScaledCodes : CodeWords {
   static constexpr int kGroups = 0;
   static constexpr int kActivationBits = 16;
-  static constexpr bool kHasZeros = false, kHasShift = true;
+  static constexpr bool kHasShift = true;
   static constexpr float kOutScale = 1;
-  static constexpr int kBlocks = kTileInputs / 32;
-  static constexpr int kTileBytes = kCodeBytes + kTileOutputs * kBlocks;
+  static constexpr int kTileBytes = kScaledTileBytes;
 
-  uint32_t scales[kBlocks / 2];  // bytes [h][block % 2]
+  uint32_t scales[kBlocks / 2];
 
-  __device__ __forceinline__ static LanePlace place(int warp, int lane) {
-    return {CodeWords::place(warp, lane), uint32_t(warp * 8 + lane / 4) * 8};
-  }
+  __device__ __forceinline__ static LanePlace place(int warp, int lane) { return place_of_scaled(warp, lane); }
   template <class Params>
   __device__ __forceinline__ void prepare(const Params&) {}
   __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
@@ -197,9 +202,42 @@ struct Mxfp4Weights : CodeWords {
     const uint2 v = *reinterpret_cast<const uint2*>(tile + kCodeBytes + place.scales);
     scales[0] = v.x, scales[1] = v.y;
   }
+  // Of rows r and r + 8 as the halves of a word; blocks: two of both rows.
+  __device__ __forceinline__ static uint32_t rows_scale(uint32_t blocks, int step) {
+    return (step / 2 % 2 ? blocks >> 1 : blocks << 7) & 0x7F807F80;
+  }
+};
+
+// A scale times the integer sum of a block.
+struct ScaledIntegers : CodeWords {
+  static constexpr int kGroups = kBlocks;
+  static constexpr int kActivationBits = 8;
+  static constexpr bool kHasShift = true;
+  static constexpr int kTileBytes = kScaledTileBytes;
+
+  const uint8_t* scales;
+
+  __device__ __forceinline__ static LanePlace place(int warp, int lane) { return place_of_scaled(warp, lane); }
+  template <class Params>
+  __device__ __forceinline__ void prepare(const Params&) {}
+  __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
+    CodeWords::load(tile, place.weights);
+    scales = tile + kCodeBytes + place.scales;
+  }
+  // Of rows r and r + 8: 2 to the stored exponent, times `unit`.
+  __device__ __forceinline__ float2 powers(int block, float unit) const {
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + block / 2 * 4) >> block % 2 * 8;
+    return {__uint_as_float((pair & 0xFF) << 23) * unit, __uint_as_float((pair >> 16 & 0xFF) << 23) * unit};
+  }
+};
+
+// E2M1 bits at 8..6 of a bfloat16 are the value times 2^-126, and the scale byte, stored as the exponent of 2^126 * scale, undoes
+// that in the same multiplication.
+//   half word   15 14 13 12 11 10 9 8 7 6 5 4 3 2 1 0      s sign, e two bits of exponent, m mantissa
+//   a[i]        s0 s3 s2 s1 e3 e3 m3 e0 e0 m0 e1 e1 m1 e2 e2 m2
+struct Mxfp4Weights : ScaledCodes {
   __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
-    const uint32_t w = words[step], blocks = scales[step / 4];
-    const uint32_t both_rows = (step / 2 % 2 ? blocks >> 1 : blocks << 7) & 0x7F807F80;
+    const uint32_t w = words[step], both_rows = rows_scale(scales[step / 4], step);
     const uint32_t even = both_low(both_rows), odd = both_high(both_rows);
     // Bits of a[2] and a[3] brought together: left shifts cost the least, they run beside the logic.
     const uint32_t last = (w & 0x40074007) | ((w >> 4) & ~0x40074007u);
@@ -210,29 +248,11 @@ struct Mxfp4Weights : CodeWords {
   }
 };
 
-// The same tiles for int8 activations: codes become twice their value, an integer; a block's scale is applied to the
-// integer sum. A byte permutation looks up 4 magnitudes of 3 bits in a table of 8 bytes.
-struct Mxfp4IntegerWeights : CodeWords {
-  static constexpr int kGroups = kTileInputs / 32;
-  static constexpr int kActivationBits = 8;
-  static constexpr bool kHasZeros = false, kHasShift = true;
+// The same tiles for int8 activations: codes become twice their value, an integer. A byte permutation looks up 4 magnitudes of 3 bits in a table of 8 bytes.
+struct Mxfp4IntegerWeights : ScaledIntegers {
   static constexpr float kOutScale = 0.5f;  // of the codes
-  static constexpr int kTileBytes = Mxfp4Weights::kTileBytes;
 
-  const uint8_t* scales;
-
-  __device__ __forceinline__ static LanePlace place(int warp, int lane) { return Mxfp4Weights::place(warp, lane); }
-  template <class Params>
-  __device__ __forceinline__ void prepare(const Params&) {}
-  __device__ __forceinline__ void load(const uint8_t* tile, LanePlace place) {
-    CodeWords::load(tile, place.weights);
-    scales = tile + kCodeBytes + place.scales;
-  }
-  // Of rows r and r + 8: the stored exponent is that of 2^126 times the scale.
-  __device__ __forceinline__ float2 scale(int block) const {
-    const uint32_t pair = *reinterpret_cast<const uint32_t*>(scales + block / 2 * 4) >> block % 2 * 8;
-    return {__uint_as_float((pair & 0xFF) << 23) * 0x1p-126f, __uint_as_float((pair >> 16 & 0xFF) << 23) * 0x1p-126f};
-  }
+  __device__ __forceinline__ float2 scale(int block) const { return powers(block, 0x1p-126f); }
   // magnitudes: 4 of 3 bits, one in each of the lower nibbles; signs: 0xFF where negative. -m = ~(m - 1), 0 stays 0.
   __device__ __forceinline__ static uint32_t looked_up(uint32_t magnitudes, uint32_t signs) {
     const uint32_t positive = __byte_perm(0x03020100, 0x0C080604, magnitudes);

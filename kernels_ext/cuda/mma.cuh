@@ -57,11 +57,21 @@ __device__ __forceinline__ uint64_t swizzled_tile_descriptor(uint32_t address) {
 #define MLSPEC_REGS64                                                                                      \
   MLSPEC_REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53" \
                 ",%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define MLSPEC_REGS72                 \
+  MLSPEC_REGS64                       \
+  ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define MLSPEC_REGS128                                                                                \
+  MLSPEC_REGS64                                                                                       \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"  \
+  ",%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108"     \
+  ",%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define MLSPEC_OUT4(c, t) c(d[t][0]), c(d[t][1]), c(d[t][2]), c(d[t][3])
 #define MLSPEC_OUT8(c, t) MLSPEC_OUT4(c, t), MLSPEC_OUT4(c, t + 1)
 #define MLSPEC_OUT16(c, t) MLSPEC_OUT8(c, t), MLSPEC_OUT8(c, t + 2)
 #define MLSPEC_OUT32(c, t) MLSPEC_OUT16(c, t), MLSPEC_OUT16(c, t + 4)
 #define MLSPEC_OUT64(c, t) MLSPEC_OUT32(c, t), MLSPEC_OUT32(c, t + 8)
+#define MLSPEC_OUT72(c, t) MLSPEC_OUT64(c, t), MLSPEC_OUT8(c, t + 16)
+#define MLSPEC_OUT128(c, t) MLSPEC_OUT64(c, t), MLSPEC_OUT64(c, t + 16)
 
 // d += a x tokens (d = a x tokens unless `accumulate`). a0..a5: the numbers of the operands behind the registers of d.
 #define MLSPEC_WGMMA(tiles, n, regs, a0, a1, a2, a3, a4, a5)                                                          \
@@ -84,19 +94,10 @@ MLSPEC_WGMMA(2, 16, 8, 8, 9, 10, 11, 12, 13)
 MLSPEC_WGMMA(4, 32, 16, 16, 17, 18, 19, 20, 21)
 MLSPEC_WGMMA(8, 64, 32, 32, 33, 34, 35, 36, 37)
 MLSPEC_WGMMA(16, 128, 64, 64, 65, 66, 67, 68, 69)
+MLSPEC_WGMMA(18, 144, 72, 72, 73, 74, 75, 76, 77)
+MLSPEC_WGMMA(32, 256, 128, 128, 129, 130, 131, 132, 133)
 
 // --- weights in shared memory too, 64 rows of 128 bytes: bfloat16, a step of 16 inputs.
-
-#define MLSPEC_REGS72                 \
-  MLSPEC_REGS64                       \
-  ",%64,%65,%66,%67,%68,%69,%70,%71"
-#define MLSPEC_REGS128                                                                                \
-  MLSPEC_REGS64                                                                                       \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"  \
-  ",%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108"     \
-  ",%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define MLSPEC_OUT72(c, t) MLSPEC_OUT64(c, t), MLSPEC_OUT8(c, t + 16)
-#define MLSPEC_OUT128(c, t) MLSPEC_OUT64(c, t), MLSPEC_OUT64(c, t + 16)
 
 // d += weights x tokens. a0..a2: the numbers of the operands behind the registers of d.
 #define MLSPEC_WGMMA_SHARED(tiles, n, regs, a0, a1, a2)                                                   \

@@ -12,6 +12,7 @@ extern "C" {
 const char* mlspec_cuda_portable_bf16_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_portable_int4_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_portable_mxfp4_linear(const mlspec_cuda_linear* args);
+const char* mlspec_cuda_portable_nested_linear(const mlspec_cuda_linear* args);
 
 #ifdef __cplusplus
 }
