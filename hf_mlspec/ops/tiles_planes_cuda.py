@@ -26,24 +26,37 @@ PLANE_BYTES = 64 * 128 // 8  # of a tile
 _SHAPE_ONLY = 16  # the last axis of tensors without elements: that of the tiles of the CPU
 
 
-def pair_bytes(num_planes: int, group_size: int) -> int:
-    """Bytes of two tiles."""
-    return PAIR_OUTPUTS * (PAIR_INPUTS // group_size) * 2 + 2 * num_planes * PLANE_BYTES
-
-
 def is_packed(plane_tiles: Tensor) -> bool:
     """Whether a weight is in these tiles, not in those of the CPU, which have an axis of planes."""
     return plane_tiles.ndim == 3
 
 
-def num_planes(plane_tiles: Tensor) -> int:
-    """Planes that are stored: what is left of a pair of tiles are its scales."""
+def stored_planes(plane_tiles: Tensor) -> int:
+    """Planes of a weight in these tiles: what is left of a pair of tiles are its scales."""
     return plane_tiles.shape[2] // (2 * PLANE_BYTES)
+
+
+def pair_bytes(num_planes: int, group_size: int) -> int:
+    """Bytes of two tiles."""
+    return PAIR_OUTPUTS * (PAIR_INPUTS // group_size) * 2 + 2 * num_planes * PLANE_BYTES
+
+
+def shapes(out_features: int, in_features: int, num_planes: int, group_size: int) -> tuple[list[int], list[int]]:
+    """Of plane_tiles and scale_tiles."""
+    pairs, chunks = -(-out_features // PAIR_OUTPUTS), -(-in_features // PAIR_INPUTS)
+    return [pairs, chunks, pair_bytes(num_planes, group_size)], [0, in_features // group_size, _SHAPE_ONLY]
+
+
+def in_features(plane_tiles: Tensor, scale_tiles: Tensor, group_size: int) -> int:
+    """Of a weight in these tiles."""
+    if scale_tiles.ndim != 3:
+        raise ValueError(f"scale_tiles has shape {list(scale_tiles.shape)}, expected 3 axes from prepack_planes")
+    return scale_tiles.shape[1] * group_size
 
 
 def group_size(plane_tiles: Tensor) -> int:
     """Elements that share a scale; 0 where these are tiles of no group size."""
-    stored = num_planes(plane_tiles)
+    stored = stored_planes(plane_tiles)
     sizes = [size for size in GROUP_SIZES if plane_tiles.shape[2] == pair_bytes(stored, size)]
     return sizes[0] if sizes and 1 <= stored <= MAX_PLANES else 0
 
@@ -75,11 +88,11 @@ def unpack(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple
     pairs, chunks, _ = plane_tiles.shape
     groups, columns = PAIR_INPUTS // group, scale_tiles.shape[1]
     tiles = plane_tiles.unflatten(2, (2, plane_tiles.shape[2] // 2))
-    front = tiles.shape[3] - num_planes(plane_tiles) * PLANE_BYTES
+    front = tiles.shape[3] - stored_planes(plane_tiles) * PLANE_BYTES
     places = tiles[..., :front].contiguous().view(torch.float16).unflatten(-1, (4, 8, groups, 2))  # [p c m w r g h]
     rows = places.permute(0, 2, 3, 6, 4, 1, 5).reshape(pairs * PAIR_OUTPUTS, chunks * groups)
     scale = rows[:out_features, :columns].contiguous()
-    planes = plane_tiles.new_empty(num_planes(plane_tiles), out_features, columns * group // 8)
+    planes = plane_tiles.new_empty(stored_planes(plane_tiles), out_features, columns * group // 8)
     step = _pairs_at_once(plane_tiles, chunks)
     for number, to in enumerate(planes):
         words = tiles[..., front + number * PLANE_BYTES : front + (number + 1) * PLANE_BYTES]
