@@ -84,6 +84,9 @@ typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t 
 // exact, with ACTS_BF16 everywhere: |w| as 15 bits = v == 0 ? 0 : v + ((S - 31) << 7); y has the bits that bf16_linear of the same
 // instruction set gives for the rebuilt rows. Outputs beyond the last are zero bytes in all three.
 
+// Row `row` of a nested weight as bfloat16 [in]; of args, weight, scale, low and in_features are read.
+void mlspec_nested_row(const struct mlspec_linear_args* args, int64_t row, uint16_t* to);
+
 // Rows [out_begin, out_end) of an int4 weight as bfloat16 [out_end - out_begin][in]; of args, weight, scale, zero, group and
 // in_features are read. (code - zero) * scale is exact in float32 and is rounded to nearest even, NaN to 0x7FC0.
 typedef void (*mlspec_dequantize_fn)(const struct mlspec_linear_args* args, int64_t out_begin, int64_t out_end, uint16_t* dense);

@@ -9,6 +9,8 @@
 
 namespace {
 
+#include "nested_field.h"
+
 inline float widen(uint32_t bfloat16) {
   const uint32_t bits = bfloat16 << 16;
   float value;
@@ -33,27 +35,11 @@ struct Isa {
     for (int i = 0; i < 32; ++i) to.element[i] = widen(x[i]);
   }
 
-  // The field v of element 8 j + 2 p + h: bits 0..11 of a word, or the top nibbles of three.
-  static uint32_t field(const uint8_t* low, int j, int p, int r, int h) {
-    const auto word = [&](int k) {
-      const uint8_t* bytes = low + 192 * j + 64 * k + 4 * r + 2 * h;
-      return static_cast<uint32_t>(bytes[0] | bytes[1] << 8);
-    };
-    if (p == 1) return word(0) >> 12 | (word(1) >> 12) << 4 | (word(2) >> 12) << 8;
-    return word(p == 0 ? 0 : p - 1) & 0x0FFF;
-  }
-
-  static uint32_t weight(const uint8_t* nibbles, const uint8_t* exponents, const uint8_t* low, int element, int r) {
-    const int j = element / 8, i = element % 8;
-    const uint32_t nibble = nibbles[64 * j + 4 * r + i % 4] >> (i < 4 ? 0 : 4), v = field(low, j, i / 2, r, i % 2);
-    const uint32_t magnitude = v == 0 ? 0 : v + ((exponents[r] - 31u) << 7);
-    return magnitude | (nibble & 8) << 12;
-  }
-
   static void rebuild(const uint8_t* nibbles, const uint8_t* exponents, const uint8_t* low, uint32_t (*pairs)[16]) {
     for (int pair = 0; pair < 16; ++pair) {
       for (int r = 0; r < 16; ++r) {
-        pairs[pair][r] = weight(nibbles, exponents, low, 2 * pair, r) | weight(nibbles, exponents, low, 2 * pair + 1, r) << 16;
+        const uint32_t even = nested_weight(nibbles, exponents, low, 2 * pair, r);
+        pairs[pair][r] = even | nested_weight(nibbles, exponents, low, 2 * pair + 1, r) << 16;
       }
     }
   }
