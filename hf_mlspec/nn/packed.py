@@ -1,4 +1,4 @@
-"""In which layout are 4-bit parameters, on disk or in tiles for the kernels, and how does a module change it?"""
+"""In which layout are packed parameters, on disk or in tiles for the kernels, and how does a module change it?"""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..formats.weights import Int4Weight, Mxfp4Weight
+from ..formats.weights import BitPlaneWeight, Int4Weight, Mxfp4Weight, NestedWeight
 from ..ops.reference import sliced_linear
-from ..ops.tiles import fit_device
 from .packed_formats import FORMATS, PackedFormat, Parts
 from .switch import PrecisionSwitch
 
+Weight = Mxfp4Weight | Int4Weight | NestedWeight | BitPlaneWeight
 _changing_layout = threading.Lock()
 
 
 class PackedModule(nn.Module):
-    """A module with 4-bit parameters ``<name>_packed``, ``<name>_scale`` (and ``<name>_zero``) for each of ``names``.
+    """A module with packed parameters ``<name>_<part>`` for each of ``names`` and of its format's parts.
 
-    They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles.py; on
-    a GPU with kernels ops/tiles_cuda.py), told apart by the number of axes. A change exchanges the data of the very
-    Parameter objects, so that all views of a model that share them (early_exit) change together.
+    They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles*.py; on
+    a GPU with kernels ops/tiles*_cuda.py), told apart by the axes of the scales. A change exchanges the data of the
+    very Parameter objects, so that all views of a model that share them (early_exit) change together.
     """
 
     format: str
     names: tuple[str, ...]
-    disk_axes: int  # of a packed parameter on disk; in tiles it has one more
+    disk_axes: int  # of scales on disk; in tiles they have one more
 
     def __init__(self, switch: PrecisionSwitch) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class PackedModule(nn.Module):
     @property
     def is_prepacked(self) -> bool:
         """Whether the parameters are in tiles."""
-        return self._parameters[f"{self.names[-1]}_packed"].dim() > self.disk_axes
+        return self._parameters[f"{self.names[-1]}_scale"].dim() > self.disk_axes
 
     def held(self, name: str) -> Parts:
-        """The parameters ``<name>_packed``, ``_scale`` (and ``_zero``, which may be None), in their present layout."""
+        """The parameters ``<name>_<part>``, in their present layout; None for what the weight does without."""
         return tuple([self._parameters[f"{name}_{part}"] for part in self.packing.parts])
 
     def parts(self, name: str) -> Parts:
@@ -76,8 +76,9 @@ class PackedModule(nn.Module):
 
     def _fit_device(self) -> bool:
         """Whether tiles that were moved without this module's knowledge are those of their device."""
-        codes = [self._parameters[f"{name}_packed"] for name in self.names]
-        return all(fit_device(tiles.flatten(0, -3)) for tiles in codes)  # of experts: one behind the other
+        stacked = self.disk_axes - 2  # axes of experts: any one of them tells
+        codes = [self.held(name)[0].data for name in self.names]
+        return all(self.packing.fits(tiles[(0,) * stacked]) for tiles in codes)
 
     def _in_tiles(self, name: str) -> Parts:
         """The parts of ``name``, which are as on disk, in tiles."""
@@ -95,9 +96,9 @@ class PackedModule(nn.Module):
                 self.register_parameter(f"{name}_{part}", tensor)
 
     def _hold(self, tensors: list[Parts]) -> None:
-        # The last name's codes come last: other threads look at them to tell the layout.
+        # The last name's scales come last: other threads look at them to tell the layout.
         for name, parts in zip(self.names, tensors, strict=True):
-            for part, tensor in reversed(list(zip(self.packing.parts, parts, strict=True))):
+            for part, tensor in sorted(zip(self.packing.parts, parts, strict=True), key=lambda own: own[0] == "scale"):
                 if tensor is not None:
                     getattr(self, f"{name}_{part}").data = tensor
 
@@ -115,34 +116,37 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
-        """Moves everything, casts the biases, and never casts codes or scales: `.half()` and `.to(dtype)` see float16
-        scales as int16, whose bits they leave alone. Another kind of device reads other tiles: weights that go there
-        are put back as on disk, and in tiles by the next forward."""
-        codes = self._parameters[f"{self.names[-1]}_packed"]
-        if self.is_prepacked and fn(codes.detach().flatten()[:0]).device.type != codes.device.type:
+        """Moves everything, casts the biases, and never casts a part of a weight: `.half()` and `.to(dtype)` see
+        float16 scales and bfloat16 escapes as int16, whose bits they leave alone. Another kind of device reads other
+        tiles: weights that go there are put back as on disk, and in tiles by the next forward."""
+        codes = self.held(self.names[-1])[0].detach()
+        if self.is_prepacked and fn(codes.new_empty(0)).device.type != codes.device.type:
             self.unprepack_()
-        scales = {id(s) for name in self.names if (s := getattr(self, f"{name}_scale")).dtype == torch.float16}
+        parts = [part for name in self.names for part in self.held(name) if part is not None]
+        halves = {id(part) for part in parts if part.is_floating_point()}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in scales:
+            if id(tensor) not in halves:
                 return fn(tensor)
             bits = fn(tensor.detach().view(torch.int16))
             if bits.dtype != torch.int16:
-                raise TypeError(f"{type(self).__name__}: its float16 scales cannot be cast to {bits.dtype}")
-            return bits.view(torch.float16)
+                what = "float16 scales" if tensor.dtype == torch.float16 else "bfloat16 escapes"
+                raise TypeError(f"{type(self).__name__}: its {what} cannot be cast to {bits.dtype}")
+            return bits.view(tensor.dtype)
 
         return super()._apply(moved, recurse)
 
 
 class PackedLinear(PackedModule):
-    """``y = x W^T + b`` with W in a 4-bit format, in one copy; what Mxfp4Linear and Int4Linear have in common."""
+    """``y = x W^T + b`` with W in a packed format, in one copy; what all of them have in common."""
 
     names = ("weight",)
     disk_axes = 2
+    reads_dense = True  # whether a materialized weight is what a call asks for
 
     def __init__(
         self,
-        weight: Mxfp4Weight | Int4Weight,
+        weight: Weight,
         bias: nn.Parameter | None = None,
         switch: PrecisionSwitch | None = None,
     ) -> None:
@@ -162,15 +166,15 @@ class PackedLinear(PackedModule):
 
     @property
     def weight_tiles(self) -> nn.Parameter:
-        """uint8, in the tiles of its device (ops/tiles.py); RuntimeError before ``prepack_()``."""
-        return self._tiles("packed")
+        """uint8, in the tiles of its device (ops/tiles*.py); RuntimeError before ``prepack_()``."""
+        return self._tiles(self.packing.parts[0])
 
     @property
     def scale_tiles(self) -> nn.Parameter:
         """uint8 or float16, as ``weight_tiles``; RuntimeError before ``prepack_()``."""
         return self._tiles("scale")
 
-    def packed_weight(self) -> Mxfp4Weight | Int4Weight:
+    def packed_weight(self) -> Weight:
         """The weight as on disk: the parameters' own memory, or a copy of them where they are in tiles."""
         return self.packing.weight(*self._on_disk("weight"))
 
@@ -190,10 +194,13 @@ class PackedLinear(PackedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` -> ``[..., out]`` in x.dtype."""
-        if self.weight_dense is not None and self.weight_dense.dtype == x.dtype:
+        if self.weight_dense is not None and self.reads_dense and self.weight_dense.dtype == x.dtype:
             return sliced_linear(x, self.weight_dense, self.bias)
         if not self.is_prepacked:
             self.prepack_()
+        return self._multiply(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.packing.multiply(x, self.held("weight"), self._rows, self.bias, self.switch)
 
     def hold_tiles_(self, tiles: Parts) -> None:
@@ -209,7 +216,7 @@ class PackedLinear(PackedModule):
 
     def _in_tiles(self, name: str) -> Parts:
         parts = self.parts(name)
-        self._rows = parts[0].shape[0]
+        self._rows = parts[1].shape[0]  # scales have a row for every output in every format
         return self.packing.prepack(*parts)
 
     def _on_disk(self, name: str) -> Parts:

@@ -1,0 +1,108 @@
+"""What replaces nn.Linear where a weight is bit-planes, of which the first few may be read alone?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..formats.bitplanes import CAST_GROUP, CASTS, GROUP_SIZES, cast_of
+from ..formats.weights import BitPlaneWeight
+from .packed import PackedLinear
+from .packed_formats import Parts, plane_zeros, require_fit
+from .switch import PrecisionSwitch
+
+
+class BitPlaneLinear(PackedLinear):
+    """``y = x W^T + b`` with W in 1 to 8 bit-planes, of which any number from the first on is a weight
+    (formats/bitplanes.py).
+
+        parameter             dtype     on disk, in state_dict()    in tiles, from the first forward on
+        weight_planes         uint8     [planes, out, in / 8]       plane_tiles (ops/tiles_planes.py)
+        weight_scale          float16   [out, in / group]           scale_tiles
+        weight_zero_doubled   int32     [1]                         the same
+
+    At (b, 16) bits x is rounded to bfloat16 and the first b planes are read.
+    """
+
+    format = "planes"
+
+    def __init__(
+        self, weight: BitPlaneWeight, bias: nn.Parameter | None = None, switch: PrecisionSwitch | None = None
+    ) -> None:
+        """As PackedLinear; ValueError when ``switch`` is for another number of planes."""
+        super().__init__(weight, bias, switch or PrecisionSwitch("planes", num_planes=weight.num_planes))
+        self.group_size, self.num_planes = weight.group_size, weight.num_planes
+        self._zero: int | None = None  # read once: from a GPU that waits
+        if self.switch.num_planes != self.num_planes:
+            raise ValueError(
+                f"{weight.name}: the weight has {self.num_planes} bit-planes, its switch is for "
+                f"{self.switch.num_planes}: make it PrecisionSwitch('planes', num_planes={self.num_planes})"
+            )
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        name: str = "weight",
+        switch: PrecisionSwitch | None = None,
+        num_planes: int | str = 8,
+        group_size: int | None = None,
+    ) -> BitPlaneLinear:
+        """Quantize ``linear.weight``; the bias is shared. num_planes 1 to 8, "int3", "int2" or "ternary"; groups and
+        errors as BitPlaneWeight.from_dense."""
+        weight = BitPlaneWeight.from_dense(linear.weight.detach(), num_planes, group_size, name)
+        return cls(weight, linear.bias, switch).train(linear.training)
+
+    @classmethod
+    def empty(
+        cls,
+        linear: nn.Linear,
+        name: str = "weight",
+        switch: PrecisionSwitch | None = None,
+        num_planes: int | str = 8,
+        group_size: int | None = None,
+    ) -> BitPlaneLinear:
+        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads)."""
+        group = group_size or (CAST_GROUP if num_planes in CASTS else GROUP_SIZES[-1])
+        require_fit("planes", linear.in_features, group, name)
+        parts = plane_zeros(*linear.weight.shape, cast_of(num_planes).num_planes, group, linear.weight.device)
+        return cls(BitPlaneWeight(*parts, name), linear.bias, switch)
+
+    @property
+    def zero_doubled(self) -> int:
+        """Twice the code that means 0."""
+        if self._zero is None:
+            self._zero = int(self.weight_zero_doubled[0])
+        return self._zero
+
+    def dequantized(self, dtype: torch.dtype = torch.float32, num_planes: int | None = None) -> torch.Tensor:
+        """W as ``[out, in]`` in ``dtype``, as the first ``num_planes`` planes have it (None: all)."""
+        return self.packed_weight().dequantize(dtype, num_planes)
+
+    @property
+    def reads_dense(self) -> bool:
+        """A materialized weight stands for all planes; fewer are read from the codes."""
+        return self.switch.bits.weight == self.num_planes
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        planes, scales, _ = self.held("weight")
+        return ops.bitplane_linear(
+            x, planes, scales, self._rows, self.bias,
+            group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=self.switch.bits.weight,
+        )  # fmt: skip
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._zero = None
+
+    def _in_tiles(self, name: str) -> Parts:
+        if not self.weight_zero_doubled.is_meta:
+            self._zero = int(self.weight_zero_doubled[0])
+        return super()._in_tiles(name)
+
+    def extra_repr(self) -> str:
+        read = f"num_planes={self.num_planes}, weight_bits={self.switch.bits.weight}"
+        return f"{super().extra_repr()}, group_size={self.group_size}, {read}"

@@ -1,0 +1,172 @@
+"""What stands for nn.Linear, and for the embedding tied to it, where a BF16 weight holds its own draft?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..formats.weights import NestedWeight
+from .packed import PackedLinear
+from .packed_formats import nested_zeros, require_fit
+from .switch import PrecisionSwitch
+
+ESCAPES = ("escape_index", "escape_value")
+
+
+class NestedLinear(PackedLinear):
+    """``y = x W^T + b`` with W in nested BF16: 16.25 bits a weight, of which a draft reads 4.25 (formats/nested.py).
+
+        parameter             on disk, in state_dict()    in tiles, from the first forward on (ops/tiles_nested.py)
+        weight_packed         [out, in / 2]               draft_tiles
+        weight_scale          [out, in / 32]              exponent_tiles
+        weight_low            [out, in]                   low_tiles
+        weight_high           [out, in / 2]               [0]: in low_tiles
+        weight_codebook       [8]                         the same
+        weight_escape_index   [n], or None                rows that have escapes [k]
+        weight_escape_value   [n], or None                these rows, whole and exact [k, in]
+
+    At (16, 16) bits the product is that of nn.Linear on the original weight, as ``bf16_linear`` sums it; at (4, 16) and
+    (4, 8) the draft's, which reads nothing else.
+    """
+
+    format = "nested"
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        codebook: str = "lloyd_max",
+        name: str = "weight",
+        switch: PrecisionSwitch | None = None,
+        hessian: torch.Tensor | None = None,
+    ) -> NestedLinear:
+        """Split the bfloat16 ``linear.weight``, exactly; the bias is shared. codebook, hessian and errors as
+        NestedWeight.from_dense."""
+        weight = NestedWeight.from_dense(linear.weight.detach(), codebook, name, hessian)
+        return cls(weight, linear.bias, switch).train(linear.training)
+
+    @classmethod
+    def empty(
+        cls, linear: nn.Linear, name: str = "weight", switch: PrecisionSwitch | None = None, escapes: int = 0
+    ) -> NestedLinear:
+        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads); escapes: for how
+        many there is room."""
+        require_fit("nested", linear.in_features, 0, name)
+        device = linear.weight.device
+        layer = cls(NestedWeight(*nested_zeros(*linear.weight.shape, device), name), linear.bias, switch)
+        if escapes:
+            layer._make_room((escapes,), device)
+        return layer
+
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """W as ``[out, in]``: in bfloat16 and float32 exactly the weight it was made of."""
+        return super().dequantized(dtype)
+
+    def dequantized_draft(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The draft's ``[out, in]``."""
+        return self.packed_weight().dequantize_draft(dtype)
+
+    def materialize(self, dtype: torch.dtype) -> PackedLinear:
+        """ValueError: a copy beside the codes would be the model that nesting saves."""
+        raise ValueError(f"{type(self).__name__} keeps no copy of its weight: hf_mlspec.unnest(model) makes it dense")
+
+    def _make_room(self, shape: tuple[int, ...] | torch.Size | None, device: torch.device) -> None:
+        """Parameters for escapes of another number, None for none."""
+        for part, dtype in zip(ESCAPES, (torch.int64, torch.bfloat16), strict=True):
+            value = None
+            if shape is not None:
+                value = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+            self.register_parameter(f"weight_{part}", value)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}weight_{ESCAPES[0]}")
+        self.unprepack_()
+        own = self.weight_escape_index
+        if f"{prefix}weight_low" in state_dict and getattr(given, "shape", None) != getattr(own, "shape", None):
+            self._make_room(None if given is None else given.shape, self.weight_low.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        rows = 0 if self.weight_escape_index is None else len(self.weight_escape_index)
+        escapes = f", {rows} {'rows with escapes' if self.is_prepacked else 'escapes'}" if rows else ""
+        return f"{super().extra_repr()}, weight_bits={self.switch.bits.weight}{escapes}"
+
+
+class NestedEmbedding(nn.Module):
+    """Rows of a table that is the weight of a NestedLinear, the output head it is tied to, exactly.
+
+    It has no parameters: it reads those of the head, which it holds outside of the module tree. So a state_dict has
+    the table once, under the head, and copies, moves and pickles of a model keep the two together.
+    """
+
+    def __init__(self, head: NestedLinear, embedding: nn.Embedding) -> None:
+        """In place of ``embedding``. TypeError where it does more than look rows up and scale them, ValueError where
+        its table is not of the head's shape or not on its device."""
+        super().__init__()
+        if not is_table(embedding):
+            raise TypeError(
+                f"a {type(embedding).__name__} does more than look up rows and scale them: leave head and table in BF16"
+            )
+        shape = embedding.num_embeddings, embedding.embedding_dim
+        if shape != (head.out_features, head.in_features) or embedding.weight.device != head.weight_low.device:
+            raise ValueError(
+                f"the table is {list(shape)} on {embedding.weight.device}, the head's weight "
+                f"{[head.out_features, head.in_features]} on {head.weight_low.device}: they are not tied"
+            )
+        self._head, self._kind = (head,), type(embedding)
+        self.num_embeddings, self.embedding_dim = shape
+        self.padding_idx, self.dtype = embedding.padding_idx, torch.bfloat16
+        scale = getattr(embedding, "embed_scale", None)  # Gemma's
+        self._own_scale = None if scale is None else torch.as_tensor(scale).detach().clone()
+        # As the embedding's own forward has it: rounded to the table's dtype.
+        self.embed_scale = None if scale is None else float(self._own_scale.to(self.dtype))
+        self.train(embedding.training)
+
+    @property
+    def head(self) -> NestedLinear:
+        """Whose weight it reads."""
+        return self._head[0]
+
+    def shares(self, linear: nn.Module) -> bool:
+        """Whether the table is this linear's weight."""
+        return self.head is linear
+
+    def dense(self, weight: nn.Parameter) -> nn.Embedding:
+        """The embedding it replaced, over ``weight``."""
+        scaled = () if self._own_scale is None else (self._own_scale.item(),)
+        with torch.device("meta"):
+            table = self._kind(self.num_embeddings, self.embedding_dim, self.padding_idx, *scaled)
+        table.weight = weight
+        if scaled:
+            table.embed_scale = self._own_scale.to(weight.device)
+        return table.train(self.training)
+
+    def tiles(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None]]:
+        """What ``ops.nested_rows`` takes behind ids: tiles and their number of rows; and its escapes."""
+        draft, exponents, low, _, _, rows, weight = self.head.prepack_().held("weight")
+        return (draft, exponents, low, self.num_embeddings), {"escape_rows": rows, "escape_weight": weight}
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Integers of any shape -> bfloat16 ``[..., in]``. IndexError on the CPU for an id outside of the table."""
+        if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
+            low, high = torch.aminmax(input_ids)
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(f"token {int(low if low < 0 else high)} is outside of the {self.num_embeddings} rows")
+        tiles, escapes = self.tiles()
+        scale = 1.0 if self.embed_scale is None else self.embed_scale
+        rows = ops.nested_rows(input_ids.reshape(-1).int(), *tiles, scale, **escapes)
+        return rows.view(*input_ids.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        scale = "" if self.embed_scale is None else f", embed_scale={self.embed_scale:g}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, nested in the output head{scale}"
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a module is an embedding that a NestedEmbedding can stand for: transformers' own, plain or scaled."""
+    kind = type(module)
+    gemma = kind.__module__.startswith("transformers.models.gemma") and kind.__name__.endswith("ScaledWordEmbedding")
+    return (kind is nn.Embedding or gemma) and module.max_norm is None
