@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codebooks import FIELDS, last_fields
+from .codebooks import FIELDS, indices_of_fields
 from .packing import pack_nibbles, unpack_nibbles
 
 BLOCK = 32
@@ -88,18 +88,16 @@ def split(weight: Tensor, codebook: Tensor, name: str = "weight") -> Nested:
     packed = bytes_of((out_features, in_features // 2), dtype=torch.uint8)
     scale = bytes_of((out_features, in_features // BLOCK), dtype=torch.uint8)
     low, high = bytes_of((out_features, in_features), dtype=torch.uint8), torch.empty_like(packed)
-    last, indices, values = last_fields(codebook), [], []
+    nearest, indices, values = indices_of_fields(codebook), [], []
     for part in _row_chunks(weight):
         words, blocks, field, scale[part] = _fields(weight, part, name)
-        index = torch.zeros(field.shape, dtype=torch.uint8, device=field.device)
-        for largest in last:
-            index += field > largest
-        packed[part] = pack_nibbles((index.flatten(-2)) | ((words < 0).to(torch.uint8) << 3))
-        field = field.flatten(-2)
-        low[part], high[part] = field.to(torch.uint8), pack_nibbles((field >> 8).to(torch.uint8))
-        escaped = (field == 0) & (blocks.flatten(-2) != 0)
-        if escaped.any():
-            places = escaped.flatten().nonzero().flatten()
+        index = nearest.index_select(0, field.flatten().int()).view(words.shape)
+        packed[part] = pack_nibbles(index | (words < 0).to(torch.uint8) << 3)
+        field, magnitude = field.flatten(-2), blocks.flatten(-2)
+        low_bytes, high_bytes = field.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        low[part], high[part] = low_bytes, pack_nibbles(high_bytes)
+        if int(field.count_nonzero()) < int(magnitude.count_nonzero()):
+            places = ((field == 0) & (magnitude != 0)).flatten().nonzero().flatten()
             indices.append(places + part.start * in_features)
             values.append(words.flatten()[places].view(torch.bfloat16))
     none = weight.new_empty(0, dtype=torch.int64), weight.new_empty(0)

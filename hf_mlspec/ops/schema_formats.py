@@ -11,8 +11,8 @@ from . import operands_formats
 # there linears round their results to bfloat16.
 SCHEMAS: dict[str, str] = {
     # x float [..., in]; draft_tiles uint8 [ceil(out / 16), in / 32, 256]; exponent_tiles [.., 16]; low_tiles [..,
-    # 768]; codebook uint8 [8]; bias float [out]; weight_bits and activation_bits 16 and 16, 4 and 16, or 4 and 8 -> [...,
-    # out] in x.dtype. Knows no escapes.
+    # 768]; codebook uint8 [8]; bias float [out]; weight_bits and activation_bits 16 and 16, 4 and 16, or 4 and 8 ->
+    # [..., out] in x.dtype. Knows no escapes.
     "nested_linear": (
         "(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int out_features,"
         " Tensor? bias, int weight_bits, int activation_bits) -> Tensor"
