@@ -22,7 +22,7 @@
   MLSPEC_DECLARE_LINEAR(nested_linear_int8_##isa)
 #define MLSPEC_DECLARE_W4A16(isa)                                                                                      \
   MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa) \
-  MLSPEC_DECLARE_LINEAR(nested_linear_bf16_##isa)
+  MLSPEC_DECLARE_LINEAR(nested_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(bitplane_linear_##isa)
 #define MLSPEC_DECLARE_DEQUANTIZE(isa) void mlspec_int4_dequantize_##isa(const mlspec_linear_args*, int64_t, int64_t, uint16_t*);
 #define MLSPEC_DECLARE_ROWS(isa) extern const mlspec_row_ops mlspec_row_ops_##isa;
 #define MLSPEC_DECLARE_ALL(isa)                                                            \
@@ -106,7 +106,8 @@ struct Tier {
     #name, mlspec_pack_rows_##pack, acts, mlspec_bf16_linear_##bf16, mlspec_f32_linear_##f32,                           \
         mlspec_mxfp4_linear_int8_##int8, mlspec_mxfp4_linear_bf16_##w4a16, mlspec_int4_linear_int8_##int8,              \
         mlspec_int4_linear_bf16_##w4a16, mlspec_nested_linear_int8_##int8, mlspec_nested_linear_bf16_##w4a16,           \
-        mlspec_nested_linear_exact_##bf16, mlspec_int4_dequantize_##dequantize, mlspec_row_ops_##row                    \
+        mlspec_nested_linear_exact_##bf16, mlspec_bitplane_linear_##w4a16, mlspec_int4_dequantize_##dequantize,         \
+        mlspec_row_ops_##row                                                                                            \
   }
 
 // Ascending: the last one that is supported is the best. Not constant: mlspec_row_ops_* may be set at load time.

@@ -76,6 +76,11 @@ typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t 
 // int4: codes 0..15, value = (code - zero) * scale. With ACTS_INT (group as the weight's, bits 8 or 4):
 //   acc = fma(float(sum of (code - zero) * x code over the group), scale * x scale, acc): the same bits everywhere.
 // With ACTS_BF16 both multiply exactly and sum in float32 in an order set by in_features (and the instruction set).
+//
+// Bit-planes: stored_planes planes, plane_bytes apart, each [ceil(out / 16)][in / 32][16] words of 32 bits: bit q of word
+// (t, b, r) belongs to output 16 t + r and to element 32 b + 2 q where q < 16, else 32 b + 2 (q - 16) + 1. The first
+// num_planes are read; c of their bits, the first plane's the highest, with n = 2^(stored_planes - num_planes), means
+//   value = (c * n + (n - 1) / 2 - zero_doubled / 2) * scale, scales as int4's; what four planes mean is a bfloat16.
 
 // nested: BF16 in 16.25 bits, of which the draft reads 4.25. weight: tiles of nibbles sign << 3 | index; scale: exponent bytes
 // S >= 31 as mxfp4's; low: [ceil(out / 16)][in / 32][4 j][3 k][16 r][2] words. Bits 0..11 of word (j, k, r, h) of a step are the
@@ -151,6 +156,7 @@ struct CpuKernels {
   mlspec_linear_fn mxfp4_linear_int8, mxfp4_linear_bf16;
   mlspec_linear_fn int4_linear_int8, int4_linear_bf16;  // _int8 takes both widths of ACTS_INT
   mlspec_linear_fn nested_linear_int8, nested_linear_bf16, nested_linear_exact;
+  mlspec_linear_fn bitplane_linear;  // ACTS_BF16
   mlspec_dequantize_fn int4_dequantize;
   mlspec_row_ops row;
 };

@@ -4,8 +4,8 @@
 // tile T further: T - 1 tiles behind its end. A prefetch straight on would fetch its neighbour, which was just read.
 struct TileStreams {
   int64_t tile_bytes, ahead, behind_end;
-  TileStreams(int64_t tile_bytes, int tiles)
-      : tile_bytes(tile_bytes), ahead(std::min<int64_t>(4096, tile_bytes)), behind_end((tiles - 1) * tile_bytes) {}
+  TileStreams(int64_t tile_bytes, int tiles, int64_t ahead = 4096)
+      : tile_bytes(tile_bytes), ahead(std::min(ahead, tile_bytes)), behind_end((tiles - 1) * tile_bytes) {}
   // From byte `offset` of each tile to those read `ahead` bytes later.
   int64_t distance(int64_t offset) const { return offset + ahead < tile_bytes ? ahead : ahead + behind_end; }
 };

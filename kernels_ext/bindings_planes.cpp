@@ -1,0 +1,66 @@
+// How does the kernel of bit-planes meet torch? Operands are checked here; the rest is as for every linear.
+#include <torch/library.h>
+
+#include <cstdlib>
+
+#include "bindings_linear.h"
+#include "formats.h"
+
+namespace {
+
+using namespace mlspec;
+using at::Tensor;
+
+constexpr int64_t kMaxPlanes = 8, kPlaneBytes = kTileOutputs * kBlock / 8;
+
+void check_planes(const char* op, const Tensor& tiles, int64_t out_features) {
+  check_dtype(op, "plane_tiles", tiles, at::kByte);
+  TORCH_CHECK_VALUE(out_features >= 0, op, ": out_features is ", out_features, ", it cannot be negative");
+  TORCH_CHECK_VALUE(tiles.dim() == 4 && tiles.size(0) >= 1 && tiles.size(0) <= kMaxPlanes, op, ": plane_tiles has shape ",
+                    tiles.sizes(), ", expected [1 to ", kMaxPlanes, " planes, out / 16, in / ", kBlock, ", ", kPlaneBytes,
+                    "] from prepack_planes");
+  check_weight_part(op, "plane_tiles", tiles, at::kByte,
+                    {tiles.size(0), round_up(out_features, kTileOutputs), tiles.size(2), kPlaneBytes});
+}
+
+// Kernels multiply what the first four planes mean as bfloat16, whose significands have 8 bits.
+void check_numbers(const char* op, const mlspec_linear_args& args) {
+  const int64_t stored = args.stored_planes, highest = 2 * ((int64_t{1} << stored) - 1);
+  TORCH_CHECK_VALUE(args.num_planes >= 1 && args.num_planes <= stored, op, ": num_planes is ", args.num_planes,
+                    ", the weight stores ", stored, ": choose 1 to ", stored);
+  TORCH_CHECK_VALUE(args.zero_doubled >= 0 && args.zero_doubled <= highest, op, ": zero_doubled is ", args.zero_doubled,
+                    ", twice a code of ", stored, " planes is 0 to ", highest);
+  const int64_t unit = int64_t{1} << (stored - std::min<int64_t>(args.num_planes, 4));
+  for (int64_t first = 0; first < int64_t{1} << stored; first += unit) {
+    int64_t doubled = std::abs(2 * first + unit - 1 - args.zero_doubled);
+    while (doubled != 0 && doubled % 2 == 0) doubled /= 2;
+    TORCH_CHECK_VALUE(doubled < 256, op, ": zero_doubled is ", args.zero_doubled, ", which makes numbers of ", stored,
+                      " planes that are no bfloat16; store them with zero_doubled = ", int64_t{1} << stored);
+  }
+}
+
+Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
+  constexpr const char* op = "bitplane_linear";
+  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  check_planes(op, plane_tiles, out_features);
+  const int64_t in = plane_tiles.size(2) * kBlock;
+  TORCH_CHECK_VALUE(in % group_size == 0, op, ": group_size ", group_size, " does not divide in_features = ", in);
+  check_weight_part(op, "scale_tiles", scale_tiles, at::kHalf, {plane_tiles.size(1), in / group_size, kTileOutputs});
+  mlspec_linear_args args{};
+  args.weight = plane_tiles.const_data_ptr();
+  args.scale = scale_tiles.const_data_ptr();
+  args.group = group_size;
+  args.in_features = in;
+  args.out_features = out_features;
+  args.num_planes = num_planes;
+  args.stored_planes = plane_tiles.size(0);
+  args.plane_bytes = plane_tiles.size(1) * plane_tiles.size(2) * kPlaneBytes;
+  args.zero_doubled = zero_doubled;
+  check_numbers(op, args);
+  return multiply(op, {cpu_kernels().bitplane_linear, MLSPEC_ACTS_BF16, 0, 0}, x, args, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mlspec, CPU, m) { m.impl("bitplane_linear", bitplane_linear); }
