@@ -1,0 +1,211 @@
+"""Do the kernels of bit-planes on a GPU compute the product of the first planes, with the same bits for every call?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_mlspec import ops
+from hf_mlspec.formats import bitplanes
+from hf_mlspec.ops import library, reference_formats, tiles_formats, tiles_planes, tiles_planes_cuda
+
+DEVICE = "cuda"
+WORDS = (8, 7, 6, 5, 4, 3, 2, 1, "int3", "int2", "ternary")
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 130)
+MANY = 300
+# Odd ones, less than a tile, a last chunk that is not full, 1 to 8 blocks a tile (3 at 4096 x 2048).
+SHAPES = ((1, 32, 32), (7, 96, 32), (128, 128, 128), (200, 192, 64), (1000, 352, 32), (136, 4096, 128), (130, 640, 64))
+LARGE = ((4096, 2048, 128), (8200, 640, 32))
+
+
+class Case(NamedTuple):
+    """A weight ``[out, in]``, its tiles, and rows to multiply it with."""
+
+    weight: bitplanes.BitPlanes
+    tiles: tuple[Tensor, Tensor]
+    x: Tensor
+    bias: Tensor
+    group: int
+
+    @property
+    def out(self) -> int:
+        return self.weight.planes.shape[1]
+
+    def multiply(self, x: Tensor, num_planes: int, bias: Tensor | None = None) -> Tensor:
+        return ops.bitplane_linear(
+            x, *self.tiles, self.out, bias, group_size=self.group, zero_doubled=self.weight.zero_doubled,
+            num_planes=num_planes,
+        )  # fmt: skip
+
+    def exact(self, num_planes: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """float64 ``[rows of x, out]``: the product, and the sum of the magnitudes it is made of."""
+        dense = bitplanes.dequantize(*self.weight, num_planes).double()  # exact in float32
+        product, magnitude = self.x.double() @ dense.T, self.x.double().abs() @ dense.abs().T
+        return (product if bias is None else product + bias.double()), magnitude
+
+
+def make(word: int | str, out: int, size: int, group: int) -> Case:
+    draw = torch.Generator(DEVICE).manual_seed(out * size + group)
+    weight = bitplanes.quantize(torch.randn(out, size, generator=draw, device=DEVICE) / size**0.5, word, group)
+    x = torch.randn(MANY, size, generator=draw, device=DEVICE).bfloat16()
+    bias = torch.randn(out, generator=draw, device=DEVICE)
+    return Case(weight, ops.prepack_planes(weight.planes, weight.scale), x, bias, group)
+
+
+def poison(rows: int, out: int) -> None:
+    """Memory the allocator hands out next holds NaN: an output that is not written shows."""
+    kept = [torch.full((rows, out), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
+    del kept
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_required(monkeypatch):
+    monkeypatch.setenv(library.REQUIRE_VARIABLE, "1")
+
+
+def check_product(case: Case, num_planes: int, bias: Tensor | None) -> None:
+    poison(MANY, case.out)
+    every = case.multiply(case.x, num_planes, bias)
+    exact, magnitude = case.exact(num_planes, bias)
+    error = (every.double() - exact).abs()
+    bound = exact.abs() * 2.0**-7.99 + 4e-6 * magnitude + 1e-30
+    assert (error <= bound).all(), f"{num_planes} planes: {(error / bound).max().item():.3g} of the bound"
+    for tokens in TOKENS:
+        for first in {0, min(3, MANY - tokens)}:
+            poison(tokens, case.out)
+            some = case.multiply(case.x[first : first + tokens], num_planes, bias)
+            assert torch.equal(some, every[first : first + tokens]), f"{num_planes} planes, {tokens} from {first} on"
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_prefix_of_planes_and_bits_of_every_number_of_tokens(word, shape):
+    case = make(word, *shape)
+    for num_planes in range(1, len(case.weight.planes) + 1):
+        check_product(case, num_planes, case.bias if num_planes % 2 else None)
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_large_weights_of_eight_planes(shape):
+    case = make(8, *shape)
+    for num_planes in range(1, 9):
+        check_product(case, num_planes, None)
+
+
+@pytest.mark.parametrize("group", bitplanes.GROUP_SIZES)
+def test_every_group_size_at_every_width(group):
+    case = make(8, 192, 512, group)
+    for num_planes in range(1, 9):
+        check_product(case, num_planes, case.bias)
+
+
+def test_planes_that_are_not_asked_for_do_not_matter():
+    case = make(8, 200, 256, 64)
+    for num_planes in range(1, 8):
+        planes = case.weight.planes.clone()
+        planes[num_planes:] ^= 0xA5
+        tiles = ops.prepack_planes(planes, case.weight.scale)
+        other = case._replace(tiles=tiles)
+        assert torch.equal(other.multiply(case.x, num_planes), case.multiply(case.x, num_planes))
+        assert not torch.equal(other.multiply(case.x, num_planes + 1), case.multiply(case.x, num_planes + 1))
+
+
+def test_a_linear_is_the_reference_up_to_rounding():
+    case = make(8, 200, 256, 64)
+    for num_planes in (2, 4, 8):
+        expected = reference_formats.bitplane_linear(
+            case.x.cpu(), *(part.cpu() for part in case.tiles), 200, None, 64, 256, num_planes
+        )
+        torch.testing.assert_close(case.multiply(case.x, num_planes).cpu(), expected, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("num_planes", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_a_captured_chain_waits_for_what_it_reads(num_planes, tokens):
+    """In a graph a kernel starts while the one in front of it ends: x is what that one writes."""
+    case = make(8, 1024, 1024, 128)
+    x = case.x[:tokens].clone()
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(12):
+            y = case.multiply(y, num_planes)
+        return y
+
+    expected = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, expected)
+    x.copy_(case.x[-tokens:])
+    graph.replay()
+    replayed = captured.clone()
+    assert torch.equal(replayed, chain())
+
+
+@pytest.mark.parametrize(("word", "shape"), [(8, (300, 256, 128)), (3, (7, 96, 32)), (5, (129, 192, 64))])
+def test_tiles_are_a_permutation_and_the_same_on_every_device(word, shape):
+    case = make(word, *shape)
+    assert tiles_planes_cuda.is_packed(case.tiles[0])
+    assert tiles_formats.planes_fit_device(case.tiles[0])
+    for ours, expected in zip(case.tiles, tiles_planes_cuda.pack(*(t.cpu() for t in case.weight[:2])), strict=True):
+        assert torch.equal(ours.cpu(), expected)
+    for ours, expected in zip(ops.unprepack_planes(*case.tiles, case.out), case.weight[:2], strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_x_of_other_floats_and_at_any_address():
+    case = make(6, 128, 256, 64)
+    expected = case.multiply(case.x[:4], 3)
+    shifted = torch.empty(4 * 256 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(4, 256).copy_(case.x[:4])
+    assert torch.equal(case.multiply(shifted, 3), expected)
+    for dtype in (torch.float32, torch.float16):
+        got = case.multiply(case.x[:4].to(dtype), 3)
+        assert got.dtype == dtype
+        assert torch.equal(got, case.multiply(case.x[:4].to(dtype).bfloat16(), 3).to(dtype))
+    assert case.multiply(case.x[:6].view(2, 3, 256), 3).shape == (2, 3, 128)
+    assert case.multiply(case.x[:0], 3).shape == (0, 128)
+
+
+def test_operands_that_do_not_fit_are_named():
+    case = make(4, 40, 256, 64)
+    x, (planes, scale) = case.x[:2], case.tiles
+    with pytest.raises(ValueError, match="num_planes is 5, the weight stores 4: choose 1 to 4"):
+        case.multiply(x, 5)
+    with pytest.raises(ValueError, match="num_planes is 0, the weight stores 4"):
+        case.multiply(x, 0)
+    with pytest.raises(ValueError, match=r"x has shape \[2, 128\], the weight takes in_features = 256"):
+        case.multiply(x[:, :128], 4)
+    with pytest.raises(ValueError, match=r"bias has shape \[39\], expected \[40\]"):
+        case.multiply(x, 4, case.bias[1:])
+    with pytest.raises(ValueError, match=r"plane_tiles has shape \[1, 2, 8704\], expected \[2, 2, "):
+        ops.bitplane_linear(x, planes, scale, 129, group_size=64, zero_doubled=16, num_planes=4)
+    with pytest.raises(ValueError, match="groups of 128"):
+        ops.bitplane_linear(x, planes, scale, 40, group_size=128, zero_doubled=16, num_planes=4)
+    eight = make(8, 40, 256, 64)
+    with pytest.raises(ValueError, match="zero_doubled is 128, of 8 planes it must be 254 to 256"):
+        ops.bitplane_linear(x, *eight.tiles, 40, group_size=64, zero_doubled=128, num_planes=8)
+    cpu_tiles = [part.to(DEVICE) for part in tiles_planes.pack(*(part.cpu() for part in case.weight[:2]))]
+    with pytest.raises(ValueError, match=r"plane_tiles has shape \[4, 3, 8, 64\], expected \[1, "):
+        ops.bitplane_linear(x, *cpu_tiles, 40, group_size=64, zero_doubled=16, num_planes=4)
+
+
+@pytest.mark.skipif(os.environ.get("MLSPEC_CUDA_KERNELS") == "portable", reason="they are these")
+def test_the_kernels_for_every_gpu_pass_these_tests():
+    """A process decides once, so another one runs this file."""
+    served = {op: kernel for op, device, kernel in ops.kernel_table() if device == "cuda"}
+    if served["bitplane_linear"] != "sm_90a":
+        pytest.skip("this GPU has no other kernels")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "MLSPEC_CUDA_KERNELS": "portable"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
