@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from eval.bench_decode_plan import ALONE, ASSISTED, STOCK, Contender
@@ -13,19 +14,21 @@ PEERS = (STOCK, ASSISTED, ALONE)
 Row = dict[str, Any]
 
 
-def lines(one: Contender, data: str, size: int, found: list[Row], bytes_read: list[int]) -> list[tuple[str, Row]]:
+def lines(one: Contender, data: str, size: int, found: list[Row], bytes_read: list[int],
+          peers: Sequence[str] = PEERS) -> list[tuple[str, Row]]:
     """(kind, values) of one contender at one batch size of one data file.
 
     found: finished units, each with a take of every contender. bytes_read: by one pass of the target and of each
-    level. Ratios are of takes of the same unit, so that both met the same state of the machine.
+    level. peers: names of those it is compared with. Ratios are of takes of the same unit, so that both met the same
+    state of the machine.
     """
     takes = [unit["takes"][one.name] for unit in found]
     levels = words(one.system.levels) if one.way != "alone" else []
     about = {"levels": levels, "data": data, "batch": size, "num_draft_tokens": one.system.num_draft_tokens,
              "confidence_threshold": one.system.confidence_threshold, "model": words([one.system.model])[0],
              "format": one.system.format, "precision": one.system.precision}
-    speed = {"tokens_per_second": _rate(takes), "over": over(one.name, found),
-             "over_with_prefill": over(one.name, found, "tokens", "seconds")}
+    speed = {"tokens_per_second": _rate(takes), "over": over(one.name, found, peers),
+             "over_with_prefill": over(one.name, found, peers, "tokens", "seconds")}
     if one.ablation is not None:
         return [("ablation", {"system": one.ablation, **about, **speed, "tokens_per_pass": _per_pass(takes),
                               "acceptance": [_acceptance(takes, at) for at in range(len(levels))]})]
@@ -43,13 +46,14 @@ def lines(one: Contender, data: str, size: int, found: list[Row], bytes_read: li
     return made
 
 
-def over(name: str, found: list[Row], tokens: str = "decode_tokens", seconds: str = "decode_seconds") -> Row:
+def over(name: str, found: list[Row], peers: Sequence[str] = PEERS, tokens: str = "decode_tokens",
+         seconds: str = "decode_seconds") -> Row:
     """Geometric means of the speed over that of every peer in the same unit."""
     def rate(take: Row) -> float | None:
         return take[tokens] / take[seconds] if take[tokens] and take[seconds] else None
 
     ratios: Row = {}
-    for peer in PEERS:
+    for peer in peers:
         pairs = [(rate(unit["takes"][name]), rate(unit["takes"][peer])) for unit in found if peer in unit["takes"]]
         if known := [mine / its for mine, its in pairs if mine and its]:
             ratios[peer] = geometric_mean(known)

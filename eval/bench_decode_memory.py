@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -75,8 +76,23 @@ def reads(word: str | None, target: PreTrainedModel) -> int:
     if level is None:
         return 0
     embedding, head = level.get_input_embeddings(), level.get_output_embeddings()
-    tied = head is not None and getattr(head, "weight", None) is embedding.weight
-    return hf_mlspec.resident_bytes(level) - (0 if tied else embedding.weight.nbytes)
+    if getattr(embedding, "weight", None) is None or getattr(head, "weight", None) is embedding.weight:
+        apart = 0  # the table is the head's, too; a nested one shares the head's parameters
+    else:
+        apart = embedding.weight.nbytes
+    return hf_mlspec.resident_bytes(level) - apart - _unread(word, level)
+
+
+def _unread(word: str | None, target: PreTrainedModel) -> int:
+    """Bytes of the target's own weights that a draft inside them leaves alone: 12 of 16.25 bits of a nested weight,
+    the planes behind the first few."""
+    found = re.fullmatch(r"nested(?:4(?:a\d+)?)?|planes(\d)(?:a\d+)?", word or "")
+    if found is None:
+        return 0
+    layers = [module for module in target.modules() if getattr(module, "format", None) in ("nested", "planes")
+              and hasattr(module, "out_features")]
+    return sum(layer.out_features * layer.in_features * (layer.num_planes - int(found[1]) if found[1] else 12) // 8
+               for layer in layers)
 
 
 def _is_view(word: str) -> bool:

@@ -13,6 +13,8 @@ from eval.plan import Places, PlanError, check_name, read_table, read_tables, re
 from eval.plan_systems import Prompts, System, check_systems, read_prompts
 
 STOCK, ASSISTED, ALONE = "stock greedy", "stock assisted", "target alone"
+NESTED_ALONE = "nested target alone"
+EXACT_FORMATS = (None, "nested-bf16")  # of one target: their ids are the same, so that their speeds can be compared
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Ablation:
 class Plan:
     """Every [[systems]] on every [[data]], greedily, in `batches` batches of each size, `repeats` times.
 
-    systems: chains over one and the same target; the target alone and stock transformers take part by themselves.
+    systems: chains over one and the same target, plain or nested (format = "nested-bf16": the same ids); the target
+    alone and stock transformers take part by themselves. over: names of systems that others are compared with, too.
     seed: of the order of the prompts, which decides what shares a batch.
     memory: also weights, keys and values and peaks, a fresh process each.
     """
@@ -42,6 +45,7 @@ class Plan:
     repeats: int = 3
     seed: int = 0
     memory: bool = True
+    over: list[str] = field(default_factory=list)
     systems: list = field(default_factory=list)
     data: list = field(default_factory=list)
     ablation: list = field(default_factory=list)
@@ -103,16 +107,23 @@ def read_plan(path: Path) -> Plan:
 
 def _check_systems(plan: Plan, path: Path) -> None:
     first = plan.systems[0]
+    if first.format is not None and any(system.format is None for system in plan.systems):
+        raise PlanError(f"{path}: [[systems]] {first.name!r} comes first and has a format: begin with a system of the "
+                        "plain target, which is the one that takes part alone")
     for system in plan.systems:
         where = f"{path}: [[systems]] {system.name!r}"
         if not system.levels:
             raise PlanError(f"{where}: no levels; the target alone takes part without being asked for")
-        if system.name in (STOCK, ASSISTED, ALONE):
+        if system.name in (STOCK, ASSISTED, ALONE, NESTED_ALONE):
             raise PlanError(f"{where}: this name is taken by a contender that always takes part")
         for key in {*system.target, *first.target}:
-            if getattr(system, key) != getattr(first, key):
-                raise PlanError(f"{where}: {key} is {getattr(system, key)!r}, that of {first.name!r} is "
-                                f"{getattr(first, key)!r}: speeds are compared over one target, make two plans")
+            mine, its = getattr(system, key), getattr(first, key)
+            if mine != its and not (key == "format" and {mine, its} <= {*EXACT_FORMATS}):
+                raise PlanError(f"{where}: {key} is {mine!r}, that of {first.name!r} is {its!r}: speeds are compared "
+                                "over one target, make two plans")
+    unknown = [name for name in plan.over if name not in [system.name for system in plan.systems]]
+    if unknown:
+        raise PlanError(f"{path}: over holds {unknown[0]!r}, the plan has {', '.join(s.name for s in plan.systems)}")
 
 
 def _check_ablation(plan: Plan, path: Path) -> None:
@@ -165,21 +176,30 @@ def units(plan: Plan) -> Iterator[Unit]:
 
 
 def contenders(plan: Plan) -> list[Contender]:
-    """Stock, assisted where a level is a model's folder, the target alone, the plan's systems, its ablations."""
-    alone = dataclasses.replace(plan.systems[0], name=ALONE, levels=[], num_draft_tokens=None,
-                                confidence_threshold=None, reference=None)
+    """Stock, assisted where a level is a model's folder, the target alone (and nested, where the plan has both), the
+    plan's systems, its ablations."""
+    alone = _alone(plan.systems[0], ALONE)
     found = [Contender(STOCK, alone, "stock")]
     helper = next(((system, at) for system in plan.systems for at, level in enumerate(system.levels)
                    if "/" in level and not level.endswith("@mxfp4")), None)
     if helper is not None and alone.format is None:
         system, at = helper
         found.append(Contender(ASSISTED, _only_level(system, at), "assisted", only=1))
-    found += [Contender(ALONE, alone, "alone"), *(Contender(system.name, system) for system in plan.systems)]
+    found.append(Contender(ALONE, alone, "alone"))
+    other = next((system for system in plan.systems if system.format != alone.format), None)
+    if other is not None:
+        found.append(Contender(NESTED_ALONE, _alone(other, NESTED_ALONE), "alone"))
+    found += [Contender(system.name, system) for system in plan.systems]
     by_name = {system.name: system for system in plan.systems}
     for one in plan.ablation:
         varied = [_of_length(by_name[one.system], one, length) for length in one.num_draft_tokens]
         found += [each for each in varied if each not in found]  # curves over two levels cross at one point
     return found
+
+
+def _alone(system: System, name: str) -> System:
+    return dataclasses.replace(system, name=name, levels=[], num_draft_tokens=None, confidence_threshold=None,
+                               reference=None)
 
 
 def per_level(value: Any, at: int) -> Any:

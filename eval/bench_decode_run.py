@@ -21,9 +21,9 @@ from transformers.utils.logging import disable_progress_bar
 import hf_mlspec
 from eval import bench_decode_memory as memory
 from eval import machine
-from eval.bench_decode_lines import lines
+from eval.bench_decode_lines import PEERS, lines
 from eval.bench_decode_plan import ALONE, STOCK, Contender, Plan, Unit, check, contenders, read_plan, sizes_of, units
-from eval.bench_decode_takes import Decoder, unit
+from eval.bench_decode_takes import Decoder, Decoders, unit
 from eval.plan import Places, PlanError
 from eval.plan_identity import digest, fingerprint, level_weights
 from eval.quality_models import Loaded, Models, check_levels
@@ -73,15 +73,18 @@ def measure(plan: Plan, places: Places, prompts: dict[str, list[str]], journal: 
     if not left and not held and "reads" in journal:
         return
     field_ = contenders(plan)
-    loaded = Models(places, device).load(field_[0].system)
+    targets = {one.system.format: one.system for one in field_}
+    loaded = {format: Models(places, device).load(system) for format, system in targets.items()}
     for system in plan.systems:
-        check_levels(system, _with_levels(loaded, places, system))
-    rows = {name: [loaded.encode(text) for text in texts] for name, texts in prompts.items()}
-    _check_lengths(plan, loaded, rows)
+        check_levels(system, _with_levels(loaded[system.format], places, system))
+    first = loaded[field_[0].system.format]
+    rows = {name: [first.encode(text) for text in texts] for name, texts in prompts.items()}
+    _check_lengths(plan, first, rows)
     if "reads" not in journal:
-        journal.add("reads", reads_of(field_, places, loaded.model))
+        journal.add("reads", reads_of(field_, places, {format: one.model for format, one in loaded.items()}))
+    decoders = Decoders({format: Decoder(one, places, plan.max_new_tokens) for format, one in loaded.items()})
     with Progress(console=Console(stderr=True)) as progress:
-        _measure_units(left, field_, Decoder(loaded, places, plan.max_new_tokens), rows, journal, progress)
+        _measure_units(left, field_, decoders, rows, journal, progress)
         task = progress.add_task("memory", total=len(held), visible=bool(held))
         for key, one, data, size in held:
             journal.add(key, memory.ask(memory.request(one, places, rows[data][:size], plan.max_new_tokens, device)))
@@ -101,7 +104,7 @@ def _with_levels(loaded, places: Places, system):
     return type(loaded)(loaded.model, loaded.tokenizer, [places.fill(level) for level in system.levels])
 
 
-def _measure_units(left: list[Unit], field_: list[Contender], decoder: Decoder, rows, journal: Journal,
+def _measure_units(left: list[Unit], field_: list[Contender], decoder: Decoders, rows, journal: Journal,
                    progress: Progress) -> None:
     probe, warmed = machine.ReadProbe(), set()
     task = progress.add_task("decoding", total=len(left), visible=bool(left))
@@ -116,13 +119,14 @@ def _measure_units(left: list[Unit], field_: list[Contender], decoder: Decoder, 
         progress.advance(task)
 
 
-def reads_of(field_: list[Contender], places: Places, target) -> dict[str, list[int]]:
-    """By contender: bytes that one pass of the target reads, then of each level. Stock generate counts no passes."""
-    words = dict.fromkeys(level for one in field_ for level in one.system.levels)
-    by_word = {word: memory.reads(places.fill(word), target) for word in words}
-    whole = memory.reads(None, target)
-    return {one.name: [] if one.way in ("stock", "assisted") else [whole, *(by_word[w] for w in one.system.levels)]
-            for one in field_}
+def reads_of(field_: list[Contender], places: Places, targets: dict[str | None, Any]) -> dict[str, list[int]]:
+    """By contender: bytes that one pass of its target (by format) reads, then of each level. Stock generate counts no
+    passes."""
+    asked = {(one.system.format, word): None for one in field_ for word in (None, *one.system.levels)}
+    read = {(format, word): memory.reads(None if word is None else places.fill(word), targets[format])
+            for format, word in asked}
+    return {one.name: [] if one.way in ("stock", "assisted") else
+            [read[one.system.format, word] for word in (None, *one.system.levels)] for one in field_}
 
 
 def memory_keys(plan: Plan) -> list[tuple[str, Contender, str, int]]:
@@ -143,7 +147,7 @@ def all_lines(plan: Plan, found: Row) -> list[tuple[str, Row, Row]]:
         for size in sorted(set(sizes_of(plan, data))):
             same = [found[one.key] for one in units(plan) if (one.data, one.size) == (data.name, size)]
             for one in (one for one in every if one.takes_part(size)):
-                for kind, values in lines(one, data.name, size, same, found["reads"][one.name]):
+                for kind, values in lines(one, data.name, size, same, found["reads"][one.name], (*PEERS, *plan.over)):
                     made.append((kind, values, _identity(values)))
     for key, one, _, size in memory_keys(plan) if plan.memory else []:
         values = {"contender": one.name, "batch": size, **found[key]}
@@ -158,11 +162,13 @@ def _identity(values: Row) -> Row:
 
 def show(plan: Plan, rows: list[Row], console: Console) -> None:
     """A row a contender and batch size; ratios are geometric means over its units."""
-    table = Table("contender", "data", "batch", "tokens/s", f"x {ALONE}", f"x {STOCK}", "tokens/pass", "bandwidth",
-                  "rows that differ", title=f"{plan.name}: decode-only, {plan.max_new_tokens} new tokens, greedy")
+    peers = (ALONE, STOCK, *plan.over)
+    table = Table("contender", "data", "batch", "tokens/s", *(f"x {peer}" for peer in peers), "tokens/pass",
+                  "bandwidth", "rows that differ",
+                  title=f"{plan.name}: decode-only, {plan.max_new_tokens} new tokens, greedy")
     for row in (row for row in rows if row["kind"] == "decode"):
         table.add_row(escape(row["contender"]), row["data"], str(row["batch"]), _number(row["tokens_per_second"], 1),
-                      *(_number(row["over"].get(peer)) for peer in (ALONE, STOCK)), _number(row["tokens_per_pass"]),
+                      *(_number(row["over"].get(peer)) for peer in peers), _number(row["tokens_per_pass"]),
                       _number(row["bandwidth_share"]), f"{row.get('rows_differing', '')}")
     console.print(table)
 

@@ -79,6 +79,19 @@ class Decoder:
         return row[: end + 1]
 
 
+class Decoders:
+    """One target, plain and nested, each with its decoder: a contender is decoded by that of its format."""
+
+    def __init__(self, by_format: dict[str | None, Decoder]) -> None:
+        self.by_format = by_format
+
+    def warm(self, one: Contender, rows: list[list[int]]) -> None:
+        self.by_format[one.system.format].warm(one, rows)
+
+    def take(self, one: Contender, rows: list[list[int]]) -> tuple[Take, list[list[int]]]:
+        return self.by_format[one.system.format].take(one, rows)
+
+
 def _spent(stats: hf_mlspec.SpeculationStats, rows: int) -> Take:
     """Decode-only: without the pass that read the prompts, and what levels drafted before it."""
     levels = [{"name": level.name, "drafted": level.drafted, "tested": level.tested, "accepted": level.accepted,
@@ -95,11 +108,11 @@ def _spent(stats: hf_mlspec.SpeculationStats, rows: int) -> Take:
 
 
 def unit(
-    decoder: Decoder, field_: list[Contender], rows: list[list[int]], first: int, probe: machine.ReadProbe
+    decoder: Decoder | Decoders, field_: list[Contender], rows: list[list[int]], first: int, probe: machine.ReadProbe
 ) -> Take:
     """Every contender on one batch in turn, beginning with the `first`-th, each after a read of memory.
 
-    Returns takes by contender, each with the number of rows that differ from what the target alone wrote.
+    Returns takes by contender, those of ours with the number of rows that differ from what the target alone wrote.
     """
     reads, takes, ids = [], {}, {}
     start = first % len(field_)
@@ -108,7 +121,7 @@ def unit(
         probe()
         reads.append(probe.nbytes / (time.perf_counter() - begin))
         takes[one.name], ids[one.name] = decoder.take(one, rows)
-    for one in (one for one in field_ if one.way == "chain"):
+    for one in (one for one in field_ if one.way in ("chain", "alone") and one.name != ALONE):
         takes[one.name]["rows_differing"] = sum(differing(ids[one.name], ids[ALONE]))
     return {"probe_bytes_per_second": statistics.median(reads), "rows": len(rows), "takes": takes}
 
