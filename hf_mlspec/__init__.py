@@ -15,6 +15,7 @@ from .integration.quantizer import MLSpecConfig
 from .integration.stream import generate_stream
 from .integration.stream_request import Completion, Request
 from .nn.fused import prepare, restore
+from .nn.nest import nest, unnest
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch
 from .speculation.drafters.ngram import NGram
@@ -45,10 +46,12 @@ __all__ = [
     "generate",
     "generate_stream",
     "last_stats",
+    "nest",
     "precision_switch",
     "prepare",
     "resident_bytes",
     "restore",
+    "unnest",
 ]
 
 enable()

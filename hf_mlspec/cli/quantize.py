@@ -1,4 +1,4 @@
-"""What does a model's 4-bit form weigh, and where was it written?"""
+"""What does a model's packed form weigh, and where was it written?"""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from .tables import say, show
 
 
 def add_quantize(commands: Any) -> None:
-    parser = commands.add_parser("quantize", help="write a 4-bit form of a model",
+    parser = commands.add_parser("quantize", help="write a packed form of a model",
                                  description="Quantize a causal language model while it loads, tensor by tensor, and "
                                              "save it with its tokenizer.")
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("out", help="folder to write to")
-    parser.add_argument("--format", choices=["int4", "mxfp4"], default="int4", help="default %(default)s")
+    parser.add_argument("--format", choices=["int4", "mxfp4", "nested-bf16", "bitplanes"], default="int4",
+                        help="default %(default)s")
     parser.add_argument("--group-size", type=int, metavar="N",
-                        help="int4: 32, 64 or 128 weights that share a scale (default 128)")
+                        help="int4, bitplanes: 32, 64 or 128 weights that share a scale (default 128)")
     parser.add_argument("--asymmetric", action="store_true", help="int4: a zero point for every group as well")
     parser.add_argument("--rule", help="mxfp4: ocp_floor, even_bump or ceil (default ocp_floor)")
+    parser.add_argument("--num-planes", type=_planes, metavar="N",
+                        help="bitplanes: 1 to 8, or int3, int2, ternary (default 8)")
+    parser.add_argument("--codebook", help="nested-bf16: lloyd_max, mxfp4 or fitted (default lloyd_max)")
     parser.add_argument("--activation-bits", type=int, default=16, metavar="N",
                         help="what the layers compute with unless told otherwise: 16, 8, or for int4 also 4 "
                              "(default %(default)s)")
     parser.add_argument("--skip", action="append", metavar="NAME",
                         help="a module to keep wide, by the end or start of its name or a pattern; repeat it for more "
-                             "(the output head is always kept)")
+                             "(the output head is kept, but in nested-bf16)")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto",
                         help="of what stays wide (default: the model's own)")
     parser.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE",
@@ -44,7 +48,8 @@ def add_quantize(commands: Any) -> None:
 
 
 def run_quantize(args: argparse.Namespace) -> int:
-    settings = {"group_size": args.group_size, "rule": args.rule, "symmetric": False if args.asymmetric else None}
+    settings = {"group_size": args.group_size, "rule": args.rule, "symmetric": False if args.asymmetric else None,
+                "num_planes": args.num_planes, "codebook": args.codebook}
     config = MLSpecConfig(args.format, activation_bits=args.activation_bits, skip_modules=args.skip,
                           **{name: value for name, value in settings.items() if value is not None})
     if args.json or not sys.stderr.isatty():
@@ -61,9 +66,10 @@ def run_quantize(args: argparse.Namespace) -> int:
 
 def _show(console: Console, args: argparse.Namespace, config: MLSpecConfig, found: Quantized) -> None:
     smaller = found.wide_bytes / found.packed_bytes
+    change = f"{smaller:.2f} times smaller" if smaller >= 1 else f"{1 / smaller:.3f} times larger"
     show(console, f"{args.model} in {args.format}", ("", "value"), [
         ("size before", f"{found.wide_bytes / 1e6:.1f} MB"),
-        ("size after", f"{found.packed_bytes / 1e6:.1f} MB ({smaller:.2f} times smaller)"),
+        ("size after", f"{found.packed_bytes / 1e6:.1f} MB ({change})"),
         ("packed", f"{found.packed_weights / 1e6:.1f} of {found.all_weights / 1e6:.1f} million weights, in "
                    f"{found.packed_modules} modules"),
         ("bits per packed weight", f"{config.bits_per_weight:.4g}"),
@@ -73,6 +79,10 @@ def _show(console: Console, args: argparse.Namespace, config: MLSpecConfig, foun
         ("seconds", f"{found.quantize_seconds:.2f} to load and quantize, {found.save_seconds:.2f} to save"),
     ])
     say(console, f"written to {args.out}")
+
+
+def _planes(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _size(text: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from .. import ops
 from ..integration.config import SpeculationConfig, parse_level
+from ..integration.levels import draws_on_nested, nested_for
 from ..integration.load import DTYPES, hide_progress_bars, load_causal_lm
 
 PROMPT_FIELDS = ("prompt", "question")  # HumanEval, GSM8K
@@ -53,7 +54,8 @@ def add_chain_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
     """The options that every decoding command has."""
     parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
                         help="a level below the target, from the largest down; repeat it for more: a folder, mxfp4, "
-                             "FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N, or qspec, w4a8, w4a4 for a packed one")
+                             "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
+                             "target is nested for it); planes1 ... planes8, qspec, w4a8, w4a4 for a packed target")
     parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
                         help="tokens to write for each prompt (default %(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32",
@@ -85,7 +87,11 @@ def load_target(path: str, args: argparse.Namespace) -> tuple[Any, Any]:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {args.device!r} cannot be used: {str(error).splitlines()[0]}") from error
     ops.kernel_table()  # an instruction set that is unknown is refused before a model is loaded
-    return load_causal_lm(path, args.dtype, args.device)
+    wanted = next((level for level in args.levels or [] if draws_on_nested(level)), None)
+    if wanted is not None and args.dtype != "bfloat16":
+        raise ValueError(f"--level {wanted} drafts inside BF16 weights, not {args.dtype} ones; add --dtype bfloat16")
+    model, tokenizer = load_causal_lm(path, args.dtype, args.device)
+    return nested_for(model, args.levels or []), tokenizer
 
 
 def positive(text: str) -> int:

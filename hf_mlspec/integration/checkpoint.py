@@ -14,11 +14,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..formats.weights import require_values
+from ..nn.packed import PackedLinear
 from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 
 # Buffers of older checkpoints that transformers drops without a word.
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 _SHOWN = 4  # names in a message
+_OF_SEVERAL = ("nested", "planes")
 
 
 @dataclass
@@ -81,6 +83,7 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
     for file, sums in checkpoint.checksums.items():
         require_checksums(file, checkpoint.of(file), sums)
     _require_packed_values(stored, packed)
+    _require_whole_weights(stored, model)
 
 
 def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set[str]) -> None:
@@ -179,6 +182,27 @@ def _require_packed_values(stored: dict[str, StoredTensor], packed: set[str]) ->
                     require_values(module, part, tensor.read(contents))
                 except ValueError as error:
                     raise ValueError(f"{error} (in {file})") from error
+
+
+def _require_whole_weights(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:
+    """Of formats whose tensors say more together than each by itself: planes, codebooks, escapes."""
+    for path, module in model.named_modules():
+        if not isinstance(module, PackedLinear) or module.format not in _OF_SEVERAL:
+            continue
+        held = {f"weight_{part}": stored.get(f"{path}.weight_{part}") for part in module.packing.parts}
+        try:
+            weight = module.packing.weight(**{name: _read(tensor) for name, tensor in held.items()}, name=path)
+            weight.validate(module.out_features, module.in_features)
+        except ValueError as error:
+            files = sorted({str(tensor.file) for tensor in held.values() if tensor is not None})
+            raise ValueError(f"{error} (in {', '.join(files)})") from error
+
+
+def _read(tensor: StoredTensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    with mapped(tensor.file) as contents:
+        return tensor.read(contents)
 
 
 def _shown(names: list[str]) -> str:

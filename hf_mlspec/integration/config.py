@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ..formats.bitplanes import CASTS
 from ..formats.mxfp4 import require_rule
 from ..nn.switch import CHOICES
 from ..precision import Precision
@@ -15,8 +16,10 @@ NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
 CONFIDENCE_THRESHOLD = 0.4
 CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS = 0.65
 QSPEC_ACTIVATION_BITS = 8  # 4 bits cost the same in every kernel there is, and draft worse
+CAST_FORMATS = ("mxfp4", *CASTS)
 WORDS = (
-    "mxfp4", "qspec", "w4a8", "w4a4", "mxfp4a8", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N"
+    *CAST_FORMATS, "nested", "planes1 ... planes8", "qspec", "w4a8", "w4a4", "mxfp4a8", "PATH", "PATH@mxfp4",
+    "prompt_lookup", "ngram", "early_exit:N"
 )  # fmt: skip
 
 
@@ -32,15 +35,16 @@ class SpeculationConfig:
         turns it off; one for all levels or one per level (None: the level's own
         `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and
         0 where the target drafts at a lower precision of its own).
-    shared_cache: levels of the target's own shape ("mxfp4", "w4a8", "early_exit:N", direct casts of the target) draft
-        in the target's KV cache, which the check overwrites; False gives each a cache of its own.
+    shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
+        direct casts of the target) draft in the target's KV cache, which the check overwrites; False gives each a
+        cache of its own.
     cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
-    cast_head: quantize the output head of "mxfp4" levels too.
-    cast_activation_bits: what multiplies the 4-bit weights of "mxfp4" and "PATH@mxfp4" levels: 8 (int8, a scale per
-        token and block of 32: the paper's kernel) or 16 (bfloat16: nearer to the target, slower); None: 8 on a CPU,
-        else 16.
-    materialize: keep dequantized weights next to the packed ones of "mxfp4" levels: faster where no kernel is built,
-        at the memory of a full copy.
+    cast_head: quantize the output head of "mxfp4", "int3", "int2" and "ternary" levels too.
+    cast_activation_bits: what multiplies the 4-bit weights of "mxfp4", "PATH@mxfp4" and "nested" levels: 8 (int8, a
+        scale per token and block of 32: the paper's kernel) or 16 (bfloat16: nearer to the target, slower); None: 8 on
+        a CPU, else 16. Bit-planes ("planes4", "int3") are multiplied by bfloat16.
+    materialize: keep dequantized weights next to the packed ones of cast levels: faster where no kernel is built, at
+        the memory of a full copy.
     max_ngram: longest suffix that "prompt_lookup" looks for.
     ngram_order: longest n-gram of the table behind "ngram", at least 2.
     prepare: on the CPU, and in bfloat16 on a GPU, run target and levels through compiled, batch-invariant steps where
@@ -116,12 +120,13 @@ class SpeculationConfig:
 class Word:
     """A parsed level word: kind "cast", "precision", "load", "prompt_lookup", "ngram" or "early_exit".
 
-    precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are.
+    cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
+    it is. precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are.
     """
 
     kind: str
     path: str | None = None
-    cast: bool = False
+    cast: str | None = None
     layers: int = 0
     precision: Precision | None = None
 
@@ -133,11 +138,11 @@ def parse_level(text: str) -> Word:
     """
     if text in ("prompt_lookup", "ngram"):
         return Word(text)
-    if text == "mxfp4":
-        return Word("cast", cast=True)
+    if text in CAST_FORMATS:
+        return Word("cast", cast=text)
     if text == "qspec":
         return Word("precision")
-    if re.fullmatch(r"(w\d+|mxfp4)a\d+", text):
+    if re.fullmatch(r"(w\d+|mxfp4)a\d+|planes\d+(a\d+)?|nested(4(a\d+)?)?", text):
         return Word("precision", precision=Precision.parse(text))
     if text.startswith("early_exit:"):
         number = text.removeprefix("early_exit:")
@@ -145,7 +150,7 @@ def parse_level(text: str) -> Word:
             raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
         return Word("early_exit", layers=int(number))
     path, at, suffix = text.rpartition("@")
-    cast = bool(at) and suffix == "mxfp4"
+    cast = suffix if at and suffix in CAST_FORMATS else None
     path = path if cast else text
     if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
         return Word("load", path=path, cast=cast)

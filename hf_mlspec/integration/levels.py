@@ -8,10 +8,13 @@ from pathlib import Path
 
 from torch import nn
 
+from ..nn.castable import is_nested
 from ..nn.device_decoder import device_decoder, device_of
+from ..nn.nest import nest
+from ..nn.packed import PackedModule
 from ..nn.prepared import drop_outdated, is_prepared
 from ..nn.replace import direct_cast, early_exit, fingerprint
-from ..precision import Bits
+from ..precision import Bits, Precision
 from ..speculation.captured_chain import let_go
 from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
@@ -88,7 +91,11 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
 
 
 def _move_weights_first(target: nn.Module, config: SpeculationConfig) -> None:
-    """A decoder on a GPU puts weights side by side; views built before that would be built anew in the next call."""
+    """A decoder on a GPU puts weights side by side, and the first product puts nested ones in tiles; views built
+    before that would be built anew in the next call."""
+    for module in target.modules():
+        if isinstance(module, PackedModule):
+            module.prepack_()
     if (config.prepare or is_prepared(target)) and device_of(target).type == "cuda":
         device_decoder(target)
 
@@ -117,13 +124,12 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
         table = _keep(target, key, None, lambda: NGram(order=config.ngram_order))
         return Level(text, drafter=table)
     if word.kind == "precision":
-        bits = lower_precision(target, text, word.precision)
+        bits = lower_precision(target, text, _precision(word, config))
         return Level(text, model=target, shape_of_target=True, bits=bits)
-    cast = {"rule": config.cast_rule, "cast_head": config.cast_head, "materialize": config.materialize}
-    cast["activation_bits"] = config.cast_activation_bits
+    cast = _cast_options(word, config)
     key = (text, *cast.values())
     if word.kind == "cast":
-        model = _keep(target, key, fingerprint(target), lambda: direct_cast(target, "mxfp4", **cast))
+        model = _keep(target, key, fingerprint(target), lambda: direct_cast(target, **cast))
         return Level(text, model=model, shape_of_target=True)
     if word.kind == "early_exit":
         model = _keep(target, text, fingerprint(target), lambda: early_exit(target, word.layers))
@@ -131,7 +137,22 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
     place = next(target.parameters())
     model, tokenizer = _keep(target, key, (place.device, target.dtype), lambda: _load(target, word, cast))
     name = Path(word.path).name or text
-    return Level(f"{name}@mxfp4" if word.cast else name, model=model, tokenizer=tokenizer)
+    return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
+
+
+def _precision(word: Word, config: SpeculationConfig) -> Precision | None:
+    """What a word asks for; "nested" leaves the activations to the config, as casts do."""
+    if word.precision == Precision("nested", 16) and config.cast_activation_bits is not None:
+        return Precision("nested", 4, config.cast_activation_bits)
+    return word.precision
+
+
+def _cast_options(word: Word, config: SpeculationConfig) -> dict:
+    """How `direct_cast` is called for a word; the rule and the activations are MXFP4's."""
+    options = {"format": word.cast, "cast_head": config.cast_head, "materialize": config.materialize}
+    if word.cast == "mxfp4":
+        options |= {"rule": config.cast_rule, "activation_bits": config.cast_activation_bits}
+    return options
 
 
 def _load(target: nn.Module, word: Word, cast: dict):
@@ -142,7 +163,7 @@ def _load(target: nn.Module, word: Word, cast: dict):
         raise ValueError(f"level {word.path!r} cannot be loaded as a causal language model: {error}") from error
     tokenizer = _load_tokenizer(word.path)
     model = model.to(next(target.parameters()).device).eval()
-    return (direct_cast(model, "mxfp4", **cast) if word.cast else model), tokenizer
+    return (direct_cast(model, **cast) if word.cast else model), tokenizer
 
 
 def _load_tokenizer(path: str):
@@ -167,8 +188,11 @@ def _is_view(level: nn.Module, target: nn.Module) -> bool:
     """Whether a level is a direct cast or an early exit of the target: whatever is not packed is the target's own."""
     if not isinstance(level, type(target)) or level is target:
         return False
-    own = {id(parameter) for parameter in target.parameters()}
-    return all(id(parameter) in own for parameter in level.parameters() if parameter.is_floating_point())
+    known = {id(parameter) for parameter in target.parameters()}
+    for module in level.modules():
+        if isinstance(module, PackedModule):
+            known |= {id(part) for name in module.names for part in module.held(name) if part is not None}
+    return all(id(parameter) in known for parameter in level.parameters())
 
 
 def _keep(target: nn.Module, key, fingerprint, build):
@@ -177,6 +201,19 @@ def _keep(target: nn.Module, key, fingerprint, build):
     if key not in kept or kept[key][0] != fingerprint:
         kept[key] = (fingerprint, build())
     return kept[key][1]
+
+
+def draws_on_nested(level: str) -> bool:
+    """Whether a word drafts with the target's own nested weights."""
+    precision = parse_level(level).precision
+    return precision is not None and precision.family == "nested"
+
+
+def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
+    """The target, nested in place where a word asks for it and it is not."""
+    if any(map(draws_on_nested, levels)) and not any(map(is_nested, target.modules())):
+        nest(target)
+    return target
 
 
 def clear(model: nn.Module) -> None:

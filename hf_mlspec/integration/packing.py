@@ -1,4 +1,4 @@
-"""Which modules of a model will be 4-bit, and what stands in their place until their tensors are read?"""
+"""Which modules of a model will be packed, and what stands in their place until their tensors are read?"""
 
 from __future__ import annotations
 
@@ -14,23 +14,31 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..formats import int4, mxfp4
+from ..nn.bit_planes import BitPlaneLinear
 from ..nn.expert_modules import ExpertModule, is_experts
 from ..nn.experts import PackedExperts
 from ..nn.linear import Int4Linear, Mxfp4Linear, is_dense
+from ..nn.nested import NestedLinear
 from ..nn.packed import PackedLinear, PackedModule
 from ..nn.switch import PrecisionSwitch
 from .mlspec_config import MLSpecConfig
 
-_LINEARS: dict[str, type[PackedLinear]] = {"mxfp4": Mxfp4Linear, "int4": Int4Linear}
+_LINEARS: dict[str, type[PackedLinear]] = {
+    "mxfp4": Mxfp4Linear,
+    "int4": Int4Linear,
+    "nested-bf16": NestedLinear,
+    "bitplanes": BitPlaneLinear,
+}
+_WITH_EXPERTS = ("mxfp4", "int4")
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
-    """Name and module of every 4-bit module, each once."""
+    """Name and module of every packed module, each once."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedModule))
 
 
 def packed_parameters(model: nn.Module) -> set[str]:
-    """Names of the 4-bit parameters (codes, scales, zero points) in ``model.state_dict()``, under every path."""
+    """Names of the packed parameters (codes, planes, scales ...) in ``model.state_dict()``, under every path."""
     return {
         f"{path}.{name}_{part}"
         for path, module in model.named_modules(remove_duplicate=False)
@@ -41,23 +49,25 @@ def packed_parameters(model: nn.Module) -> set[str]:
     }
 
 
-def _packable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every path of every module that has a 4-bit counterpart."""
+def _packable(model: nn.Module, config: MLSpecConfig) -> Iterator[tuple[str, nn.Module]]:
+    """Every path of every module that has a counterpart in the format."""
+    experts = config.format in _WITH_EXPERTS
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module) or ExpertModule.obstacle(module) is None:
+        if is_dense(module) or (experts and ExpertModule.obstacle(module) is None):
             yield name, module
 
 
-def choose_kept(model: PreTrainedModel, patterns: list[str], defaults: list[str]) -> set[str]:
-    """Full names of the modules that could be packed and are to stay wide: what the user's ``patterns`` or
-    transformers' ``defaults`` fit.
+def choose_kept(model: PreTrainedModel, config: MLSpecConfig, defaults: list[str]) -> set[str]:
+    """Full names of the modules that could be packed and are to stay wide: what the user's patterns or transformers'
+    ``defaults`` fit.
 
     ValueError for a pattern that is no regular expression or fits no module of the model.
     """
+    patterns = [*(config.skip_modules or ()), *config.modules_to_not_convert]
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in patterns:
         _require_fitting(pattern, names, type(model).__name__)
-    return {name for name, _ in _packable(model) if not should_convert_module(name, [*patterns, *defaults])}
+    return {name for name, _ in _packable(model, config) if not should_convert_module(name, [*patterns, *defaults])}
 
 
 def _require_fitting(pattern: str, names: list[str], model: str) -> None:
@@ -74,24 +84,25 @@ def _require_fitting(pattern: str, names: list[str], model: str) -> None:
 
 def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[str]) -> None:
     """ValueError naming the first layer whose in_features the format's groups do not divide, and the remedy."""
-    group = config.group_size if config.format == "int4" else mxfp4.BLOCK
-    unfit = {name: n for name, n in _inputs(model, kept) if n % group}
+    grouped = "group_size" in config.format_settings
+    group = config.group_size if grouped else mxfp4.BLOCK
+    unfit = {name: n for name, n in _inputs(model, config, kept) if n % group}
     if not unfit:
         return
     name, inputs = next(iter(unfit.items()))
-    sizes = [size for size in int4.GROUP_SIZES if not any(n % size for _, n in _inputs(model, kept))]
+    sizes = [size for size in int4.GROUP_SIZES if not any(n % size for _, n in _inputs(model, config, kept))]
     ends = sorted({".".join(path.split(".")[-2:]) for path in unfit})
     keep = f"keep them wide with skip_modules={ends[:4]}"
-    remedy = f"use group_size={sizes[-1]}, or {keep}" if sizes and config.format == "int4" else keep
-    what = f"int4 with group_size={group}" if config.format == "int4" else f"mxfp4, in blocks of {group},"
+    remedy = f"use group_size={sizes[-1]}, or {keep}" if sizes and grouped else keep
+    what = f"{config.format} with group_size={group}" if grouped else f"{config.format}, in blocks of {group},"
     raise ValueError(
         f"{what} does not divide the in_features of {len(unfit)} layers of {type(model).__name__}, the first is "
         f"{name} with in_features {inputs} = {inputs // group} x {group} + {inputs % group}: {remedy}"
     )
 
 
-def _inputs(model: nn.Module, kept: set[str]) -> Iterator[tuple[str, int]]:
-    for name, module in _packable(model):
+def _inputs(model: nn.Module, config: MLSpecConfig, kept: set[str]) -> Iterator[tuple[str, int]]:
+    for name, module in _packable(model, config):
         if name in kept:
             continue
         if is_dense(module):
@@ -101,22 +112,30 @@ def _inputs(model: nn.Module, kept: set[str]) -> Iterator[tuple[str, int]]:
             yield from ((f"{name}.{key}", in_features) for key, (_, in_features) in sizes.items())
 
 
-def put_packed(model: PreTrainedModel, config: MLSpecConfig, kept: set[str], with_sources: bool) -> None:
+def put_packed(
+    model: PreTrainedModel,
+    config: MLSpecConfig,
+    kept: set[str],
+    with_sources: bool,
+    escapes: dict[str, int] | None = None,
+) -> None:
     """Replace every packable module that is not in ``kept`` (names as in the model, or with or without its base
     model's prefix) by a packed one on the same device, all called by one switch. ValueError when none is left.
 
     with_sources: the packed module also holds the wide parameters it will be quantized from, because transformers
-    collects only tensors that the model has; quantizing a tensor removes its parameter again.
+    collects only tensors that the model has; quantizing a tensor removes its parameter again. escapes: how many a
+    nested weight has on disk, by the module's name.
     """
-    switch = PrecisionSwitch(config.format, config.activation_bits)
+    switch = switch_of(config)
     prefix = f"{model.base_model_prefix}."
     done: dict[int, PackedModule] = {}
-    for name, module in list(_packable(model)):
+    for name, module in list(_packable(model, config)):
         own = [name, *(f"{name}.{key}" for key in module._parameters)]  # earlier versions named experts' parameters
         if kept.intersection(path for n in own for path in (n, prefix + n, n.removeprefix(prefix))):
             continue
         if id(module) not in done:
-            done[id(module)] = packed = _empty(module, name, switch, config)
+            found = {"escapes": (escapes or {}).get(name, 0)} if config.format == "nested-bf16" else {}
+            done[id(module)] = packed = _empty(module, name, switch, config, **found)
             for source in packed.names if with_sources else ():
                 packed.register_parameter(source, getattr(module, source))
         model.set_submodule(name, done[id(module)])
@@ -127,8 +146,17 @@ def put_packed(model: PreTrainedModel, config: MLSpecConfig, kept: set[str], wit
         )
 
 
-def _empty(module: nn.Module, name: str, switch: PrecisionSwitch, config: MLSpecConfig) -> PackedModule:
-    settings = config.format_settings if config.format == "int4" else {}  # the rounding rule leaves no trace
+def switch_of(config: MLSpecConfig) -> PrecisionSwitch:
+    """A new switch for layers of the config's format."""
+    planes = {"num_planes": config.stored_planes} if config.format == "bitplanes" else {}
+    return PrecisionSwitch(config.weights, config.activation_bits, **planes)
+
+
+def _empty(
+    module: nn.Module, name: str, switch: PrecisionSwitch, config: MLSpecConfig, **settings: int
+) -> PackedModule:
+    if config.format in ("int4", "bitplanes"):  # the rounding rule and the codebook leave no trace in shapes
+        settings |= config.format_settings
     if is_dense(module):
         packed = _LINEARS[config.format].empty(module, name=name, switch=switch, **settings)
     else:
@@ -148,12 +176,13 @@ def source_parameters(model: nn.Module) -> set[str]:
     }
 
 
-def warn_of_unpackable(model: PreTrainedModel, kept: set[str]) -> None:
+def warn_of_unpackable(model: PreTrainedModel, config: MLSpecConfig, kept: set[str]) -> None:
     """One warning with the kinds of weights that stay wide because no packed module computes them."""
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
         other_linear = isinstance(module, nn.Linear | Conv1D) and not is_dense(module)
-        if name not in kept and (other_linear or (is_experts(module) and ExpertModule.obstacle(module) is not None)):
+        unknown = config.format not in _WITH_EXPERTS or ExpertModule.obstacle(module) is not None
+        if name not in kept and (other_linear or (is_experts(module) and unknown)):
             kinds[type(module).__name__] += 1
     if kinds:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

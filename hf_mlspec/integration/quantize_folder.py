@@ -1,4 +1,4 @@
-"""How does a folder with a model become a folder with its 4-bit form?"""
+"""How does a folder with a model become a folder with its packed form?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ..nn.packed import PackedLinear, PackedModule
 from .load import read_model, read_tokenizer, require_folder
 from .mlspec_config import MLSpecConfig
 from .packing import packed_modules
@@ -108,7 +109,8 @@ def _measure(model: nn.Module) -> dict[str, int]:
         modules += 1
         parts = [part for name in module.names for part in module.held(name) if part is not None]
         packed_bytes += sum(part.nbytes for part in parts)
-        codes += sum(module.held(name)[0].numel() * 2 for name in module.names)
+        linear = isinstance(module, PackedLinear)
+        codes += module.in_features * module.out_features if linear else _codes_of_experts(module)
         own = {key: tensor for key, tensor in own.items() if not any(tensor is part for part in parts)}
     return {
         "packed_modules": modules,
@@ -117,3 +119,7 @@ def _measure(model: nn.Module) -> dict[str, int]:
         "wide_bytes": codes * model.dtype.itemsize + sum(tensor.nbytes for tensor in own.values()),
         "packed_bytes": all_bytes,
     }
+
+
+def _codes_of_experts(module: PackedModule) -> int:
+    return sum(module.held(name)[0].numel() * 2 for name in module.names)

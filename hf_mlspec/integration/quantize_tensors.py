@@ -1,4 +1,4 @@
-"""How does a tensor become 4-bit codes on its way from disk into the model?"""
+"""How does a tensor become packed codes on its way from disk into the model?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class QuantizeTensor(ConversionOps):
     what it returns. One object serves a whole load and shows its progress."""
 
     def __init__(self, config: MLSpecConfig, total: int) -> None:
-        self._config = config
+        self._config, self._settings = config, config.format_settings
+        if "num_planes" in self._settings:
+            self._settings["planes"] = self._settings.pop("num_planes")
         # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
         self._bar = logging.tqdm(total=total, desc=f"Quantizing to {config.format}", unit="tensor", leave=False)
 
@@ -59,7 +61,7 @@ class QuantizeTensor(ConversionOps):
             if isinstance(module, PackedExperts):
                 return module.quantized(name, wide, path.removesuffix(f".{name}"), self._config.rule)
             _require_shape(wide, module._parameters[name], path)
-            weight = module.packing.weight.from_dense(wide, **self._config.format_settings, name=path)
+            weight = module.packing.weight.from_dense(wide, **self._settings, name=path)
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from error
         parts = {f"{name}_{part}": getattr(weight, f"weight_{part}") for part in module.packing.parts}

@@ -1,5 +1,7 @@
-"""How does transformers quantize, load and save a model of packed 4-bit weights? Its quantizer interface, registered
-here."""
+"""How does transformers quantize, load and save a model of packed weights?
+
+Its quantizer interface, registered here.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from ..nn.nest import unnest
 from ..nn.packed import PackedLinear, PackedModule
 from .checkpoint import Checkpoint, require_packed, require_sources
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
+from .nested_loading import escapes_of, nest_loaded, nest_tied, require_nestable, tied_to_tables, with_plain_tables
 from .packing import (
     choose_kept,
     packed_modules,
@@ -69,13 +73,24 @@ class MLSpecQuantizer(HfQuantizer):
         checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
         if self.pre_quantized:
             self._prepare_to_load(model, checkpoint)
+        elif self._nests:
+            require_nestable(model, self.quantization_config)
         else:
             self._prepare_to_quantize(model, checkpoint)
         return model
 
+    @property
+    def _nests(self) -> bool:
+        """Whether the format is one that a model takes on in place, after it was loaded."""
+        return self.quantization_config.format == "nested-bf16"
+
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
-        put_packed(model, config, set(config.modules_to_not_convert), with_sources=False)
+        kept = set(config.modules_to_not_convert)
+        if self._nests:
+            kept |= tied_to_tables(model)  # nested once they are loaded: on disk such a pair is one plain tensor
+        escapes = escapes_of(checkpoint) if checkpoint is not None else {}
+        put_packed(model, config, kept, with_sources=False, escapes=escapes)
         guard = _guard_name(model).removeprefix(f"{model.base_model_prefix}.")  # a base model's has no prefix
         guard = rf"(^|\.){re.escape(guard)}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
@@ -86,9 +101,9 @@ class MLSpecQuantizer(HfQuantizer):
     def _prepare_to_quantize(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
         defaults = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules, add_default_skips=True)
-        kept = choose_kept(model, [*(config.skip_modules or ()), *config.modules_to_not_convert], defaults)
+        kept = choose_kept(model, config, defaults)
         require_groups_fit(model, config, kept)
-        warn_of_unpackable(model, kept)
+        warn_of_unpackable(model, config, kept)
         put_packed(model, config, kept, with_sources=True)
         config.modules_to_not_convert = sorted(kept)
         sources = source_parameters(model)
@@ -112,6 +127,10 @@ class MLSpecQuantizer(HfQuantizer):
                     _require_loaded(name, parameter.requires_grad_(False), self._checked or not self.pre_quantized)
             if self.pre_quantized and not self._checked:
                 _require_valid(name, module)
+        if self._nests and self.pre_quantized:
+            nest_tied(model, self.quantization_config)
+        elif self._nests:
+            nest_loaded(model, self.quantization_config)
         model.add_model_tags([QUANT_METHOD, self.quantization_config.format])
         return model
 
@@ -124,11 +143,14 @@ class MLSpecQuantizer(HfQuantizer):
         this load stops with a size mismatch.
         """
         model._weight_conversions = []  # a packed tensor has no older name, and cannot be split as a wide one
-        state = {**model.state_dict(), _guard_name(model): torch.zeros(1, dtype=torch.uint8)}
+        state = with_plain_tables(model, model.state_dict(), self.quantization_config)
+        state[_guard_name(model)] = torch.zeros(1, dtype=torch.uint8)
         return state, {CHECKSUMS_KEY: json.dumps(checksums(state))}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str) -> PreTrainedModel:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word in the config once it was saved
+        if self._nests:
+            unnest(model)
         for name, module in list(packed_modules(model)):
             linear = isinstance(module, PackedLinear)
             wide = _wide_linear(module, dtype) if linear else module.dequantized_module(dtype)
@@ -157,7 +179,7 @@ def _require_loaded(name: str, parameter: nn.Parameter, was_there: bool) -> None
     # transformers fills what it did not find with whatever the memory holds, and marks what it did.
     if not (was_there or getattr(parameter, "_is_hf_initialized", False)):
         raise ValueError(
-            f"{name}: its 4-bit tensors (one has shape {list(parameter.shape)}) were not all among what was loaded: "
+            f"{name}: its packed tensors (one has shape {list(parameter.shape)}) were not all among what was loaded: "
             "give the whole checkpoint"
         )
 

@@ -1,4 +1,4 @@
-"""Which weights of a model can be cast to 4 bits, and why can the others not?"""
+"""Which weights of a model can be cast to fewer bits or nested, and why can the others not?"""
 
 from __future__ import annotations
 
@@ -6,89 +6,124 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..formats import mxfp4
 from .expert_modules import ExpertModule, is_experts
 from .linear import is_dense
+from .packed import PackedLinear, PackedModule
+
+_SHOWN = 8  # layers in a message
 
 
-def require_dense(model: nn.Module) -> None:
-    """ValueError for a quantized model, one with adapters, or one whose weights are not in memory."""
+def is_nested(module: nn.Module) -> bool:
+    """Whether a module is a linear whose exact BF16 weight holds its own draft."""
+    return isinstance(module, PackedLinear) and module.format == "nested"
+
+
+def dense_weight(linear: nn.Module) -> torch.Tensor:
+    """``[out, in]``: an nn.Linear's own weight, or the exact BF16 weight of a nested one, joined."""
+    return linear.dequantized(torch.bfloat16) if is_nested(linear) else linear.weight.detach()
+
+
+def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
+    """ValueError for a quantized model (a nested one is as good as dense), one with adapters, or one whose weights are
+    not in this process's memory. ``action`` opens the message."""
+    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     quantization = getattr(model.config, "quantization_config", None)
-    if quantization is not None or getattr(model, "hf_quantizer", None) is not None:
-        method = getattr(quantization, "quant_method", None) or type(model.hf_quantizer).__name__
+    quantized = quantization is not None or getattr(model, "hf_quantizer", None) is not None
+    if (quantized or packed) and not (packed and all(map(is_nested, packed))):
+        method = getattr(quantization, "quant_method", None) or type(getattr(model, "hf_quantizer", None)).__name__
         raise ValueError(
-            f"direct_cast: the model is already quantized ({method}); load the original floating-point checkpoint"
+            f"{action}: the model is already quantized ({method}); load the original floating-point checkpoint"
         )
     adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
     if adapted:
         raise ValueError(
-            f"direct_cast: {len(adapted)} layers carry adapters, the first is {adapted[0]}: merge them first "
+            f"{action}: {len(adapted)} layers carry adapters, the first is {adapted[0]}: merge them first "
             "(peft: model.merge_and_unload())"
         )
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if offloaded:
         raise ValueError(
-            f"direct_cast: {len(offloaded)} parameters are on the meta device (offloaded or not loaded), the first is "
+            f"{action}: {len(offloaded)} parameters are on the meta device (offloaded or not loaded), the first is "
             f"{offloaded[0]}: load the model whole, without disk or CPU offload"
+        )
+    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if sharded:
+        raise ValueError(
+            f"{action}: {len(sharded)} parameters are sharded over processes (DTensor), the first is {sharded[0]}: "
+            "load the model without tp_plan"
         )
 
 
 def linears_and_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every path of every plain nn.Linear (a subclass computes something else and stays) and module of experts."""
+    """Every path of every plain nn.Linear (a subclass computes something else and stays), nested linear and module of
+    experts."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module) or is_experts(module):
+        if is_dense(module) or is_nested(module) or is_experts(module):
             yield name, module
 
 
-def unfit(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Paths of the weights that cannot be cast, and why."""
+def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) -> Iterator[tuple[str, str]]:
+    """Paths of the weights that cannot be cast, and why: ``divisor`` does not divide their in_features, or nothing
+    computes them. experts False: no module of experts can be cast."""
     understood = []
     for name, module in model.named_modules(remove_duplicate=False):
-        why = _unfit_experts(module) if is_experts(module) else _unfit_linear(module)
+        if is_experts(module):
+            why = _unfit_experts(module, divisor) if experts else "fused expert weights"
+            understood.append(name)
+        else:
+            why = unfit_linear(module, divisor)
         if why:
             yield name, why
-        if is_experts(module):
-            understood.append(name)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3 and "expert" in name and name.rpartition(".")[0] not in understood:
             yield name, "fused expert weights"
 
 
-def _unfit_linear(module: nn.Module) -> str | None:
-    if is_dense(module):
-        odd = module.in_features % mxfp4.BLOCK
-        return f"in_features {module.in_features} is no multiple of {mxfp4.BLOCK}" if odd else None
+def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:
+    """Why a linear layer cannot be cast; None for one that can, and for what is no linear layer."""
+    if is_dense(module) or is_nested(module):
+        odd = module.in_features % divisor
+        return f"in_features {module.in_features} is no multiple of {divisor}" if odd else None
     return type(module).__name__ if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else None
 
 
-def _unfit_experts(module: nn.Module) -> str | None:
+def _unfit_experts(module: nn.Module, divisor: int) -> str | None:
     why = ExpertModule.obstacle(module)
     if why is not None:
         return f"fused expert weights: {why}"
     for key, (_, in_features) in ExpertModule.of(module, "").sizes.items():
-        if in_features % mxfp4.BLOCK:
-            return f"in_features {in_features} of its {key} is no multiple of {mxfp4.BLOCK}"
+        if in_features % divisor:
+            return f"in_features {in_features} of its {key} is no multiple of {divisor}"
     return None
 
 
-def require_finite_floats(model: nn.Module, kept: dict[str, str]) -> None:
-    """TypeError for a weight whose dtype cannot be cast, ValueError for NaN or Inf; weights in ``kept`` are left out.
-    """
+def require_finite_floats(model: nn.Module, kept: dict[str, str], action: str = "direct_cast") -> None:
+    """TypeError for a weight whose dtype cannot be cast, ValueError for NaN or Inf; weights in ``kept`` and nested
+    ones (which hold neither) are left out."""
     for name, module in linears_and_experts(model):
-        if name in kept:
+        if name in kept or is_nested(module):
             continue
         keys = ExpertModule.of(module, name).sizes if is_experts(module) else ("weight",)
         for key in keys:
-            _require_finite_float(f"{name}.{key}", getattr(module, key).detach())
+            require_finite_float(f"{name}.{key}", getattr(module, key).detach(), action)
 
 
-def _require_finite_float(name: str, weight: torch.Tensor) -> None:
+def require_finite_float(name: str, weight: torch.Tensor, action: str) -> None:
+    """TypeError for integers and float64, ValueError for NaN or Inf, naming the tensor."""
     if weight.dtype not in mxfp4.INPUT_DTYPES:
-        raise TypeError(f"direct_cast: {name} is {weight.dtype}, only float32, bfloat16 and float16 can be cast")
+        raise TypeError(f"{action}: {name} is {weight.dtype}, only float32, bfloat16 and float16 can be cast")
     low, high = torch.aminmax(weight)  # NaN propagates into both
     if not (torch.isfinite(low) and torch.isfinite(high)):
         bad = int((~torch.isfinite(weight)).sum())
         raise ValueError(
-            f"direct_cast: {name} holds {bad} NaN or Inf among {weight.numel()} values; repair the checkpoint"
+            f"{action}: {name} holds {bad} NaN or Inf among {weight.numel()} values; repair the checkpoint"
         )
+
+
+def listed(kept: dict[str, str]) -> str:
+    """Names with the reasons why they were kept, as many as a message holds."""
+    shown = [f"{name} ({why})" for name, why in list(kept.items())[:_SHOWN]]
+    return ", ".join(shown) + (f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else "")

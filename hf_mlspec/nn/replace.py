@@ -12,13 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ..formats import mxfp4
-from ..precision import Precision
-from .castable import linears_and_experts, require_dense, require_finite_floats, unfit
-from .expert_modules import is_experts
-from .experts import PackedExperts
-from .linear import Mxfp4Linear
-from .switch import PrecisionSwitch
+from .cast import Cast
+from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
+from .packed import PackedLinear
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -45,39 +41,39 @@ def direct_cast(
 ) -> PreTrainedModel:
     """A draft of ``model``: its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
 
-    Every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts`` (4.25 bits a weight,
-    no wide copy); embeddings, norms and biases are the very tensors of ``model``, which is not touched.
-    ``cast_head=False`` keeps the output head. A head tied to the embedding is cast alone: the draft's config then says
-    ``tie_word_embeddings=False``. ``materialize=True`` also keeps the rounded weights in the model's dtype, for
-    machines without kernels. ``rule``: formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of these layers
-    to int8, one scale per row and block of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None is 8 on a CPU
-    and 16 elsewhere. The layers share one switch (``hf_mlspec.precision_switch``).
+    format "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts``
+    (4.25 bits a weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``BitPlaneLinear`` (3.25, 2.25, 2.25
+    bits: groups of 64, formats/bitplanes.py), experts are shared. There is no wide copy; embeddings, norms and biases
+    are the very tensors of ``model``, which is not touched. Of a nested model (``hf_mlspec.nest``) the exact weights
+    are cast. ``cast_head=False`` keeps the output head. A head tied to the embedding is cast alone: the draft's config
+    then says ``tie_word_embeddings=False``. ``materialize=True`` also keeps the rounded weights in the model's dtype,
+    for machines without kernels. ``rule``: of MXFP4, formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of
+    MXFP4 layers to int8, one scale per row and block of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None
+    is 8 for MXFP4 on a CPU, else 16. The layers share one switch (``hf_mlspec.precision_switch``).
 
     The result generates, moves, and is saved and loaded like any model (with hf_mlspec imported). Layers that cannot
-    be cast (in_features no multiple of 32, Conv1D, experts of an unknown kind) are shared and named in one warning.
-    TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an unknown
-    format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
+    be cast (in_features no multiple of the group, Conv1D, experts of an unknown kind) are shared and named in one
+    warning. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
+    unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
     """
-    _require_castable(model, format, rule)
-    switch = PrecisionSwitch("mxfp4", _default_bits(model) if activation_bits is None else activation_bits)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
+    cast = Cast.of(format, rule, activation_bits, model.device)
+    require_dense(model)
     head = model.get_output_embeddings()
-    kept = dict(unfit(model))
+    kept = dict(unfit(model, cast.group_size, cast.experts))
     if not cast_head:
         kept |= {name: "the output head" for name, module in model.named_modules() if module is head}
     require_finite_floats(model, kept)
     draft = _share(model)
-    cast = _cast(draft, kept, rule, switch, model.dtype if materialize else None)
-    if not cast:
-        raise ValueError(f"{type(model).__name__} holds no nn.Linear that can be cast: {_list(kept) or 'none at all'}")
-    if head is not None and isinstance(draft.get_output_embeddings(), Mxfp4Linear):
+    if not _replace(draft, cast, kept, model.dtype if materialize else None):
+        what = listed(kept) or "none at all"
+        raise ValueError(f"{type(model).__name__} holds no nn.Linear that can be cast: {what}")
+    if head is not None and _is_cast(draft.get_output_embeddings(), cast):
         _untie_head(draft)
-    _attach_quantizer(draft, rule, switch.default_activation_bits, sorted(kept))
+    attach_quantizer(draft, {**cast.settings, "modules_to_not_convert": sorted(kept)})
     _tell_kept(model, {name: why for name, why in kept.items() if why != "the output head"})
     return draft
-
-
-def _default_bits(model: PreTrainedModel) -> int:
-    return 8 if model.device.type == "cpu" else 16
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -131,15 +127,6 @@ def _storages(model: nn.Module) -> Iterator[tuple[tuple[torch.device, int], int]
             yield (tensor.device, storage.data_ptr()), storage.nbytes()
 
 
-def _require_castable(model: PreTrainedModel, format: str, rule: str) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
-    if Precision.parse(format) != Precision("mxfp4", 4):
-        raise ValueError(f"direct_cast: format {format!r} is not available, use 'mxfp4'")
-    mxfp4.require_rule(rule)
-    require_dense(model)
-
-
 def _share(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module tree, of the configs, and of nothing else: no tensor, no hook, no state of a past
     generate()."""
@@ -155,23 +142,22 @@ def _share(model: PreTrainedModel) -> PreTrainedModel:
     return view
 
 
-def _cast(
-    draft: nn.Module, kept: dict[str, str], rule: str, switch: PrecisionSwitch, dense: torch.dtype | None
-) -> int:
+def _replace(draft: nn.Module, cast: Cast, kept: dict[str, str], dense: torch.dtype | None) -> int:
     done: dict[int, nn.Module] = {}
     for name, module in list(linears_and_experts(draft)):
         if name in kept:
             continue
         if id(module) not in done:
-            if is_experts(module):
-                layer = PackedExperts.from_module(module, "mxfp4", switch, name, rule=rule)
-            else:
-                layer = Mxfp4Linear.from_linear(module, rule, f"{name}.weight", switch)
+            layer = cast.layer(module, name)
             if hasattr(module, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
                 add_hook_to_module(layer, module._hf_hook)
             done[id(module)] = layer if dense is None else layer.materialize(dense)
         draft.set_submodule(name, done[id(module)])
     return len(done)
+
+
+def _is_cast(head: nn.Module, cast: Cast) -> bool:
+    return isinstance(head, PackedLinear) and head.format == cast.switch.weights
 
 
 def _untie_head(draft: PreTrainedModel) -> None:
@@ -182,14 +168,23 @@ def _untie_head(draft: PreTrainedModel) -> None:
             module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def _attach_quantizer(draft: PreTrainedModel, rule: str, bits: int, kept: list[str]) -> None:
-    """What from_pretrained sets: save_pretrained then writes quantization_config, and dtype casts are refused."""
-    settings = {"quant_method": "mlspec", "format": "mxfp4", "rule": rule, "activation_bits": bits}
-    settings["modules_to_not_convert"] = kept
-    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
-    draft.hf_quantizer, draft.is_quantized = quantizer, True
-    draft.quantization_method = quantizer.quantization_config.quant_method
-    draft.config.quantization_config = quantizer.quantization_config
+def attach_quantizer(model: PreTrainedModel, settings: dict) -> None:
+    """What from_pretrained sets: save_pretrained then writes quantization_config, and dtype casts are refused.
+
+    settings: of an MLSpecConfig.
+    """
+    quantizer = AutoHfQuantizer.from_config({"quant_method": "mlspec", **settings}, pre_quantized=True)
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    model.quantization_method = quantizer.quantization_config.quant_method
+    model.config.quantization_config = quantizer.quantization_config
+
+
+def detach_quantizer(model: PreTrainedModel) -> None:
+    """Undo ``attach_quantizer``, or what from_pretrained did."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def _layer_list_name(model: PreTrainedModel, total: int) -> str:
@@ -200,15 +195,10 @@ def _layer_list_name(model: PreTrainedModel, total: int) -> str:
     return min(found, key=lambda name: name.count("."))
 
 
-def _list(kept: dict[str, str]) -> str:
-    shown = [f"{name} ({why})" for name, why in list(kept.items())[:8]]
-    return ", ".join(shown) + (f" and {len(kept) - 8} more" if len(kept) > 8 else "")
-
-
 def _tell_kept(model: PreTrainedModel, kept: dict[str, str]) -> None:
     if kept:
         warnings.warn(
-            f"direct_cast: {len(kept)} weights of {type(model).__name__} stay as they are, shared: {_list(kept)}",
+            f"direct_cast: {len(kept)} weights of {type(model).__name__} stay as they are, shared: {listed(kept)}",
             UserWarning,
             stacklevel=3,
         )

@@ -1,0 +1,116 @@
+"""What is special about loading and saving nested BF16?
+
+Nothing is rounded, so that a model can be nested after it was loaded, its output head and the table tied to it
+included; on disk that pair is the plain tensor it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..nn.castable import is_nested
+from ..nn.nest import kept_linears, nest_planned, tell_kept
+from ..nn.nest_plan import nothing_to_nest, plan_of
+from ..nn.nested import NestedEmbedding
+from .checkpoint import Checkpoint
+from .mlspec_config import MLSpecConfig
+from .packing import choose_kept, switch_of
+
+_INDEX, _VALUE = "_escape_index", "_escape_value"
+
+
+def require_nestable(model: PreTrainedModel, config: MLSpecConfig) -> None:
+    """Before a tensor is read: ValueError for another dtype than bfloat16, or patterns that fit no module."""
+    if model.dtype != torch.bfloat16:
+        raise ValueError(
+            f"MLSpecConfig: format 'nested-bf16' nests bfloat16 weights, {type(model).__name__} is to be loaded in "
+            f"{model.dtype}: pass dtype=torch.bfloat16 to from_pretrained, which rounds its weights"
+        )
+    choose_kept(model, config, [])
+
+
+def nest_loaded(model: PreTrainedModel, config: MLSpecConfig) -> None:
+    """Nest a model that was loaded; the config gets the names of what stays. ValueError for NaN or Inf (naming the
+    tensor), for offloaded weights, or where nothing can be nested."""
+    _require_in_memory(model)
+    asked = choose_kept(model, config, [])
+    plan = plan_of(model, asked)
+    nest_planned(model, plan, config.codebook, switch_of(config))
+    if not any(map(is_nested, model.modules())):
+        raise ValueError(nothing_to_nest(model, plan))
+    config.modules_to_not_convert = sorted({*asked, *kept_linears(model, plan)})
+    tell_kept(model, plan)
+
+
+def nest_tied(model: PreTrainedModel, config: MLSpecConfig) -> None:
+    """Nest the output head of a loaded model together with the table it is tied to."""
+    plan = plan_of(model, config.modules_to_not_convert)
+    if plan.tables:
+        plan.paths = {name: paths for name, paths in plan.paths.items() if name in plan.tables}
+        switch = next((module.switch for module in model.modules() if is_nested(module)), None)
+        nest_planned(model, plan, config.codebook, switch or switch_of(config))
+
+
+def tied_to_tables(model: PreTrainedModel) -> set[str]:
+    """Names of the linears that are tied to an embedding."""
+    tied = model.all_tied_weights_keys
+    names = {name.removesuffix(".weight") for name in (*tied, *tied.values()) if name.endswith(".weight")}
+    return {name for name in names if isinstance(model.get_submodule(name), nn.Linear)}
+
+
+def escapes_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many escapes each nested weight has, by the module's name; ValueError where places and values differ in
+    number or one of them is missing."""
+    found = {}
+    for name, index in checkpoint.tensors.items():
+        if not name.endswith((_INDEX, _VALUE)):
+            continue
+        module = name.rpartition(".")[0]
+        places, values = (checkpoint.tensors.get(f"{module}.weight{end}") for end in (_INDEX, _VALUE))
+        shapes = [None if tensor is None else list(tensor.shape) for tensor in (places, values)]
+        if None in shapes or shapes[0] != shapes[1] or len(shapes[0]) != 1:
+            raise ValueError(
+                f"{module}: weight_escape_index has shape {shapes[0]} and weight_escape_value {shapes[1]} in "
+                f"{index.file}, both must be [n], or both absent: the checkpoint is damaged"
+            )
+        found[module] = shapes[0][0]
+    return found
+
+
+def with_plain_tables(
+    model: PreTrainedModel, state: dict[str, torch.Tensor], config: MLSpecConfig
+) -> dict[str, torch.Tensor]:
+    """``state`` with the exact BF16 weight in place of nested ones that are not loaded as such: tables, what is tied
+    to them, and all that a draft in another format shares with a nested target."""
+    tables = [(path, module) for path, module in model.named_modules() if isinstance(module, NestedEmbedding)]
+    for path, table in tables:
+        _put_plain(state, path, table.head.dequantized())
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not is_nested(module):
+            continue
+        if any(table.shares(module) for _, table in tables):
+            _drop(state, path)
+        elif config.format != "nested-bf16":
+            _put_plain(state, path, module.dequantized(torch.bfloat16))
+    return state
+
+
+def _put_plain(state: dict[str, torch.Tensor], path: str, weight: torch.Tensor) -> None:
+    _drop(state, path)
+    state[f"{path}.weight"] = weight
+
+
+def _drop(state: dict[str, torch.Tensor], path: str) -> None:
+    for name in [name for name in state if name.startswith(f"{path}.weight_")]:
+        del state[name]
+
+
+def _require_in_memory(model: PreTrainedModel) -> None:
+    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if offloaded:
+        raise ValueError(
+            f"{offloaded[0]} was offloaded by the device map: nested layers stay in memory, give a device_map that "
+            "offloads nothing"
+        )

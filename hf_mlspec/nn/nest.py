@@ -1,0 +1,193 @@
+"""How does a model come to hold its own 4-bit draft inside its exact BF16 weights, and how is it undone?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..formats.codebooks import require_codebook_name
+from ..formats.weights import NestedWeight
+from .calibration import by_memory, hessians, read_samples
+from .castable import is_nested, listed, require_dense, require_finite_float
+from .linear import is_dense
+from .nest_plan import Plan, nothing_to_nest, plan_of
+from .nest_swap import Swap, nested_swaps, undone
+from .nested import NestedLinear
+from .replace import attach_quantizer, detach_quantizer
+from .switch import PrecisionSwitch
+
+MOST_ESCAPED_ROWS = 0.01  # of a weight's rows: they are kept whole beside the planes, and read by every exact product
+
+
+def nest(
+    model: PreTrainedModel, codebook: str = "lloyd_max", calibration: Iterable | None = None
+) -> PreTrainedModel:
+    """Let every linear weight of ``model`` hold its own 4-bit draft: 16.25 bits for 16, exact, in place.
+
+    Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (formats/nested.py),
+    an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters. The model computes what it
+    did, bit for bit where the compiled kernels run it, and can now draft for itself:
+    ``model.generate(..., assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It moves, is saved and is loaded
+    like any model. ``unnest`` gives the plain model back, exactly.
+
+    codebook: magnitudes of the draft: "lloyd_max", "mxfp4" (those of MXFP4) or "fitted" (to each tensor).
+    calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the draft's free bits are then
+    chosen so that errors make up for each other on this text (GPTQ's feedback); nothing else changes. A few samples of
+    some hundred tokens serve; each runs through the model once for every 256 MB of Hessians.
+
+    One tensor at a time: above what the model takes afterwards (1.016 times its linear weights) memory holds one
+    weight twice. What stays as it is, is said once by name: another in_features, weights that are not bfloat16, shared
+    by several linears, or with more values below 2^-30 of their block than are worth a list; fused experts; Conv1D.
+    Whatever fails half way, the model is as it was: the weights that were nested are joined again.
+
+    TypeError for what is no PreTrainedModel; ValueError for one that is nested already, quantized, not in bfloat16, or
+    not wholly in memory, for NaN or Inf (naming the tensor), an unknown codebook, or calibration text that does not
+    fit.
+    """
+    plan = _checked_plan(model, codebook)
+    samples = None
+    if calibration is not None:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        samples = read_samples(calibration, vocabulary, next(model.parameters()).device)
+    nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
+    if not any(map(is_nested, model.modules())):
+        raise ValueError(nothing_to_nest(model, plan))
+    settings = {"format": "nested-bf16", "codebook": codebook, "modules_to_not_convert": kept_linears(model, plan)}
+    attach_quantizer(model, settings)
+    tell_kept(model, plan)
+    return model
+
+
+def unnest(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo ``nest``: plain ``nn.Linear`` and ``nn.Embedding`` modules with the exact bfloat16 weights, in place.
+
+    ValueError for a model that is not nested, TypeError for what is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unnest takes a model, not a {type(model).__name__}")
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    swaps = nested_swaps(model, learns)
+    if not swaps:
+        raise ValueError(f"unnest: this {type(model).__name__} is not nested: there is nothing to undo")
+    for swap in swaps:
+        swap.put_back(model)
+    if isinstance(model, PreTrainedModel):
+        detach_quantizer(model)
+        _tie_again(model)
+    return model
+
+
+def nest_planned(
+    model: nn.Module, plan: Plan, codebook: str, switch: PrecisionSwitch, samples: list[Tensor] | None = None
+) -> None:
+    """Nest what the plan holds; what stays after all is noted in it. Whatever is raised, the model is as it was."""
+    # Names only: a list of modules would keep every weight in memory that gave its place to a nested one.
+    groups = _groups(model, plan) if samples is not None else [[name] for name in plan.paths]
+    # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
+    bar = logging.tqdm(total=len(plan.paths), desc="Nesting", unit="tensor", leave=False)
+    with bar, undone(model) as done:
+        for names in groups:
+            found = {}
+            if samples is not None:
+                found = hessians(model, [(name, model.get_submodule(name)) for name in names], samples)
+            for name in names:
+                why = _nest_one(model, plan, name, codebook, switch, found.pop(name, None), done)
+                if why is not None:
+                    plan.kept |= dict.fromkeys(plan.paths[name], why)
+                bar.update()
+    _untie(model)
+
+
+def _groups(model: nn.Module, plan: Plan) -> list[list[str]]:
+    groups = by_memory([(name, model.get_submodule(name)) for name in plan.paths])
+    return [[name for name, _ in group] for group in groups]
+
+
+def _nest_one(
+    model: nn.Module, plan: Plan, name: str, codebook: str, switch: PrecisionSwitch, hessian: Tensor | None,
+    done: list[Swap],
+) -> str | None:  # fmt: skip
+    """Why the weight stays as it is after all."""
+    linear = model.get_submodule(name)
+    weight = NestedWeight.from_dense(linear.weight.detach(), codebook, f"{name}.weight", hessian)
+    if why := _too_many_escapes(weight):
+        return why
+    swap = Swap(plan.paths[name], plan.tables.get(name, []), type(linear), linear.weight.requires_grad)
+    layer = NestedLinear(weight, linear.bias, switch)
+    done.append(swap)
+    swap.put_nested(model, layer)
+    return None
+
+
+def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"nest takes a transformers PreTrainedModel, not {type(model).__name__}")
+    if not isinstance(codebook, str):
+        raise TypeError(f"nest: codebook is {codebook!r}, expected a name")
+    require_codebook_name(codebook)
+    if any(is_nested(module) for module in model.modules()):
+        raise ValueError(
+            f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it anew"
+        )
+    require_dense(model, "nest")
+    plan = plan_of(model)
+    if not plan.paths:
+        raise ValueError(nothing_to_nest(model, plan))
+    for name in plan.paths:
+        require_finite_float(f"{name}.weight", model.get_submodule(name).weight.detach(), "nest")
+    return plan
+
+
+def _too_many_escapes(weight: NestedWeight) -> str | None:
+    if weight.weight_escape_index is None:
+        return None
+    rows = len((weight.weight_escape_index // weight.in_features).unique())
+    if rows <= MOST_ESCAPED_ROWS * weight.out_features:
+        return None
+    return (
+        f"{weight.num_escapes} values below 2^-30 of their block's largest in {rows} of {weight.out_features} rows, "
+        f"at most {MOST_ESCAPED_ROWS:.0%} are nested"
+    )
+
+
+def kept_linears(model: nn.Module, plan: Plan) -> list[str]:
+    """Those of the plan's kept modules that loading would nest if the config did not name them."""
+    return sorted(path for path in plan.kept if is_dense(model.get_submodule(path)))
+
+
+def tell_kept(model: nn.Module, plan: Plan) -> None:
+    """One warning with the names of what stays as it is."""
+    if plan.kept:
+        warnings.warn(
+            f"nest: {len(plan.kept)} weights of {type(model).__name__} stay as they are: {listed(plan.kept)}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _untie(model: nn.Module) -> None:
+    """What transformers would tie again is one nested weight now, under no name that it knows."""
+    for module in model.modules():
+        tied = getattr(module, "all_tied_weights_keys", None) if isinstance(module, PreTrainedModel) else None
+        gone = {name for name in tied or () if not _has_weight(module, name)}
+        if gone:
+            module.all_tied_weights_keys = {name: source for name, source in tied.items() if name not in gone}
+            module._tied_weights_keys = None  # this model's own; the class keeps its
+
+
+def _has_weight(model: nn.Module, name: str) -> bool:
+    path, _, key = name.rpartition(".")
+    return key in model.get_submodule(path)._parameters
+
+
+def _tie_again(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and "_tied_weights_keys" in vars(module):
+            del module._tied_weights_keys
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and hasattr(module, "all_tied_weights_keys"):
+            module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,0 +1,107 @@
+"""How does one linear of a model, with the tables tied to it, give its place to a nested one, and get it back?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate.hooks import add_hook_to_module
+from torch import nn
+
+from .castable import is_nested
+from .nested import NestedEmbedding, NestedLinear
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Where a linear stands and where its tied tables stand, and what the linear was."""
+
+    paths: list[str]
+    tables: list[str]
+    kind: type[nn.Linear] = nn.Linear
+    requires_grad: bool = False
+
+    def put_nested(self, model: nn.Module, layer: NestedLinear) -> None:
+        """``layer`` in the linear's place, and a table over it in place of the tables."""
+        _take_over(model.get_submodule(self.paths[0]), layer)
+        if self.tables:
+            table = model.get_submodule(self.tables[0])
+            nested = NestedEmbedding(layer, table)
+            _take_over(table, nested)
+            _put(model, self.tables, nested)
+        _put(model, self.paths, layer)
+
+    def put_back(self, model: nn.Module) -> None:
+        """The linear with its exact weight, and the tables over it, in place of what is nested of them."""
+        linear = model.get_submodule(self.paths[0])
+        if is_nested(linear):
+            linear = self._dense(linear)
+        for path in self.tables:
+            table = model.get_submodule(path)
+            if isinstance(table, NestedEmbedding):
+                plain = table.dense(linear.weight)
+                _take_over(table, plain)
+                _put(model, self.tables, plain)
+        _put(model, self.paths, linear)
+
+    def _dense(self, layer: NestedLinear) -> nn.Linear:
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        weight = layer.dequantized(torch.bfloat16)
+        linear.weight, linear.bias = nn.Parameter(weight, requires_grad=self.requires_grad), layer.bias
+        linear.__class__ = self.kind  # a prepared model's linears are a class of their own
+        _take_over(layer, linear)
+        return linear
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[list[Swap]]:
+    """A list for what is nested inside; whatever is raised there, an interrupt too, all of it is put back."""
+    done: list[Swap] = []
+    try:
+        yield done
+    except BaseException:
+        for swap in reversed(done):
+            swap.put_back(model)
+        raise
+
+
+def nested_swaps(model: nn.Module, requires_grad: bool) -> list[Swap]:
+    """All that is nested in a model; requires_grad: of the weights that it is to get back."""
+    linears: dict[int, list[str]] = {}
+    tables: dict[int, list[str]] = {}
+    heads = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if is_nested(module):
+            linears.setdefault(id(module), []).append(path)
+            heads[id(module)] = module
+        elif isinstance(module, NestedEmbedding):
+            tables.setdefault(id(module), []).append(path)
+    of_head = {
+        key: [path for paths in tables.values() if model.get_submodule(paths[0]).shares(head) for path in paths]
+        for key, head in heads.items()
+    }
+    return [Swap(paths, of_head[key], requires_grad=requires_grad) for key, paths in linears.items()]
+
+
+def _put(model: nn.Module, paths: list[str], module: nn.Module) -> None:
+    for path in paths:
+        model.set_submodule(path, module)
+
+
+def _take_over(old: nn.Module, new: nn.Module) -> None:
+    """Whatever was hooked to the old module goes on with the new one."""
+    for name in _HOOKS:
+        vars(new)[name] = vars(old)[name]
+    new.train(old.training)
+    if hasattr(old, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
+        add_hook_to_module(new, old._hf_hook)
