@@ -6,7 +6,7 @@ block of 32 (nested.py): the largest weight of a block has 32 to 63.75 units.
     name        levels                         relative RMS error, of two small language models
     lloyd_max   2, 7, 11, 16, 22, 30, 38, 51   .0985  .0989   Lloyd-Max for Gaussian weights, rounded to integers
     mxfp4       0, 4, 8, 12, 16, 24, 32, 48    .1139  .1154   E2M1's magnitudes, MXFP4's own
-    fitted      of the tensor                  .0975  .0980   of least squared error on its weights
+    fitted      of the tensor                  .0973  .0975   of least squared error on its weights
 
 Lloyd-Max: Lloyd, Least squares quantization in PCM (1982); Max, Quantizing for minimum distortion (1960).
 
@@ -67,8 +67,8 @@ def indices_of_fields(codebook: Tensor) -> Tensor:
 
 
 def fit(counts: Tensor) -> Tensor:
-    """The codebook uint8 ``[8]`` of least squared error, of all there are, for int64 ``[256, 4096]`` numbers of weights
-    by exponent byte and field.
+    """The codebook uint8 ``[8]`` of least squared error, of all there are, for int64 ``[256, 4096]`` numbers of
+    weights by exponent byte and field.
 
     Neighbouring levels i < j share out the weights between them, whatever the other levels are: the cheapest way over
     eight of the 64 levels (dynamic programming; Bruce, Optimum Quantization, 1965).

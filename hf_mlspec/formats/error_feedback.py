@@ -27,25 +27,24 @@ def feedback_indices(
     damping: the share of the Hessian's mean diagonal that is added to its diagonal. ValueError for a Hessian of
     another shape, with NaN or Inf, or one whose Cholesky factor float32 does not find.
     """
-    factor = _inverse_factor(hessian, weight.shape[1], damping).to(weight.device)
-    targets = weight.float().clone()  # what is left to be rounded
-    sign = torch.where(weight.signbit(), -1.0, 1.0)
-    unit = draft_scales(exponent).repeat_interleave(BLOCK, 1)
+    in_features = weight.shape[1]
+    factor = _inverse_factor(hessian, in_features, damping).to(weight.device)
+    targets = weight.float().T.contiguous()  # [in, out]: what is left to be rounded; one more copy of the weight
+    units = draft_scales(exponent).T.contiguous()  # [in / 32, out]
     levels = codebook.float()
     middles = (levels[1:] + levels[:-1]) / 2
-    index = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    for first in range(0, weight.shape[1], _COLUMNS):
-        end = min(first + _COLUMNS, weight.shape[1])
-        errors = torch.zeros(len(weight), end - first, device=weight.device)
+    index = torch.empty(targets.shape, dtype=torch.uint8, device=weight.device)
+    for first in range(0, in_features, _COLUMNS):
+        end = min(first + _COLUMNS, in_features)
+        errors = torch.empty_like(targets[first:end])
         for column in range(first, end):
-            scaled = targets[:, column] * sign[:, column] / unit[:, column]
-            index[:, column] = torch.bucketize(scaled, middles).to(torch.uint8)  # the lower of two equally near
-            draft = levels[index[:, column].int()] * sign[:, column] * unit[:, column]
-            error = (targets[:, column] - draft) / factor[column, column]
-            targets[:, column:end] -= error[:, None] * factor[column, column:end]
-            errors[:, column - first] = error
-        targets[:, end:] -= errors @ factor[first:end, end:]
-    return index
+            unit = units[column // BLOCK] * torch.where(weight[:, column].signbit(), -1.0, 1.0)
+            index[column] = torch.bucketize(targets[column] / unit, middles)  # the lower of two equally near
+            draft = levels[index[column].int()] * unit
+            errors[column - first] = (targets[column] - draft) / factor[column, column]
+            targets[column + 1 : end].addr_(factor[column, column + 1 : end], errors[column - first], alpha=-1)
+        targets[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
+    return index.T.contiguous()
 
 
 def _inverse_factor(hessian: Tensor, in_features: int, damping: float) -> Tensor:
