@@ -8,14 +8,17 @@ from pathlib import Path
 
 import torch
 
-from hf_mlspec.formats import activations, int4, mxfp4
+from hf_mlspec.formats import activations, codebooks, int4, mxfp4, nested
+from hf_mlspec.ops import tiles_nested_cuda
 
 
 class Linear(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("tiles", "x", "x_scales", "bias", "out", "exponent_shift")]
+        [(name, ctypes.c_void_p) for name in ("tiles", "more", "codebook", "x", "x_scales", "bias", "out")]
+        + [("exponent_shift", ctypes.c_void_p)]
         + [(name, ctypes.c_int64) for name in ("num_tokens", "in_features", "out_features", "x_scale_stride")]
-        + [(name, ctypes.c_int32) for name in ("group_size", "has_zeros", "activation_bits", "bias_is_float32")]
+        + [(name, ctypes.c_int32) for name in ("group_size", "has_zeros", "tile_stride", "zero_doubled", "num_planes")]
+        + [(name, ctypes.c_int32) for name in ("weight_bits", "activation_bits", "bias_is_float32")]
         + [(name, ctypes.c_int32) for name in ("overlap", "variant", "ranks", "ring_bytes", "stages_ahead")]
         + [("stream", ctypes.c_void_p)]
     )
@@ -48,6 +51,7 @@ class Op:
     group_size: int = 0
     zeros: bool = False
     bits: int = 16
+    weight_bits: int = 0  # nested: 16 or 4
 
     @property
     def mxfp4(self) -> bool:
@@ -61,6 +65,9 @@ OPS = (
     *(Op(f"int4 g{g}{'z' if z else ''} a{bits}", "int4", g, z, bits)
       for g in (128, 64, 32) for z in (False, True) for bits in (16, 8)),
     Op("int4 g128 a4", "int4", 128, bits=4),
+    Op("nested", "nested", 32, weight_bits=16),
+    Op("nested4", "nested", 32, weight_bits=4),
+    Op("nested4 a8", "nested", 32, bits=8, weight_bits=4),
 )  # fmt: skip
 
 
@@ -69,9 +76,11 @@ class Weight:
     op: Op
     out_features: int
     in_features: int
-    saved: list[torch.Tensor]  # weight, scale, zero as they are on disk
+    saved: list[torch.Tensor]  # weight, scale, zero as they are on disk; nested: nibbles, scale, low, high
     tiles: torch.Tensor  # bf16: the weight
     exponent_shift: torch.Tensor | None = None  # int32 [1]
+    more: torch.Tensor | None = None  # nested: the tiles of low bits
+    codebook: torch.Tensor | None = None
 
     def dequantized(self) -> torch.Tensor:
         """float64 [out, in]."""
@@ -79,15 +88,24 @@ class Weight:
             return self.saved[0].double()
         if self.op.mxfp4:
             return mxfp4.dequantize(self.saved[0], self.saved[1]).double()
+        if self.op.weight_bits == 16:
+            return nested.join(*self.saved).double()
+        if self.op.weight_bits == 4:
+            return nested.dequantize_draft(*self.saved[:2], self.codebook).double()
         return int4.dequantize(*self.saved).double()
 
     def copy(self) -> Weight:
-        return dataclasses.replace(self, tiles=self.tiles.clone())
+        more = self.more.clone() if self.op.weight_bits == 16 else self.more
+        return dataclasses.replace(self, tiles=self.tiles.clone(), more=more)
 
 
 def random_saved(op: Op, out_features: int, in_features: int, large_scales: bool = False) -> list[torch.Tensor]:
     if op.function == "bf16":
         return [torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)]
+    if op.function == "nested":
+        weight = torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)
+        weight *= 2.0**20 if large_scales else 1.0  # beyond the largest exponent without a shift
+        return list(nested.split(weight, codebooks.codebook_of(codebooks.DEFAULT, weight.device))[:4])
     codes = torch.randint(0, 256, (out_features, in_features // 2), dtype=torch.uint8, device="cuda")
     groups = (out_features, in_features // op.group_size)
     if op.mxfp4:
@@ -109,7 +127,8 @@ class Activations:
 class Kernels:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        linears, others = ("bf16_linear", "int4_linear", "mxfp4_linear"), ("quantize_rows", "prepack_tiles")
+        linears = ("bf16_linear", "int4_linear", "mxfp4_linear", "nested_linear")
+        others = ("quantize_rows", "prepack_tiles")
         for name in (*linears, *others, "unprepack_tiles"):
             getattr(self.library, f"mlspec_cuda_{name}").restype = ctypes.c_char_p
         self.library.mlspec_cuda_tile_bytes.restype = ctypes.c_int64
@@ -130,6 +149,10 @@ class Kernels:
         outs = saved[0].shape[0]
         if op.function == "bf16":
             return Weight(op, outs, in_features, saved, saved[0])
+        if op.function == "nested":
+            tiles, exponents, low = tiles_nested_cuda.pack(*saved)
+            codebook = codebooks.codebook_of(codebooks.DEFAULT, tiles.device)
+            return Weight(op, outs, in_features, saved, tiles, exponents, low, codebook)
         zero = saved[2].data_ptr() if op.zeros else None
         size = self.library.mlspec_cuda_tile_bytes(
             ctypes.byref(Prepack(None, None, zero, None, None, in_features, outs, op.group_size, op.mxfp4, None))
@@ -140,6 +163,10 @@ class Kernels:
         return Weight(op, outs, in_features, saved, tiles, shift)
 
     def unprepack(self, weight: Weight) -> list[torch.Tensor]:
+        if weight.op.function == "nested":
+            return list(
+                tiles_nested_cuda.unpack(weight.tiles, weight.exponent_shift, weight.more, weight.out_features)
+            )
         back = [torch.full_like(t, 77) for t in weight.saved]
         self._move("unprepack_tiles", weight.op, back, weight.in_features, weight.tiles, weight.exponent_shift)
         return back
@@ -148,7 +175,10 @@ class Kernels:
         self, weight: Weight, x: Activations, out: torch.Tensor, bias: torch.Tensor | None = None, **choices: int
     ) -> None:
         arguments = Linear(
-            tiles=weight.tiles.data_ptr(), x=x.data.data_ptr(), out=out.data_ptr(), num_tokens=x.data.shape[0],
+            tiles=weight.tiles.data_ptr(), weight_bits=weight.op.weight_bits,
+            more=None if weight.more is None else weight.more.data_ptr(),
+            codebook=None if weight.codebook is None else weight.codebook.data_ptr(),
+            x=x.data.data_ptr(), out=out.data_ptr(), num_tokens=x.data.shape[0],
             bias=None if bias is None else bias.data_ptr(),
             bias_is_float32=bias is not None and bias.dtype == torch.float32,
             exponent_shift=None if weight.exponent_shift is None else weight.exponent_shift.data_ptr(),

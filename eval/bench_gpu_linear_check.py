@@ -10,7 +10,7 @@ import torch
 
 from hf_mlspec.formats import activations
 
-from .bench_gpu_linear_calls import Activations, Kernels, Op, Weight, expected_activations, random_saved
+from .bench_gpu_linear_calls import OPS, Activations, Kernels, Op, Weight, expected_activations, random_saved
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 144, 256, 257, 288, 300, 512, 640)
 FEW_TOKENS = (1, 9, 17, 64, 65, 130, 288, 300)
@@ -21,12 +21,15 @@ SHAPES = (
     (1024, 14336), (4096, 2048), (17000, 1536), (17100, 640), (136, 4096),
 )  # fmt: skip
 FEW_SHAPES = (SHAPES[1], SHAPES[3], SHAPES[9], SHAPES[10])
+BF16 = OPS[0]
 BF16_SHAPES = ((77, 8), (131, 72), (1000, 2088), (4104, 1096))
 VARIANTS = {
     "bf16": (112, 212, 412, 822, 1622, 3222, 3622),
     "mxfp4": (111, 113, 211, 212, 412, 822, 1622),
     "int4": (111, 113, 211, 212, 412, 822),
+    "nested": (111, 112, 113, 211, 212, 412, 822, 1622, 3222, 3622),
 }
+OF_EXACT_ALONE, OF_DRAFT_ALONE = (112, 3222, 3622), (113,)  # of nested weights
 
 
 def require(condition: bool, text: str) -> None:
@@ -60,6 +63,10 @@ def has_variant(op: Op, variant: int) -> bool:
     """16 tokens of 4-bit weights: 211 with 16-bit activations, 212 with integers."""
     if op.function == "bf16":
         return True
+    if op.weight_bits == 16:
+        return variant not in OF_DRAFT_ALONE
+    if variant in OF_EXACT_ALONE:
+        return False
     return variant not in (211, 1622) if op.bits < 16 else variant != 212
 
 
@@ -83,6 +90,9 @@ def check_shape(kernels: Kernels, op: Op, number: int, outs: int, ins: int, toke
     cases = [(0, count) for count in sorted(tokens, reverse=True)]
     cases += [(v, count) for v in VARIANTS[op.function] if has_variant(op, v) for count in (1, 9, 77)]
     worst, reference = 0.0, None
+    if op.weight_bits == 16:  # the bits of bfloat16
+        plain = Weight(BF16, outs, ins, [], w.bfloat16())
+        reference = checked_call(kernels, plain, x[: max(tokens)], bias)
     for variant, count in cases:
         where = f"{shape}, {count} tokens, variant {variant}"
         out = checked_call(kernels, weight, x[:count], bias, variant=variant, overlap=count % 2)

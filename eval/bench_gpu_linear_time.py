@@ -54,7 +54,8 @@ def read_bandwidth() -> float:
 
 
 def weight_bytes(weight: Weight) -> int:
-    return weight.tiles.numel() * weight.tiles.element_size()
+    more = weight.more.numel() if weight.op.weight_bits == 16 else 0
+    return weight.tiles.numel() * weight.tiles.element_size() + more
 
 
 def time_op(

@@ -4,7 +4,8 @@ set -e
 sources=$(dirname "$0")
 out=${1:-$sources/../../build}
 mkdir -p "$out"
-names="bf16_linear mxfp4_linear int4_linear int4_linear_g32 int4_linear_g64 int4_linear_g128 quantize_rows prepack"
+names="bf16_linear mxfp4_linear int4_linear int4_linear_g32 int4_linear_g64 int4_linear_g128 nested_linear nested_linear_exact
+  quantize_rows prepack"
 objects=
 for name in $names; do
   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC -c "$sources/$name.cu" -o "$out/$name.o" &
