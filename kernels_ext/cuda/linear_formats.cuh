@@ -79,7 +79,7 @@ struct LanePlace {
 struct Bf16Weights {
   static constexpr int kGroups = 0;  // no late scaling
   static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false;
-  static constexpr int kWarpGroups = 1, kMoreBytes = 0;
+  static constexpr int kWarpGroups = 1, kMoreBytes = 0, kTurn = 1;
   static constexpr int kActivationBits = 16;
   static constexpr float kOutScale = 1;
   static constexpr int kChunk = 64, kTileBytes = kTileOutputs * kChunk * 2;  // rows of 128 bytes, 128-byte swizzle
@@ -95,6 +95,7 @@ struct PackedTiles {
   static constexpr int kWarpGroups = 2;       // that share a tile's chunks: part of the order of the sums
   static constexpr bool kPrefix = false;      // kTileBytes are the front of what a tile stores, LinearParams::tile_stride
   static constexpr int kMoreBytes = 0;        // of a tile in a second array, LinearParams::more; behind the first in a stage
+  static constexpr int kTurn = 2;             // chunks that a group of warps takes at once where it multiplies by mma
 };
 
 // Bits of a pair of bfloat16.

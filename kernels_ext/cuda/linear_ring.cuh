@@ -62,7 +62,7 @@ struct Variant {
   static constexpr int kBlocks = kTiles == 1 ? 2 : 1;  // on a multiprocessor
   static constexpr int kMostStages = kBlocks == 2 ? 16 : kMaxStages;
   // Chunks a group of warps takes in one turn of its loop. Few bits and tokens: bound by the number of instructions.
-  static constexpr int kTurn = !kWgmma && kWarpGroups == 2 ? 2 : 1;
+  static constexpr int kTurn = !kWgmma && kWarpGroups == 2 ? Format::kTurn : 1;
   // A box of the copy engine has at most 256 rows, an instruction at most 256 tokens.
   static constexpr int kParts = kTokens > 256 ? 2 : 1, kBoxTokens = kTokens / kParts;
   static constexpr int kBoxes = Format::kChunk * Format::kActivationBits / 8 / 128;  // of 128 bytes a token

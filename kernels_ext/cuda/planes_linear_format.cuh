@@ -84,6 +84,7 @@ struct PlaneWeights : PlaneWords<kPlanesOf>, PackedTiles {
   static constexpr float kOutScale = 64;  // and out_scale
   static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
   static constexpr int kTileBytes = kScaleBytes + kPlanes * kPlaneBytes;
+  static constexpr int kTurn = kFields == 8 && kGroups == 4 ? 1 : 2;  // or registers run out
   static constexpr int kScalesOfRow = kGroups * 2;
 
   const half* scales;
