@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
+from .bit_planes import BitPlaneLinear
 from .linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
+from .nested import NestedEmbedding, NestedLinear
 from .rotary import rope_tables
 
 KNOWN = {
@@ -27,7 +29,8 @@ KNOWN = {
     "Phi3ForCausalLM",
 }
 # Modules of a known class that are not transformers' own.
-_BLOCKS = {nn.Linear, KernelLinear, Mxfp4Linear, Int4Linear, nn.Embedding, nn.ModuleList, nn.Dropout}
+_PACKED = {Mxfp4Linear, Int4Linear, NestedLinear, BitPlaneLinear}
+_BLOCKS = _PACKED | {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU}
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
@@ -52,11 +55,11 @@ class Block:
 
 @dataclass
 class Outline:
-    """A model as a decoder sees it before it reads the linears."""
+    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads a nested one."""
 
     sizes: Sizes
     dtype: torch.dtype
-    embedding: Tensor
+    embedding: Tensor | NestedEmbedding
     final_norm: Tensor
     head: nn.Module
     blocks: list[Block]
@@ -68,8 +71,10 @@ def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
     thing that does not fit."""
     require_known(model, device)
     config, base = model.config, model.model
-    embedding = base.embed_tokens.weight
-    require_format(embedding, "embedding")
+    table = base.embed_tokens
+    if not isinstance(table, NestedEmbedding):
+        require_format(table.weight, "embedding")
+        table = table.weight.detach()
     plus = 1.0 if config.model_type.startswith("gemma") else 0.0
     kinds = _rope_kinds(config)
     blocks = [
@@ -80,16 +85,21 @@ def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
     final_norm = norm_weight(base.norm, plus)
-    return Outline(sizes, embedding.dtype, embedding.detach(), final_norm, model.lm_head, blocks, list(kinds))
+    return Outline(sizes, table.dtype, table, final_norm, model.lm_head, blocks, list(kinds))
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
     """(in, out) features of a linear that a compiled decoder can read; UnknownArchitecture for another module."""
     if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
         return linear.weight.shape[1], linear.weight.shape[0]
-    if type(linear) not in (Mxfp4Linear, Int4Linear):
+    if type(linear) not in _PACKED:
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
     return linear.in_features, linear.out_features
+
+
+def table_dtype(table: nn.Module) -> torch.dtype:
+    """Of an embedding's rows."""
+    return table.dtype if isinstance(table, NestedEmbedding) else table.weight.dtype
 
 
 def norm_weight(norm: nn.Module, plus: float) -> Tensor:
@@ -168,12 +178,12 @@ def _sizes(model: nn.Module, block: Block) -> Sizes:
     )
 
 
-def _embedding_scale(config, embed: nn.Embedding) -> float:
+def _embedding_scale(config, embed: nn.Module) -> float:
     """Gemma multiplies embeddings by sqrt(hidden), rounded to the weight's dtype."""
     if not config.model_type.startswith("gemma"):
         return 1.0
     scale = getattr(embed, "embed_scale", None)
-    return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(embed.weight.dtype))
+    return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(table_dtype(embed)))
 
 
 def _block(layer: nn.Module, plus: float, rope_table: int, window: int) -> Block:

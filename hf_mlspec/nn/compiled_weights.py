@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..formats.mxfp4 import BLOCK
-from ..ops.compiled_decoder import BF16, F32, INT4, MXFP4, Sizes, Weight
+from ..ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
 from ..ops.tiles import TILE_OUTPUTS
 from .architecture import UnknownArchitecture, linear_shape, outline, require_format
-from .linear import Int4Linear, Mxfp4Linear
+from .bit_planes import BitPlaneLinear
+from .linear import Mxfp4Linear
+from .nested import NestedEmbedding, NestedLinear
 from .packed import PackedLinear
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
@@ -33,7 +35,7 @@ class Architecture:
 
     sizes: Sizes
     dtype: torch.dtype
-    embedding: Tensor
+    embedding: Tensor | NestedTable
     final_norm: Tensor
     head: Weight
     layers: list[Layer]
@@ -48,9 +50,8 @@ def read(model: nn.Module) -> Architecture:
         for block in found.blocks
     ]
     head = read_weight(found.head, "lm_head")
-    return Architecture(
-        found.sizes, found.dtype, found.embedding, found.final_norm, head, layers, found.rope_kinds
-    )
+    table = read_table(found.embedding) if isinstance(found.embedding, NestedEmbedding) else found.embedding
+    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, found.rope_kinds)
 
 
 def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
@@ -64,7 +65,7 @@ def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
     linears = {"q": q, "k": k, "v": v, "o": read_weight(modules["o"], "o"), "gate": gate, "up": up}
     linears["down"] = read_weight(modules["down"], "down")
     for group in (("q", "k", "v"), ("gate", "up")):
-        if len({(linears[n].format, linears[n].group_size, linears[n].activation_bits) for n in group}) > 1:
+        if len({(linears[n].format, linears[n].group_size, linears[n].bits) for n in group}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
     return linears
 
@@ -79,29 +80,51 @@ def read_weight(linear: nn.Module, name: str) -> Weight:
     return Weight(_DENSE[linear.weight.dtype], linear.weight.detach(), in_features, out_features, bias=bias)
 
 
-def _packed(linear: Mxfp4Linear | Int4Linear, bias: Tensor | None) -> Weight:
-    linear.prepack_()
-    tiles, scales, bits = linear.weight_tiles.detach(), linear.scale_tiles.detach(), linear.activation_bits
-    shape = linear.in_features, linear.out_features
+def read_table(table: NestedEmbedding) -> NestedTable:
+    """A nested table where it lies, in tiles."""
+    (draft, exponents, low, _), escapes = table.tiles()
+    return NestedTable(draft, exponents, low, **escapes)
+
+
+def _packed(linear: PackedLinear, bias: Tensor | None) -> Weight:
+    parts = linear.prepack_().parts("weight")
+    shape = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": bias}
+    shape["bits"] = linear.switch.bits
+    if isinstance(linear, NestedLinear):
+        draft, exponents, low, _, codebook, escape_rows, escape_weight = parts
+        escapes = {"escape_rows": escape_rows, "escape_weight": escape_weight}
+        return Weight(NESTED, draft, scale=exponents, low=low, codebook=codebook, group_size=BLOCK, **escapes, **shape)
+    if isinstance(linear, BitPlaneLinear):
+        own = {"group_size": linear.group_size, "zero_doubled": linear.zero_doubled}
+        return Weight(PLANES, parts[0], scale=parts[1], **own, **shape)
     if isinstance(linear, Mxfp4Linear):
-        return Weight(MXFP4, tiles, *shape, scales, bias=bias, group_size=BLOCK, activation_bits=bits)
-    zeros = None if linear.zero_tiles is None else linear.zero_tiles.detach()
-    return Weight(INT4, tiles, *shape, scales, zeros, bias, linear.group_size, bits)
+        return Weight(MXFP4, parts[0], scale=parts[1], group_size=BLOCK, **shape)
+    return Weight(INT4, parts[0], scale=parts[1], zero=parts[2], group_size=linear.group_size, **shape)
 
 
 def cut_weight(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:
     """The parts of a linear that computes several at once (Phi-3), as views."""
     whole = read_weight(linear, name)
-    packed = whole.format in (MXFP4, INT4)
+    packed = whole.format not in (BF16, F32)
     if packed and any(size % TILE_OUTPUTS for size in sizes):
         raise UnknownArchitecture(f"its {name} is cut at {sizes}, packed weights only at multiples of {TILE_OUTPUTS}")
     parts, first = [], 0
     for size in sizes:
-        outputs = slice(first, first + size)
-        rows = slice(first // TILE_OUTPUTS, (first + size) // TILE_OUTPUTS) if packed else outputs
-        scale, zero = (None if part is None else part[rows] for part in (whole.scale, whole.zero))
-        bias = None if whole.bias is None else whole.bias[outputs]
-        parts.append(Weight(whole.format, whole.weight[rows], whole.in_features, size, scale, zero, bias,
-                            whole.group_size, whole.activation_bits))  # fmt: skip
+        parts.append(_cut(whole, first, size, TILE_OUTPUTS if packed else 1))
         first += size
     return parts
+
+
+def _cut(whole: Weight, first: int, size: int, height: int) -> Weight:
+    """Outputs ``first`` to ``first + size`` of a weight whose rows hold ``height`` outputs each."""
+    outputs, rows = slice(first, first + size), slice(first // height, (first + size) // height)
+    weight = whole.weight[:, rows] if whole.format == PLANES else whole.weight[rows]
+    scale, zero, low = (None if part is None else part[rows] for part in (whole.scale, whole.zero, whole.low))
+    bias = None if whole.bias is None else whole.bias[outputs]
+    own = replace(whole, weight=weight, out_features=size, scale=scale, zero=zero, low=low, bias=bias)
+    if whole.escape_rows is None:
+        return own
+    inside = (whole.escape_rows >= first) & (whole.escape_rows < first + size)
+    if not inside.any():
+        return replace(own, escape_rows=None, escape_weight=None)
+    return replace(own, escape_rows=whole.escape_rows[inside] - first, escape_weight=whole.escape_weight[inside])

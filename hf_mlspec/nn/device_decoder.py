@@ -19,6 +19,7 @@ from . import architecture, rotary
 from .architecture import Block, UnknownArchitecture
 from .device_limits import require_bfloat16, require_served
 from .device_weights import DeviceLinear, joined
+from .nested import NestedEmbedding
 from .prepared import bit_choices, drop_decoders, say, state, switches, up_to_date
 from .switch import filled
 
@@ -70,9 +71,11 @@ class DeviceDecoder:
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
         self.reserve_positions(rotary.FIRST_POSITIONS)
-        self._embedding, self._final_norm = found.embedding, found.final_norm
+        self._final_norm = found.final_norm
         self._layers = [_layer(block) for block in found.blocks]
         self._head = joined([found.head], "lm_head")
+        nested = isinstance(found.embedding, NestedEmbedding)
+        self._embedding = found.embedding.tiles() if nested else found.embedding
         self._activation = ACTIVATIONS[found.sizes.activation]
         self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
         linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
@@ -128,7 +131,7 @@ class DeviceDecoder:
         self._require(ids, kv, bits)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts)
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
-        total = ops.embed_rows(ids.reshape(-1), self._embedding, self.sizes.embedding_scale)
+        total = self._embed(ids.reshape(-1))
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
             normed, total = _norm(total, added, layer.attention_norm, eps)
@@ -141,6 +144,12 @@ class DeviceDecoder:
                 added, _ = ops.rms_norm(added, layer.mlp_out, eps)
         normed, _ = _norm(total, added, self._final_norm, eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if isinstance(self._embedding, Tensor):
+            return ops.embed_rows(ids, self._embedding, self.sizes.embedding_scale)
+        tiles, escapes = self._embedding
+        return ops.nested_rows(ids, *tiles, self.sizes.embedding_scale, **escapes)
 
     def _attend(
         self, layer: DeviceLayer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..ops.operands_step import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
-from .architecture import Outline, UnknownArchitecture, linear_shape
+from .architecture import Outline, UnknownArchitecture, linear_shape, table_dtype
 from .linear import is_dense
 
 ROW_BYTES = 16  # what the kernels load at once
@@ -14,7 +14,7 @@ ROW_BYTES = 16  # what the kernels load at once
 
 def require_bfloat16(model: nn.Module, device: torch.device) -> None:
     """UnknownArchitecture for a model in another dtype than the kernels of a GPU take."""
-    dtype = model.model.embed_tokens.weight.dtype
+    dtype = table_dtype(model.model.embed_tokens)
     if dtype != torch.bfloat16:
         raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
 

@@ -12,55 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..ops.tiles import TILE_BYTES, TILE_OUTPUTS
+from ..ops.cuda_library import serves
+from ..ops.tiles import TILE_OUTPUTS
 from ..ops.tiles_cuda import PAIR_OUTPUTS
-from ..precision import Bits
 from .architecture import UnknownArchitecture, linear_shape, require_format
-from .linear import Int4Linear
+from .device_linears import OF_FORMAT, DenseLinear, DeviceLinear, NestedDeviceLinear
 from .packed import PackedLinear
-from .packed_formats import Parts
-
-
-class DenseLinear:
-    """``weight`` ``[out, in]``, bfloat16 or float32, ``bias`` float32 ``[out]`` or None."""
-
-    __slots__ = ("bias", "multiply", "weight")
-    extra_bytes = 0
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.weight, self.bias = weight, bias
-        self.multiply = ops.bf16_linear if weight.dtype == torch.bfloat16 else ops.f32_linear
-
-    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
-        """``[n, in]`` -> ``[n, out]``; bits mean nothing to a dense weight."""
-        return self.multiply(x, self.weight, self.bias)
-
-
-class PackedDeviceLinear:
-    """Tiles of ``ops.prepack_*``; activation_bits: what the modules' switch said when it was read."""
-
-    __slots__ = ("activation_bits", "bias", "dequantize", "extra_bytes", "group_size", "out_features", "tiles")
-
-    def __init__(self, module: PackedLinear, tiles: Parts, out_features: int, bias: Tensor | None, extra_bytes: int):
-        self.tiles, self.out_features, self.bias, self.extra_bytes = tiles, out_features, bias, extra_bytes
-        self.activation_bits = module.activation_bits
-        self.group_size = module.group_size if isinstance(module, Int4Linear) else None  # None: MXFP4
-        self.dequantize = module.switch.multiply == "dequant"
-
-    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
-        """``[n, in]`` -> ``[n, out]`` at 16, 8 or 4 activation bits, 0: the switch's."""
-        bits = bits.activation or self.activation_bits
-        if self.group_size is None:
-            return ops.mxfp4_linear(x, *self.tiles, self.out_features, self.bias, bits)
-        if bits == 16 and self.dequantize:
-            return ops.bf16_linear(x, ops.int4_dequantize(*self.tiles, self.out_features, self.group_size), self.bias)
-        return ops.int4_linear(
-            x, *self.tiles, self.out_features, self.bias, group_size=self.group_size, activation_bits=bits
-        )
-
-
-DeviceLinear = DenseLinear | PackedDeviceLinear
+from .packed_formats import Parts, as_one
 
 
 @torch.no_grad()
@@ -92,14 +50,14 @@ def _joined_bias(modules: Sequence[nn.Module]) -> Tensor | None:
 
 
 def _require_one_format(modules: Sequence[nn.Module], name: str) -> None:
+    told = "group_size", "symmetric", "num_planes", "zero_doubled"
     kinds = {
-        (type(m).__name__, getattr(m, "group_size", 0), getattr(m, "symmetric", True), id(getattr(m, "switch", None)))
-        for m in modules
+        (type(m).__name__, id(getattr(m, "switch", None)), *(getattr(m, name, None) for name in told)) for m in modules
     }
     if len(kinds) > 1:
         raise UnknownArchitecture(
             f"its {name} projections are {len(modules)} weights of {len(kinds)} kinds (format, group size, zero "
-            "points, switch), and they are multiplied as one"
+            "points, planes, switch), and they are multiplied as one"
         )
 
 
@@ -121,7 +79,7 @@ def _make_views(weights: list[nn.Parameter], whole: Tensor) -> None:
         first += len(weight)
 
 
-def _neighbours(tensors: list[Tensor]) -> Tensor | None:
+def _neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
     """One tensor over several that lie one behind the other in one piece of memory, else None."""
     first = tensors[0]
     storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
@@ -133,40 +91,57 @@ def _neighbours(tensors: list[Tensor]) -> Tensor | None:
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
-def _joined_packed(modules: Sequence[PackedLinear], bias: Tensor | None) -> PackedDeviceLinear:
+def _joined_packed(modules: Sequence[PackedLinear], bias: Tensor | None) -> DeviceLinear:
     out_features, extra_bytes = sum(module.out_features for module in modules), 0
     tiles = modules[0].prepack_().parts("weight") if len(modules) == 1 else _tiles_as_one(modules)
     if tiles is None:
-        disk = [module.packed_weight() for module in modules]
-        parts = [[getattr(weight, f"weight_{part}") for weight in disk] for part in modules[0].packing.parts]
-        tiles = modules[0].packing.prepack(*[None if part[0] is None else torch.cat(part) for part in parts])
-        if not _share_tiles(modules, tiles):
+        disk = [_on_disk(module) for module in modules]
+        tiles = modules[0].packing.prepack(*as_one(modules[0].format, disk))
+        if not _share_tiles(modules, disk, tiles):
             extra_bytes = sum(part.nbytes for part in tiles if part is not None)
-    return PackedDeviceLinear(modules[0], tiles, out_features, bias, extra_bytes)
+    linear = OF_FORMAT[modules[0].format](modules[0], tiles, out_features, bias)
+    linear.extra_bytes = extra_bytes
+    if isinstance(linear, NestedDeviceLinear) and _codebooks_differ(modules):
+        linear.draft_apart(modules)
+    return linear
 
 
-def _share_tiles(modules: Sequence[PackedLinear], tiles: Parts) -> bool:
-    """Let the modules hold their part of the group's tiles, where each but the last fills its tiles."""
-    height = TILE_OUTPUTS if _is_of_the_cpu(tiles) else PAIR_OUTPUTS
-    if any(module.out_features % height for module in modules[:-1]):
+def _on_disk(module: PackedLinear) -> Parts:
+    weight = module.packed_weight()
+    return tuple([getattr(weight, f"weight_{part}") for part in module.packing.parts])
+
+
+def _codebooks_differ(modules: Sequence[PackedLinear]) -> bool:
+    first = modules[0].weight_codebook
+    return any(not torch.equal(module.weight_codebook, first) for module in modules[1:])
+
+
+def _share_tiles(modules: Sequence[PackedLinear], disk: list[Parts], tiles: Parts) -> bool:
+    """Let the modules, which are as on disk, hold their part of the group's tiles, where each but the last fills its
+    tiles. Planes of the CPU stay apart: those of a part of the outputs would not be one piece."""
+    height = PAIR_OUTPUTS if serves(tiles[0]) else TILE_OUTPUTS
+    if tiles[0].ndim == 4 or any(module.out_features % height for module in modules[:-1]):
         return False
-    first = 0
-    for module in modules:
+    count, first = -(-sum(module.out_features for module in modules) // height), 0
+    for module, own in zip(modules, disk, strict=True):
         end = first + -(-module.out_features // height)
-        cut = [part if part is None or _is_whole(tiles, i) else part[first:end] for i, part in enumerate(tiles)]
+        beside = module.packing.beside(*own) if module.packing.beside else (None,) * len(tiles)
+        cut = [
+            _cut(part, first, end, count) if _is_tiles(part) else one
+            for part, one in zip(tiles, beside, strict=True)
+        ]
         module.hold_tiles_(tuple(cut))
         first = end
     return True
 
 
-def _is_of_the_cpu(tiles: Parts) -> bool:
-    """In which of the two layouts tiles are."""
-    return tiles[0].shape[2] == TILE_BYTES
+def _is_tiles(part: Tensor | None) -> bool:
+    return part is not None and part.ndim > 2
 
 
-def _is_whole(tiles: Parts, index: int) -> bool:
-    """Whether a part belongs to all outputs: scales and zero points stand in the tiles of a GPU."""
-    return index > 0 and not _is_of_the_cpu(tiles)
+def _cut(part: Tensor, first: int, end: int, count: int) -> Tensor:
+    """Tiles ``first`` to ``end`` of ``count``; a part without that many, a shape or an exponent, belongs to all."""
+    return part[first:end] if len(part) == count else part
 
 
 def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
@@ -175,15 +150,24 @@ def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
         return None
     held = [module.parts("weight") for module in modules]
     whole = []
-    for index, parts in enumerate(zip(*held, strict=True)):
-        if parts[0] is None:
-            whole.append(None)
+    for parts in zip(*held, strict=True):
+        if not _is_tiles(parts[0]):
+            whole.append(parts[0])
             continue
-        if _is_whole(held[0], index):
-            one = parts[0] if len({part.data_ptr() for part in parts}) == 1 else None
-        else:
-            one = _neighbours(list(parts))
+        shared = len({part.data_ptr() for part in parts}) == 1 and len({part.shape for part in parts}) == 1
+        one = parts[0] if shared else _neighbours(parts)
         if one is None:
             return None
         whole.append(one)
-    return tuple(whole)
+    return _with_escapes(modules, held, whole) if modules[0].format == "nested" else tuple(whole)
+
+
+def _with_escapes(modules: Sequence[PackedLinear], held: list[Parts], whole: list[Tensor | None]) -> Parts:
+    """The parts of a nested group, with the rows of all of them that have escapes."""
+    rows, weights, first = [], [], 0
+    for module, parts in zip(modules, held, strict=True):
+        if parts[5] is not None:
+            rows.append(parts[5] + first)
+            weights.append(parts[6])
+        first += module.out_features
+    return *whole[:5], torch.cat(rows) if rows else None, torch.cat(weights) if weights else None

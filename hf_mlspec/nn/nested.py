@@ -28,8 +28,8 @@ class NestedLinear(PackedLinear):
         weight_escape_index   [n], or None                rows that have escapes [k]
         weight_escape_value   [n], or None                these rows, whole and exact [k, in]
 
-    At (16, 16) bits the product is that of nn.Linear on the original weight, as ``bf16_linear`` sums it; at (4, 16) and
-    (4, 8) the draft's, which reads nothing else.
+    At (16, 16) bits the product is that of nn.Linear on the original weight, as ``bf16_linear`` sums it; at (4, 16)
+    and (4, 8) the draft's, which reads nothing else.
     """
 
     format = "nested"
@@ -108,7 +108,8 @@ class NestedEmbedding(nn.Module):
         super().__init__()
         if not is_table(embedding):
             raise TypeError(
-                f"a {type(embedding).__name__} does more than look up rows and scale them: leave head and table in BF16"
+                f"a {type(embedding).__name__} may do more than look up rows and scale them: leave head and table in "
+                "BF16"
             )
         shape = embedding.num_embeddings, embedding.embedding_dim
         if shape != (head.out_features, head.in_features) or embedding.weight.device != head.weight_low.device:
@@ -146,7 +147,7 @@ class NestedEmbedding(nn.Module):
 
     def tiles(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None]]:
         """What ``ops.nested_rows`` takes behind ids: tiles and their number of rows; and its escapes."""
-        draft, exponents, low, _, _, rows, weight = self.head.prepack_().held("weight")
+        draft, exponents, low, _, _, rows, weight = self.head.prepack_().parts("weight")
         return (draft, exponents, low, self.num_embeddings), {"escape_rows": rows, "escape_weight": weight}
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

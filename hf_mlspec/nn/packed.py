@@ -21,8 +21,8 @@ _changing_layout = threading.Lock()
 class PackedModule(nn.Module):
     """A module with packed parameters ``<name>_<part>`` for each of ``names`` and of its format's parts.
 
-    They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles*.py; on
-    a GPU with kernels ops/tiles*_cuda.py), told apart by the axes of the scales. A change exchanges the data of the
+    They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles*.py;
+    on a GPU with kernels ops/tiles*_cuda.py), told apart by the axes of the scales. A change exchanges the data of the
     very Parameter objects, so that all views of a model that share them (early_exit) change together.
     """
 

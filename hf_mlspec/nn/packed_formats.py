@@ -1,4 +1,4 @@
-"""What does a module need to know of a packed format: names of its tensors, how they are tiled, who multiplies them?"""
+"""What does a module need to know of a packed format: its tensors' names, how they are tiled, who multiplies them?"""
 
 from __future__ import annotations
 

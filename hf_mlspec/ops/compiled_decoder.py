@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..precision import OWN_BITS, Bits
 from .library import KernelError, why_not_compiled
 from .operands_step import ACTIVATIONS
 
-BF16, F32, MXFP4, INT4 = range(4)  # mlspec::WeightFormat
+BF16, F32, MXFP4, INT4, NESTED, PLANES = range(6)  # mlspec::WeightFormat
 MAX_HEAD_DIM = 512  # mlspec::kMaxHeadDim
 
 
@@ -18,8 +19,9 @@ MAX_HEAD_DIM = 512  # mlspec::kMaxHeadDim
 class Weight:
     """A linear layer as the compiled decoder reads it; the tensors stay where they are.
 
-    format: BF16 or F32 (weight ``[out, in]``), MXFP4 or INT4 (tiles of ``ops.prepack_*``). bias: float32 ``[out]``.
-    activation_bits: 16, 8 or 4, for the 4-bit formats.
+    format: BF16 or F32 (weight ``[out, in]``), or one whose weight, scale, zero and low are tiles of
+    ``ops.prepack_*``. bias: float32 ``[out]``. bits: the layer's own, of the packed formats. codebook and escapes: of
+    NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES.
     """
 
     format: int
@@ -30,7 +32,23 @@ class Weight:
     zero: Tensor | None = None
     bias: Tensor | None = None
     group_size: int = 0
-    activation_bits: int = 16
+    bits: Bits = OWN_BITS
+    low: Tensor | None = None
+    codebook: Tensor | None = None
+    escape_rows: Tensor | None = None
+    escape_weight: Tensor | None = None
+    zero_doubled: int = 0
+
+
+@dataclass(frozen=True)
+class NestedTable:
+    """Embeddings as the tiles of a nested weight, with the rows that have escapes."""
+
+    draft: Tensor
+    exponents: Tensor
+    low: Tensor
+    escape_rows: Tensor | None = None
+    escape_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ def has_compiled_decoder() -> bool:
     return why_not_compiled() is None and _class() is not None
 
 
-def compiled_decoder(sizes: Sizes, kv_dtype: torch.dtype, embedding: Tensor, final_norm: Tensor):
+def compiled_decoder(sizes: Sizes, kv_dtype: torch.dtype, embedding: Tensor | NestedTable, final_norm: Tensor):
     """A decoder without layers; see kernels_ext/bindings_decoder.cpp. KernelError without the compiled library."""
     if not has_compiled_decoder():
         raise KernelError(f"no compiled decoder: {why_not_compiled()}")
@@ -66,23 +84,28 @@ def compiled_decoder(sizes: Sizes, kv_dtype: torch.dtype, embedding: Tensor, fin
     dims += [sizes.embeddings, sizes.rotary_dim, ACTIVATIONS[sizes.activation], int(kv_dtype == torch.bfloat16)]
     numbers = [sizes.norm_eps, sizes.embedding_scale, sizes.attention_scale]
     numbers += [sizes.attention_softcap, sizes.logit_softcap]
-    return _class()(dims, numbers, embedding.detach(), final_norm)
+    if not isinstance(embedding, NestedTable):
+        return _class()(dims, numbers, embedding.detach(), final_norm)
+    decoder = _class()(dims, numbers, torch.empty(0, sizes.hidden, dtype=torch.bfloat16), final_norm)
+    table = embedding.draft, embedding.exponents, embedding.low, embedding.escape_rows, embedding.escape_weight
+    decoder.set_nested_embedding(*table)
+    return decoder
 
 
 def set_linear(decoder, name: str, weight: Weight) -> None:
     """Give the newest layer its linear `name` (q, k, v, o, gate, up, down), or the decoder its head."""
-    decoder.set_linear(
-        name,
-        weight.format,
-        weight.in_features,
-        weight.out_features,
-        weight.weight,
-        weight.scale,
-        weight.zero,
-        weight.bias,
-        weight.group_size,
-        weight.activation_bits,
-    )
+    shape = weight.in_features, weight.out_features
+    if weight.format == NESTED:
+        tiles = weight.weight, weight.scale, weight.low, weight.codebook
+        escapes = weight.escape_rows, weight.escape_weight
+        decoder.set_nested(name, *shape, *tiles, *escapes, weight.bias, *weight.bits)
+        return
+    if weight.format == PLANES:
+        how = weight.group_size, weight.zero_doubled, weight.bits.weight
+        decoder.set_planes(name, *shape, weight.weight, weight.scale, weight.bias, *how)
+        return
+    tensors = weight.weight, weight.scale, weight.zero, weight.bias
+    decoder.set_linear(name, weight.format, *shape, *tensors, weight.group_size, weight.bits.activation)
 
 
 def _class():
