@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from eval.bench_gpu_findings import Bench, Finding
 from eval.bench_gpu_models import random_model
@@ -24,8 +27,8 @@ FEW_ROWS = 4  # at least; a whole batch of a larger size
 
 @dataclass(frozen=True)
 class Chain:
-    """trace: how the file's name begins. levels: the first is "mxfp4", the second the tiny model. lengths: draft
-    tokens of every level to try at batch 1."""
+    """trace: how the file's name begins. levels: the first is a word, the second the tiny model. lengths: draft tokens
+    of every level to try at batch 1."""
 
     name: str
     trace: str
@@ -72,34 +75,62 @@ def chain(bench: Bench) -> Iterator[Finding]:
             yield from _measured(bench, bases, CHAINS[0], data, ["mxfp4"], batch, lengths)
 
 
-def _measured(
-    bench: Bench, bases: Bases, one: Chain, data: str, levels: list, batch: int, lengths: Sequence[Sequence[int]]
-) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Tuned:
+    """Tokens a second with the best of several draft lengths. more: what a line keeps beside it."""
+
+    speed: float
+    lengths: tuple[int, ...]
+    more: dict[str, Any]
+
+
+def recorded_trace(bench: Bench, one: Chain, data: str) -> tuple[Trace, int]:
+    """The trace of a chain, and how long its prompts are to be taken."""
     recorded = read_trace(TRACES / f"{one.trace}-{data}.json")
-    prompt = 8 if bench.quick else KEPT - recorded.max_new_tokens // 2
-    few, found = spread(len(recorded.rows), max(batch, 2 if bench.quick else FEW_ROWS)), {}
-    base = bases.rate(reschedule(recorded, list(lengths[0]), prompt_tokens=prompt), batch, few)
+    return recorded, 8 if bench.quick else KEPT - recorded.max_new_tokens // 2
+
+
+def few_rows(bench: Bench, recorded: Trace, batch: int) -> list[int]:
+    """The rows on which draft lengths are chosen."""
+    return spread(len(recorded.rows), max(batch, 2 if bench.quick else FEW_ROWS))
+
+
+def tuned(
+    bench: Bench, model: PreTrainedModel, one: Chain, data: str, levels: list, batch: int,
+    lengths: Sequence[Sequence[int]], most_rows: int | None = None,
+) -> Tuned:
+    """The chain with the draft length that is fastest on a few rows, over all rows of its trace, or `most_rows`."""
+    recorded, prompt = recorded_trace(bench, one, data)
+    few, found = few_rows(bench, recorded, batch), {}
     for asked in lengths:
         trace = reschedule(recorded, list(asked), prompt_tokens=prompt)
-        found[tuple(asked)] = rate(bases.model, trace, levels, batch, few)
-        bench.say(f"chain: {one.name} {list(asked)}, {recorded.data}, batch {batch}: "
-                  f"{found[tuple(asked)]:.1f} tokens/s, alone {base:.1f}")
+        found[tuple(asked)] = rate(model, trace, levels, batch, few)
+        bench.say(f"{one.name} {list(asked)}, {recorded.data}, batch {batch}: {found[tuple(asked)]:.1f} tokens/s")
     best = max(found, key=found.get)
-    rows = few if bench.quick else range(len(recorded.rows))
+    rows = few if bench.quick else spread(len(recorded.rows), most_rows or len(recorded.rows))
     trace = reschedule(recorded, list(best), prompt_tokens=prompt)
-    speed = rate(bases.model, trace, levels, batch, rows)
-    what = f"{one.name}, {recorded.data}, batch {batch} (replayed)"
     more = {"batch": batch, "lengths": list(best), "rows": len(rows), "few_rows": few, "prompt_tokens": prompt,
             "tokens_per_second_of_few": {str(list(asked)): value for asked, value in found.items()},
             "rescheduled": trace.origin["rescheduled"]}
+    return Tuned(rate(model, trace, levels, batch, rows), best, more)
+
+
+def _measured(
+    bench: Bench, bases: Bases, one: Chain, data: str, levels: list, batch: int, lengths: Sequence[Sequence[int]]
+) -> Iterator[Finding]:
+    recorded, prompt = recorded_trace(bench, one, data)
+    base = bases.rate(reschedule(recorded, list(lengths[0]), prompt_tokens=prompt), batch,
+                      few_rows(bench, recorded, batch))
+    best = tuned(bench, bases.model, one, data, levels, batch, lengths)
+    what = f"{one.name}, {recorded.data}, batch {batch} (replayed)"
     rate_target = RATE_TARGETS.get((one.name, recorded.data)) if batch == 1 else None
     ratio_target = RATIO_TARGETS.get((one.name, recorded.data, batch))
     if bench.quick:
         rate_target = ratio_target = None
     yield Finding("chain", what, "alone, tokens/s", base, "")
-    yield Finding("chain", what, "tokens/s", speed, "", rate_target, at_least=True, more=more)
-    yield Finding("chain", what, "x alone", speed / base, "x", ratio_target, at_least=True)
-    yield Finding("chain", what, "draft tokens", best[0], "", more={"lengths": list(best)})
+    yield Finding("chain", what, "tokens/s", best.speed, "", rate_target, at_least=True, more=best.more)
+    yield Finding("chain", what, "x alone", best.speed / base, "x", ratio_target, at_least=True)
+    yield Finding("chain", what, "draft tokens", best.lengths[0], "", more={"lengths": list(best.lengths)})
 
 
 def spread(count: int, wanted: int) -> list[int]:

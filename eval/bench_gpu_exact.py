@@ -50,34 +50,36 @@ def exact(bench: Bench) -> Iterator[Finding]:
     packed = [Case("w4a16 alone", [], {}), Case('["w4a8"]', ["w4a8"], {"num_draft_tokens": 3})]
     for quantized, cases in ((False, dense), (True, packed)):
         model = real_model(folder, bench.device, quantized)
-        yield from _of_target(bench, (model, tokenizer), prompts, cases, wrong)
+        yield from of_target(bench, (model, tokenizer), prompts, cases, wrong, {})
         del model
         bench.free()
     if wrong:
         raise Differences("; ".join(wrong))
 
 
-def _of_target(
-    bench: Bench, subject: tuple[PreTrainedModel, Any], prompts: list[str], cases: list[Case], wrong: list[str]
+def of_target(
+    bench: Bench, subject: tuple[PreTrainedModel, Any], prompts: list[str], cases: list[Case], wrong: list[str],
+    reference: dict[int, list[int]], batches: tuple[int, ...] = BATCHES, group: str = "exact",
 ) -> Iterator[Finding]:
-    """Every case at every batch against the first one at the first batch, which is the target alone."""
+    """Every case at every batch against `reference`, new ids by number of the prompt; an empty one is filled by the
+    first case at the first batch, which is to be a target alone. wrong: gets a sentence for a case that differs."""
     rows = [list(subject[1](text).input_ids) for text in prompts]
-    reference: dict[int, list[int]] = {}
-    for batch in (2, 1) if bench.quick else BATCHES:
+    for batch in tuple(dict.fromkeys(min(size, 2) for size in batches)) if bench.quick else batches:
         for case in cases:
             begin = time.perf_counter()
             found = _decoded(bench, subject[0], rows, case, batch)
             seconds = time.perf_counter() - begin
-            reference = reference or found
+            makes_it = not reference
+            reference |= found if makes_it else {}
             differing = sorted(number for number, ids in found.items() if ids != reference[number])
             if differing:
                 wrong.append(f"{case.name}, batch {batch}: {len(differing)} of {len(found)} prompts differ, first "
                              f"{differing[:4]}")
             tokens = sum(map(len, found.values()))
-            name, target = (f"{case.name}: the reference", None) if reference is found else (case.name, 0.0)
-            yield Finding("exact", name, f"batch {batch}", len(differing), f"of {len(found)}", target,
+            name, target = (f"{case.name}: the reference", None) if makes_it else (case.name, 0.0)
+            yield Finding(group, name, f"batch {batch}", len(differing), f"of {len(found)}", target,
                           more={"batch": batch, "prompts": len(found), "of": len(rows), "tokens": tokens,
-                                "seconds": seconds, "reference": reference is found, "differing": differing[:32],
+                                "seconds": seconds, "reference": makes_it, "differing": differing[:32],
                                 **({} if case.levels == [] else counts_of(hf_mlspec.last_stats(subject[0])))})
 
 

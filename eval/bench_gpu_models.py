@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_mlspec
 from eval.replay import of_shape
-from hf_mlspec.formats.weights import Int4Weight
+from hf_mlspec.formats.weights import BitPlaneWeight, Int4Weight
+from hf_mlspec.nn.bit_planes import BitPlaneLinear
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.switch import PrecisionSwitch
 
@@ -42,6 +43,27 @@ def _random_int4(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> Int4L
     # Uniform codes -8..7 have a deviation of 4.6, the weights of such a model one of 0.02.
     scale = torch.full((out_features, in_features // group), 0.02 / 4.6, dtype=torch.float16, device=device)
     return Int4Linear(Int4Weight(codes, scale, None, name), linear.bias, switch).eval()
+
+
+def random_planes_model(shape: str, device: torch.device, num_planes: int = 8) -> PreTrainedModel:
+    """The shape with random codes in bit-planes (groups of 128), drawn as those of `random_int4_model`."""
+    model = random_model(shape, device)
+    switch = PrecisionSwitch("planes", num_planes=num_planes)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+            model.set_submodule(name, _random_planes(module, name, switch))
+    return model
+
+
+def _random_planes(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> BitPlaneLinear:
+    (out_features, in_features), device, count = linear.weight.shape, linear.weight.device, switch.num_planes
+    group = 32 if in_features % GROUP else GROUP
+    planes = torch.randint(0, 256, (count, out_features, in_features // 8), dtype=torch.uint8, device=device)
+    # Uniform codes of n bits have a deviation of 2^n / sqrt(12), the weights of such a model one of 0.02.
+    step = 0.02 * 12**0.5 / 2**count
+    scale = torch.full((out_features, in_features // group), step, dtype=torch.float16, device=device)
+    zero = torch.tensor([2**count], dtype=torch.int32, device=device)
+    return BitPlaneLinear(BitPlaneWeight(planes, scale, zero, name), linear.bias, switch).eval()
 
 
 def real_model(folder: Path, device: torch.device, quantized: bool = False) -> PreTrainedModel:

@@ -7,7 +7,8 @@ Decodes every prompt with every chain of a TOML file and holds the ids against t
     python eval/lossless.py PLAN.toml --models FOLDER --data FOLDER --report       # the table of what is done so far
 
 In the plan (eval/configs/lossless.toml; Python 3.11 or later) {models} and {data} stand for these folders and {demo}
-for the demo target; a table [quantize] holds settings of MLSpecConfig, and the target is quantized while it loads.
+for the demo target; a table [quantize] holds settings of MLSpecConfig, and the target is quantized while it loads;
+with reference = "plain" the ids are held against those of the model as it is in its folder, another object in memory.
 Each finished batch is one JSON line under `results/`; a run that is started again goes on where it stopped. What the
 target alone wrote is kept there too and decoded once per batch, however many chains follow.
 """
@@ -53,13 +54,13 @@ def read_plan(path: Path) -> dict[str, Any]:
     missing = {"name", "target", "dtype", "max_new_tokens", "batch_sizes", "data", "chains"} - set(plan)
     if missing:
         sys.exit(f"{path}: no {', '.join(sorted(missing))}")
+    if plan.get("reference", "own") not in ("own", "plain"):
+        sys.exit(f'{path}: reference is {plan["reference"]!r}, choose "own", the target alone, or "plain"')
     return plan
 
 
 @dataclass(frozen=True)
 class Places:
-    """What {models}, {data} and {demo} of a plan stand for."""
-
     models: Path
     data: Path
     demo: str
@@ -96,7 +97,8 @@ class Store:
 
     def __init__(self, folder: Path, plan: dict[str, Any], shard: str) -> None:
         self.file = folder / f"{plan['name']}-{shard.replace('/', '-of-')}.jsonl"
-        self.asked = {name: plan[name] for name in ("target", "dtype", "max_new_tokens", "quantize") if name in plan}
+        names = ("target", "dtype", "max_new_tokens", "quantize", "reference")
+        self.asked = {name: plan[name] for name in names if name in plan}
         self.done: dict[Unit, dict[str, Any]] = {}
         self.references: dict[tuple[str, int, int], list[list[int]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,10 +131,27 @@ class Store:
         self.done[unit] = entry
 
 
-def load(plan: dict[str, Any], folder: str) -> PreTrainedModel:
-    """The target, quantized while it loads where the plan says so."""
-    how = {"quantization_config": hf_mlspec.MLSpecConfig(**plan["quantize"])} if "quantize" in plan else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, plan["dtype"]), **how)
+def load(plan: dict[str, Any], folder: str, device: str, *, plain: bool = False) -> PreTrainedModel:
+    """The target, quantized while it loads where the plan says so; `plain`: as it is in its folder."""
+    how = {}
+    if "quantize" in plan and not plain:
+        how["quantization_config"] = hf_mlspec.MLSpecConfig(**plan["quantize"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, plan["dtype"]), **how)
+    return model.to(device).eval()
+
+
+def written_alone(model: PreTrainedModel, tokenizer: Any, prompts: list[str], plan: dict[str, Any]) -> list[list[int]]:
+    """The new ids of each prompt, up to its end, by the model alone, in compiled steps where the plan prepares."""
+    rows = [tokenizer(prompt).input_ids for prompt in prompts]
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]  # [None] where nothing ends a row
+    width, pad = max(map(len, rows)), next(id for id in (tokenizer.pad_token_id, *ends, 0) if id is not None)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    written = model.generate(
+        ids, attention_mask=mask, max_new_tokens=plan["max_new_tokens"], do_sample=False, pad_token_id=pad,
+        assistant_models=[], speculation_config={"prepare": plan.get("prepare", True)})[:, width:].tolist()
+    return [row[: next((at + 1 for at, id in enumerate(row) if id in ends), len(row))] for row in written]
 
 
 def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: int, device: str) -> None:
@@ -142,17 +161,22 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
         return
     prompts = {data["name"]: read_prompts(data, places) for data in plan["data"]}
     target = places.fill(plan["target"])
-    model = load(plan, target).to(device).eval()
+    model, plain = load(plan, target, device), None
+    if plan.get("reference") == "plain":
+        plain = load(plan, target, device, plain=True)
     tokenizer = AutoTokenizer.from_pretrained(target)
     with Progress() as progress:
         task = progress.add_task(plan["name"], total=len(left))
         for unit in left:
             batch = prompts[unit.data][unit.batch * unit.batch_size :][: unit.batch_size]
             levels = [places.fill(level) for level in unit.chain]
+            reference = store.references.get(unit.reference_key)
+            if reference is None and plain is not None:
+                reference = written_alone(plain, tokenizer, batch, plan)
             found = hf_mlspec.compare(
                 model, tokenizer, batch, levels, max_new_tokens=plan["max_new_tokens"], batch_size=unit.batch_size,
                 speculation_config={"prepare": plan.get("prepare", True)}, warm_up=False,
-                reference_ids=store.references.get(unit.reference_key))
+                reference_ids=reference)
             store.add(unit, found.to_dict())
             if found.differences:
                 progress.console.print(f"{unit}: {found.differences}", markup=False)
@@ -162,8 +186,9 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
 def report(plan: dict[str, Any], store: Store) -> Iterator[str]:
     """The Markdown table, then each difference with its float64 gap."""
     quantized = "".join(f", {name} {value}" for name, value in plan.get("quantize", {}).items())
-    yield (f"Target `{Path(plan['target']).name}`, {plan['dtype']}{quantized}, {plan['max_new_tokens']} new tokens, "
-           f"greedy; a difference whose float64 gap is below {TIE:g} is a tie.\n")
+    against = ", against the plain model" if plan.get("reference") == "plain" else ""
+    yield (f"Target `{Path(plan['target']).name}`, {plan['dtype']}{quantized}{against}, {plan['max_new_tokens']} new "
+           f"tokens, greedy; a difference whose float64 gap is below {TIE:g} is a tie.\n")
     yield "| chain | data | batch | prompts | tokens compared | differ | of these ties | acceptance | tokens / pass |"
     yield "|---|---|--:|--:|--:|--:|--:|---|--:|"
     listed = []
@@ -199,7 +224,7 @@ def _acceptance(counts: list[dict[str, Any]]) -> float:
 
 
 def _names(chain: list[str]) -> str:
-    return " <- ".join("demo target" if level == "{demo}" else Path(level).name for level in chain)
+    return " <- ".join("demo target" if level == "{demo}" else Path(level).name for level in chain) or "target alone"
 
 
 def main(argv: list[str] | None = None) -> int:
