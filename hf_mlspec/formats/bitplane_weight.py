@@ -95,9 +95,9 @@ class BitPlaneWeight:
     def _check_zero(self) -> None:
         if self.weight_zero_doubled.is_meta:
             return
-        highest = 2 * (2**self.num_planes - 1)
-        if not 0 <= self.zero_doubled <= highest:
+        least, most = bitplanes.zeros_doubled(self.num_planes)
+        if not least <= self.zero_doubled <= most:
             raise ValueError(
-                f"{self.name}: weight_zero_doubled is {self.zero_doubled}, twice a code of {self.num_planes} planes "
-                f"is 0..{highest}: the checkpoint is damaged"
+                f"{self.name}: weight_zero_doubled is {self.zero_doubled}, of {self.num_planes} planes it is "
+                f"{least}..{most}: the checkpoint is damaged"
             )

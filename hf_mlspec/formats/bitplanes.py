@@ -71,6 +71,12 @@ def cast_of(planes: int | str) -> Cast:
     return Cast(planes, 2**planes if planes > 3 else 2**planes - 1)
 
 
+def zeros_doubled(num_planes: int) -> tuple[int, int]:
+    """The least and the greatest ``zero_doubled`` of so many planes with which bfloat16 holds the levels of every
+    prefix."""
+    return (254, 256) if num_planes == MAX_PLANES else (0, 2 * (2**num_planes - 1))
+
+
 def require_group_size(group_size: int, in_features: int) -> None:
     """ValueError when ``group_size`` is not 32, 64 or 128, or does not divide ``in_features``."""
     if group_size not in GROUP_SIZES:

@@ -29,12 +29,14 @@ REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
 # Where an op's schema and fake result are, and where its plain torch.
 _ROOMS = ((schema, reference), (schema_formats, reference_formats), (schema_step, reference_step),
           (schema_round, reference_round))  # fmt: skip
-# On the CPU these are made of the ops of schema.py, whose kernels do the work, copy a few rows or keep a few integers:
-# no kernel of their own is missing.
-_COMPOSED_ON_CPU = frozenset(("nested_rows", *schema_step.SCHEMAS, *schema_round.SCHEMAS))
+# On the CPU these are made of the ops of schema.py, whose kernels do the work, or keep a few integers: no kernel of
+# their own is missing.
+_COMPOSED_ON_CPU = frozenset(("bf16_rows_linear", *schema_step.SCHEMAS, *schema_round.SCHEMAS))
 
 # Ops with kernels of their own for Hopper, beside those for every GPU.
-_HOPPER_OPS = frozenset({"bf16_linear", "bitplane_linear", "int4_linear", "mxfp4_linear", "nested_linear"})
+_HOPPER_OPS = frozenset(
+    {"bf16_linear", "bf16_rows_linear", "bitplane_linear", "int4_linear", "mxfp4_linear", "nested_linear"}
+)
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OPS = torch.library.Library("mlspec", "DEF")

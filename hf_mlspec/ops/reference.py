@@ -154,8 +154,8 @@ def integer_product(x: Tensor, codes: Tensor, scale: Tensor, group: int, bits: i
     if size == 0:
         return finish(x.new_zeros(*x.shape[:-1], out), bias, x.dtype)
     # [in / group, rows, group] x [in / group, group, out]; at most 127 x 12 x 32 or 127 x 15 x 128: exact in float32.
-    left = x_codes.float().view(rows, -1, group).transpose(0, 1)
-    dots = torch.bmm(left, codes.float().view(out, -1, group).permute(1, 2, 0))
+    left = x_codes.float().view(rows, size // group, group).transpose(0, 1)
+    dots = torch.bmm(left, codes.float().view(out, size // group, group).permute(1, 2, 0))
     sums = (dots.double() * x_scale.double().T.unsqueeze(-1) * scale.T.unsqueeze(1)).sum(0)
     return finish(sums.float().view(*x.shape[:-1], out), bias, x.dtype)
 

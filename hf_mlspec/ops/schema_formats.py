@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import operands_formats
+from .tiles_formats import nested_in_features
 
 # Tiles: ops/tiles_nested.py and ops/tiles_planes.py, whose shapes on the CPU are told here; on a GPU *_cuda.py, and
 # there linears round their results to bfloat16.
@@ -22,6 +23,9 @@ SCHEMAS: dict[str, str] = {
         "(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float scale)"
         " -> Tensor"
     ),
+    # x float [..., in]; weight bfloat16 [k, in], bias float [k]: outputs of a weight that has out_features of them ->
+    # [..., k], the bits of bf16_linear on the whole weight, whose order of sums depends on its shape on a GPU.
+    "bf16_rows_linear": "(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     # plane_tiles uint8 [planes, ceil(out / 16), in / 32, 64]; scale_tiles float16 [ceil(out / 16), in / group_size,
     # 16] -> [..., out] in x.dtype.
     "bitplane_linear": (
@@ -51,10 +55,14 @@ def fake_nested_linear(
 def fake_nested_rows(
     ids: Tensor, draft_tiles: Tensor, exponent_tiles: Tensor, low_tiles: Tensor, out_features: int, scale: float
 ) -> Tensor:
-    in_features = operands_formats.check_nested_rows(
-        ids, draft_tiles, exponent_tiles, low_tiles, out_features, scale
-    )
-    return draft_tiles.new_empty((len(ids), in_features), dtype=torch.bfloat16)
+    operands_formats.check_nested_rows(ids, draft_tiles, exponent_tiles, low_tiles, out_features, scale)
+    size = nested_in_features(draft_tiles, exponent_tiles)
+    return draft_tiles.new_empty((len(ids), size), dtype=torch.bfloat16)
+
+
+def fake_bf16_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    operands_formats.check_bf16_rows_linear(x, weight, bias, out_features)
+    return x.new_empty((*x.shape[:-1], len(weight)))
 
 
 def fake_bitplane_linear(

@@ -124,9 +124,10 @@ def _untile_codes(tiles: Tensor, out_features: int) -> Tensor:
     packed = tiles.new_empty(count * TILE_OUTPUTS, blocks * BLOCK // 2)
     step = max(1, _CHUNK // (TILE_OUTPUTS * BLOCK * max(blocks, 1)))
     for first in range(0, count, step):
-        codes = unpack_nibbles(tiles[first : first + step]).view(-1, blocks, 4, TILE_OUTPUTS, 4, 2)
+        part = tiles[first : first + step]
+        codes = unpack_nibbles(part).view(len(part), blocks, 4, TILE_OUTPUTS, 4, 2)
         codes = codes.permute(0, 3, 1, 2, 5, 4)  # [tile, r, b, j, nibble, i]
-        rows = codes.reshape(-1, blocks * BLOCK)
+        rows = codes.reshape(len(part) * TILE_OUTPUTS, blocks * BLOCK)
         packed[first * TILE_OUTPUTS : first * TILE_OUTPUTS + rows.shape[0]] = pack_nibbles(rows)
     return packed if len(packed) == out_features else packed[:out_features].clone()
 

@@ -67,6 +67,16 @@ def test_planes_round_trip(total, out, octets, seed):
     assert bit == codes[row, column] >> (total - 1 - plane) & 1
 
 
+@pytest.mark.parametrize("total", range(1, 9))
+def test_levels_are_bfloat16_where_the_zero_is_one_of_those_allowed(total):
+    least, most = bitplanes.zeros_doubled(total)
+    for zero_doubled in range(2 * 2**total):
+        levels = [bitplanes.prefix_levels(total, zero_doubled, used) for used in range(1, total + 1)]
+        exact = all(torch.equal(level.bfloat16().float(), level) for level in levels)
+        assert exact or not least <= zero_doubled <= most
+        assert total < 8 or exact == (least <= zero_doubled <= most)
+
+
 def test_worked_example():
     weight = torch.zeros(1, 32)
     weight[0, :2] = torch.tensor([37.0, -127.0])

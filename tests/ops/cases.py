@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats import activations, int4, mxfp4
+from hf_mlspec.formats import activations, bitplanes, codebooks, int4, mxfp4, nested
 from hf_mlspec.formats.packing import unpack_nibbles
-from hf_mlspec.ops import reference
+from hf_mlspec.ops import reference, reference_formats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -65,6 +65,47 @@ def int4_case(out: int, size: int, group: int, symmetric: bool, bits: int) -> Li
     )
 
 
+def nested_case(out: int, size: int, weight_bits: int, bits: int, codebook: str = "lloyd_max") -> Linear:
+    levels, weight = codebooks.codebook_of(codebook), (seeded(out, size, seed=4) * 0.05).bfloat16()
+    parts = nested.split(weight, levels)
+    tiles = ops.prepack_nested(*parts[:4])
+    units = nested.draft_levels(levels)[unpack_nibbles(parts.packed).int()]
+    return Linear(
+        f"nested {weight_bits} {bits} {codebook}",
+        lambda x, bias=None: ops.nested_linear(
+            x, *tiles, levels, out, bias, weight_bits=weight_bits, activation_bits=bits
+        ),
+        lambda x, bias=None: reference_formats.nested_linear(x, *tiles, levels, out, bias, weight_bits, bits),
+        weight.double() if weight_bits == 16 else nested.dequantize_draft(*parts[:2], levels, torch.float64),
+        (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, 32, 8),
+        None if bits == 16 else (units, nested.draft_scales(parts.scale), 32, 8),
+    )
+
+
+def planes_case(out: int, size: int, planes: int | str, group: int, used: int) -> Linear:
+    weight = bitplanes.quantize(seeded(out, size, seed=5) * 0.05, planes, group)
+    tiles = ops.prepack_planes(weight.planes, weight.scale)
+    numbers = {"group_size": group, "zero_doubled": weight.zero_doubled, "num_planes": used}
+    return Linear(
+        f"planes {planes} g{group}, the first {used}",
+        lambda x, bias=None: ops.bitplane_linear(x, *tiles, out, bias, **numbers),
+        lambda x, bias=None: reference_formats.bitplane_linear(x, *tiles, out, bias, *numbers.values()),
+        bitplanes.dequantize(*weight, used, torch.float64),
+        lambda x: x.bfloat16().double(),
+    )
+
+
+def many_precisions(out: int, size: int) -> Iterator[Linear]:
+    """Nested weights and bit-planes, every mode of them."""
+    yield from (nested_case(out, size, *bits) for bits in ((16, 16), (4, 16), (4, 8)))
+    yield nested_case(out, size, 4, 8, "mxfp4")
+    for planes in (8, 7, 6, 5, 4, 3, 2, 1, "int3", "int2", "ternary"):
+        total = bitplanes.cast_of(planes).num_planes
+        fitting = [group for group in (32, 64, 128) if size % group == 0]
+        group = fitting[total % len(fitting)]
+        yield from (planes_case(out, size, planes, group, used) for used in sorted({1, (total + 1) // 2, total}))
+
+
 def dense_case(out: int, size: int, dtype: torch.dtype) -> Linear:
     weight = (seeded(out, size, seed=3) * 0.05).to(dtype)
     op, refer = (
@@ -87,6 +128,7 @@ def linears(out: int, size: int) -> Iterator[Linear]:
     yield int4_case(out, size, 32, False, 8)
     yield dense_case(out, size, torch.bfloat16)
     yield dense_case(out, size, torch.float32)
+    yield from many_precisions(out, size)
 
 
 def quantized(x: Tensor, group: int, bits: int) -> Tensor:
@@ -186,6 +228,45 @@ def _check_dense(packed: Tensor, scale: Tensor, zero: Tensor | None, group: int)
     for dense in (ops.int4_dequantize(*tiles, out, group), reference.int4_dequantize(*tiles, out, group)):
         assert dense.dtype == torch.bfloat16
         assert torch.equal(dense.view(torch.int16), expected.view(torch.int16)), (out, group)
+
+
+def check_exact_is_bf16_linear() -> None:
+    """An exact nested product has the bits of the plain one, for every number of rows, bias and dtype."""
+    for out, size in ((1, 32), (33, 96), (50, 1120), (130, 512)):
+        weight, bias = (seeded(out, size, seed=4) * 0.05).bfloat16(), seeded(out, seed=8)
+        weight[0, 3], weight[-1, 20], weight[out // 2, :32] = 3e-39, 7e-39, 0
+        weight[out // 2, 5] = 2e-39  # a block of a subnormal alone
+        levels = codebooks.codebook_of("lloyd_max")
+        parts = nested.split(weight, levels)
+        tiles, escapes = ops.prepack_nested(*parts[:4]), parts.escape_index // size
+        rows = escapes.unique()
+        for dtype in (torch.float32, torch.bfloat16):
+            x = seeded(97, size, seed=6).to(dtype)
+            for n in (*range(1, 40), 64, 97):
+                for with_bias in (None, bias):
+                    y = ops.nested_linear(x[:n], *tiles, levels, out, with_bias, weight_bits=16, escape_rows=rows,
+                                          escape_weight=weight[rows])  # fmt: skip
+                    assert torch.equal(y, ops.bf16_linear(x[:n], weight, with_bias)), (out, size, n, dtype)
+
+
+def check_nested_rows() -> None:
+    """Bit for bit the rows of the plain table: every finite word, with and without escapes, ids beyond it, a scale."""
+    words = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    table = words[(words & 0x7F80) != 0x7F80].view(torch.bfloat16).view(-1, 96)
+    table = torch.cat([table, table.T.reshape(-1, 96)])  # blocks of like exponents, then blocks with escapes
+    levels = codebooks.codebook_of("lloyd_max")
+    parts = nested.split(table, levels)
+    rows = (parts.escape_index // 96).unique()
+    tiles, escapes = ops.prepack_nested(*parts[:4]), {"escape_rows": rows, "escape_weight": table[rows]}
+    ids = torch.cat([torch.arange(len(table)).flip(0), torch.tensor([-1, -9, len(table), 1 << 30, 5, 5])]).int()
+    for scale in (1.0, 11.3125):
+        expected = ops.embed_rows(ids, table, scale).view(torch.int16)
+        for chosen in (ids, ids[:1], ids[:0]):
+            y = ops.nested_rows(chosen, *tiles, len(table), scale, **escapes)
+            assert y.dtype == torch.bfloat16
+            assert torch.equal(y.view(torch.int16), expected[: len(chosen)]), scale
+        plain = reference_formats.nested_rows(ids, *tiles, len(table), scale)
+        assert torch.equal(ops.nested_rows(ids, *tiles, len(table), scale).view(torch.int16), plain.view(torch.int16))
 
 
 def check_bad_activations() -> None:
@@ -311,7 +392,8 @@ def check_all() -> str:
                 digest.update(case.call(x).numpy().tobytes())
     for case in linears(33, 96):
         check_rows_stand_alone(case, 96)
-    for check in (check_special_blocks, check_dequantize, check_bad_activations, check_quantize_rows):
+    for check in (check_special_blocks, check_dequantize, check_exact_is_bf16_linear, check_nested_rows,
+                  check_bad_activations, check_quantize_rows):  # fmt: skip
         check()
     check_rms_norm()
     check_silu_mul()

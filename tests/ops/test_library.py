@@ -10,7 +10,7 @@ import torch
 from test_instruction_sets import ISAS
 
 from hf_mlspec import ops
-from hf_mlspec.ops import library, reference, schema, schema_round, schema_step
+from hf_mlspec.ops import library, reference, schema, schema_formats, schema_round, schema_step
 
 TILES = torch.zeros(1, 1, 256, dtype=torch.uint8), torch.full((1, 1, 16), 127, dtype=torch.uint8)
 OPERANDS = (torch.ones(1, 32), *TILES, 4, None, 16)
@@ -25,7 +25,7 @@ def nothing_said(monkeypatch):
 
 def test_table_lists_every_op_on_every_device():
     table = ops.kernel_table()
-    every = {(op, device) for op in schema.SCHEMAS for device in ("cpu", "cuda")}
+    every = {(op, device) for op in (*schema.SCHEMAS, *schema_formats.SCHEMAS) for device in ("cpu", "cuda")}
     assert {row[:2] for row in table} == every | {(op, "cuda") for op in (*schema_step.SCHEMAS, *schema_round.SCHEMAS)}
     on_cpu = {kernel for _, device, kernel in table if device == "cpu"}
     assert len(on_cpu) == 1  # one instruction set serves every op, or none does

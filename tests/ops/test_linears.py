@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from hf_mlspec import ops
-from hf_mlspec.formats import mxfp4
-from hf_mlspec.ops import library, reference
+from hf_mlspec.formats import codebooks, mxfp4, nested
+from hf_mlspec.formats.weights import NestedWeight
+from hf_mlspec.ops import library, reference, reference_formats
 
 needs_kernel = pytest.mark.skipif(
     library.kernel_of("mxfp4_linear", "cpu") == "reference", reason="the compiled library is not built"
@@ -51,6 +52,46 @@ def test_special_blocks():
 
 def test_dequantized_weights_bit_for_bit():
     cases.check_dequantize()
+
+
+@needs_kernel
+def test_exact_nested_weights_multiply_as_the_plain_ones():
+    cases.check_exact_is_bf16_linear()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("out", "size"), [(1, 32), (200, 96), (130, 512)])
+def test_the_exact_reference_is_that_of_the_plain_weight(out, size, dtype, monkeypatch):
+    monkeypatch.setattr(reference, "_CHUNK", 64 * 96)
+    weight, levels = (cases.seeded(out, size) * 0.05).bfloat16(), codebooks.codebook_of("lloyd_max")
+    tiles = ops.prepack_nested(*nested.split(weight, levels)[:4])
+    x, bias = cases.seeded(7, size, seed=1).to(dtype), cases.seeded(out, seed=2)
+    y = reference_formats.nested_linear(x, *tiles, levels, out, bias, 16, 16)
+    assert torch.equal(y, reference.bf16_linear(x, weight, bias))
+
+
+def test_escapes_are_exact_and_the_draft_has_none():
+    """A weight with escapes in a few rows: the exact product has them, the draft its lowest level in their place."""
+    weight = (cases.seeded(40, 64) * 0.05).bfloat16()
+    weight[[3, 3, 39], [5, 40, 63]] = torch.tensor([1e-30, -1e-25, 2e-39]).bfloat16()
+    saved = NestedWeight.from_dense(weight)
+    parts = saved.weight_packed, saved.weight_scale, saved.weight_low, saved.weight_high
+    operands = *ops.prepack_nested(*parts), saved.weight_codebook, 40
+    rows, exact = saved.escape_rows()
+    x, bias = torch.eye(64)[:, None] * 2.0**60, cases.seeded(40)
+    escapes = {"escape_rows": rows, "escape_weight": exact}
+    for with_bias in (None, bias * 1e-30):
+        y = ops.nested_linear(x, *operands, with_bias, weight_bits=16, **escapes)
+        assert torch.equal(y, ops.bf16_linear(x, weight, with_bias))
+        assert y.shape == (64, 1, 40)
+    y = ops.nested_linear(x, *operands, weight_bits=16)  # without them: zero there
+    assert y[5, 0, 3].item() == 0
+    draft = ops.nested_linear(x, *operands, weight_bits=4, **escapes)
+    assert torch.equal(draft[:, 0].T / 2.0**60, saved.dequantize_draft())
+
+
+def test_rows_of_nested_tables_bit_for_bit():
+    cases.check_nested_rows()
 
 
 @needs_kernel
