@@ -174,8 +174,7 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
 }
 
-Tensor bf16_linear(const Tensor& x, const Tensor& weight, const Maybe& bias) {
-  constexpr const char* op = "bf16_linear";
+Tensor dense_linear(const char* op, const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t outputs_of_weight) {
   TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), ", expected [out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
   check_linear_x(op, x, "weight", weight, weight.size(1), bias, weight.size(0));
@@ -183,9 +182,20 @@ Tensor bf16_linear(const Tensor& x, const Tensor& weight, const Maybe& bias) {
   args.tiles = weight.const_data_ptr();
   args.in_features = weight.size(1);
   args.out_features = weight.size(0);
+  args.outputs_of_weight = outputs_of_weight;
   args.activation_bits = 16;
   const bool fits_hopper = weight.size(1) % 8 == 0 && is_aligned(weight);  // rows of the copy engine
   return multiply(CudaCall(op, x), {op, args, kHopperBf16, mlspec_cuda_portable_bf16_linear, fits_hopper}, x, bias);
+}
+
+Tensor bf16_linear(const Tensor& x, const Tensor& weight, const Maybe& bias) {
+  return dense_linear("bf16_linear", x, weight, bias, 0);
+}
+
+Tensor bf16_rows_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t out_features) {
+  TORCH_CHECK_VALUE(weight.dim() == 2 && out_features >= weight.size(0), "bf16_rows_linear: out_features is ", out_features,
+                    ", weight has shape ", weight.sizes(), ", expected some of its rows");
+  return dense_linear("bf16_rows_linear", x, weight, bias, out_features);
 }
 
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits) {
@@ -226,6 +236,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("mxfp4_linear", mxfp4_linear);
   m.impl("int4_linear", int4_linear);
   m.impl("bf16_linear", bf16_linear);
+  m.impl("bf16_rows_linear", bf16_rows_linear);
   m.impl("quantize_rows", quantize_rows);
 }
 

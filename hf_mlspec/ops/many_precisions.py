@@ -10,7 +10,7 @@ from . import library  # noqa: F401  the operators exist once it is imported
 _nested_linear = torch.ops.mlspec.nested_linear.default
 _nested_rows = torch.ops.mlspec.nested_rows.default
 _bitplane_linear = torch.ops.mlspec.bitplane_linear.default
-_bf16_linear = torch.ops.mlspec.bf16_linear.default
+_bf16_rows_linear = torch.ops.mlspec.bf16_rows_linear.default
 _embed_rows = torch.ops.mlspec.embed_rows.default
 
 
@@ -39,7 +39,7 @@ def nested_linear(
                        activation_bits)  # fmt: skip
     if escape_rows is None or weight_bits != 16:
         return y
-    exact = _bf16_linear(x, escape_weight, None if bias is None else bias[escape_rows])
+    exact = _bf16_rows_linear(x, escape_weight, None if bias is None else bias[escape_rows], out_features)
     return y.index_copy_(-1, escape_rows, exact)
 
 

@@ -58,6 +58,12 @@ def nested_rows(
     return rows if scale == 1 else (rows.float() * scale).to(rows.dtype)
 
 
+def bf16_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """``bf16_linear``: away from GPUs the bits of an output do not depend on how many there are."""
+    operands_formats.check_bf16_rows_linear(x, weight, bias, out_features)
+    return torch.ops.mlspec.bf16_linear.default(x, weight, bias)
+
+
 def bitplane_linear(
     x: Tensor,
     plane_tiles: Tensor,

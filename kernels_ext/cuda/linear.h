@@ -18,6 +18,7 @@ typedef struct {
   const int32_t* exponent_shift;  // MXFP4: what prepack wrote; the result is multiplied by 2^exponent_shift
   int64_t num_tokens, in_features, out_features;  // in_features: a multiple of 8 (bf16), 32 (MXFP4), group_size (int4)
   int64_t x_scale_stride;         // tokens, a multiple of 4
+  int64_t outputs_of_weight;      // where out_features are but some outputs of a weight: all of it, for its order of sums; or 0
   int32_t group_size, has_zeros;  // int4, bit-planes
   int32_t tile_stride, zero_doubled, num_planes;  // bit-planes: bytes of a tile as stored; planes that are multiplied
   int32_t weight_bits;            // nested: 16 or 4

@@ -94,7 +94,8 @@ const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
   const auto kernel = linear_kernel<V>;
   LinearParams params = params_of<V>(a);
   const int ranks = a.ranks ? a.ranks
-                            : ranks_of_shape(blocks_of(a.out_features, kTileOutputs), blocks_of(a.in_features, kTileInputs),
+                            : ranks_of_shape(blocks_of(a.outputs_of_weight ? a.outputs_of_weight : a.out_features, kTileOutputs),
+                                             blocks_of(a.in_features, kTileInputs),
                                              V::kWarpGroups == 2);
   const int sums_of_others = ranks > 1 ? (ranks - 1) * V::quads_of_rank(ranks) * 16 : 0;
   const int own_sums = V::kOwnSums ? V::kSumBytes + sums_of_others : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;

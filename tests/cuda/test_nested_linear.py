@@ -71,6 +71,25 @@ def test_exact_weights_have_the_bits_of_bfloat16(shape):
         assert same_bits(got, ops.bf16_linear(nest.x[:tokens], nest.weight, bias))
 
 
+def test_outputs_with_escapes_have_the_bits_of_the_whole_weight():
+    for out, size in ((200, 4096), (2048, 4096), (4096, 4096), (8200, 640)):
+        nest = Nest(out, size)
+        weight = nest.weight.clone()
+        rows = torch.tensor([0, 3, out // 2, out - 1], device=DEVICE)
+        weight[rows, 5] = 2.0**-100  # far below the largest of its block
+        parts = nested.split(weight, nest.codebook)
+        assert len(parts.escape_index) >= 2
+        rows = (parts.escape_index // size).unique()
+        escapes = {"escape_rows": rows, "escape_weight": weight[rows]}
+        tiles = ops.prepack_nested(*parts[:4])
+        for tokens in (1, 17, 70):
+            x = nest.x[:tokens]
+            got = ops.nested_linear(x, *tiles, nest.codebook, out, nest.bias, weight_bits=16, **escapes)
+            assert same_bits(got, ops.bf16_linear(x, weight, nest.bias))
+        ids = torch.arange(out, dtype=torch.int32, device=DEVICE)
+        assert same_bits(ops.nested_rows(ids, *tiles, out, **escapes), weight)
+
+
 def test_exact_weights_up_to_the_largest_that_kernels_take():
     nest = Nest(200, 512, exponent=28)
     assert int(nest.planes[1].max()) > 150
