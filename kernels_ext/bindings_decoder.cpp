@@ -9,7 +9,8 @@
 #include <map>
 #include <string>
 
-#include "bindings_decoder_tensors.h"
+#include "bindings_decoder_level.h"
+#include "bindings_decoder_rows.h"
 #include "cpu/attention_limits.h"
 #include "cpu/decoder_rounds.h"
 
@@ -24,6 +25,7 @@ using MaybeTensor = std::optional<Tensor>;
 
 class DecoderObject : public torch::CustomClassHolder {
  public:
+  // embedding without elements: set_nested_embedding follows, for a table of bfloat16.
   DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm) {
     TORCH_CHECK_VALUE(dims.size() == 10 && numbers.size() == 5, "Decoder takes 10 sizes and 5 numbers, got ",
                       dims.size(), " and ", numbers.size());
@@ -41,8 +43,10 @@ class DecoderObject : public torch::CustomClassHolder {
                           s.rotary_dim <= s.head_dim && s.rotary_dim % 2 == 0,
                       "Decoder: impossible sizes ", at::IntArrayRef(dims));
     s.embedding_dtype = storage_dtype(embedding, "the embedding");
-    check_plain(embedding, "the embedding", embedding.scalar_type(), {s.embeddings, s.hidden});
-    decoder_.embedding = hold(embedding);
+    if (embedding.numel() > 0) {
+      check_plain(embedding, "the embedding", embedding.scalar_type(), {s.embeddings, s.hidden});
+      decoder_.embedding = hold(embedding);
+    }
     decoder_.final_norm = norm(final_norm, "the final norm", s.hidden);
     mlspec::cpu_kernels();  // throws where MLSPEC_CPU_ISA asks for what is not here; a parallel region cannot
   }
@@ -89,15 +93,49 @@ class DecoderObject : public torch::CustomClassHolder {
                   const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
     mlspec::Linear linear;
     linear.format = static_cast<mlspec::WeightFormat>(format);
-    linear.in_features = in, linear.out_features = out, linear.group = group, linear.activation_bits = bits;
-    mlspec::Linear& target = place(name);
-    mlspec::check_place(name, decoder_.shape, in, out);
+    linear.in_features = in, linear.out_features = out, linear.group = group;
+    linear.own = {!linear.is_packed() ? (linear.format == mlspec::WeightFormat::kF32 ? 32 : 16) : 4, bits};
     mlspec::check_weight(name, linear, weight, scale, zero);
     linear.weight = hold(weight);
     if (scale) linear.scale = hold(*scale);
     if (zero) linear.zero = static_cast<const uint8_t*>(hold(*zero));
-    linear.bias = norm(bias, name + ".bias", out);
-    target = linear;
+    put(name, linear, bias);
+  }
+
+  // The same for a nested weight; weight_bits 16 and activation_bits 16, 4 and 16, or 4 and 8 where a call does not say.
+  void set_nested(const std::string& name, int64_t in, int64_t out, const Tensor& draft_tiles, const Tensor& exponent_tiles,
+                  const Tensor& low_tiles, const Tensor& codebook, const MaybeTensor& escape_rows,
+                  const MaybeTensor& escape_weight, const MaybeTensor& bias, int64_t weight_bits, int64_t activation_bits) {
+    const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
+    mlspec::Linear linear = mlspec::nested_table(name, parts, in, out);
+    check_plain(codebook, name + ".codebook", at::kByte, {mlspec::kCodebookLevels});
+    linear.own = {weight_bits, activation_bits};
+    mlspec::check_bits(linear, {}, name + ": ");
+    linear.codebook = static_cast<const uint8_t*>(hold(codebook));
+    hold_parts(parts);
+    put(name, linear, bias);
+  }
+
+  // The same for a weight of bit-planes; num_planes are read where a call does not say.
+  void set_planes(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
+                  const MaybeTensor& bias, int64_t group, int64_t zero_doubled, int64_t num_planes) {
+    mlspec::Linear linear = mlspec::planes_linear(name, plane_tiles, scale_tiles, in, out, group, zero_doubled);
+    linear.own = {num_planes, 16};
+    mlspec::check_bits(linear, {}, name + ": ");
+    hold(plane_tiles);
+    hold(scale_tiles);
+    put(name, linear, bias);
+  }
+
+  void set_nested_embedding(const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
+                            const MaybeTensor& escape_rows, const MaybeTensor& escape_weight) {
+    const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
+    const auto& s = decoder_.shape;
+    TORCH_CHECK_VALUE(!decoder_.embedding && s.embedding_dtype == MLSPEC_BFLOAT16,
+                      "a nested table takes the place of a bfloat16 embedding without rows; this decoder was built with ",
+                      decoder_.embedding ? "all of its rows" : "one of float32");
+    decoder_.nested_embedding = mlspec::nested_table("the embedding", parts, s.hidden, s.embeddings);
+    hold_parts(parts);
   }
 
   // int4 weights at 16 bits: to bfloat16 in memory first; the other linears stay as they are.
@@ -106,16 +144,16 @@ class DecoderObject : public torch::CustomClassHolder {
     decoder_.dequantize = dequantize;
   }
 
-  // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them. activation_bits, in every call:
-  // 16, 8 or 4 for all linears with 4-bit weights, or 0, each one's own.
+  // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them. weight_bits and activation_bits,
+  // in every call: what all linears with packed weights read and multiply (mlspec::check_bits), or 0, each one's own.
   // -> best int64 [sum of kept] (-1: NaN), confidence float32 (empty unless wanted), logits float32 (empty unless wanted)
   std::tuple<Tensor, Tensor, Tensor> score(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
                                            const Ints& kept, bool want_confidence, bool want_logits,
-                                           int64_t activation_bits) {
+                                           int64_t weight_bits, int64_t activation_bits) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, activation_bits);
-    const auto rows = split(tokens, counts, starts);
-    check_room(level, rows, kept, Ints(rows.size(), 0));
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits});
+    const auto rows = mlspec::split_rows(tokens, counts, starts);
+    mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
     int64_t total = 0;
     for (size_t r = 0; r < kept.size(); ++r) {
       TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
@@ -130,12 +168,12 @@ class DecoderObject : public torch::CustomClassHolder {
   // -> drafted tokens per row, forward passes, seconds in them
   std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
                                                        const Ints& starts, const Ints& limits, double threshold,
-                                                       int64_t activation_bits) {
+                                                       int64_t weight_bits, int64_t activation_bits) {
     mlspec::check_threshold("threshold", threshold);
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, activation_bits);
-    const auto rows = split(tokens, counts, starts);
-    check_room(level, rows, Ints(rows.size(), 1), limits);
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits});
+    const auto rows = mlspec::split_rows(tokens, counts, starts);
+    mlspec::check_room(level, rows, Ints(rows.size(), 1), limits);
     auto drafted = mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
     return {std::move(drafted), level.forwards, level.seconds};
   }
@@ -145,18 +183,18 @@ class DecoderObject : public torch::CustomClassHolder {
   std::tuple<std::vector<Ints>, Ints, Ints, Ints, Ints, std::vector<double>> draft_checked(
       const Tensor& kv, const Ints& lengths, const c10::intrusive_ptr<DecoderObject>& tiny, const Tensor& tiny_kv,
       const Ints& tiny_lengths, const Ints& tokens, const Ints& counts, const Ints& bases, const Ints& limits,
-      int64_t num_draft_tokens, double tiny_threshold, double middle_threshold, int64_t activation_bits,
-      int64_t tiny_activation_bits) {
+      int64_t num_draft_tokens, double tiny_threshold, double middle_threshold, int64_t weight_bits,
+      int64_t activation_bits, int64_t tiny_weight_bits, int64_t tiny_activation_bits) {
     TORCH_CHECK_VALUE(num_draft_tokens >= 0, "num_draft_tokens is ", num_draft_tokens);
     mlspec::check_threshold("tiny_threshold", tiny_threshold);
     mlspec::check_threshold("middle_threshold", middle_threshold);
     std::unique_lock own(decoder_.busy, std::defer_lock), other(tiny->decoder_.busy, std::defer_lock);
     tiny.get() == this ? own.lock() : std::lock(own, other);
-    mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, activation_bits);
-    mlspec::Level small = mlspec::checked_level(tiny->decoder_, tiny_kv, tiny_lengths, tiny_activation_bits);
-    const auto rows = split(tokens, counts, bases);
-    check_room(middle, rows, Ints(rows.size(), 1), limits);
-    tiny->check_room(small, rows, Ints(rows.size(), 1), limits);
+    mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, {weight_bits, activation_bits});
+    mlspec::Level small = mlspec::checked_level(tiny->decoder_, tiny_kv, tiny_lengths, {tiny_weight_bits, tiny_activation_bits});
+    const auto rows = mlspec::split_rows(tokens, counts, bases);
+    mlspec::check_room(middle, rows, Ints(rows.size(), 1), limits);
+    mlspec::check_room(small, rows, Ints(rows.size(), 1), limits);
     mlspec::CheckedOptions options{num_draft_tokens, static_cast<float>(tiny_threshold), static_cast<float>(middle_threshold)};
     auto out = mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);
     Ints inner;
@@ -169,6 +207,20 @@ class DecoderObject : public torch::CustomClassHolder {
   const void* hold(const Tensor& tensor) {
     held_.push_back(tensor);
     return tensor.const_data_ptr();
+  }
+
+  void hold_parts(const mlspec::NestedTensors& parts) {
+    for (const Tensor* part : {&parts.draft, &parts.exponents, &parts.low}) hold(*part);
+    for (const MaybeTensor* part : {&parts.escape_rows, &parts.escape_weight})
+      if (*part) hold(**part);
+  }
+
+  // A checked linear with its bias to the place that `name` means.
+  void put(const std::string& name, mlspec::Linear linear, const MaybeTensor& bias) {
+    mlspec::Linear& target = place(name);
+    mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features);
+    linear.bias = norm(bias, name + ".bias", linear.out_features);
+    target = linear;
   }
 
   const float* norm(const MaybeTensor& weight, const std::string& what, int64_t size) {
@@ -185,42 +237,6 @@ class DecoderObject : public torch::CustomClassHolder {
     const auto found = places.find(name);
     TORCH_CHECK_VALUE(found != places.end() && !decoder_.layers.empty(), "a layer has no linear ", name);
     return decoder_.layers.back().*(found->second);
-  }
-
-  static std::vector<mlspec::TokenRow> split(const Ints& tokens, const Ints& counts, const Ints& bases) {
-    std::vector<mlspec::TokenRow> rows(counts.size());
-    int64_t at = 0;
-    TORCH_CHECK_VALUE(counts.size() == bases.size(), counts.size(), " rows and ", bases.size(), " starts");
-    for (size_t r = 0; r < rows.size(); ++r) {
-      const int64_t left = static_cast<int64_t>(tokens.size()) - at;
-      TORCH_CHECK_VALUE(counts[r] >= 0 && counts[r] <= left && bases[r] >= 0, "row ", r, " has ", counts[r],
-                        " tokens from slot ", bases[r], " on, ", left, " are left");
-      rows[r] = {bases[r], Ints(tokens.begin() + at, tokens.begin() + at + counts[r])};
-      at += counts[r];
-    }
-    TORCH_CHECK_VALUE(std::all_of(tokens.begin(), tokens.end(), [](int64_t id) { return id >= 0; }), "a token id is negative");
-    TORCH_CHECK_VALUE(at == static_cast<int64_t>(tokens.size()), tokens.size(), " tokens for ", at, " places");
-    return rows;
-  }
-
-  // Nothing may be written beyond the cache or rotated beyond the tables; every row is asked for with all it may gain.
-  // The rows of a call are the first of the cache's; it may have room for more.
-  void check_room(const mlspec::Level& level, const std::vector<mlspec::TokenRow>& rows, const Ints& kept,
-                  const Ints& limits) const {
-    TORCH_CHECK_VALUE(static_cast<int64_t>(rows.size()) <= level.kv.batch && kept.size() == rows.size() &&
-                          limits.size() == rows.size() && level.lengths.size() == rows.size(),
-                      "the cache has ", level.kv.batch, " rows; got ", rows.size(), " rows, ", kept.size(), " counts, ",
-                      limits.size(), " limits, ", level.lengths.size(), " lengths");
-    const int64_t room = std::min(level.kv.slots, decoder_.shape.positions);
-    for (size_t r = 0; r < rows.size(); ++r) {
-      const int64_t more = std::max<int64_t>(limits[r], 0);  // compared so that no sum can overflow
-      TORCH_CHECK_INDEX(rows[r].base <= room && rows[r].end() <= room && more <= room - rows[r].end(), "row ", r, " grows to ",
-                        static_cast<uint64_t>(rows[r].base) + rows[r].tokens.size() + more, " tokens, the cache has ",
-                        level.kv.slots, " slots and the rotary tables ", decoder_.shape.positions, " positions");
-      const bool busy = kept[r] > 0 && (limits[r] > 0 || limits == Ints(rows.size(), 0));
-      TORCH_CHECK_VALUE(!busy || (!rows[r].tokens.empty() && level.lengths[r] >= rows[r].base), "row ", r, " has ",
-                        rows[r].tokens.size(), " tokens from ", rows[r].base, " on, the cache holds ", level.lengths[r]);
-    }
   }
 
   template <class T>
@@ -243,6 +259,9 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_rope", &DecoderObject::set_rope)
       .def("add_layer", &DecoderObject::add_layer)
       .def("set_linear", &DecoderObject::set_linear)
+      .def("set_nested", &DecoderObject::set_nested)
+      .def("set_planes", &DecoderObject::set_planes)
+      .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)
       .def("draft", &DecoderObject::draft)

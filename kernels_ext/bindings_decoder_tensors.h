@@ -45,7 +45,7 @@ inline void check_place(const std::string& name, const DecoderShape& s, int64_t 
 
 inline void check_weight(const std::string& name, const Linear& linear, const at::Tensor& weight,
                          const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero) {
-  const int64_t in = linear.in_features, out = linear.out_features, group = linear.group, bits = linear.activation_bits;
+  const int64_t in = linear.in_features, out = linear.out_features, group = linear.group, bits = linear.own.activation;
   const int64_t tiles = (out + kTileOutputs - 1) / kTileOutputs, blocks = in / kBlock;
   const std::string what = name + ".weight";
   switch (linear.format) {
@@ -63,59 +63,16 @@ inline void check_weight(const std::string& name, const Linear& linear, const at
       check_plain(*scale, name + ".scale", at::kHalf, {tiles, in / group, kTileOutputs});
       if (zero) check_plain(*zero, name + ".zero", at::kByte, {tiles, in / group, kTileOutputs});
       break;
-    default: TORCH_CHECK_VALUE(false, what, ": unknown format ", static_cast<int64_t>(linear.format));
+    default:
+      TORCH_CHECK_VALUE(false, what, ": format ", static_cast<int64_t>(linear.format), " is none of bfloat16 (0), float32 (1), ",
+                        "MXFP4 (2) and int4 (3); set_nested and set_planes take the others");
   }
   check_plain(weight, what, at::kByte, {tiles, blocks, kTileBytes});
-}
-
-// Linears that read the same packed activations must want them in one form, and every linear must be there. bits: of this
-// call's activations, 0: each linear's own.
-inline void check_complete(const Decoder& decoder, int64_t bits) {
-  const auto alike = [&](const Linear& a, const Linear& b) {
-    return a.format == b.format && a.group == b.group && a.bits_at(bits) == b.bits_at(bits);
-  };
-  TORCH_CHECK_VALUE(decoder.head.weight, "the decoder has no head yet");
-  for (size_t i = 0; i < decoder.layers.size(); ++i) {
-    const DecoderLayer& l = decoder.layers[i];
-    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
-      TORCH_CHECK_VALUE(linear->weight, "layer ", i, " of the decoder has not all of its seven linears yet");
-    TORCH_CHECK_VALUE(alike(l.q, l.k) && alike(l.q, l.v) && alike(l.gate, l.up), "layer ", i,
-                      ": q, k, v and gate, up need weights of one format, group and activation width");
-  }
-}
-
-// What a call asks of all 4-bit weights, all of them must be able to.
-inline void check_width(const Decoder& decoder, int64_t bits) {
-  bool mxfp4 = decoder.head.format == WeightFormat::kMxfp4, packed = decoder.head.is_packed();
-  for (const DecoderLayer& l : decoder.layers) {
-    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) {
-      mxfp4 |= linear->format == WeightFormat::kMxfp4;
-      packed |= linear->is_packed();
-    }
-  }
-  TORCH_CHECK_VALUE(bits == 0 || packed, "activation_bits is ", bits, ", and the decoder holds no 4-bit weights; pass 0");
-  TORCH_CHECK_VALUE(bits == 0 || bits == 16 || bits == 8 || (bits == 4 && !mxfp4), "activation_bits is ", bits, ", choose ",
-                    mxfp4 ? "16 or 8 for MXFP4 weights" : "16, 8 or 4 for int4 weights", ", or 0 for each layer's own");
 }
 
 // With NaN the rounds would neither ask for confidences nor do without them.
 inline void check_threshold(const char* name, double threshold) {
   TORCH_CHECK_VALUE(!std::isnan(threshold), name, " is NaN, expected a probability, or 0 for none");
-}
-
-// A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim].
-inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::vector<int64_t>& lengths, int64_t bits) {
-  check_complete(decoder, bits);
-  check_width(decoder, bits);
-  const DecoderShape& s = decoder.shape;
-  const int64_t layers = decoder.layers.size();
-  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
-                        kv.size(5) == s.head_dim && kv.is_contiguous() && kv.is_cpu(),
-                    "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
-                    ", slots, ", s.head_dim, "] on the CPU");
-  TORCH_CHECK_TYPE(storage_dtype(kv, "the cache") == s.kv_dtype, "the cache is ", kv.scalar_type(),
-                   ", which is not what the model writes");
-  return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4)}, lengths, bits};
 }
 
 }  // namespace mlspec

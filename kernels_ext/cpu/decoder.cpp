@@ -1,44 +1,15 @@
 // How does a pass go through the decoder? Phases shared out over a team, each sum in the order its kernel fixes.
-#include "decoder.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <new>
+
+#include "decoder_workspace.h"
 
 namespace mlspec {
 namespace {
 
-// Memory that grows and is never read before it is written, aligned for the kernels.
-template <class T>
-class Buffer {
- public:
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { release(); }
-  void reserve(int64_t count) {
-    if (count <= count_) return;
-    release();
-    data_ = static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64)));
-    count_ = count;
-  }
-  T* data() const { return data_; }
-
- private:
-  void release() { ::operator delete(data_, std::align_val_t(64)); }
-  T* data_ = nullptr;
-  int64_t count_ = 0;
-};
-
-constexpr int64_t kTile = 16;    // outputs of one weight tile
 constexpr int64_t kScoredTogether = 64;  // rows of logits at a time: a vocabulary of 152k takes 39 MB
 constexpr int64_t kChunk = 128;  // elements of one piece of packing: a multiple of every group
-
-int64_t bytes_per_tile(const Linear& linear) {
-  const int64_t bits = linear.format == WeightFormat::kBf16 ? 16 : linear.format == WeightFormat::kF32 ? 32 : 4;
-  return kTile * linear.in_features * bits / 8;
-}
 
 // AMX tiles hold 16 rows of activations in every cache line: two threads packing rows of one tile would fight for it.
 bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS_BF16_TILES && acts.num_rows > 1; }
@@ -57,45 +28,11 @@ void share_pieces(Team& team, int64_t rows, int64_t width, F&& f) {
 
 }  // namespace
 
-struct Decoder::Workspace {
-  Buffer<float> hidden;    // [n][hidden], the residual stream
-  Buffer<float> qkv;       // [n][(heads + 2 kv_heads) * head_dim]
-  Buffer<float> context;   // [n][heads * head_dim]
-  Buffer<float> gate_up;   // [n][2 * intermediate]
-  Buffer<float> block;     // [n][hidden], a block's output where a norm follows it
-  Buffer<float> scored;    // [kScoredTogether][hidden]
-  Buffer<float> logits;    // [kScoredTogether][vocab], where nobody asked for them
-  Buffer<float> normed;    // [n][hidden], where rows share the lines of packed activations
-  Buffer<float> rows;      // [threads][longest row]
-  Buffer<char> acts;       // activations as the next linear wants them
-  Buffer<uint16_t> dense;  // [threads][dense_stride]: bfloat16 weights of a thread's outputs
-  int64_t row_stride = 0, dense_stride = 0;
-  int64_t activation_bits = 0;  // of the running pass
-};
-
-bool Decoder::dequantizes(const Linear& linear) const {
-  return dequantize && linear.format == WeightFormat::kInt4 && linear.bits_at(work_->activation_bits) == 16;
-}
-
-mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
-  mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.in_features, 0, 0, work_->acts.data()};
-  if (next.format == WeightFormat::kF32) {
-    acts.kind = MLSPEC_ACTS_F32;
-  } else if (next.format == WeightFormat::kBf16 || dequantizes(next)) {
-    acts.kind = cpu_kernels().bf16_linear_acts;
-  } else if (const int64_t bits = next.bits_at(work_->activation_bits); bits < 16) {
-    acts.kind = MLSPEC_ACTS_INT;
-    acts.group = next.format == WeightFormat::kMxfp4 ? 32 : next.group;
-    acts.bits = bits;
-  }
-  return acts;
-}
-
 void Decoder::prepare(Pass& pass, int threads) {
   if (!work_) work_ = std::make_shared<Workspace>();
   Workspace& w = *work_;
   const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
-  w.activation_bits = pass.activation_bits;
+  w.bits = pass.bits;
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
   w.qkv.reserve(n * (context + 2 * shape.kv_heads * shape.head_dim));
@@ -109,89 +46,16 @@ void Decoder::prepare(Pass& pass, int threads) {
   const auto measure = [&](const Linear& next, int64_t rows) {
     const mlspec_acts acts = acts_for(next, rows);
     bytes = std::max(bytes, mlspec_acts_bytes(&acts));
+    reserve_escaped(next, threads, rows);
   };
-  for (const DecoderLayer& layer : layers)
-    for (const Linear* next : {&layer.q, &layer.o, &layer.gate, &layer.down}) measure(*next, n);
+  for (const DecoderLayer& l : layers)
+    for (const Linear* next : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) measure(*next, n);
   measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
   reserve_dense(threads);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
-}
-
-// For each thread the outputs of one part that share() can hand it at once.
-void Decoder::reserve_dense(int threads) {
-  int64_t elements = 0;
-  const auto measure = [&](std::initializer_list<const Linear*> parts) {
-    int64_t tiles = 0, most = 0;
-    for (const Linear* part : parts) {
-      const int64_t own = (part->out_features + kTile - 1) / kTile;
-      tiles += own, most = std::max(most, own);
-    }
-    const Linear& any = **parts.begin();
-    if (dequantizes(any)) elements = std::max(elements, std::min(most, (tiles + threads - 1) / threads) * kTile * any.in_features);
-  };
-  for (const DecoderLayer& l : layers) {
-    measure({&l.q, &l.k, &l.v});
-    measure({&l.o});
-    measure({&l.gate, &l.up});
-    measure({&l.down});
-  }
-  measure({&head});
-  work_->dense_stride = (elements + 31) / 32 * 32;
-  work_->dense.reserve(threads * work_->dense_stride);
-}
-
-// Outputs [begin, end) of an int4 linear: to bfloat16 in this thread's memory, which is used again and again and so
-// stays in its cache where it fits, then a dense product.
-void Decoder::multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end) {
-  uint16_t* const dense = work_->dense.data() + team.index() * work_->dense_stride;
-  cpu_kernels().int4_dequantize(&args, begin, end, dense);
-  args.weight = dense;
-  args.bias = args.bias ? args.bias + begin : nullptr;
-  args.y += begin;
-  args.out_features = end - begin;
-  cpu_kernels().bf16_linear(&args, 0, end - begin);
-}
-
-// y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y.
-void Decoder::multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
-                       int64_t rows) {
-  const CpuKernels& kernels = cpu_kernels();
-  const mlspec_acts acts = acts_for(*parts[0], rows);
-  const bool dequantized = dequantizes(*parts[0]);
-  mlspec_linear_args args[3];
-  mlspec_linear_fn compute[3];
-  int64_t first[4] = {0}, bytes = 0, column = 0;
-  for (int i = 0; i < count; ++i) {
-    const Linear& part = *parts[i];
-    args[i] = {part.weight, part.scale, part.zero, part.group, part.bias, &acts, y + column, stride, accumulate,
-               part.in_features, part.out_features};
-    const bool integer = acts.kind == MLSPEC_ACTS_INT;
-    switch (part.format) {
-      case WeightFormat::kBf16: compute[i] = kernels.bf16_linear; break;
-      case WeightFormat::kF32: compute[i] = kernels.f32_linear; break;
-      case WeightFormat::kMxfp4: compute[i] = integer ? kernels.mxfp4_linear_int8 : kernels.mxfp4_linear_bf16; break;
-      case WeightFormat::kInt4: compute[i] = integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16; break;
-    }
-    const int64_t tiles = (part.out_features + kTile - 1) / kTile;
-    first[i + 1] = first[i] + tiles;
-    bytes += tiles * bytes_per_tile(part);
-    column += part.out_features;
-  }
-  // The smallest piece: threads of unlike speed finish within the time of one, and a kernel's first rows start cold.
-  const int64_t piece = std::clamp<int64_t>(bytes / (team.size() * 16), 1 << 14, 1 << 17);
-  const int64_t own = (first[count] + team.size() - 1) / team.size();
-  const int64_t grain = dequantized ? own : std::max<int64_t>(1, piece * first[count] / std::max<int64_t>(bytes, 1));
-  team.share(first[count], grain, [&](int64_t begin, int64_t end) {
-    for (int i = 0; i < count; ++i) {
-      const int64_t lo = std::max(begin, first[i]) - first[i], hi = std::min(end, first[i + 1]) - first[i];
-      const int64_t out_end = std::min(hi * kTile, args[i].out_features);
-      if (lo < hi && dequantized) multiply_dequantized(team, args[i], lo * kTile, out_end);
-      if (lo < hi && !dequantized) compute[i](&args[i], lo * kTile, out_end);
-    }
-  });
 }
 
 // hidden += norm(block) where the layer before asks for it; then the acts of `next` = norm(hidden).
@@ -292,18 +156,40 @@ void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
   });
 }
 
+// The row of a nested table: exactly, from what escaped where it is there.
+void Decoder::nested_row(int64_t id, uint16_t* row) const {
+  const Linear& table = nested_embedding;
+  const int64_t* const end = table.escaped.rows + table.escaped.count;
+  const int64_t* const found = std::lower_bound(table.escaped.rows, end, id);
+  if (found != end && *found == id) {
+    std::memcpy(row, table.escaped.weight + (found - table.escaped.rows) * shape.hidden, shape.hidden * sizeof *row);
+    return;
+  }
+  mlspec_linear_args args{};
+  args.weight = table.weight, args.scale = table.scale, args.low = table.low, args.in_features = shape.hidden;
+  mlspec_nested_row(&args, id, row);
+}
+
+// hidden = rows of the table, times embedding_scale.
+void Decoder::embed(Team& team, const Pass& pass) {
+  const int64_t element = shape.embedding_dtype == MLSPEC_FLOAT32 ? 4 : 2;
+  Workspace& w = *work_;
+  auto* const own = reinterpret_cast<uint16_t*>(w.rows.data() + team.index() * w.row_stride);
+  team.share(pass.tokens.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (!embedding) nested_row(pass.tokens[i], own);
+      const char* const row = static_cast<const char*>(embedding) + (embedding ? pass.tokens[i] * shape.hidden * element : 0);
+      const void* const from = embedding ? static_cast<const void*>(row) : own;
+      cpu_kernels().row.widen(from, shape.embedding_dtype, shape.embedding_scale, shape.hidden, w.hidden.data() + i * shape.hidden);
+    }
+  });
+}
+
 void Decoder::forward(Team& team, Pass& pass) {
-  const CpuKernels& kernels = cpu_kernels();
   Workspace& w = *work_;
   // All that is asked of the pass is asked before the last barrier: behind it the deciding thread fills the next pass.
   const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
-  const int64_t element = shape.embedding_dtype == MLSPEC_FLOAT32 ? 4 : 2;
-  const char* const table = static_cast<const char*>(embedding);
-  team.share(n, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      kernels.row.widen(table + pass.tokens[i] * shape.hidden * element, shape.embedding_dtype, shape.embedding_scale,
-                        shape.hidden, w.hidden.data() + i * shape.hidden);
-  });
+  embed(team, pass);
   const float* pending = nullptr;  // the norm that the last block's output still waits for
   for (size_t i = 0; i < layers.size(); ++i) {
     const DecoderLayer& layer = layers[i];

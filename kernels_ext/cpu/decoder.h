@@ -5,27 +5,11 @@
 #include <mutex>
 #include <vector>
 
+#include "decoder_linear.h"
 #include "kernels.h"
 #include "parallel.h"
 
 namespace mlspec {
-
-enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3, kNested = 4, kPlanes = 5 };
-
-// A linear layer where its weights lie; nothing is copied. Layouts: mlspec_linear_args in kernels.h.
-struct Linear {
-  WeightFormat format = WeightFormat::kBf16;
-  const void* weight = nullptr;
-  const void* scale = nullptr;
-  const uint8_t* zero = nullptr;
-  const float* bias = nullptr;
-  int64_t group = 0, activation_bits = 16;  // of the 4-bit formats
-  int64_t in_features = 0, out_features = 0;
-
-  bool is_packed() const { return format == WeightFormat::kMxfp4 || format == WeightFormat::kInt4; }
-  // The width of its activations in a call that asks for `asked` bits, 0: this linear's own.
-  int64_t bits_at(int64_t asked) const { return is_packed() && asked ? asked : activation_bits; }
-};
 
 // A decoder layer of the Llama family. Norm weights are float32 with any +1 already added; null: there is no such norm.
 struct DecoderLayer {
@@ -58,7 +42,6 @@ struct RaggedKv {
   int64_t layers = 0, batch = 0, slots = 0;
 };
 
-
 class Decoder;
 
 // Consecutive tokens of one row of the batch: they go to slots start, start + 1, ...
@@ -77,7 +60,7 @@ struct Pass {
   std::vector<int64_t> best;
   std::vector<float> confidence;  // probability of best; left empty unless want_confidence
   float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
-  int64_t activation_bits = 0;    // of every linear with 4-bit weights; 0: each one's own
+  Bits bits;                      // of every linear with packed weights; 0: each one's own
   bool want_confidence = false;
 };
 
@@ -88,7 +71,8 @@ class Decoder {
   DecoderShape shape;
   std::vector<DecoderLayer> layers;
   std::vector<RopeTable> ropes;
-  const void* embedding = nullptr;  // [embeddings][hidden]
+  const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested
+  Linear nested_embedding;
   const float* final_norm = nullptr;
   Linear head;
   // int4 weights times 16-bit activations: first to bfloat16 in memory, then a dense product (what systems without a kernel
@@ -105,8 +89,16 @@ class Decoder {
   struct Workspace;
   mlspec_acts acts_for(const Linear& next, int64_t rows) const;
   bool dequantizes(const Linear& linear) const;
+  mlspec_linear_fn kernel_for(const Linear& linear) const;
   void reserve_dense(int threads);
   void multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end);
+  bool has_escapes(const Linear& linear) const;
+  void reserve_escaped(const Linear& linear, int threads, int64_t rows);
+  mlspec_acts acts_for_escaped(Team& team, const mlspec_acts& acts);
+  void multiply_escaped(const Team& team, const Linear& linear, const mlspec_linear_args& args, const mlspec_acts& dense_acts,
+                        int64_t begin, int64_t end);
+  void embed(Team& team, const Pass& pass);
+  void nested_row(int64_t id, uint16_t* row) const;
   void multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
   void normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear& next);
   void attention(Team& team, const Pass& pass, int64_t layer);

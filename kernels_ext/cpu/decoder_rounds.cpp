@@ -66,7 +66,7 @@ class Feeder {
     pass_.decoder = level.decoder;
     pass_.kv = level.kv;
     pass_.want_confidence = want_confidence;
-    pass_.activation_bits = level.activation_bits;
+    pass_.bits = level.bits;
   }
 
   void add(int64_t row, int64_t position, int64_t token, bool kept) {

@@ -7,12 +7,12 @@
 
 namespace mlspec {
 
-// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. activation_bits: as in Pass.
+// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits: as in Pass.
 struct Level {
   Decoder* decoder = nullptr;
   RaggedKv kv;
   std::vector<int64_t> lengths;
-  int64_t activation_bits = 0;
+  Bits bits;
   int64_t forwards = 0;
   double seconds = 0;
 };

@@ -1,0 +1,123 @@
+// How does a decoder multiply? Which activations and which kernel a linear takes in this call, and outputs shared out.
+#include <algorithm>
+#include <cstring>
+#include <initializer_list>
+
+#include "decoder_workspace.h"
+
+namespace mlspec {
+
+bool Decoder::dequantizes(const Linear& linear) const {
+  return dequantize && linear.format == WeightFormat::kInt4 && linear.at(work_->bits).activation == 16;
+}
+
+mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
+  mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.in_features, 0, 0, work_->acts.data()};
+  const int64_t bits = next.at(work_->bits).activation;
+  if (next.format == WeightFormat::kF32) {
+    acts.kind = MLSPEC_ACTS_F32;
+  } else if (next.format == WeightFormat::kBf16 || dequantizes(next)) {
+    acts.kind = cpu_kernels().bf16_linear_acts;
+  } else if (bits < 16) {
+    acts.kind = MLSPEC_ACTS_INT;
+    acts.group = next.format == WeightFormat::kInt4 ? next.group : 32;
+    acts.bits = bits;
+  }
+  return acts;
+}
+
+// For each thread the outputs of one part that share() can hand it at once.
+void Decoder::reserve_dense(int threads) {
+  int64_t elements = 0;
+  const auto measure = [&](std::initializer_list<const Linear*> parts) {
+    int64_t tiles = 0, most = 0;
+    for (const Linear* part : parts) {
+      const int64_t own = (part->out_features + kTile - 1) / kTile;
+      tiles += own, most = std::max(most, own);
+    }
+    const Linear& any = **parts.begin();
+    if (dequantizes(any)) elements = std::max(elements, std::min(most, (tiles + threads - 1) / threads) * kTile * any.in_features);
+  };
+  for (const DecoderLayer& l : layers) {
+    measure({&l.q, &l.k, &l.v});
+    measure({&l.o});
+    measure({&l.gate, &l.up});
+    measure({&l.down});
+  }
+  measure({&head});
+  work_->dense_stride = (elements + 31) / 32 * 32;
+  work_->dense.reserve(threads * work_->dense_stride);
+}
+
+// Outputs [begin, end) of an int4 linear: to bfloat16 in this thread's memory, which is used again and again and so
+// stays in its cache where it fits, then a dense product.
+void Decoder::multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end) {
+  uint16_t* const dense = work_->dense.data() + team.index() * work_->dense_stride;
+  cpu_kernels().int4_dequantize(&args, begin, end, dense);
+  args.weight = dense;
+  args.bias = args.bias ? args.bias + begin : nullptr;
+  args.y += begin;
+  args.out_features = end - begin;
+  cpu_kernels().bf16_linear(&args, 0, end - begin);
+}
+
+mlspec_linear_fn Decoder::kernel_for(const Linear& linear) const {
+  const CpuKernels& kernels = cpu_kernels();
+  const Bits bits = linear.at(work_->bits);
+  const bool integer = bits.activation < 16;
+  switch (linear.format) {
+    case WeightFormat::kBf16: return kernels.bf16_linear;
+    case WeightFormat::kF32: return kernels.f32_linear;
+    case WeightFormat::kMxfp4: return integer ? kernels.mxfp4_linear_int8 : kernels.mxfp4_linear_bf16;
+    case WeightFormat::kInt4: return integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16;
+    case WeightFormat::kPlanes: return kernels.bitplane_linear;
+    case WeightFormat::kNested: break;
+  }
+  if (bits.weight == 16) return kernels.nested_linear_exact;
+  return integer ? kernels.nested_linear_int8 : kernels.nested_linear_bf16;
+}
+
+// y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y.
+void Decoder::multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
+                       int64_t rows) {
+  const mlspec_acts acts = acts_for(*parts[0], rows);
+  const bool dequantized = dequantizes(*parts[0]);
+  mlspec_linear_args args[3];
+  mlspec_linear_fn compute[3];
+  bool escapes[3], any_escapes = false;
+  int64_t first[4] = {0}, bytes = 0, column = 0;
+  for (int i = 0; i < count; ++i) {
+    const Linear& part = *parts[i];
+    args[i] = {part.weight, part.scale, part.zero, part.group, part.bias, &acts, y + column, stride, accumulate,
+               part.in_features, part.out_features, part.low, part.codebook, part.at(work_->bits).weight,
+               part.stored_planes, part.plane_bytes, part.zero_doubled};
+    compute[i] = kernel_for(part);
+    escapes[i] = has_escapes(part);
+    any_escapes |= escapes[i];
+    const int64_t tiles = (part.out_features + kTile - 1) / kTile;
+    first[i + 1] = first[i] + tiles;
+    bytes += tiles * part.bytes_per_tile(work_->bits);
+    column += part.out_features;
+  }
+  const mlspec_acts dense_acts = any_escapes ? acts_for_escaped(team, acts) : acts;
+  // The smallest piece: threads of unlike speed finish within the time of one, and a kernel's first rows start cold.
+  const int64_t piece = std::clamp<int64_t>(bytes / (team.size() * 16), 1 << 14, 1 << 17);
+  const int64_t own = (first[count] + team.size() - 1) / team.size();
+  const int64_t grain = dequantized ? own : std::max<int64_t>(1, piece * first[count] / std::max<int64_t>(bytes, 1));
+  team.share(first[count], grain, [&](int64_t begin, int64_t end) {
+    for (int i = 0; i < count; ++i) {
+      const int64_t lo = (std::max(begin, first[i]) - first[i]) * kTile;
+      const int64_t hi = std::min((std::min(end, first[i + 1]) - first[i]) * kTile, args[i].out_features);
+      if (lo >= hi) continue;
+      if (escapes[i]) {
+        multiply_escaped(team, *parts[i], args[i], dense_acts, lo, hi);
+      } else if (dequantized) {
+        multiply_dequantized(team, args[i], lo, hi);
+      } else {
+        compute[i](&args[i], lo, hi);
+      }
+    }
+  });
+}
+
+}  // namespace mlspec

@@ -1,0 +1,52 @@
+// Where does a pass of a decoder keep what it computes? Memory that grows with the largest pass and is used again.
+#pragma once
+#include <cstdint>
+#include <new>
+
+#include "decoder.h"
+
+namespace mlspec {
+
+// Memory that grows and is never read before it is written, aligned for the kernels.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { release(); }
+  void reserve(int64_t count) {
+    if (count <= count_) return;
+    release();
+    data_ = static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64)));
+    count_ = count;
+  }
+  T* data() const { return data_; }
+
+ private:
+  void release() { ::operator delete(data_, std::align_val_t(64)); }
+  T* data_ = nullptr;
+  int64_t count_ = 0;
+};
+
+inline constexpr int64_t kTile = 16;  // outputs of one weight tile
+
+struct Decoder::Workspace {
+  Buffer<float> hidden;     // [n][hidden], the residual stream
+  Buffer<float> qkv;        // [n][(heads + 2 kv_heads) * head_dim]
+  Buffer<float> context;    // [n][heads * head_dim]
+  Buffer<float> gate_up;    // [n][2 * intermediate]
+  Buffer<float> block;      // [n][hidden], a block's output where a norm follows it
+  Buffer<float> scored;     // [kScoredTogether][hidden]
+  Buffer<float> logits;     // [kScoredTogether][vocab], where nobody asked for them
+  Buffer<float> normed;     // [n][hidden], where rows share the lines of packed activations
+  Buffer<float> rows;       // [threads][longest row]
+  Buffer<char> acts;        // activations as the next linear wants them
+  Buffer<char> dense_acts;  // the same as bf16_linear wants them, where a nested linear has escaped rows
+  Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs
+  Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there
+  int64_t row_stride = 0, dense_stride = 0, escaped_stride = 0;
+  Bits bits;                // of the running pass
+};
+
+}  // namespace mlspec
