@@ -136,7 +136,8 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = 
             f"[..., in / 2] goes with [..., in / {BLOCK}]"
         )
     *outer, half = packed.shape
-    packed_rows, scale_rows = packed.reshape(-1, half), scales.reshape(-1, half // (BLOCK // 2))
+    rows = math.prod(outer)  # -1 is ambiguous where there are no columns
+    packed_rows, scale_rows = packed.reshape(rows, half), scales.reshape(rows, half // (BLOCK // 2))
     out = torch.empty(packed_rows.shape[0], half * 2, dtype=dtype, device=packed.device)
     step = max(1, (_GPU_CHUNK if packed.is_cuda else _CHUNK) // max(half * 2, 1))
     for first in range(0, packed_rows.shape[0], step):

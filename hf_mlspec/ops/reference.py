@@ -149,11 +149,11 @@ def bf16_product(x: Tensor, weight_in, bias: Tensor | None) -> Tensor:
 
 def integer_product(x: Tensor, codes: Tensor, scale: Tensor, group: int, bits: int, bias: Tensor | None) -> Tensor:
     """codes int8 ``[out, in]``, scale float64 ``[out, in / group]``: the sum over groups of (integer dot) * scales."""
-    x_codes, x_scale = activations.quantize_rows(x.reshape(-1, x.shape[-1]), group, bits)
+    x_codes, x_scale = activations.quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), group, bits)
     out, (rows, size) = codes.shape[0], x_codes.shape
     if size == 0:
         return finish(x.new_zeros(*x.shape[:-1], out), bias, x.dtype)
-    # [in / group, rows, group] x [in / group, group, out]; at most 127 x 12 x 32 or 127 x 15 x 128: exact in float32.
+    # [in / group, rows, group] x [in / group, group, out]; at most 127 x 63 x 32 or 127 x 15 x 128: exact in float32.
     left = x_codes.float().view(rows, size // group, group).transpose(0, 1)
     dots = torch.bmm(left, codes.float().view(out, size // group, group).permute(1, 2, 0))
     sums = (dots.double() * x_scale.double().T.unsqueeze(-1) * scale.T.unsqueeze(1)).sum(0)
