@@ -35,34 +35,45 @@ inline void multiply_add() {
   asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(part_register(kPart)), "i"(kX), "i"(kSums));
 }
 
-// Registers for M tiles of tokens, the last of which has `last_rows` rows; sum (i, m) is register i * M + m.
-template <int T, int M>
+// The register that sums tile i of outputs, tile m of tokens and a part; parts apart, so that their chains are shorter.
+template <int kParts, int M>
+constexpr int sum_register(int i, int m, int part) {
+  return (i * M + m) * kParts + part;
+}
+
+// Registers for M tiles of tokens, the last of which has `last_rows` rows.
+template <int kParts, int T, int M>
 void configure(int last_rows) {
   struct alignas(64) {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   } config;
-  for (int i = 0; i < T; ++i) config.rows[i * M + M - 1] = static_cast<uint8_t>(last_rows);
+  for (int i = 0; i < T * kParts; ++i) {
+    config.rows[sum_register<kParts, M>(i / kParts, M - 1, i % kParts)] = static_cast<uint8_t>(last_rows);
+  }
   config.rows[kLastRows] = static_cast<uint8_t>(last_rows);
   asm volatile("ldtilecfg %0" ::"m"(config));  // GCC's intrinsic reads 8 of its 64 bytes as far as the optimizer knows
 }
 
-// T tiles of outputs times M tiles of tokens; kParts: planes in parts of four, each an operand B of its own.
-template <int kParts, int T, int M>
+// T tiles of outputs times M tiles of tokens; kParts: planes in parts of four, each an operand B of its own. Eight planes of
+// several tiles of outputs are so many streams through the same sets of the L1 cache that they push each other out.
+template <int kParts, int M>
 struct Product {
+  static constexpr int T = kParts == 1 ? 4 / M : 1;
+  static constexpr int kAhead = kParts, kBuffers = 2 * kAhead;  // blocks, see run()
   const mlspec_linear_args& a;
   const int64_t in, blocks, group_blocks, groups;
   const UnpackPairs parts[2];
   alignas(64) float acc[T][M * kTileRows][kTileOutputs];
-  alignas(64) float dots[T * M][kTileRows][kTileOutputs];
-  alignas(64) uint16_t pairs[2][T][kParts][kTileRows][2 * kTileOutputs];  // a block is read while the next one is written
+  alignas(64) float dots[kParts][M * kTileRows][kTileOutputs];
+  alignas(64) uint16_t pairs[kBuffers][T][kParts][kTileRows][2 * kTileOutputs];
 
   explicit Product(const mlspec_linear_args& args)
       : a(args), in(a.in_features), blocks(in / kBlockCodes), group_blocks(a.group / kBlockCodes),
         groups(blocks / group_blocks), parts{{a, 0}, {a, 1}} {}
 
-  // kCount of the T tiles of outputs times `rows` tokens, over all of in_features. Blocks are unpacked one ahead: a tile
+  // kCount of the T tiles of outputs times `rows` tokens, over all of in_features. Blocks are unpacked kAhead ahead: a tile
   // load waits until what was stored there has left the store buffer.
   template <int kCount>
   void run(int64_t tile, int64_t token, int rows) {
@@ -70,24 +81,38 @@ struct Product {
     const TileStreams streams(blocks * kPlaneBlockBytes, kCount, prefetch_distance(a));
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * streams.tile_bytes;
     const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
-    for (int i = 0; i < kCount; ++i) unpack_block(weight + i * streams.tile_bytes, streams.ahead, pairs[0][i]);
+    for (int64_t block = 0; block < kAhead; ++block) unpack_tiles<kCount>(weight, std::min(block, blocks - 1), streams, block);
     int64_t block = 0;
     for (int64_t g = 0; g < groups; ++g) {
-      clear_sums<0, kCount * M>();
-      for (int64_t b = 0; b < group_blocks; ++b, x += kBlockCodes) {
-        const int64_t next = std::min(++block, blocks - 1) * kPlaneBlockBytes;  // the last block is unpacked twice
-        add_block<0, kCount>(weight + next, streams.distance(next), streams.tile_bytes, x, block % 2);
+      clear_sums<0, kCount * M * kParts>();
+      for (int64_t b = 0; b < group_blocks; ++b, ++block, x += kBlockCodes) {
+        load_x(x);
+        // The last blocks are unpacked again, for nobody.
+        add_block<0, kCount>(weight, std::min(block + kAhead, blocks - 1), streams, block);
       }
       add_group<0, kCount>(tile, g, rows);
     }
     for (int i = 0; i < kCount; ++i) add_rows(a, tile + i, token, rows, acc[i]);
   }
 
-  inline void unpack_block(const uint8_t* block, int64_t ahead, uint16_t (*to)[kTileRows][2 * kTileOutputs]) const {
-    prefetch_planes(a, block + ahead);
+  inline void load_x(const uint16_t* x) {
+    if constexpr (M == 2) load<kFullRows>(x, in * 2);
+    load<kLastRows>(x + (M - 1) * kTileRows * in, in * 2);
+  }
+
+  template <int kCount>
+  inline void unpack_tiles(const uint8_t* weight, int64_t block, const TileStreams& streams, int64_t buffer) {
+    for (int i = 0; i < kCount; ++i) unpack_block(weight + i * streams.tile_bytes, block, streams, pairs[buffer][i]);
+  }
+
+  __attribute__((always_inline)) inline void unpack_block(const uint8_t* tile, int64_t block, const TileStreams& streams,
+                                                          uint16_t (*to)[kTileRows][2 * kTileOutputs]) const {
+    const int64_t offset = block * kPlaneBlockBytes;
+    prefetch_planes(a, tile + offset + streams.distance(offset));
 #pragma GCC unroll 2
     for (int i = 0; i < kParts; ++i) {
-      parts[i].pairs(block, [&](int p, __m512i pair) __attribute__((always_inline)) { _mm512_store_si512(to[i][p], pair); });
+      parts[i].pairs(tile + offset,
+                     [&](int p, __m512i pair) __attribute__((always_inline)) { _mm512_store_si512(to[i][p], pair); });
     }
   }
 
@@ -96,17 +121,13 @@ struct Product {
     if constexpr (kSum < kEnd) clear<kSum>(), clear_sums<kSum + 1, kEnd>();
   }
 
-  // Unpacks the block at `next` of every tile into pairs[half] and multiplies the other half by x.
+  // Unpacks block `next` of every tile and multiplies block `block` by x.
   template <int i, int kCount>
-  inline void add_block(const uint8_t* next, int64_t ahead, int64_t tile_bytes, const uint16_t* x, int half) {
+  inline void add_block(const uint8_t* weight, int64_t next, const TileStreams& streams, int64_t block) {
     if constexpr (i < kCount) {
-      unpack_block(next, ahead, pairs[half][i]);
-      if constexpr (i == 0) {
-        if constexpr (M == 2) load<kFullRows>(x, in * 2);
-        load<kLastRows>(x + (M - 1) * kTileRows * in, in * 2);
-      }
-      add_part<i, 0>(pairs[1 - half][i]);
-      add_block<i + 1, kCount>(next + tile_bytes, ahead, tile_bytes, x, half);
+      unpack_block(weight + i * streams.tile_bytes, next, streams, pairs[(block + kAhead) % kBuffers][i]);
+      add_part<i, 0>(pairs[block % kBuffers][i]);
+      add_block<i + 1, kCount>(weight, next, streams, block);
     }
   }
 
@@ -114,22 +135,30 @@ struct Product {
   inline void add_part(const uint16_t (*weights)[kTileRows][2 * kTileOutputs]) {
     if constexpr (kPart < kParts) {
       load<part_register(kPart)>(weights[kPart], 64);
-      if constexpr (M == 2) multiply_add<i * M, kFullRows, kPart>();
-      multiply_add<i * M + M - 1, kLastRows, kPart>();
+      if constexpr (M == 2) multiply_add<sum_register<kParts, M>(i, 0, kPart), kFullRows, kPart>();
+      multiply_add<sum_register<kParts, M>(i, M - 1, kPart), kLastRows, kPart>();
       add_part<i, kPart + 1>(weights);
+    }
+  }
+
+  template <int i, int kPart>
+  inline void store_sums() {
+    if constexpr (kPart < kParts) {
+      if constexpr (M == 2) store<sum_register<kParts, M>(i, 0, kPart)>(dots[kPart], 64);
+      store<sum_register<kParts, M>(i, M - 1, kPart)>(dots[kPart][(M - 1) * kTileRows], 64);
+      store_sums<i, kPart + 1>();
     }
   }
 
   template <int i, int kCount>
   inline void add_group(int64_t tile, int64_t g, int rows) {
     if constexpr (i < kCount) {
-      if constexpr (M == 2) store<i * M>(dots[i * M], 64);
-      store<i * M + M - 1>(dots[i * M + M - 1], 64);
+      store_sums<i, 0>();
       const uint16_t* scales = static_cast<const uint16_t*>(a.scale) + ((tile + i) * groups + g) * kTileOutputs;
       const __m512 scale = Zmm::load_float16(scales);
-      const float* sums = dots[i * M][0];
       for (int t = 0; t < rows; ++t) {
-        const __m512 sum = _mm512_load_ps(sums + t * kTileOutputs);
+        __m512 sum = _mm512_load_ps(dots[0][t]);
+        if constexpr (kParts == 2) sum = _mm512_add_ps(sum, _mm512_load_ps(dots[1][t]));
         _mm512_store_ps(acc[i][t], _mm512_fmadd_ps(sum, scale, _mm512_load_ps(acc[i][t])));
       }
       add_group<i + 1, kCount>(tile, g, rows);
@@ -137,10 +166,11 @@ struct Product {
   }
 };
 
-template <int kParts, int T, int M>
+template <int kParts, int M>
 void multiply(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token, int rows) {
-  configure<T, M>(rows - (M - 1) * kTileRows);
-  Product<kParts, T, M> product(a);
+  constexpr int T = Product<kParts, M>::T;
+  configure<kParts, T, M>(rows - (M - 1) * kTileRows);
+  Product<kParts, M> product(a);
   for (; tile + T <= tile_end; tile += T) product.template run<T>(tile, token, rows);
   for (; tile < tile_end; ++tile) product.template run<1>(tile, token, rows);
 }
@@ -157,9 +187,9 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
     for (int64_t token = 0; token < tokens; token += kPart) {
       const int rows = static_cast<int>(std::min(tokens - token, kPart));
       if (rows > kTileRows) {
-        multiply<kParts, 2, 2>(a, tile, end, token, rows);
+        multiply<kParts, 2>(a, tile, end, token, rows);
       } else {
-        multiply<kParts, 4, 1>(a, tile, end, token, rows);
+        multiply<kParts, 1>(a, tile, end, token, rows);
       }
     }
   }

@@ -1,10 +1,11 @@
-// Bit-planes times bfloat16 activations with AVX512-BF16: vpermw turns nibbles into bfloat16, vdpbf16ps takes pairs.
+// Bit-planes times bfloat16 activations with AVX512-BF16: vdpbf16ps takes pairs of bfloat16, looked up or cut from floats.
 #include <immintrin.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "kernels.h"
@@ -26,7 +27,12 @@ namespace {
 #include "bitplane_linear_codes.h"
 #include "bitplane_linear_nibbles.h"
 #include "bitplane_linear_zmm.h"
+#include "bitplane_linear_fields.h"
 #include "bitplane_linear_pairs.h"
+
+struct FirstPart : UnpackPairs {
+  explicit FirstPart(const mlspec_linear_args& a) : UnpackPairs(a, 0) {}
+};
 
 struct Isa : Zmm {
   // A sum is a chain of dependent vdpbf16ps of 6 cycles and more: several tiles keep several chains in flight.
@@ -44,22 +50,29 @@ struct Isa : Zmm {
     }
   };
 
+  // One to four planes are looked up. More are bytes, which become floats: two look-ups would be twice the products.
   template <int kParts>
-  struct Unpack {
-    UnpackPairs parts[2];
-    explicit Unpack(const mlspec_linear_args& a) : parts{{a, 0}, {a, 1}} {}
-  };
+  using Unpack = std::conditional_t<kParts == 1, FirstPart, UnpackFields<Zmm, 2>>;
 
   template <int kParts, int N>
   static inline __attribute__((always_inline)) void add_block(const Unpack<kParts>& unpack, const uint8_t* block,
                                                               const Tokens<N>& tokens, Float (&dots)[N]) {
-#pragma GCC unroll 2
-    for (int i = 0; i < kParts; ++i) {
-      unpack.parts[i].pairs(block, [&](int p, __m512i pair) __attribute__((always_inline)) {
+    const auto add_pair = [&](int p, __m512i pair) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-        for (int t = 0; t < N; ++t) dots[t] = _mm512_dpbf16_ps(dots[t], (__m512bh)pair, tokens.pair(t, 2 * p));
+      for (int t = 0; t < N; ++t) dots[t] = _mm512_dpbf16_ps(dots[t], (__m512bh)pair, tokens.pair(t, 2 * p));
+    };
+    if constexpr (kParts == 1) {
+      unpack.pairs(block, add_pair);
+    } else {
+      unpack.quads(block, [&](int p, Float even, Float next_even, Float odd, Float next_odd) __attribute__((always_inline)) {
+        add_pair(p, join(even, odd));
+        add_pair(p + 8, join(next_even, next_odd));
       });
     }
+  }
+
+  static __m512i join(Float even, Float odd) {  // both are bfloat16, with zeros below
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
   }
 };
 

@@ -1,7 +1,7 @@
 // How do planes become floats without a table? Codes where they lie in a 32-bit word are digits of a large float.
 //
-// Included inside the anonymous namespaces of bitplane_linear_{avx2,avx512vnni}.cpp after bitplane_linear_nibbles.h. Bits
-// has what that names, Float, shift_left(v, count) of 16-bit words, word_left<k>, word_right<k> of 32-bit words,
+// Included inside the anonymous namespaces of bitplane_linear_{avx2,avx512vnni,avx512bf16}.cpp after
+// bitplane_linear_nibbles.h. Bits has what that names, Float, shift_left(v, count) of 16-bit words, word_left<k>, word_right<k> of 32-bit words,
 //   digits(v, mask, power) ((v & mask) | power, as floats) and subtract(a, b).
 
 // 2^e with a code in its lower bits is 2^e + code * 2^(e - 23 + the code's lowest bit): e makes that the number of the
@@ -68,8 +68,9 @@ struct UnpackFields<Bits, 2> {
   explicit UnpackFields(const mlspec_linear_args& a) : plane_bytes(a.plane_bytes), lower_planes(planes_of_part(a, 1)) {
     field.set(a, 16 - static_cast<int>(a.num_planes));
   }
+  // use(bit, ...): the columns of bits `bit`, bit + 8, bit + 16 and bit + 24.
   template <class Use>
-  __attribute__((always_inline)) void columns(const uint8_t* block, Use use) const {
+  __attribute__((always_inline)) void quads(const uint8_t* block, Use use) const {
     typename Bits::Int upper[4], lower[4];
     nibbles<Bits>(block, plane_bytes, kNibblePlanes, upper);
     nibbles<Bits>(block + kNibblePlanes * plane_bytes, plane_bytes, lower_planes, lower);
@@ -83,9 +84,17 @@ struct UnpackFields<Bits, 2> {
   }
   template <class Use>
   __attribute__((always_inline)) void bytes(int bit, typename Bits::Int codes, Use use) const {
-    use(element_of(bit), field(Bits::template word_left<8>(codes)));
-    use(element_of(bit + 8), field(codes));
-    use(element_of(bit + 16), field(Bits::template word_right<8>(codes)));
-    use(element_of(bit + 24), field(Bits::template word_right<16>(codes)));
+    use(bit, field(Bits::template word_left<8>(codes)), field(codes), field(Bits::template word_right<8>(codes)),
+        field(Bits::template word_right<16>(codes)));
+  }
+  template <class Use>
+  __attribute__((always_inline)) void columns(const uint8_t* block, Use use) const {
+    using Float = typename Bits::Float;
+    quads(block, [&](int bit, Float first, Float second, Float third, Float fourth) __attribute__((always_inline)) {
+      use(element_of(bit), first);
+      use(element_of(bit + 8), second);
+      use(element_of(bit + 16), third);
+      use(element_of(bit + 24), fourth);
+    });
   }
 };

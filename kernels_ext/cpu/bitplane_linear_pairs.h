@@ -24,6 +24,7 @@ struct UnpackPairs {
   template <class Use>
   __attribute__((always_inline)) void pairs(const uint8_t* block, Use use) const {
     __m512i codes[4];
+    const __m512i table = this->table;  // a copy, which no store into the pairs can change
     nibbles<Zmm>(block + first_byte, plane_bytes, planes, codes);
 #pragma GCC unroll 4
     for (int s = 0; s < 4; ++s) {
