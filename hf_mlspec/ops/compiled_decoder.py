@@ -105,7 +105,7 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
         decoder.set_planes(name, *shape, weight.weight, weight.scale, weight.bias, *how)
         return
     tensors = weight.weight, weight.scale, weight.zero, weight.bias
-    decoder.set_linear(name, weight.format, *shape, *tensors, weight.group_size, weight.bits.activation)
+    decoder.set_linear(name, weight.format, *shape, *tensors, weight.group_size, weight.bits.activation or 16)
 
 
 def _class():

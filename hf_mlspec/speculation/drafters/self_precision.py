@@ -1,11 +1,17 @@
-"""How does a model draft for itself? The same packed weights, read with coarser activations, in the same cache.
+"""How does a model draft for itself? On fewer bits of its own weights, or times coarser activations, in the same cache.
 
-QSpec (arXiv 2410.11305): gamma tokens are drafted with 4- or 8-bit activations, then all gamma + 1 positions are
-scored with 16-bit ones, which overwrites every drafted slot of the cache. One copy of the weights, one cache; after
-each round that cache holds what 16-bit decoding alone would have put there.
+What drafts is a runner like any other, over the target's decoder, called at other bits. Its check at the target's bits
+overwrites every drafted slot of the cache, so that after each round the cache holds what the target alone would have
+put there. Weights and cache are there once.
 
-What drafts is a runner like any other, so it may stand under a `ModelDrafter`, or under a `Checker` in the middle of a
-chain.
+    QSpec (arXiv 2410.11305)   4-bit weights times 4- or 8-bit activations; the target's are of 16 bits. Draft and check
+                               read the same bytes, so this pays where arithmetic is the limit.
+    nested BF16                the 4 bits of each weight that are a draft of it (formats/nested.py): a quarter of the
+                               bytes, and no copy as a cast would be.
+    bit-planes                 the first few planes of each weight (formats/bitplanes.py); several such levels may stand
+                               in a chain, each with fewer planes than the one that checks it.
+
+A level like this may stand under a `ModelDrafter`, or under a `Checker` in the middle of a chain.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ AnyRunner = TypeVar("AnyRunner", Runner, FusedRunner, DeviceRunner)
 
 
 def at_lower_precision(runner: AnyRunner, bits: Bits) -> AnyRunner:
-    """`runner`, not yet started, with every packed layer of its model called at `bits`."""
+    """`runner`, not yet started, with every packed layer of its model called at `bits` (see PrecisionSwitch)."""
     if isinstance(runner, Runner):
         runner.forward = _switched(runner.forward, runner.model, bits)
     else:
