@@ -138,7 +138,7 @@ def test_a_width_is_an_argument_of_the_call():
         (int4, 5, "activation_bits is 5, choose 16, 8 or 4 for int4 weights, or 0"),
         (int4, -8, "activation_bits is -8, choose"),
         (mxfp4, 4, "activation_bits is 4, choose 16 or 8 for MXFP4 weights"),
-        (dense, 8, "activation_bits is 8, and the decoder holds no 4-bit weights"),
+        (dense, 8, "activation_bits is 8, and the decoder holds no packed weights"),
     ):
         one, other = runner_of(model, 1, Bits(activation=bits)), runner_of(model, 1)
         with pytest.raises(ValueError, match=words):
