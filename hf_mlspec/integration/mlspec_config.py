@@ -84,7 +84,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         own = {"rule": rule, "group_size": group_size, "symmetric": symmetric}
         own |= {"codebook": codebook, "num_planes": num_planes}
         _require_own(format, own)
-        _require_values(own)
+        _require_values(format, own)
         self.quant_method, self.format, self.format_version = quant_method, format, format_version
         self.group_size, self.symmetric, self.rule = group_size, symmetric, rule
         self.codebook, self.num_planes = codebook, num_planes
@@ -149,14 +149,14 @@ def _require_own(format: str, settings: dict[str, Any]) -> None:
             )
 
 
-def _require_values(settings: dict[str, Any]) -> None:
+def _require_values(format: str, settings: dict[str, Any]) -> None:
     require_rule(settings["rule"])
     if not isinstance(settings["codebook"], str):
         raise ValueError(f"MLSpecConfig: codebook is {settings['codebook']!r}, expected a name")
     require_codebook_name(settings["codebook"])
     group_size, num_planes = settings["group_size"], settings["num_planes"]
     if type(group_size) is not int or group_size not in GROUP_SIZES:
-        raise ValueError(f"MLSpecConfig: group_size is {group_size!r}, there are {_listed(GROUP_SIZES)}")
+        raise ValueError(f"MLSpecConfig: group_size is {group_size!r}, {format} has {_listed(GROUP_SIZES)}")
     if not isinstance(settings["symmetric"], bool):
         raise ValueError(f"MLSpecConfig: symmetric is {settings['symmetric']!r}, choose True or False")
     try:

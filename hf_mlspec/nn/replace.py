@@ -27,6 +27,7 @@ _HOOK_TABLES = (
 )
 # What a past generate() left on a model: a compiled call bound to it and a static KV cache.
 _HELD_BY_GENERATE = ("_compiled_call", "_last_compile_config", "_cache")
+_HEAD = "the output head"  # why it is kept, where the caller said so
 _CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers installs its hooks again where this is missing
 
 
@@ -43,37 +44,37 @@ def direct_cast(
 
     format "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts``
     (4.25 bits a weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``BitPlaneLinear`` (3.25, 2.25, 2.25
-    bits: groups of 64, formats/bitplanes.py), experts are shared. There is no wide copy; embeddings, norms and biases
-    are the very tensors of ``model``, which is not touched. Of a nested model (``hf_mlspec.nest``) the exact weights
-    are cast. ``cast_head=False`` keeps the output head. A head tied to the embedding is cast alone: the draft's config
-    then says ``tie_word_embeddings=False``. ``materialize=True`` also keeps the rounded weights in the model's dtype,
-    for machines without kernels. ``rule``: of MXFP4, formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of
-    MXFP4 layers to int8, one scale per row and block of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None
-    is 8 for MXFP4 on a CPU, else 16. The layers share one switch (``hf_mlspec.precision_switch``).
-
-    The result generates, moves, and is saved and loaded like any model (with hf_mlspec imported). Layers that cannot
-    be cast (in_features no multiple of the group, Conv1D, experts of an unknown kind) are shared and named in one
-    warning. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
+    bits, formats/bitplanes.py), experts are shared. Embeddings, norms and biases are the very tensors of ``model``,
+    which is not touched. Of a nested model the exact weights are cast. ``cast_head=False`` keeps the output head. A
+    head tied to the embedding is cast alone: the draft's config then says ``tie_word_embeddings=False``.
+    ``materialize=True`` also keeps the rounded weights in the model's dtype, for machines without kernels. ``rule``:
+    of MXFP4, formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of MXFP4 layers to int8, one scale per row
+    and block of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None is 8 for MXFP4 on a CPU, else 16. The
+    layers share one switch. Layers that cannot be cast (in_features no multiple of the group, Conv1D, experts of an
+    unknown kind) are shared and named in one warning. The result generates, moves, and is saved and loaded like any
+    model. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
     unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
     cast = Cast.of(format, rule, activation_bits, model.device)
     require_dense(model)
-    head = model.get_output_embeddings()
-    kept = dict(unfit(model, cast.group_size, cast.experts))
+    head, kept = model.get_output_embeddings(), dict(unfit(model, cast.group_size, cast.experts))
     if not cast_head:
-        kept |= {name: "the output head" for name, module in model.named_modules() if module is head}
+        kept |= {name: _HEAD for name, module in model.named_modules() if module is head}
     require_finite_floats(model, kept)
     draft = _share(model)
     if not _replace(draft, cast, kept, model.dtype if materialize else None):
-        what = listed(kept) or "none at all"
-        raise ValueError(f"{type(model).__name__} holds no nn.Linear that can be cast: {what}")
-    if head is not None and _is_cast(draft.get_output_embeddings(), cast):
+        raise ValueError(_nothing_to_cast(model, kept))
+    if _is_cast(draft.get_output_embeddings(), cast):
         _untie_head(draft)
     attach_quantizer(draft, {**cast.settings, "modules_to_not_convert": sorted(kept)})
-    _tell_kept(model, {name: why for name, why in kept.items() if why != "the output head"})
+    _tell_kept(model, {name: why for name, why in kept.items() if why != _HEAD})
     return draft
+
+
+def _nothing_to_cast(model: PreTrainedModel, kept: dict[str, str]) -> str:
+    return f"{type(model).__name__} holds no nn.Linear that can be cast: {listed(kept) or 'none at all'}"
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -156,7 +157,7 @@ def _replace(draft: nn.Module, cast: Cast, kept: dict[str, str], dense: torch.dt
     return len(done)
 
 
-def _is_cast(head: nn.Module, cast: Cast) -> bool:
+def _is_cast(head: nn.Module | None, cast: Cast) -> bool:
     return isinstance(head, PackedLinear) and head.format == cast.switch.weights
 
 

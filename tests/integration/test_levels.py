@@ -15,6 +15,7 @@ import hf_mlspec
 from hf_mlspec import NGram, PromptLookup, SpeculationConfig
 from hf_mlspec.integration import levels as levels_module
 from hf_mlspec.integration.config import NUM_DRAFT_TOKENS, Word, parse_level
+from hf_mlspec.precision import Precision
 
 INPUTS = prompts([8])
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
@@ -48,12 +49,18 @@ def write(target, *chain, **options):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("mxfp4", Word("cast", cast=True)),
+        ("mxfp4", Word("cast", cast="mxfp4")),
+        ("int3", Word("cast", cast="int3")),
+        ("ternary", Word("cast", cast="ternary")),
+        ("nested", Word("precision", precision=Precision("nested", 16))),
+        ("nested4a8", Word("precision", precision=Precision("nested", 4, 8))),
+        ("planes4", Word("precision", precision=Precision("planes", 4))),
         ("prompt_lookup", Word("prompt_lookup")),
         ("ngram", Word("ngram")),
         ("early_exit:12", Word("early_exit", layers=12)),
         ("someone/a-model", Word("load", path="someone/a-model")),
-        ("someone/a-model@mxfp4", Word("load", path="someone/a-model", cast=True)),
+        ("someone/a-model@mxfp4", Word("load", path="someone/a-model", cast="mxfp4")),
+        ("someone/a-model@int2", Word("load", path="someone/a-model", cast="int2")),
     ],
 )
 def test_words(text, word):
@@ -62,7 +69,7 @@ def test_words(text, word):
 
 def test_folders_are_words_too(tmp_path):
     assert parse_level(str(tmp_path)) == Word("load", path=str(tmp_path))
-    assert parse_level(f"{tmp_path}@mxfp4") == Word("load", path=str(tmp_path), cast=True)
+    assert parse_level(f"{tmp_path}@mxfp4") == Word("load", path=str(tmp_path), cast="mxfp4")
     odd = tmp_path / "a@mxfp4"
     odd.mkdir()
     with pytest.raises(ValueError, match="neither an existing folder"):

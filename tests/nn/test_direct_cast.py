@@ -218,12 +218,16 @@ def test_what_cannot_be_cast_is_refused(tiny_model):
         direct_cast(direct_cast(model))
     with pytest.raises(TypeError, match="not Linear"):
         direct_cast(nn.Linear(32, 32))
-    with pytest.raises(ValueError, match="unknown precision 'fp3'"):
+    with pytest.raises(ValueError, match="'fp3' is not available, use one of mxfp4, int3, int2, ternary"):
         direct_cast(model, "fp3")
     with pytest.raises(ValueError, match="'w4a16' is not available"):
         direct_cast(model, "w4a16")
     with pytest.raises(ValueError, match="unknown MXFP4 rounding rule 'up'"):
         direct_cast(model, rule="up")
+    with pytest.raises(ValueError, match="rule is 'ceil', int3 has none"):
+        direct_cast(model, "int3", rule="ceil")
+    with pytest.raises(ValueError, match="activation_bits is 8, ternary takes 16"):
+        direct_cast(model, "ternary", activation_bits=8)
     with pytest.raises(TypeError, match=r"q_proj\.weight is torch\.float64"):
         direct_cast(tiny_model("llama", torch.float64))
     model.model.layers[2].to("meta")
