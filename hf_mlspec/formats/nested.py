@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codebooks import FIELDS, indices_of_fields
+from .codebooks import FIELDS, indices_of_fields, require_codebook
 from .packing import pack_nibbles, unpack_nibbles
 
 BLOCK = 32
@@ -46,9 +46,9 @@ _FIRST_NORMAL = 1 << MANTISSA_BITS
 _CHUNK = (1 << 15) - 1  # elements in flight, below torch's grain: why is said in int4.py
 _GPU_CHUNK = 1 << 24  # on a GPU launches cost more than memory: temporaries of 0.3 GB
 _WHY_NOT = {
-    torch.float16: "nested weights need BF16's 8-bit exponent; FP16's has 5 bits, and only two would be left to tell "
-    "a block's weights apart: convert the model to bfloat16 first, which rounds its weights",
-    torch.float32: "nested weights are exact for BF16 only: cast it to bfloat16 first, which rounds its weights",
+    torch.float16: "the 12 bits kept beside a draft hold BF16's mantissa and 5 bits of its exponent; beside FP16's "
+    "mantissa of 10 bits only two exponent bits would be left: convert it to bfloat16 first, which rounds it",
+    torch.float32: "nested weights are exact for BF16 only: cast it to bfloat16 first, which rounds it",
 }
 
 
@@ -83,12 +83,13 @@ def split(weight: Tensor, codebook: Tensor, name: str = "weight") -> Nested:
     ``require_nestable``; ValueError naming ``name``, row and column of a NaN or Inf.
     """
     require_nestable(weight, name)
+    require_codebook(codebook)
     out_features, in_features = weight.shape
     bytes_of = weight.new_empty
     packed = bytes_of((out_features, in_features // 2), dtype=torch.uint8)
     scale = bytes_of((out_features, in_features // BLOCK), dtype=torch.uint8)
     low, high = bytes_of((out_features, in_features), dtype=torch.uint8), torch.empty_like(packed)
-    nearest, indices, values = indices_of_fields(codebook), [], []
+    nearest, indices, values = indices_of_fields(codebook).to(weight.device), [], []
     for part in _row_chunks(weight):
         words, blocks, field, scale[part] = _fields(weight, part, name)
         index = nearest.index_select(0, field.flatten().int()).view(words.shape)

@@ -161,6 +161,11 @@ def test_the_draft_is_exact_in_bfloat16_and_rounds_once_in_float16():
     assert torch.equal(nested.dequantize_draft(parts.packed, parts.scale, LLOYD_MAX, torch.float16), wide.half())
 
 
+def test_what_is_no_codebook_is_refused_before_anything_is_computed():
+    with pytest.raises(ValueError, match="must ascend"):
+        nested.split(torch.zeros(1, 32).bfloat16(), torch.zeros(8, dtype=torch.uint8))
+
+
 def test_strides_chunks_and_no_rows(monkeypatch):
     weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[[1, 30, 44], [3, 64, 95]] = 1e-30
@@ -188,7 +193,7 @@ def test_nan_and_inf_are_named_with_their_place(value, said, monkeypatch):
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        (torch.zeros(2, 32).half(), TypeError, r"q is torch\.float16: .*FP16's has 5 bits, and only two"),
+        (torch.zeros(2, 32).half(), TypeError, r"q is torch\.float16: .*only two exponent bits would be left"),
         (torch.zeros(2, 32), TypeError, r"q is torch\.float32: .*cast it to bfloat16 first"),
         (torch.zeros(2, 32, dtype=torch.int8), TypeError, r"q is torch\.int8: only bfloat16"),
         (torch.zeros(2, 48).bfloat16(), ValueError, r"q has shape \[2, 48\]: in_features is 48, .* 32 .* BF16"),
