@@ -67,7 +67,7 @@ struct Ymm {
 struct Isa {
   using Float = __m256;
   static constexpr int kVectors = 2, kMaxTokens = 9;
-  static constexpr int tiles_for(int tokens) { return tokens == 1 ? 2 : 1; }
+  static constexpr int tiles_for(int tokens, int) { return tokens == 1 ? 2 : 1; }
 
   static Float zeros() { return _mm256_setzero_ps(); }
   static Float set(float scalar) { return _mm256_set1_ps(scalar); }

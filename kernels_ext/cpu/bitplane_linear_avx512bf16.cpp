@@ -35,8 +35,12 @@ struct FirstPart : UnpackPairs {
 };
 
 struct Isa : Zmm {
-  // A sum is a chain of dependent vdpbf16ps of 6 cycles and more: several tiles keep several chains in flight.
-  static constexpr int tiles_for(int tokens) { return tokens <= 2 ? 4 : tokens <= 6 ? 2 : 1; }
+  // A sum is a chain of dependent vdpbf16ps of 6 cycles and more: several tiles keep several chains in flight. But eight
+  // planes of four tiles are so many streams through the same sets of the L1 cache that they push each other out.
+  static constexpr int tiles_for(int tokens, int parts) {
+    if (parts == 2) return tokens <= 2 ? 2 : 1;
+    return tokens <= 2 ? 4 : tokens <= 6 ? 2 : 1;
+  }
 
   template <int N>
   struct Tokens {

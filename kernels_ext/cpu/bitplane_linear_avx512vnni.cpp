@@ -29,7 +29,8 @@ namespace {
 #include "bitplane_linear_fields.h"
 
 struct Isa : Zmm {
-  static constexpr int tiles_for(int tokens) { return tokens <= 2 ? 4 : tokens <= 6 ? 2 : 1; }
+  // Eight planes of four tiles are so many streams through the same sets of the L1 cache that they push each other out.
+  static constexpr int tiles_for(int tokens, int parts) { return tokens <= 2 && parts == 1 ? 4 : tokens <= 6 ? 2 : 1; }
 
   template <int N>
   struct Tokens {

@@ -30,7 +30,7 @@ struct Isa {
     float lane[16];
   };
   static constexpr int kVectors = 1, kMaxTokens = 4;
-  static constexpr int tiles_for(int) { return 1; }
+  static constexpr int tiles_for(int, int) { return 1; }
 
   static Float zeros() { return Float{}; }
   static Float fma(const Float& a, const Float& b, Float c) {

@@ -3,7 +3,7 @@
 // Included by bitplane_linear_<isa>.cpp inside its anonymous namespace, after `Isa`, as w4a16_linear_tile.h is. A lane is
 // an output; per scale group and token
 //   dots = sum(value of the code * x), every product exact, summed in float32 from 0;   acc = fma(dots, scale, acc).
-// Isa has Float (kLanes = 16 / kVectors floats), kMaxTokens, tiles_for(tokens), zeros(), store(p, v), fma(a, b, c),
+// Isa has Float (kLanes = 16 / kVectors floats), kMaxTokens, tiles_for(tokens, parts), zeros(), store(p, v), fma(a, b, c),
 //   load_float16(p), Tokens<N> with load(x, stride) (one block of N rows of x), Unpack<kParts> (planes <= 4 or more), and
 //   add_block<kParts, N>(unpack, block of the first plane, tokens, dots).
 
@@ -60,7 +60,7 @@ void multiply(const mlspec_linear_args& a, const Isa::Unpack<kParts>& unpack, in
 template <int kParts, int N>
 void multiply_tiles(const mlspec_linear_args& a, const Isa::Unpack<kParts>& unpack, int64_t tile, int64_t tile_end,
                     int64_t token) {
-  constexpr int T = Isa::tiles_for(N);
+  constexpr int T = Isa::tiles_for(N, kParts);
   for (; tile + T <= tile_end; tile += T) multiply<kParts, T, N>(a, unpack, tile, token);
   if constexpr (T > 1) {
     for (; tile < tile_end; ++tile) multiply<kParts, 1, N>(a, unpack, tile, token);
