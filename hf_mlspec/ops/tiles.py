@@ -138,7 +138,7 @@ def _tile_columns(values: Tensor) -> Tensor:
 
 
 def _untile_columns(tiles: Tensor, out_features: int) -> Tensor:
-    rows = tiles.transpose(1, 2).flatten(0, 1)
+    rows = tiles.transpose(1, 2).contiguous().flatten(0, 1)
     return rows if len(rows) == out_features else rows[:out_features].clone()
 
 
