@@ -26,7 +26,7 @@ def require_nestable(model: PreTrainedModel, config: MLSpecConfig) -> None:
     if model.dtype != torch.bfloat16:
         raise ValueError(
             f"MLSpecConfig: format 'nested-bf16' nests bfloat16 weights, {type(model).__name__} is to be loaded in "
-            f"{model.dtype}: pass dtype=torch.bfloat16 to from_pretrained, which rounds its weights"
+            f"{model.dtype}: load it with dtype=torch.bfloat16 (--dtype bfloat16), which rounds its weights"
         )
     choose_kept(model, config, [])
 
