@@ -108,7 +108,9 @@ const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
   if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
   if (params.stages == 0) return "the ring is smaller than one turn of all groups of warps";
   const int stage_bytes = params.stages * V::kStageBytes;
-  const int shared = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + Ring::kFrontBytes;
+  const int needed = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + Ring::kFrontBytes;
+  // More than kBlocks would fit a multiprocessor with small stages, and leave others idle.
+  const int shared = needed > kSharedMemory / (V::kBlocks + 1) ? needed : kSharedMemory / (V::kBlocks + 1);
   Maps maps = {};
   if (const char* problem = describe_operands<V>(&maps, a)) return problem;
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)))

@@ -118,10 +118,9 @@ def test_planes_that_are_not_asked_for_do_not_matter():
 
 def test_a_linear_is_the_reference_up_to_rounding():
     case = make(8, 200, 256, 64)
+    on_cpu = tiles_planes.pack(*(part.cpu() for part in case.weight[:2]))
     for num_planes in (2, 4, 8):
-        expected = reference_formats.bitplane_linear(
-            case.x.cpu(), *(part.cpu() for part in case.tiles), 200, None, 64, 256, num_planes
-        )
+        expected = reference_formats.bitplane_linear(case.x.cpu(), *on_cpu, 200, None, 64, 256, num_planes)
         torch.testing.assert_close(case.multiply(case.x, num_planes).cpu(), expected, atol=2e-2, rtol=1e-2)
 
 
