@@ -43,7 +43,8 @@ inline Linear nested_table(const std::string& name, const NestedTensors& parts, 
   return linear;
 }
 
-// plane_tiles [stored planes, tiles, in / 32, 64], as ops/tiles_planes.py has them.
+// plane_tiles [stored planes, tiles, in / 32, 64], as ops/tiles_planes.py has them; the tiles of a part of the outputs (Phi-3)
+// have the planes of all of them in between.
 inline Linear planes_linear(const std::string& name, const at::Tensor& planes, const at::Tensor& scale, int64_t in, int64_t out,
                             int64_t group, int64_t zero_doubled) {
   TORCH_CHECK_VALUE((group == 32 || group == 64 || group == 128) && in % group == 0, name,
@@ -54,7 +55,9 @@ inline Linear planes_linear(const std::string& name, const at::Tensor& planes, c
   const int64_t highest = 2 * ((int64_t{1} << stored) - 1);
   TORCH_CHECK_VALUE(zero_doubled >= 0 && zero_doubled <= highest, name, ": zero_doubled is ", zero_doubled, ", twice a code of ",
                     stored, " planes is 0 to ", highest);
-  check_plain(planes, name + ".plane_tiles", at::kByte, {stored, tiles, in / kBlock, kBlock * kTileOutputs / 8});
+  check_plain(planes.select(0, 0), name + ".plane_tiles[0]", at::kByte, {tiles, in / kBlock, kBlock * kTileOutputs / 8});
+  TORCH_CHECK_VALUE(stored == 1 || planes.stride(0) >= planes.numel() / stored, name, ".plane_tiles: one plane of ",
+                    planes.numel() / stored, " bytes begins ", planes.stride(0), " behind the one before it");
   check_plain(scale, name + ".scale_tiles", at::kHalf, {tiles, in / group, kTileOutputs});
   Linear linear;
   linear.format = WeightFormat::kPlanes;
@@ -62,7 +65,7 @@ inline Linear planes_linear(const std::string& name, const at::Tensor& planes, c
   linear.scale = scale.const_data_ptr();
   linear.group = group;
   linear.in_features = in, linear.out_features = out;
-  linear.stored_planes = stored, linear.plane_bytes = planes.numel() / stored, linear.zero_doubled = zero_doubled;
+  linear.stored_planes = stored, linear.plane_bytes = planes.stride(0), linear.zero_doubled = zero_doubled;
   return linear;
 }
 

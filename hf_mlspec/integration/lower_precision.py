@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..nn.prepared import switches
-from ..nn.switch import FAMILIES, PrecisionSwitch, precision_switch
+from ..nn.switch import CHOICES, FAMILIES, PrecisionSwitch, precision_switch
 from ..precision import Bits, Precision
 from .config import (
     CONFIDENCE_THRESHOLD,
@@ -36,7 +36,7 @@ def lower_precision(target: nn.Module, word: str, precision: Precision | None) -
     """
     switch = _switch(target, word, precision)
     family = FAMILIES[switch.weights]
-    if precision is None and switch.weights in ("int4", "mxfp4"):
+    if precision is None and switch.weights in CHOICES:
         return Bits(4, QSPEC_ACTIVATION_BITS)
     if precision is None or precision.family != family or (family == "w" and precision.weight_bits != 4):
         raise ValueError(
@@ -66,14 +66,15 @@ def check_descent(target: nn.Module, bits: list[Bits | None], levels: list) -> N
     """
     if all(own is None for own in bits):
         return
-    above, name = precision_switch(target).bits, "the target"
+    switch = precision_switch(target)
+    above, name = switch.bits, "the target"
     for index, (own, level) in enumerate(zip(bits, levels, strict=True)):
         if own is None:
             continue
         if own == above or own.weight > above.weight or own.activation > above.activation:
             raise ValueError(
-                f"level {index} ({level}) drafts with {_difference(own, above)} for {name}, which has "
-                f"{_difference(above, own, short=True)}: each level must have fewer than the one that checks it"
+                f"level {index} ({level}) drafts with {_told(switch, own)} for {name}, which has "
+                f"{_told(switch, above, again=True)}: each level must have fewer than the one that checks it"
             )
         above, name = own, f"level {index} ({level})"
 
@@ -114,10 +115,12 @@ def _fitting(switch: PrecisionSwitch) -> str:
     return words or f"by no word, {Precision(family, *finest)} is the least there is"
 
 
-def _difference(bits: Bits, other: Bits, short: bool = False) -> str:
-    """The bits in which two precisions differ, in words: of activations where the weights are read alike."""
-    count, what = (bits.activation, "activations") if bits.weight == other.weight else (bits.weight, "weights")
-    return str(count) if short else f"{count}-bit {what}"
+def _told(switch: PrecisionSwitch, bits: Bits, again: bool = False) -> str:
+    """Bits in words, those of activations where weights are always read whole; again: the same thing was named."""
+    if switch.weights in CHOICES:
+        return str(bits.activation) if again else f"{bits.activation}-bit activations"
+    word = Precision(FAMILIES[switch.weights], *bits)
+    return f"those of {word}" if again else f"the bits of {word}"
 
 
 def _listed(choices: tuple[int, ...]) -> str:

@@ -181,4 +181,9 @@ def plane_zeros(out_features: int, in_features: int, num_planes: int, group_size
     """The parts on disk of a bit-plane weight whose values are all 0."""
     planes = torch.zeros(num_planes, out_features, in_features // 8, dtype=torch.uint8, device=device)
     scale = torch.ones(out_features, in_features // group_size, dtype=torch.float16, device=device)
-    return planes, scale, torch.zeros(1, dtype=torch.int32, device=device)
+    zero = bitplanes.zeros_doubled(num_planes)[0]
+    zero += zero % 2  # twice a code
+    for place in range(num_planes):
+        if zero >> (num_planes - place) & 1:
+            planes[place] = 0xFF
+    return planes, scale, torch.full((1,), zero, dtype=torch.int32, device=device)

@@ -29,7 +29,8 @@ def tied(rows: int = 43, columns: int = 64) -> tuple[nn.Linear, nn.Embedding]:
 def test_rows_are_those_of_the_table():
     linear, table = tied()
     nested = NestedEmbedding(NestedLinear.from_linear(linear), table)
-    for ids in (torch.arange(43), torch.tensor([[7, 42], [0, 7]], dtype=torch.int32), torch.tensor([], dtype=torch.int64)):
+    none, few = torch.tensor([], dtype=torch.int64), torch.tensor([[7, 42], [0, 7]], dtype=torch.int32)
+    for ids in (torch.arange(43), few, none):
         rows = nested(ids)
         assert rows.dtype == torch.bfloat16
         assert torch.equal(rows, table(ids))
@@ -92,8 +93,7 @@ def test_views_of_a_nested_model_keep_head_and_table_together():
 
 
 def test_what_does_more_than_look_up_is_refused():
-    linear, table = tied()
-    head = NestedLinear.from_linear(linear)
+    head = NestedLinear.from_linear(tied()[0])
     with pytest.raises(ValueError, match=r"the table is \[44, 64\] on cpu, the head's weight \[43, 64\] on cpu"):
         NestedEmbedding(head, nn.Embedding(44, 64))
 
