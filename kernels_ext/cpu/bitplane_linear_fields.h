@@ -1,7 +1,8 @@
 // How do planes become floats without a table? Codes where they lie in a 32-bit word are digits of a large float.
 //
 // Included inside the anonymous namespaces of bitplane_linear_{avx2,avx512vnni,avx512bf16}.cpp after
-// bitplane_linear_nibbles.h. Bits has what that names, Float, shift_left(v, count) of 16-bit words, word_left<k>, word_right<k> of 32-bit words,
+// bitplane_linear_nibbles.h. Bits has what that names, Float, shift_left(v, count) of 16-bit words, word_left<k> and
+// word_right<k> of 32-bit words,
 //   digits(v, mask, power) ((v & mask) | power, as floats) and subtract(a, b).
 
 // 2^e with a code in its lower bits is 2^e + code * 2^(e - 23 + the code's lowest bit): e makes that the number of the

@@ -68,7 +68,8 @@ void multiply_tiles(const mlspec_linear_args& a, const Isa::Unpack<kParts>& unpa
 }
 
 template <int kParts>
-using TileFunction = void (*)(const mlspec_linear_args&, const Isa::Unpack<kParts>&, int64_t tile, int64_t tile_end, int64_t token);
+using TileFunction = void (*)(const mlspec_linear_args&, const Isa::Unpack<kParts>&, int64_t tile, int64_t tile_end,
+                              int64_t token);
 
 template <int kParts, int... N>
 constexpr auto widths(std::integer_sequence<int, N...>) {

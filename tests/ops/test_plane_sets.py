@@ -1,0 +1,96 @@
+"""Does every instruction set of this machine multiply with every prefix of every count of planes?"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import plane_cases
+import pytest
+import torch
+
+from hf_mlspec import ops
+from hf_mlspec.ops import library
+
+needs_kernel = pytest.mark.skipif(
+    library.kernel_of("bitplane_linear", "cpu") == "reference", reason="the compiled library is not built"
+)
+# A process per instruction set, without hf_mlspec/__init__.py: test_instruction_sets.py says why.
+CODE = """
+import sys, types, torch
+package = types.ModuleType("hf_mlspec")
+package.__path__ = [sys.argv[1] + "/../../hf_mlspec"]
+sys.modules["hf_mlspec"] = package
+from hf_mlspec.ops import library
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+import plane_cases
+assert library.kernel_of("bitplane_linear", "cpu") == sys.argv[2], library.kernel_table()
+plane_cases.check_all()
+print("checked")
+"""
+
+
+@needs_kernel
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512vnni", "avx512bf16", "amx"])
+def test_every_prefix(isa):
+    result = subprocess.run(
+        [sys.executable, "-c", CODE, str(Path(__file__).parent), isa],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MLSPEC_CPU_ISA": isa},
+    )
+    if f"MLSPEC_CPU_ISA={isa} is not supported by this CPU" in result.stderr or (
+        isa != "generic" and f"MLSPEC_CPU_ISA={isa} is unknown" in result.stderr
+    ):
+        pytest.skip(f"this CPU has no {isa}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "checked"
+
+
+def test_levels_without_a_kernel_of_ones_choice():
+    plane_cases.check_levels()
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_and_passes_change_no_bit(threads):
+    """More rows than one pass of the binding, enough outputs for several pieces."""
+    out, size = 300, 256
+    planes, scale = plane_cases.random_planes(8, out, size, 128)
+    tiles = ops.prepack_planes(planes, scale)
+    x = plane_cases.seeded(520, size).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for read in (4, 8):
+            numbers = {"group_size": 128, "zero_doubled": 256, "num_planes": read}
+            whole = ops.bitplane_linear(x, *tiles, out, None, **numbers)
+            for row in (0, 15, 31, 511, 512, 519):
+                alone = ops.bitplane_linear(x[row : row + 1], *tiles, out, None, **numbers)
+                assert torch.equal(alone, whole[row : row + 1]), (read, row)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_scales_that_are_not_finite_reach_their_output_only():
+    planes, scale = plane_cases.random_planes(8, 20, 64, 32)
+    scale[3, 1], scale[17, 0] = torch.nan, torch.inf
+    for read in (3, 8):
+        y = ops.bitplane_linear(
+            plane_cases.seeded(5, 64), *ops.prepack_planes(planes, scale), 20, None,
+            group_size=32, zero_doubled=255, num_planes=read,
+        )  # fmt: skip
+        good = [output for output in range(20) if output not in (3, 17)]
+        assert y[:, good].isfinite().all()
+        assert y[:, 3].isnan().all()
+        assert not y[:, 17].isfinite().any()
+
+
+@needs_kernel
+@pytest.mark.parametrize("zero", [0, 100, 253, 257])
+def test_levels_that_bfloat16_cannot_hold_are_refused(zero):
+    tiles = ops.prepack_planes(*plane_cases.random_planes(8, 8, 64, 32))
+    with pytest.raises(ValueError, match=rf"zero_doubled is {zero}, .* bfloat16 holds every level from 254 to 256"):
+        ops.bitplane_linear(torch.zeros(1, 64), *tiles, 8, None, group_size=32, zero_doubled=zero, num_planes=8)
