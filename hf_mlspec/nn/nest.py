@@ -39,9 +39,10 @@ def nest(
     chosen so that errors make up for each other on this text (GPTQ's feedback); nothing else changes. A few samples of
     some hundred tokens serve; each runs through the model once for every 256 MB of Hessians.
 
-    One tensor at a time: above what the model takes afterwards (1.016 times its linear weights) memory holds one
-    weight twice. What stays as it is, is said once by name: another in_features, weights that are not bfloat16, shared
-    by several linears, or with more values below 2^-30 of their block than are worth a list; fused experts; Conv1D.
+    One tensor at a time, the largest first: memory holds at most what the model takes afterwards (1.016 times its
+    linear weights) and one weight twice. What stays as it is, is said once by name: another in_features, weights that
+    are not bfloat16, shared by several linears, or with more values below 2^-30 of their block than are worth a list;
+    fused experts; Conv1D.
     Whatever fails half way, the model is as it was: the weights that were nested are joined again.
 
     TypeError for what is no PreTrainedModel; ValueError for one that is nested already, quantized, not in bfloat16, or
@@ -85,8 +86,7 @@ def nest_planned(
     model: nn.Module, plan: Plan, codebook: str, switch: PrecisionSwitch, samples: list[Tensor] | None = None
 ) -> None:
     """Nest what the plan holds; what stays after all is noted in it. Whatever is raised, the model is as it was."""
-    # Names only: a list of modules would keep every weight in memory that gave its place to a nested one.
-    groups = _groups(model, plan) if samples is not None else [[name] for name in plan.paths]
+    groups = [[name] for name in _largest_first(model, plan)] if samples is None else _groups(model, plan)
     # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
     bar = logging.tqdm(total=len(plan.paths), desc="Nesting", unit="tensor", leave=False)
     with bar, undone(model) as done:
@@ -100,6 +100,12 @@ def nest_planned(
                     plan.kept |= dict.fromkeys(plan.paths[name], why)
                 bar.update()
     _untie(model)
+
+
+# Both give names only: a list of modules would keep every weight in memory that gave its place to a nested one.
+def _largest_first(model: nn.Module, plan: Plan) -> list[str]:
+    """The largest weight is there twice for a moment: best before all others have grown by their exponent bytes."""
+    return sorted(plan.paths, key=lambda name: -model.get_submodule(name).weight.numel())
 
 
 def _groups(model: nn.Module, plan: Plan) -> list[list[str]]:
