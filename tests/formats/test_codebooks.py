@@ -62,6 +62,25 @@ def test_a_fitted_codebook_is_never_worse(shape):
     assert relative_error(weight, fitted) <= best * (1 + 1e-9)
 
 
+def test_no_other_codebook_has_less_error():
+    """Few rows whose errors are large and many of another shape whose are small: nothing near is better, nothing drawn
+    at random, and the few decide."""
+    large = torch.rand(16, 256, generator=torch.Generator().manual_seed(1)) - 0.5
+    small = seeded(240, 256, seed=2) ** 3 * 0.002
+    weight = torch.cat([large, small]).bfloat16()
+    fitted = codebooks.fit(nested.count_fields(weight))
+    least = relative_error(weight, fitted)
+    generator = torch.Generator().manual_seed(0)
+    others = [(torch.randperm(64, generator=generator)[:8]).sort().values for _ in range(60)]
+    others += [fitted.long() + step * torch.eye(8, dtype=torch.long)[i] for i in range(8) for step in (-1, 1)]
+    others = [other for other in others if len(other.unique()) == 8 and 0 <= int(other.min()) <= int(other.max()) < 64]
+    assert len(others) > 60
+    assert all(relative_error(weight, other.to(torch.uint8)) >= least for other in others)
+    alone = codebooks.fit(nested.count_fields(weight[:16]))
+    assert (fitted.int() - alone.int()).abs().max() <= 1
+    assert (fitted.int() - codebooks.fit(nested.count_fields(weight[16:])).int()).abs().max() > 2
+
+
 def test_a_fitted_codebook_learns_the_levels_there_are():
     """Weights of eight magnitudes: the codebook becomes those, and the draft the weight."""
     units = torch.tensor([1.0, 4, 9, 13, 21, 33, 47, 60])
