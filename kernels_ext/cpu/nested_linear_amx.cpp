@@ -79,7 +79,7 @@ struct Product {
   template <int i, int kCount>
   inline void add_step(const TileSteps& first, int64_t next, int64_t ahead, const uint16_t* x, int next_half) {
     if constexpr (i < kCount) {
-      first.prefetch(i * steps + next + ahead);
+      first.prefetch<1>(i * steps + next + ahead, 0);
       first.rebuild(rebuild, i * steps + next, pairs[next_half][i]);
       load<kWeights>(pairs[1 - next_half][i], 64);
       multiply_rows<i, 0>(x);

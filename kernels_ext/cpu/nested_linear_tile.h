@@ -14,27 +14,24 @@
 #include "nested_steps.h"
 
 constexpr int64_t kChunk = 8;                           // steps that are rebuilt at a time: 8 KB, to be read from L1
+constexpr int64_t kAhead = 8;                           // steps from those that are rebuilt to those that are fetched
 constexpr int64_t kPassTokens = 96;                     // activation rows that share one rebuilding: their sums stay in L2
 constexpr int kLanes = 16 / Isa::kVectors;
 constexpr int64_t kSumFloats = sizeof(typename Isa::Sum) / sizeof(float);
 constexpr int64_t kTokenFloats = Isa::kVectors * Isa::kSums * kSumFloats;
 
-inline void rebuild_chunk(const TileSteps& tile, int64_t first, int64_t count, Pairs* pairs) {
-  constexpr int64_t kAhead = 16;  // steps
-  for (int64_t b = first; b < first + count; ++b) {
-    tile.prefetch(b + kAhead);
-    tile.rebuild(Isa::rebuild, b, pairs[b - first]);
-  }
-}
-
-// Some of the sums of N rows, over `count` steps.
+// Some of the sums of N rows, over `count` steps. Meanwhile what will be rebuilt next is fetched, unless `ahead` is null: while
+// weights are rebuilt the processor has other things to do, and it takes few requests at a time.
 template <int P, int N>
 inline void add_sums(const Pairs* pairs, const typename Isa::Activations (*x)[N], int64_t count, int first_sum, int lane,
-                     float* sums) {
+                     float* sums, const TileSteps* ahead) {
+  constexpr int kTurns = Isa::kVectors * Isa::kSums / P;
+  const int turn = (lane / kLanes * Isa::kSums + first_sum) / P;
   typename Isa::Sum sum[P][N];
   for (int i = 0; i < P; ++i)
     for (int t = 0; t < N; ++t) sum[i][t] = Isa::load(sums + ((first_sum + i) * N + t) * kSumFloats);
   for (int64_t b = 0; b < count; ++b) {
+    if (ahead) ahead->prefetch<kTurns>(b, turn);
 #pragma GCC unroll 4
     for (int pair = first_sum; pair < kPairs; pair += Isa::kSums) {
 #pragma GCC unroll 16
@@ -52,14 +49,14 @@ inline void add_sums(const Pairs* pairs, const typename Isa::Activations (*x)[N]
 // sums of a part: [kVectors][kSums][N][kSumFloats].
 template <int N>
 __attribute__((noinline)) void add_chunk(const mlspec_linear_args& a, const Pairs* pairs, int64_t first, int64_t count,
-                                         int64_t token, float* sums) {
+                                         int64_t token, float* sums, const TileSteps* ahead) {
   constexpr int P = Isa::sums_for(N);
   alignas(64) typename Isa::Activations x[kChunk][N];
   const uint16_t* const rows = static_cast<const uint16_t*>(a.acts->data) + token * a.in_features + first * kBlock;
   for (int64_t b = 0; b < count; ++b)
     for (int t = 0; t < N; ++t) Isa::arrange(rows + t * a.in_features + b * kBlock, x[b][t]);
   for (int v = 0; v < Isa::kVectors; ++v, sums += Isa::kSums * N * kSumFloats)
-    for (int s = 0; s < Isa::kSums; s += P) add_sums<P, N>(pairs, x, count, s, v * kLanes, sums);
+    for (int s = 0; s < Isa::kSums; s += P) add_sums<P, N>(pairs, x, count, s, v * kLanes, sums, ahead);
 }
 
 void add_part(const mlspec_linear_args& a, int64_t tile, int64_t token, int64_t count, const float* sums) {
@@ -74,7 +71,8 @@ void add_part(const mlspec_linear_args& a, int64_t tile, int64_t token, int64_t 
   }
 }
 
-using AddChunk = void (*)(const mlspec_linear_args&, const Pairs*, int64_t first, int64_t count, int64_t token, float* sums);
+using AddChunk = void (*)(const mlspec_linear_args&, const Pairs*, int64_t first, int64_t count, int64_t token, float* sums,
+                          const TileSteps* ahead);
 
 template <int... N>
 constexpr auto widths(std::integer_sequence<int, N...>) {
@@ -88,12 +86,15 @@ void pass(const mlspec_linear_args& a, int64_t tile, int64_t begin, int64_t end,
   const TileSteps tile_steps(a, tile);
   alignas(64) Pairs pairs[kChunk];
   std::fill(sums, sums + tokens * kTokenFloats, 0.0f);
-  for (int64_t first = 0; first < steps; first += kChunk) {
-    const int64_t count = std::min(kChunk, steps - first);
-    rebuild_chunk(tile_steps, first, count, pairs);
+  const int64_t chunk = tokens <= 6 ? kChunk / 2 : kChunk;  // few products hide few reads
+  for (int64_t first = 0; first < steps; first += chunk) {
+    const int64_t count = std::min(chunk, steps - first);
+    for (int64_t b = 0; b < count; ++b) tile_steps.rebuild(Isa::rebuild, first + b, pairs[b]);
+    const TileSteps ahead = tile_steps.from(first + kAhead);
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t from = part * tokens / parts, to = (part + 1) * tokens / parts;
-      kWidths[to - from - 1](a, pairs, first, count, begin + from, sums + from * kTokenFloats);
+      kWidths[to - from - 1](a, pairs, first, count, begin + from, sums + from * kTokenFloats,
+                            part == 0 ? &ahead : nullptr);
     }
   }
   for (int64_t part = 0; part < parts; ++part) {

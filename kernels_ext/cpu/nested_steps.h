@@ -7,11 +7,6 @@ constexpr int64_t kNibbleBytes = 256, kLowBytes = 768;  // of a step
 
 using Pairs = uint32_t[kPairs][kTileOutputs];  // a rebuilt step: bfloat16 [16 pairs][16 outputs][2]
 
-// Always inline: GCC drops the call of a function that does nothing but prefetch.
-__attribute__((always_inline)) inline void prefetch_lines(const uint8_t* p, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 3);
-}
-
 // The three streams of one tile, step after step; behind its last step lies the next tile's first.
 struct TileSteps {
   const uint8_t *nibbles, *exponents, *low;
@@ -21,10 +16,20 @@ struct TileSteps {
     exponents = static_cast<const uint8_t*>(a.scale) + steps * kTileOutputs;
     low = a.low + steps * kLowBytes;
   }
-  __attribute__((always_inline)) inline void prefetch(int64_t step) const {
-    prefetch_lines(nibbles + step * kNibbleBytes, kNibbleBytes);
-    prefetch_lines(low + step * kLowBytes, kLowBytes);
-    prefetch_lines(exponents + step * kTileOutputs, 1);
+  TileSteps from(int64_t step) const {
+    TileSteps later = *this;
+    later.nibbles += step * kNibbleBytes, later.exponents += step * kTileOutputs, later.low += step * kLowBytes;
+    return later;
+  }
+  // A step is fetched in kTurns turns. Always inline: GCC drops the call of a function that does nothing but prefetch.
+  template <int kTurns>
+  __attribute__((always_inline)) inline void prefetch(int64_t step, int turn) const {
+    constexpr int kNibbleLines = kNibbleBytes / 64, kLowLines = kLowBytes / 64;
+    for (int line = turn * kNibbleLines / kTurns; line < (turn + 1) * kNibbleLines / kTurns; ++line)
+      __builtin_prefetch(nibbles + step * kNibbleBytes + 64 * line, 0, 3);
+    for (int line = turn * kLowLines / kTurns; line < (turn + 1) * kLowLines / kTurns; ++line)
+      __builtin_prefetch(low + step * kLowBytes + 64 * line, 0, 3);
+    if (turn == 0) __builtin_prefetch(exponents + step * kTileOutputs, 0, 3);
   }
   template <class Rebuild>
   __attribute__((always_inline)) inline void rebuild(const Rebuild& rebuild, int64_t step, Pairs& to) const {
