@@ -27,9 +27,9 @@ VARIANTS = {
     "bf16": (112, 212, 412, 822, 1622, 3222, 3622),
     "mxfp4": (111, 113, 211, 212, 412, 822, 1622),
     "int4": (111, 113, 211, 212, 412, 822),
-    "nested": (111, 112, 113, 211, 212, 412, 822, 1622, 3222, 3622),
+    "nested": (111, 113, 211, 212, 412, 822, 1622, 3222, 3622),
 }
-OF_EXACT_ALONE, OF_DRAFT_ALONE = (112, 3222, 3622), (113,)  # of nested weights
+OF_EXACT_ALONE, OF_DRAFT_ALONE = (3222, 3622), (113, 212)  # of nested weights
 
 
 def require(condition: bool, text: str) -> None:

@@ -157,13 +157,15 @@ __device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], 
   const int group = warp / (4 * V::kTiles), tile_of_block = warp / 4 % V::kTiles;
   uint32_t place = TokenFragments<V::kTokenTiles>::place(lane);
   LanePlace lane_place = Format::place(warp % 4, lane);
+  uint32_t before_weights = p.stages * V::kTokenBytes + tile_of_block * Format::kTileBytes;
   if constexpr (V::kTiles == 1) {  // there are registers to keep them
     place = unknown_to_compiler(place);
     lane_place = {unknown_to_compiler(lane_place.weights), unknown_to_compiler(lane_place.scales)};
+    before_weights = unknown_to_compiler(before_weights);
   }
+  const uint8_t* weights = memory + before_weights;
   Format format;
   format.prepare(p);
-  const uint8_t* weights = memory + p.stages * V::kTokenBytes + tile_of_block * Format::kTileBytes;
   // kChunks of the group, in stages side by side.
   const auto multiply = [&](auto number) {
     constexpr int kChunks = decltype(number)::value;

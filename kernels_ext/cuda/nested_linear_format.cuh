@@ -40,18 +40,33 @@ __device__ __forceinline__ void load_codebook(uint32_t (&table)[2], const Params
   table[0] = load_constant(from), table[1] = load_constant(from + 1);
 }
 
+// Four bytes of the table. The compiler would mask the selectors once more in front of __byte_perm.
+__device__ __forceinline__ uint32_t looked_up(const uint32_t (&table)[2], uint32_t selectors) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(table[0]), "r"(table[1]), "r"(selectors));
+  return d;
+}
+
+// number >> 16 on the pipe of multiplications: the one of shifts, logic and permutations is the busiest here.
+__device__ __forceinline__ uint32_t upper_half(uint32_t number, uint32_t two_to_16) {
+  uint32_t d;
+  asm("mul.hi.u32 %0, %1, %2;" : "=r"(d) : "r"(number), "r"(two_to_16));
+  return d;
+}
+
 struct NestedDraftWeights : ScaledCodes {
-  uint32_t table[2];
+  uint32_t table[2], two_to_16;
 
   template <class Params>
   __device__ __forceinline__ void prepare(const Params& p) {
     load_codebook(table, p);
+    two_to_16 = unknown_to_compiler(1 << 16);
   }
   __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
     const uint32_t w = words[step], index = w & kIndexBits, both_rows = rows_scale(scales[step / 4], step);
     const uint32_t even = both_low(both_rows), odd = both_high(both_rows);
-    const uint32_t units = __byte_perm(table[0], table[1], index), signs = w & kSignBits;
-    const uint32_t units8 = __byte_perm(table[0], table[1], index >> 16), signs8 = (w << 4) & kSignBits;  // of row r + 8
+    const uint32_t units = looked_up(table, index), signs = w & kSignBits;
+    const uint32_t units8 = looked_up(table, upper_half(index, two_to_16)), signs8 = (w << 4) & kSignBits;  // of row r + 8
     a[0] = bf16x2_mul(first_pair(units, signs), even), a[2] = bf16x2_mul(second_pair(units, signs), even);
     a[1] = bf16x2_mul(first_pair(units8, signs8), odd), a[3] = bf16x2_mul(second_pair(units8, signs8), odd);
   }
@@ -71,8 +86,8 @@ struct NestedIntegerWeights : ScaledIntegers {
   }
   __device__ __forceinline__ float2 scale(int block) const { return powers(block, 0x1p-101f); }
   // selectors: indices of four numbers; signs: theirs, the highest bits of four bytes.
-  __device__ __forceinline__ uint32_t looked_up(uint32_t selectors, uint32_t signs) const {
-    const uint32_t positive = __byte_perm(table[0], table[1], selectors), flip = __byte_perm(flips[0], flips[1], selectors);
+  __device__ __forceinline__ uint32_t signed_units(uint32_t selectors, uint32_t signs) const {
+    const uint32_t positive = looked_up(table, selectors), flip = looked_up(flips, selectors);
     uint32_t negative;  // 0xFF where it is
     asm("prmt.b32 %0, %1, %1, 0xBA98;" : "=r"(negative) : "r"(signs));
     return positive ^ (flip & negative);
@@ -82,7 +97,7 @@ struct NestedIntegerWeights : ScaledIntegers {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t w = words[2 * step + i], index = w & kIndexBits;
-      a[2 * i] = looked_up(index, w), a[2 * i + 1] = looked_up(index >> 16, w << 4);
+      a[2 * i] = signed_units(index, w), a[2 * i + 1] = signed_units(index >> 16, w << 4);
     }
   }
 };
