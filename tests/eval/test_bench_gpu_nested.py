@@ -1,0 +1,108 @@
+"""Do the groups of nested targets and bit-planes compare what they say, and does a difference fail?"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+
+ROOT = Path(__file__).resolve().parents[2]
+compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="takes minutes without the compiled kernels")
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def program(name: str):
+    return importlib.import_module(f"eval.{name}")
+
+
+def bench():
+    Bench = program("bench_gpu_findings").Bench
+    return Bench(torch.device("cpu"), Path("models"), Path("data"), quick=True)
+
+
+def by_name(found) -> dict[tuple[str, str], float]:
+    return {(line.what, line.contender): line.value for line in found}
+
+
+def test_every_group_has_a_title_and_a_program():
+    shell, report = program("bench_gpu"), program("bench_gpu_report")
+    for name, module in shell.GROUPS.items():
+        assert name in report.TITLES
+        assert name in shell.__doc__
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("module", ["bench_gpu_nested", "bench_gpu_planes"])
+def test_every_chain_has_its_traces(module):
+    chains, traces = program(module).CHAINS, program("bench_gpu_chain").TRACES
+    assert chains
+    for one in chains:
+        for data in ("humaneval", "gsm8k"):
+            assert (traces / f"{one.trace}-{data}.json").is_file()
+        assert {len(lengths) for lengths in one.lengths} == {one.levels}
+
+
+def test_every_target_of_planes_is_measured():
+    planes = program("bench_gpu_planes")
+    assert {*planes.OVER_OWN, *planes.OVER_BF16} == {one.name for one in planes.CHAINS}
+
+
+def test_planes_are_compared_with_their_own_greedy_decoding(monkeypatch):
+    planes = program("bench_gpu_planes")
+    monkeypatch.setattr(planes, "CHAINS", planes.CHAINS[:1])
+    found = list(planes.planes(bench()))
+    values = by_name(found)
+    assert [line.contender for line in found][:4] == ["BF16", "8 planes", "4 planes", "2 planes"]
+    sizes = [line.more["bytes"] for line in found[1:4]]
+    per_plane = (sizes[0] - sizes[1]) / 4
+    assert sizes[1] - sizes[2] == 2 * per_plane > 0
+    for data in ("HumanEval", "GSM8K"):
+        what = f'["planes4"], {data}, batch 1 (replayed)'
+        for name in ("own greedy", "BF16 greedy"):
+            expected = values[what, "tokens/s"] / values[what, f"{name}, tokens/s"]
+            assert values[what, f"x {name}"] == pytest.approx(expected)
+    assert {line.target for line in found} == {None}
+
+
+@compiled
+def test_nested_chains_are_compared_with_those_of_the_cast(monkeypatch):
+    nested = program("bench_gpu_nested")
+    monkeypatch.setattr(nested, "CHAINS", nested.CHAINS[:1])
+    found = list(nested.nested(bench()))
+    values = by_name(found)
+    ratios = [line for line in found if line.contender == "nested x mxfp4"]
+    assert len(ratios) == 2 + 2  # two data sets, then the pair with and without the tiny model
+    for line in ratios:
+        sides = values[line.what, "nested, tokens/s"] / values[line.what, "mxfp4, tokens/s"]
+        assert line.value == pytest.approx(sides)
+    steps = {line.contender: line.more["bytes"] for line in found if line.unit == "ms" and "1 token" in line.what}
+    assert steps["nested, draft"] == steps["MXFP4 cast"] < steps["BF16"] < steps["nested, exact"]
+
+
+@compiled
+def test_a_nested_target_that_writes_other_ids_fails(monkeypatch):
+    exact, nested_exact = program("bench_gpu_exact"), program("bench_gpu_nested_exact")
+    real = exact._decoded
+
+    def decoded(bench, model, rows, case, batch):
+        found = real(bench, model, rows, case, batch)
+        if case.name == '["nested"]' and batch == 1:
+            found[next(iter(found))] = [-1]
+        return found
+
+    monkeypatch.setattr(exact, "_decoded", decoded)
+    found = []
+    with pytest.raises(exact.Differences, match=r'\["nested"\], batch 1: 1 of \d prompts differ'):
+        found.extend(nested_exact.nested_exact(bench()))
+    assert found[0].more["reference"]
+    assert not any(line.more["reference"] for line in found[1:])
+    assert [line.value for line in found if line.what != '["nested"]'] == [0] * 5
+    assert sum(line.value for line in found) == 1
