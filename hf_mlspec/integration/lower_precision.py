@@ -101,8 +101,8 @@ def _switch(target: nn.Module, word: str, precision: Precision | None) -> Precis
             f"{len(found)} switches ({kinds}): assign one PrecisionSwitch to the `switch` of all its packed layers"
         )
     raise ValueError(
-        f"level {word!r} drafts with the target's own {held}, and this {type(target).__name__} has none (its weights "
-        f"are {target.dtype}): {remedy}"
+        f"level {word!r} drafts with the target's own {held} (these are {target.dtype}), and this "
+        f"{type(target).__name__} has none: {remedy}"
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..ops.cuda_library import serves
 from ..ops.tiles import TILE_OUTPUTS
 from ..ops.tiles_cuda import PAIR_OUTPUTS
 from .architecture import UnknownArchitecture, linear_shape, require_format
@@ -119,10 +118,10 @@ def _codebooks_differ(modules: Sequence[PackedLinear]) -> bool:
 def _share_tiles(modules: Sequence[PackedLinear], disk: list[Parts], tiles: Parts) -> bool:
     """Let the modules, which are as on disk, hold their part of the group's tiles, where each but the last fills its
     tiles. Planes of the CPU stay apart: those of a part of the outputs would not be one piece."""
-    height = PAIR_OUTPUTS if serves(tiles[0]) else TILE_OUTPUTS
+    total, count, first = sum(module.out_features for module in modules), len(tiles[0]), 0
+    height = TILE_OUTPUTS if count == -(-total // TILE_OUTPUTS) else PAIR_OUTPUTS  # of a CPU, of a GPU
     if tiles[0].ndim == 4 or any(module.out_features % height for module in modules[:-1]):
         return False
-    count, first = -(-sum(module.out_features for module in modules) // height), 0
     for module, own in zip(modules, disk, strict=True):
         end = first + -(-module.out_features // height)
         beside = module.packing.beside(*own) if module.packing.beside else (None,) * len(tiles)

@@ -182,9 +182,9 @@ def wired(model, words: list[str]) -> wiring.Chain:
 
 
 REFUSED = [
-    (None, "nested", r"the target's own nested weights, and this LlamaForCausalLM has none \(its weights are tor"),
+    (None, "nested", r"the target's own nested weights \(these are torch.bfloat16\), and this LlamaForCausalLM has"),
     (None, "nested", r"nest it with hf_mlspec.nest\(model\), or load it with .*MLSpecConfig\(format='nested-bf16'\)"),
-    (None, "planes4", r"level 'planes4' drafts with the target's own bit-planes, and this .*format='bitplanes'"),
+    (None, "planes4", r"level 'planes4' drafts with the target's own bit-planes .*format='bitplanes'"),
     (None, "qspec", "level 'qspec' drafts with the target's own 4-bit weights"),
     ("nested", "planes4", "of this LlamaForCausalLM are nested BF16: its levels are called 'nested', 'nested4' or"),
     ("nested", "qspec", "level 'qspec' .* are nested BF16: its levels are called 'nested', 'nested4' or"),

@@ -193,7 +193,7 @@ def test_a_thread_drafts_while_another_is_exact(linear, x):
 
 
 def test_what_does_not_fit_is_refused(linear):
-    with pytest.raises(TypeError, match=r"q_proj is torch\.float16: nested weights need BF16's 8-bit exponent"):
+    with pytest.raises(TypeError, match=r"q_proj is torch\.float16: .* only two exponent bits would be left"):
         NestedLinear.from_linear(nn.Linear(64, 8).half(), name="q_proj")
     with pytest.raises(ValueError, match="down_proj: in_features is 40, nested BF16 needs a multiple of 32"):
         NestedLinear.empty(nn.Linear(40, 8), name="down_proj")
