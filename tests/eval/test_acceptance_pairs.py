@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,3 +62,67 @@ def test_a_pair_that_cannot_be_is_refused(change, words, pairs, saved_model, tmp
     asked = {"name": "one", "model": str(saved_model), "draft": "nested4a8", **change}
     with pytest.raises(PlanError, match=words):
         pairs.pair_units([pairs.Pair(**asked)], [], 8, Places(tmp_path, tmp_path, "demo"), Path("plan.toml"))
+
+
+PLAN = """
+name = "pairs"
+max_new_tokens = 8
+batch_size = 2
+[[pairs]]
+name = "one"
+model = "{models}"
+draft = "nested4"
+codebook = "mxfp4"
+margin = 0.9
+[[pairs]]
+name = "other"
+model = "{models}"
+draft = "nested4a8"
+margin = 0.9
+[[data]]
+name = "Words"
+file = "{data}/words.jsonl"
+count = 3
+"""
+
+
+def test_a_plan_of_pairs_is_measured_once_and_kept(pairs, saved_model, tmp_path, capsys, monkeypatch):
+    (tmp_path / "words.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("def f(", "a b", "x")))
+    (tmp_path / "plan.toml").write_text(PLAN)
+    asked = [str(tmp_path / "plan.toml"), "--models", str(saved_model), "--data", str(tmp_path), "--results",
+             str(tmp_path / "results"), "--device", "cpu"]
+    program = importlib.import_module("eval.acceptance")
+    assert program.main(asked) == 0
+    assert "nested4 mxfp4" in capsys.readouterr().out
+    found = [json.loads(line) for line in (tmp_path / "results" / "pairs.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["pair"], line["data"], line["prompts"]) for line in found] == [
+        ("paired acceptance", "one", "Words", 3), ("paired acceptance", "other", "Words", 3)]
+    texts = [file for file in (tmp_path / "results" / "pairs").iterdir() if file.name.startswith("text-")]
+    casts = [file for file in (tmp_path / "results" / "pairs").iterdir() if file.name.startswith("mxfp4-")]
+    assert (len(texts), len(casts)) == (1, 1)  # both pairs share them
+    assert found[0]["acceptance_against"] == found[1]["acceptance_against"]
+    monkeypatch.setattr(pairs, "score_rows", None)  # all is there: nothing is scored again
+    assert program.main(asked) == 0
+
+
+def test_an_exact_draft_agrees_everywhere(pairs, saved_model, tmp_path):
+    """The text is the target's own, and so is what a nested target says of it."""
+    from transformers import AutoModelForCausalLM
+
+    import hf_mlspec
+    from hf_mlspec.evaluation import token_logprobs
+
+    model = AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.bfloat16).eval()
+    ids = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, assistant_models=[],
+                         pad_token_id=0)[0].tolist()
+    (found,) = token_logprobs(hf_mlspec.nest(model), [ids], num_scored=[len(ids) - 3], precision="nested")
+    assert found.greedy.all()
+
+
+def test_a_missed_margin_is_an_exit_status(pairs, monkeypatch, capsys):
+    program = importlib.import_module("eval.acceptance")
+    line = {"kind": "paired acceptance", "target": "x", "data": "d", "draft": "nested4", "codebook": "fitted",
+            "against": "mxfp4", "margin": 0.003, "met": False, **pairs.compared([[1, 0]], [[1, 1]])}
+    monkeypatch.setattr(program, "measured", lambda args: iter([line]))
+    assert program.main(["plan.toml"]) == 1
+    assert "MISSED" in capsys.readouterr().out
