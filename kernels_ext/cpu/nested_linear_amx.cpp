@@ -25,11 +25,11 @@ namespace {
 #include "nested_rebuild_zmm.h"
 #include "nested_steps.h"
 
-constexpr int kOtherRows = 7;  // full rows of x take turns in two registers
+constexpr int kOtherRows = 7;  // where full rows, or weights, take turns in two registers
 
-template <int kSums, int kX>
+template <int kSums, int kX, int kFrom = kWeights>
 inline void multiply_add() {
-  asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kWeights), "i"(kX), "i"(kSums));
+  asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFrom), "i"(kX), "i"(kSums));
 }
 
 // T tiles of outputs times M tiles of rows of x, the last of which may be short: sum (i, m) is register i * M + m.
@@ -57,9 +57,9 @@ struct Product {
 
   // kCount of the T tiles. Steps are rebuilt one ahead: a tile load waits until what was stored there has left the store buffer.
   template <int kCount>
-  void run(int64_t tile, int64_t token, int64_t rows) {
+  void run(int64_t tile, int64_t rows) {
     const TileSteps first(a, tile);
-    const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
+    const uint16_t* x = static_cast<const uint16_t*>(a.acts->data);
     clear_sums<0, kCount * M>();
     for (int i = 0; i < kCount; ++i) first.rebuild(rebuild, i * steps, pairs[0][i]);
     for (int64_t step = 1; step <= steps; ++step, x += kBlock) {
@@ -67,7 +67,7 @@ struct Product {
       const int64_t ahead = step + kAhead < steps ? kAhead : kAhead + (kCount - 1) * steps;
       add_step<0, kCount>(first, std::min(step, steps - 1), ahead, x, step % 2);  // the last step is rebuilt twice
     }
-    store_sums<0, kCount>(tile, token, rows);
+    store_sums<0, kCount>(tile, rows);
   }
 
   template <int kSum, int kEnd>
@@ -97,44 +97,38 @@ struct Product {
   }
 
   template <int kSum, int kCount>
-  void store_sums(int64_t tile, int64_t token, int64_t rows) const {
+  void store_sums(int64_t tile, int64_t rows) const {
     if constexpr (kSum < kCount * M) {
       alignas(64) float sums[kTileRows][kTileOutputs];
       constexpr int64_t kFirst = kSum % M * kTileRows;
       store<kSum>(sums, 64);
       for (int64_t t = 0; t < std::min<int64_t>(rows - kFirst, kTileRows); ++t)
-        add_row(a, tile + kSum / M, token + kFirst + t, sums[t]);
-      store_sums<kSum + 1, kCount>(tile, token, rows);
+        add_row(a, tile + kSum / M, kFirst + t, sums[t]);
+      store_sums<kSum + 1, kCount>(tile, rows);
     }
   }
 };
 
 template <int T, int M>
-void multiply(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t token, int64_t rows) {
+void multiply(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64_t rows) {
   Product<T, M>::configure(static_cast<int>(rows - (M - 1) * kTileRows));
   Product<T, M> product{a};
-  for (; tile + T <= tile_end; tile += T) product.template run<T>(tile, token, rows);
-  for (; tile < tile_end; ++tile) product.template run<1>(tile, token, rows);
+  for (; tile + T <= tile_end; tile += T) product.template run<T>(tile, rows);
+  for (; tile < tile_end; ++tile) product.template run<1>(tile, rows);
 }
 
-// Rows in near-equal parts of at most 64. A panel of outputs stays in L2 while the parts pass.
+#include "nested_panel_amx.h"
+
+// Up to 64 rows are multiplied while weights are rebuilt; of more, rebuilding would be most of the time.
 void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
-  constexpr int64_t kPanelBytes = 1 << 20, kPart = 4 * kTileRows;
-  const int64_t tokens = a.acts->num_rows, parts = (tokens + kPart - 1) / kPart;
-  const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
-  const int64_t fit = std::max<int64_t>(2, kPanelBytes / (a.in_features * kTileOutputs * 2) / 2 * 2);
-  const int64_t panel = parts == 1 ? tile_end : fit;
-  for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
-    const int64_t end = std::min(tile + panel, tile_end);
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t token = part * tokens / parts, rows = (part + 1) * tokens / parts - token;
-      switch ((rows + kTileRows - 1) / kTileRows) {
-        case 1: multiply<2, 1>(a, tile, end, token, rows); break;
-        case 2: multiply<2, 2>(a, tile, end, token, rows); break;
-        case 3: multiply<1, 3>(a, tile, end, token, rows); break;
-        default: multiply<1, 4>(a, tile, end, token, rows); break;
-      }
-    }
+  const int64_t rows = a.acts->num_rows, tile = out_begin / kTileOutputs, end = (out_end + kTileOutputs - 1) / kTileOutputs;
+  switch ((rows + kTileRows - 1) / kTileRows) {
+    case 0: return;
+    case 1: multiply<2, 1>(a, tile, end, rows); break;
+    case 2: multiply<2, 2>(a, tile, end, rows); break;
+    case 3: multiply<1, 3>(a, tile, end, rows); break;
+    case 4: multiply<1, 4>(a, tile, end, rows); break;
+    default: panel_linear(a, tile, end);
   }
   asm volatile("tilerelease");
 }

@@ -9,7 +9,8 @@ using Pairs = uint32_t[kPairs][kTileOutputs];  // a rebuilt step: bfloat16 [16 p
 
 // The three streams of one tile, step after step; behind its last step lies the next tile's first.
 struct TileSteps {
-  const uint8_t *nibbles, *exponents, *low;
+  const uint8_t *nibbles = nullptr, *exponents = nullptr, *low = nullptr;
+  TileSteps() = default;
   TileSteps(const mlspec_linear_args& a, int64_t tile) {
     const int64_t steps = a.in_features / kBlock * tile;
     nibbles = static_cast<const uint8_t*>(a.weight) + steps * kNibbleBytes;
@@ -37,9 +38,13 @@ struct TileSteps {
   }
 };
 
-void add_row(const mlspec_linear_args& a, int64_t tile, int64_t token, const float* total) {
+inline void add_row(const mlspec_linear_args& a, int64_t tile, int64_t token, const float* total) {
   const int64_t first = tile * kTileOutputs, outputs = std::min(a.out_features - first, kTileOutputs);
-  float* const y = a.y + token * a.y_stride + first;
+  float* const __restrict y = a.y + token * a.y_stride + first;
+  if (outputs == kTileOutputs && !a.bias) {  // of known length, without a bias: two vectors
+    for (int64_t r = 0; r < kTileOutputs; ++r) y[r] = a.accumulate ? y[r] + total[r] : total[r];
+    return;
+  }
   for (int64_t r = 0; r < outputs; ++r) {
     const float value = a.bias ? total[r] + a.bias[first + r] : total[r];
     y[r] = a.accumulate ? y[r] + value : value;
