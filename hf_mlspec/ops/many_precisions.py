@@ -37,7 +37,7 @@ def nested_linear(
     """
     y = _nested_linear(x, draft_tiles, exponent_tiles, low_tiles, codebook, out_features, bias, weight_bits,
                        activation_bits)  # fmt: skip
-    if escape_rows is None or weight_bits != 16:
+    if escape_rows is None or not len(escape_rows) or weight_bits != 16:
         return y
     exact = _bf16_rows_linear(x, escape_weight, None if bias is None else bias[escape_rows], out_features)
     return y.index_copy_(-1, escape_rows, exact)
@@ -60,7 +60,7 @@ def nested_rows(
     ascending) come from escape_weight bfloat16 ``[k, in]``.
     """
     rows = _nested_rows(ids, draft_tiles, exponent_tiles, low_tiles, out_features, scale)
-    if escape_rows is None:
+    if escape_rows is None or not len(escape_rows):
         return rows
     ids = ids.long().clamp(0, out_features - 1)
     place = torch.searchsorted(escape_rows, ids).clamp_(max=len(escape_rows) - 1)

@@ -86,6 +86,8 @@ def test_escapes_are_exact_and_the_draft_has_none():
         assert y.shape == (64, 1, 40)
     y = ops.nested_linear(x, *operands, weight_bits=16)  # without them: zero there
     assert y[5, 0, 3].item() == 0
+    none = {"escape_rows": rows[:0], "escape_weight": exact[:0]}
+    assert torch.equal(ops.nested_linear(x, *operands, weight_bits=16, **none), y)
     draft = ops.nested_linear(x, *operands, weight_bits=4, **escapes)
     assert torch.equal(draft[:, 0].T / 2.0**60, saved.dequantize_draft())
 
