@@ -56,12 +56,11 @@ void configure(int last_rows) {
   asm volatile("ldtilecfg %0" ::"m"(config));  // GCC's intrinsic reads 8 of its 64 bytes as far as the optimizer knows
 }
 
-// T tiles of outputs times M tiles of tokens; kParts: planes in parts of four, each an operand B of its own. Eight planes of
-// several tiles of outputs are so many streams through the same sets of the L1 cache that they push each other out.
+// T tiles of outputs times M tiles of tokens; kParts: planes in parts of four, each an operand B of its own. T is small: planes
+// of many tiles are so many streams through the same sets of the L1 cache that they push each other out.
 template <int kParts, int M>
 struct Product {
-  static constexpr int T = kParts == 1 ? 4 / M : 1;
-  static constexpr int kAhead = kParts, kBuffers = 2 * kAhead;  // blocks, see run()
+  static constexpr int T = 2 / kParts, kAhead = 2, kBuffers = 2 * kAhead;  // kAhead in blocks, see run()
   const mlspec_linear_args& a;
   const int64_t in, blocks, group_blocks, groups;
   const UnpackPairs parts[2];
