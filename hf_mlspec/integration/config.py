@@ -28,13 +28,13 @@ class SpeculationConfig:
     """Options of `model.generate(..., assistant_models=[...], speculation_config=SpeculationConfig(...))`.
 
     num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per
-        level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 where the target drafts at a
-        lower precision of its own, as in QSpec). On a GPU a level with another one below drafts in whole rounds of
+        level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 where the target drafts with
+        coarser activations alone, as in QSpec). On a GPU a level with another one below drafts in whole rounds of
         that one: as many as reach the number, a single one from 16 rows on.
     confidence_threshold: a level stops drafting after a token it gave a smaller probability than this, 0 <= t < 1, 0
         turns it off; one for all levels or one per level (None: the level's own
         `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and
-        0 where the target drafts at a lower precision of its own).
+        0 where the target drafts with coarser activations alone).
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
         direct casts of the target) draft in the target's KV cache, which the check overwrites; False gives each a
         cache of its own.

@@ -93,11 +93,11 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
 def _move_weights_first(target: nn.Module, config: SpeculationConfig) -> None:
     """A decoder on a GPU puts weights side by side, and the first product puts nested ones in tiles; views built
     before that would be built anew in the next call."""
+    if (config.prepare or is_prepared(target)) and device_of(target).type == "cuda":
+        device_decoder(target)
     for module in target.modules():
         if isinstance(module, PackedModule):
             module.prepack_()
-    if (config.prepare or is_prepared(target)) and device_of(target).type == "cuda":
-        device_decoder(target)
 
 
 def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationConfig, vocabulary: int) -> Level:

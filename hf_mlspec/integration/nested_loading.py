@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..nn.castable import is_nested
@@ -34,7 +35,6 @@ def require_nestable(model: PreTrainedModel, config: MLSpecConfig) -> None:
 def nest_loaded(model: PreTrainedModel, config: MLSpecConfig) -> None:
     """Nest a model that was loaded; the config gets the names of what stays. ValueError for NaN or Inf (naming the
     tensor), for offloaded weights, or where nothing can be nested."""
-    _require_in_memory(model)
     asked = choose_kept(model, config, [])
     plan = plan_of(model, asked)
     nest_planned(model, plan, config.codebook, switch_of(config))
@@ -107,10 +107,12 @@ def _drop(state: dict[str, torch.Tensor], path: str) -> None:
         del state[name]
 
 
-def _require_in_memory(model: PreTrainedModel) -> None:
-    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if offloaded:
-        raise ValueError(
-            f"{offloaded[0]} was offloaded by the device map: nested layers stay in memory, give a device_map that "
-            "offloads nothing"
-        )
+def require_here(model: PreTrainedModel, config: MLSpecConfig) -> None:
+    """ValueError where layers of this format were offloaded or sharded: codebooks and planes have no axis to cut."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or isinstance(parameter, DTensor):
+            what = "was offloaded by the device map" if parameter.is_meta else "is sharded over processes (DTensor)"
+            raise ValueError(
+                f"{name} {what}: {config.format} layers stay whole in memory, load the model without tp_plan and with "
+                "a device_map that offloads nothing"
+            )

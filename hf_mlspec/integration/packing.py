@@ -134,7 +134,8 @@ def put_packed(
         if kept.intersection(path for n in own for path in (n, prefix + n, n.removeprefix(prefix))):
             continue
         if id(module) not in done:
-            found = {"escapes": (escapes or {}).get(name, 0)} if config.format == "nested-bf16" else {}
+            count = next((escapes[path] for path in (name, prefix + name) if escapes and path in escapes), 0)
+            found = {"escapes": count} if config.format == "nested-bf16" else {}
             done[id(module)] = packed = _empty(module, name, switch, config, **found)
             for source in packed.names if with_sources else ():
                 packed.register_parameter(source, getattr(module, source))

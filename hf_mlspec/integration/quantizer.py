@@ -22,7 +22,15 @@ from ..nn.nest import unnest
 from ..nn.packed import PackedLinear, PackedModule
 from .checkpoint import Checkpoint, require_packed, require_sources
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
-from .nested_loading import escapes_of, nest_loaded, nest_tied, require_nestable, tied_to_tables, with_plain_tables
+from .nested_loading import (
+    escapes_of,
+    nest_loaded,
+    nest_tied,
+    require_here,
+    require_nestable,
+    tied_to_tables,
+    with_plain_tables,
+)
 from .packing import (
     choose_kept,
     packed_modules,
@@ -121,6 +129,8 @@ class MLSpecQuantizer(HfQuantizer):
                 f"{len(waiting)} weights that were to be quantized were not among what was loaded, the first is "
                 f"{waiting[0]}: give the whole checkpoint"
             )
+        if self.quantization_config.format in ("nested-bf16", "bitplanes"):
+            require_here(model, self.quantization_config)
         for name, module in packed_modules(model):
             for parameter in (tensor for own in module.names for tensor in module.held(own)):
                 if parameter is not None:

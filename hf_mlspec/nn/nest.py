@@ -52,7 +52,7 @@ def nest(
     plan = _checked_plan(model, codebook)
     samples = None
     if calibration is not None:
-        vocabulary = model.get_input_embeddings().num_embeddings
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
         samples = read_samples(calibration, vocabulary, next(model.parameters()).device)
     nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
     if not any(map(is_nested, model.modules())):

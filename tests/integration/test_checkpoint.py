@@ -236,7 +236,7 @@ def test_values_in_a_state_dict_are_checked_as_well(saved):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"format": "int3"}, "format 'int3' is unknown to this version, it has 'int4' or 'mxfp4'"),
+    ({"format": "int3"}, "format 'int3' is unknown to this version, it has 'mxfp4' or 'int4' or 'nested-bf16'"),
     ({"format": ["int4"]}, "is unknown to this version"),
     ({"format_version": 2}, "format_version is 2, this hf_mlspec reads up to 1"),
     ({"format_version": "1"}, "format_version is '1'"),
@@ -291,7 +291,7 @@ def test_tensors_missing_from_another_kind_of_file(saved, tmp_path, part):
     del state[f"{LAYER}.{part}"]
     shutil.copy(saved["int4", "whole"] / "config.json", tmp_path)
     torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=rf"{LAYER}: its 4-bit tensors .* were not all among what was loaded"):
+    with pytest.raises(ValueError, match=rf"{LAYER}: its packed tensors .* were not all among what was loaded"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     state[f"{LAYER}.{part}"] = model.state_dict()[f"{LAYER}.{part}"]
     torch.save(state, tmp_path / "pytorch_model.bin")

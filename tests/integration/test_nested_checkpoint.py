@@ -10,7 +10,7 @@ import torch
 from accelerate import dispatch_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
@@ -121,6 +121,15 @@ def test_skipped_modules_and_those_that_do_not_fit_stay_plain(dense, tmp_path):
         model = load(tmp_path / "odd", MLSpecConfig("nested-bf16"))
     model.save_pretrained(tmp_path / "odd-nested")
     assert same(load(tmp_path / "odd-nested"), model)
+
+
+def test_the_model_without_its_head_loads_from_the_same_files(dense, tmp_path):
+    model = load(dense, MLSpecConfig("nested-bf16"))
+    model.save_pretrained(tmp_path / "saved")
+    body = AutoModel.from_pretrained(tmp_path / "saved")
+    escaped = body.get_submodule(LAYER.removeprefix("model."))
+    assert torch.equal(escaped.dequantized(), model.get_submodule(LAYER).dequantized())
+    assert torch.equal(body(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
 
 
 def test_a_draft_of_a_nested_model_is_saved_whole(dense, tmp_path):
