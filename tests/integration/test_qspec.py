@@ -194,7 +194,7 @@ def test_as_candidates_of_stock_decoding():
 @pytest.mark.parametrize(
     ("weights", "levels", "words"),
     [
-        (None, ["w4a4"], "this LlamaForCausalLM has none .*: load it with .*MLSpecConfig"),
+        (None, ["w4a4"], "this LlamaForCausalLM has none: load it with .*MLSpecConfig"),
         (None, ["qspec"], "this LlamaForCausalLM has none"),
         ("mxfp4", ["w4a4"], "are MXFP4: its levels are called 'mxfp4a8'"),
         ("int4", ["mxfp4a8"], "are int4: its levels are called 'w4a8', 'w4a4'"),
