@@ -33,7 +33,8 @@ def test_every_bit_and_scale_is_where_the_layout_says(shape):
     planes, scale = random_weight(*shape)
     tiles = tiles_planes_cuda.pack(planes, scale)[0]
     groups = 128 // group
-    for output, place in [(0, 0), (out - 1, size - 1), (out // 2, size // 2), (out * 2 // 3, 13), (out // 5, size - 9)]:
+    places = [(0, 0), (out - 1, size - 1), (out // 2, size // 2), (out * 2 // 3, 13), (out // 5, size - 9)]
+    for output, place in places:
         w, h, r = output % 64 // 16, output // 8 % 2, output % 8
         f, s, t, q, e = place // 64 % 2, place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2
         tile = tiles[output // 128, place // 128].view(2, -1)[output // 64 % 2]
