@@ -10,6 +10,7 @@ chain    chains on that shape through captured rounds, acceptance replayed from 
 pair     code-21m with code-4m beside stock generate, eager and compiled
 exact    ids of chains against the target alone, HumanEval and GSM8K; a difference is a failure
 qspec    one int4 model at 16 and 8 activation bits and both at once
+formats  matrix products of nested weights and bit-planes beside BF16 and MXFP4
 nested   a nested target beside a plain one with an MXFP4 draft: steps, replayed chains, code-21m
 planes   a target in 8 bit-planes that drafts with four, replayed, over its own and BF16 greedy decoding
 nested_exact  ids of a nested code-21m and its chains against the plain model
@@ -39,7 +40,7 @@ from eval.results import Results
 GROUPS = {
     "linear": "eval.bench_gpu_products", "step": "eval.bench_gpu_step", "chain": "eval.bench_gpu_chain",
     "pair": "eval.bench_gpu_pair", "exact": "eval.bench_gpu_exact", "qspec": "eval.bench_gpu_qspec",
-    "nested": "eval.bench_gpu_nested", "planes": "eval.bench_gpu_planes",
+    "formats": "eval.bench_gpu_formats", "nested": "eval.bench_gpu_nested", "planes": "eval.bench_gpu_planes",
     "nested_exact": "eval.bench_gpu_nested_exact", "startup": "eval.bench_gpu_startup",
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ def linear(bench: Bench) -> Iterator[Finding]:
     for name, ours, make in products(size, size, bench.device):
         bench.say(f"linear: {name}")
         try:
-            yield from _of_product(bench, make(), tokens)
+            yield from of_product(bench, make(), tokens)
         except Exception as reason:  # of any kind: a peer's, or told below
             if ours:
                 wrong.append(f"{name}: {reason}")
@@ -73,7 +73,7 @@ def linear(bench: Bench) -> Iterator[Finding]:
         raise WrongResult("; ".join(wrong))
 
 
-def _of_product(bench: Bench, product: Product, tokens: tuple[int, ...]) -> Iterator[Finding]:
+def of_product(bench: Bench, product: Product, tokens: tuple[int, ...]) -> Iterator[Finding]:
     for count in tokens:
         if count > SLOW_BEYOND.get(product.name, count):
             continue
@@ -142,13 +142,13 @@ def microseconds(product: Product, x: Tensor) -> float:
     return time_rotating(calls, x.device, CALLS if x.is_cuda else 2).microseconds
 
 
-def _copies(nbytes: int, rotate: int) -> int:
+def copies_of(nbytes: int, rotate: int) -> int:
     return max(2, -(-rotate // nbytes))
 
 
 def _bf16(shape: tuple[int, int], device: torch.device, rotate: int, ours: bool) -> Product:
     weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    weights = [weight, *(weight.clone() for _ in range(_copies(weight.nbytes, rotate) - 1))]
+    weights = [weight, *(weight.clone() for _ in range(copies_of(weight.nbytes, rotate) - 1))]
     linear = ops.bf16_linear if ours else torch.nn.functional.linear
     name = "bf16" if ours else "torch bf16"
     return Product(name, weight.nbytes, len(weights), lambda x, copy: linear(x, weights[copy]), weight.float(),
@@ -158,7 +158,7 @@ def _bf16(shape: tuple[int, int], device: torch.device, rotate: int, ours: bool)
 def _mxfp4(shape: tuple[int, int], device: torch.device, rotate: int, bits: int) -> Product:
     codes, scale = mxfp4.quantize(torch.randn(shape, device=device))
     nbytes = codes.nbytes + scale.nbytes
-    tiles = [ops.prepack_mxfp4(codes, scale) for _ in range(_copies(nbytes, rotate))]
+    tiles = [ops.prepack_mxfp4(codes, scale) for _ in range(copies_of(nbytes, rotate))]
     return Product(f"mxfp4 a{bits}", nbytes, len(tiles),
                    lambda x, copy: ops.mxfp4_linear(x, *tiles[copy], shape[0], activation_bits=bits),
                    mxfp4.dequantize(codes, scale), _multiplied(bits, mxfp4.BLOCK))
@@ -167,7 +167,7 @@ def _mxfp4(shape: tuple[int, int], device: torch.device, rotate: int, bits: int)
 def _int4(shape: tuple[int, int], device: torch.device, rotate: int, bits: int) -> Product:
     codes, scale, _ = int4.quantize(torch.randn(shape, device=device), GROUP)
     nbytes = codes.nbytes + scale.nbytes
-    tiles = [ops.prepack_int4(codes, scale) for _ in range(_copies(nbytes, rotate))]
+    tiles = [ops.prepack_int4(codes, scale) for _ in range(copies_of(nbytes, rotate))]
     return Product(
         f"int4 g{GROUP} a{bits}", nbytes, len(tiles),
         lambda x, copy: ops.int4_linear(x, *tiles[copy], shape[0], group_size=GROUP, activation_bits=bits),
@@ -197,7 +197,7 @@ def _torch_int4(shape: tuple[int, int], device: torch.device, rotate: int) -> Pr
     rounded = scale.to(torch.bfloat16)
     table = torch.stack((rounded.T, torch.zeros_like(rounded.T)), dim=-1).contiguous()  # [in / group, out, 2]
     nbytes = packed.nbytes + table.nbytes
-    weights = [(packed.clone(), table.clone()) for _ in range(_copies(nbytes, rotate))]
+    weights = [(packed.clone(), table.clone()) for _ in range(copies_of(nbytes, rotate))]
     dense = (nibbles.float() - 8) * rounded.float().repeat_interleave(GROUP, 1)
     return Product(f"torch int4 g{GROUP}", nbytes, len(weights),
                    lambda x, copy: torch._weight_int4pack_mm(x, weights[copy][0], GROUP, weights[copy][1]), dense,
@@ -207,5 +207,5 @@ def _torch_int4(shape: tuple[int, int], device: torch.device, rotate: int) -> Pr
 def _gemlite(shape: tuple[int, int], device: torch.device, rotate: int) -> Product:
     weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
     dense = mxfp4.dequantize(*mxfp4.quantize(weight.float()))
-    run, nbytes, copies = gemlite_mxfp4(dense.to(torch.bfloat16), lambda one: _copies(one, rotate))
+    run, nbytes, copies = gemlite_mxfp4(dense.to(torch.bfloat16), lambda one: copies_of(one, rotate))
     return Product("gemlite mxfp4", nbytes, copies, run, dense, ours=False)

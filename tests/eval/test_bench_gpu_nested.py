@@ -106,3 +106,23 @@ def test_a_nested_target_that_writes_other_ids_fails(monkeypatch):
     assert not any(line.more["reference"] for line in found[1:])
     assert [line.value for line in found if line.what != '["nested"]'] == [0] * 5
     assert sum(line.value for line in found) == 1
+
+
+def test_products_of_formats_are_right_and_a_wrong_one_is_told(monkeypatch):
+    formats = program("bench_gpu_formats")
+    names = ["bf16", "mxfp4 a16", "nested draft a16", "nested exact", *(f"{n} of 8 planes" for n in (8, 4, 3, 2))]
+    assert list(dict.fromkeys(line.contender for line in formats.formats(bench()))) == names
+    real = formats.ops.nested_linear
+    monkeypatch.setattr(formats.ops, "nested_linear", lambda *operands, **how: real(*operands, **how) * 1.02)
+    found = []
+    with pytest.raises(formats.WrongResult, match=r"nested draft a16: 1 tokens: .* nested exact: 1 tokens: "):
+        found.extend(formats.formats(bench()))
+    assert {line.contender for line in found} == {*names} - {"nested draft a16", "nested exact"}
+
+
+def test_what_planes_may_take_follows_from_all_of_them():
+    target = program("bench_gpu_formats")._target
+    assert target("4 of 8 planes", 8, 20.0) == pytest.approx(1.15 * 10 + 3)
+    assert target("4 of 8 planes", 32, 20.0) is None
+    assert target("8 of 8 planes", 1, 20.0) is None
+    assert (target("nested draft a16", 16, None), target("nested exact", 1, None)) == (11.5, 40.0)
