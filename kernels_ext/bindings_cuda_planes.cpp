@@ -50,10 +50,10 @@ Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor&
   check_one_of(kOp, "group_size", group_size, {32, 64, 128});
   mlspec_cuda_linear args = check_planes(plane_tiles, scale_tiles, out_features, group_size);
   const int64_t stored = plane_tiles.size(2) / kPlaneBytesOfPair, least_zero = stored == kMostPlanes ? 254 : 0;
-  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, kOp, ": num_planes is ", num_planes, ", the weight stores ", stored,
-                    ": choose 1 to ", stored);
-  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, kOp, ": zero_doubled is ", zero_doubled, ", of ", stored,
-                    " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
+  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, kOp, ": num_planes is ", num_planes,
+                    ", the weight stores ", stored, ": choose 1 to ", stored);
+  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, kOp, ": zero_doubled is ", zero_doubled, ", of ",
+                    stored, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
   check_linear_x(kOp, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
   args.num_planes = static_cast<int32_t>(num_planes);
   args.zero_doubled = static_cast<int32_t>(zero_doubled);

@@ -1,7 +1,7 @@
 // What does a tile of bit-planes hold, and how do its first b planes become the registers of operand A?
 //
-// A tile is 64 outputs x 128 inputs: its scales [w][r][group][h], as int4's, then plane 0 (the most significant), plane 1, ...,
-// 1 KiB each: b planes are a prefix of the tile. A plane is [w 4][lane 32][half tile 2] x one word: 16 registers of operand A,
+// A tile is 64 outputs x 128 inputs: its scales [w][r][group][h], as int4's, then plane 0 (the most significant), plane 1 and
+// so on, 1 KiB each: b planes are a prefix of the tile. A plane is [w 4][lane 32][half tile 2] x one word: 16 registers of operand A,
 // a[0..3] of four steps, one bit of their even inputs in the lower half of the word, of their odd ones in the upper.
 // Register i = step % 4 + 4 a has its bit of plane p at bit (i - p) mod 32 (odd inputs: + 16): one plane further is one bit
 // further right, so a code stands in one piece, its highest bit at bit i, in any word that takes
@@ -84,7 +84,7 @@ struct PlaneWeights : PlaneWords<kPlanesOf>, PackedTiles {
   static constexpr float kOutScale = 64;  // and out_scale
   static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
   static constexpr int kTileBytes = kScaleBytes + kPlanes * kPlaneBytes;
-  static constexpr int kTurn = kFields == 8 && kGroups == 4 ? 1 : 2;  // or registers run out
+  static constexpr int kTurn = kPlanes >= 4 && kGroups == 4 ? 1 : 2;  // or registers run out
   static constexpr int kScalesOfRow = kGroups * 2;
 
   const half* scales;
@@ -122,7 +122,9 @@ struct PlaneWeights : PlaneWords<kPlanesOf>, PackedTiles {
   }
   // The word of register i rotated so that its code, and that of other registers, lies within the lower 8 bits of each half:
   // its highest bit comes to i % 8 + shift(i). Beyond bit 7 no code wraps around.
-  __device__ __forceinline__ static constexpr int shift(int i) { return i % kFields < kPlanes - 1 ? kPlanes - 1 - i % kFields : 0; }
+  __device__ __forceinline__ static constexpr int shift(int i) {
+    return i % kFields < kPlanes - 1 ? kPlanes - 1 - i % kFields : 0;
+  }
   __device__ __forceinline__ uint32_t codes(int i, int half, uint32_t mask) const {
     const uint32_t word = this->word_of(i % kFields, half);
     if (i < 8) return rotated(word, shift(i)) & mask;
