@@ -152,7 +152,8 @@ struct Turn {
 // Packed weights, through registers.
 template <class V>
 __device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], Turn& turn, const LinearParams& p,
-                                              const uint8_t* memory, Ring ring, int chunks, int warp, int lane) {
+                                              const typename V::Format& format, const uint8_t* memory, Ring ring, int chunks,
+                                              int warp, int lane) {
   using Format = typename V::Format;
   const int group = warp / (4 * V::kTiles), tile_of_block = warp / 4 % V::kTiles;
   uint32_t place = TokenFragments<V::kTokenTiles>::place(lane);
@@ -162,10 +163,9 @@ __device__ __forceinline__ void consume_codes(float (&sums)[V::kTokenTiles][4], 
     place = unknown_to_compiler(place);
     lane_place = {unknown_to_compiler(lane_place.weights), unknown_to_compiler(lane_place.scales)};
     before_weights = unknown_to_compiler(before_weights);
+    lane = unknown_to_compiler(lane);
   }
   const uint8_t* weights = memory + before_weights;
-  Format format;
-  format.prepare(p);
   // kChunks of the group, in stages side by side.
   const auto multiply = [&](auto number) {
     constexpr int kChunks = decltype(number)::value;
@@ -243,6 +243,8 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
   // Asked for now, looked at when sums are complete: on its way it waits behind the first weights.
   uint32_t shift = 0;
   if constexpr (Format::kHasShift) shift = load_constant(p.exponent_shift);
+  Format format;
+  if constexpr (Format::kPacked) format.prepare(p);  // what it loads, too, is needed with the first weights
   if (V::kOwnFirstTokens && p.copies_tokens) {
     wait_for_previous_kernel();
     copy_first_tokens<V>(p, ring, work, warp, lane);
@@ -252,7 +254,7 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
   Turn turn{warp / (4 * V::kTiles), 0};  // a group's first slot is its number
   for (int unit = work.first_unit; unit < p.units; unit += work.unit_step) {
     float sums[V::kTokenTiles][4] = {};
-    if constexpr (Format::kPacked) consume_codes<V>(sums, turn, p, memory, ring, work.chunks, warp, lane);
+    if constexpr (Format::kPacked) consume_codes<V>(sums, turn, p, format, memory, ring, work.chunks, warp, lane);
     else consume_bf16<V>(sums, turn, p, ring, work.chunks, warp, lane);
     barrier_sync<V::kConsumers>();
     add_groups<V>(sums, total, warp, lane);

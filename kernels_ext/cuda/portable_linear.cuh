@@ -255,6 +255,8 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
   using Format = typename V::Format;
   const int chunks = (copier.p.chunks - group + kGroupsOfWarps - 1) / kGroupsOfWarps;
   const auto chunk = [&](int i) { return i * kGroupsOfWarps + group; };
+  Format format;
+  format.prepare(copier.p);
 #pragma unroll
   for (int i = 0; i < V::kStages - 1; ++i)
     if (i < chunks) copier.copy_weights(chunk(i), i);
@@ -266,8 +268,6 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
   }
   const uint32_t place = TokenFragments<V::kTokenTiles>::place(lane);
   const LanePlace lane_place = Format::place(warp, lane);
-  Format format;
-  format.prepare(copier.p);
   int slot = 0, next_slot = V::kStages - 1;
   for (int i = 0; i < chunks; ++i) {
     wait_for_copies<V::kStages - 2>();
