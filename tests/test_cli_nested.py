@@ -59,6 +59,7 @@ def test_quantize_says_what_it_weighs(capsys, saved_model, tmp_path):
     assert main(["quantize", str(saved_model), out, "--format", "nested-bf16", "--dtype", "bfloat16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  bits per packed weight: 16.25" in lines
+    assert "  kept wide: none of the linear layers" in lines
     assert any(line.startswith("  size after: ") and line.endswith("times larger)") for line in lines)
 
 

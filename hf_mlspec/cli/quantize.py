@@ -74,7 +74,8 @@ def _show(console: Console, args: argparse.Namespace, config: MLSpecConfig, foun
                    f"{found.packed_modules} modules"),
         ("bits per packed weight", f"{config.bits_per_weight:.4g}"),
         ("bits per weight of the model", f"{found.bits_per_weight:.4g}"),
-        ("kept wide", ", ".join(found.kept[:4]) + (f" and {len(found.kept) - 4} more" if found.kept[4:] else "")),
+        ("kept wide", (", ".join(found.kept[:4]) or "none of the linear layers")
+                      + (f" and {len(found.kept) - 4} more" if found.kept[4:] else "")),
         ("tokenizer files", ", ".join(found.copied) or "none found"),
         ("seconds", f"{found.quantize_seconds:.2f} to load and quantize, {found.save_seconds:.2f} to save"),
     ])
