@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .. import MLSpecConfig, SpeculationConfig
 from ..integration.config import parse_level
 from ..integration.load import DTYPES
-from ..nn.switch import PrecisionSwitch
+from ..integration.packing import switch_of
 
 _SPECULATION = tuple(field.name for field in fields(SpeculationConfig))
 BATCH_SIZE = 8
@@ -78,7 +78,7 @@ class Arguments:
         if not isinstance(self.seed, int):
             raise ValueError(f"seed is {self.seed!r}, it must be an integer")
         if self.quantization is not None and self.precision is not None:
-            PrecisionSwitch(self.format).bits_of(self.precision)
+            switch_of(self.quantization).bits_of(self.precision)
         if not isinstance(self.pretrained, str):
             self._check_live()
 

@@ -191,8 +191,8 @@ def precision_switch(model: nn.Module) -> PrecisionSwitch:
     found = {id(s): s for m in model.modules() if isinstance(s := vars(m).get("switch"), PrecisionSwitch)}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} holds no packed 4-bit layer: load it with quantization_config=MLSpecConfig(...), "
-            "or cast it with direct_cast"
+            f"{type(model).__name__} holds no packed layer: load it with quantization_config=MLSpecConfig(...), cast "
+            "it with direct_cast, or nest it with nest"
         )
     if len(found) > 1:
         raise ValueError(

@@ -157,7 +157,7 @@ def test_precision_is_the_switchs(prepare):
     ([[5, 6.0]], {}, "token 6.0 is no integer"),
     ([[5] * 514], {}, "exceed the 512 positions"),
     ([[5, 6]], {"batch_size": 0}, "batch_size is 0"),
-    ([[5, 6]], {"precision": "w4a4"}, "holds no packed 4-bit layer"),
+    ([[5, 6]], {"precision": "w4a4"}, "holds no packed layer"),
 ])
 def test_what_cannot_be_scored_is_refused_at_once(rows, options, words):
     with pytest.raises(ValueError, match=words):

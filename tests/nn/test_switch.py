@@ -126,7 +126,7 @@ def test_a_cast_has_one_switch_and_views_have_their_own(tiny_model, ids):
 
 def test_models_without_one_switch_are_refused(model, tiny_model):
     assert hf_mlspec.precision_switch is precision_switch
-    with pytest.raises(ValueError, match="LlamaForCausalLM holds no packed 4-bit layer: load it with"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM holds no packed layer: load it with"):
         precision_switch(tiny_model("llama"))
     model[0].switch = PrecisionSwitch("int4", 8)
     with pytest.raises(ValueError, match=r"with 2 switches \(\[PrecisionSwitch\('int4', activation_bits=8, multiply"):
