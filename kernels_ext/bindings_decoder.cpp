@@ -110,7 +110,7 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::Linear linear = mlspec::nested_table(name, parts, in, out);
     check_plain(codebook, name + ".codebook", at::kByte, {mlspec::kCodebookLevels});
     linear.own = {weight_bits, activation_bits};
-    mlspec::check_bits(linear, {}, name + ": ");
+    mlspec::check_bits(linear, linear.own, name + ": ");
     linear.codebook = static_cast<const uint8_t*>(hold(codebook));
     hold_parts(parts);
     put(name, linear, bias);
@@ -121,7 +121,7 @@ class DecoderObject : public torch::CustomClassHolder {
                   const MaybeTensor& bias, int64_t group, int64_t zero_doubled, int64_t num_planes) {
     mlspec::Linear linear = mlspec::planes_linear(name, plane_tiles, scale_tiles, in, out, group, zero_doubled);
     linear.own = {num_planes, 16};
-    mlspec::check_bits(linear, {}, name + ": ");
+    mlspec::check_bits(linear, linear.own, name + ": ");
     hold(plane_tiles);
     hold(scale_tiles);
     put(name, linear, bias);
