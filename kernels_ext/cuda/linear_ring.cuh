@@ -60,7 +60,7 @@ struct Variant {
   static constexpr int kRegisters = kWarpGroups == 2 ? 112 : 232;
   static constexpr int kThreads = kConsumers + (kMoveRegisters ? 128 : 32);
   static constexpr int kBlocks = kTiles == 1 ? 2 : 1;  // on a multiprocessor
-  static constexpr int kMostStages = kBlocks == 2 && !Format::kPrefix ? 16 : kMaxStages;
+  static constexpr int kMostStages = kBlocks == 2 ? 16 : kMaxStages;
   // Chunks a group of warps takes in one turn of its loop. Few bits and tokens: bound by the number of instructions.
   static constexpr int kTurn = !kWgmma && kWarpGroups == 2 ? Format::kTurn : 1;
   // A box of the copy engine has at most 256 rows, an instruction at most 256 tokens.

@@ -10,16 +10,10 @@ namespace mlspec {
 template <int kPlanes>
 constexpr int kPlaneStagesAhead = kPlanes == 1 ? 16 : kPlanes == 2 ? 8 : kPlanes == 3 ? 6 : 4;
 
-// A block of few tokens copies those of the whole ring before it multiplies: with more than these the ring is shorter.
-constexpr int kTokensOfLongRing = 2, kShortRing = 16;
-
 template <int kPlanes, int kGroupSize>
 const char* launch_planes_of_group(mlspec_cuda_linear a) {
-  using Format = PlaneWeights<kPlanes, kGroupSize>;
   if (!a.stages_ahead && a.num_tokens <= 32) a.stages_ahead = kPlaneStagesAhead<kPlanes>;
-  constexpr int kShortBytes = kShortRing * Variant<Format, 1, 1, false>::kStageBytes;
-  if (!a.ring_bytes && a.num_tokens > kTokensOfLongRing && a.num_tokens <= 8 && kPlanes <= 3) a.ring_bytes = kShortBytes;
-  return launch_codes<Format>(a);
+  return launch_codes<PlaneWeights<kPlanes, kGroupSize>>(a);
 }
 
 template <int kPlanes>

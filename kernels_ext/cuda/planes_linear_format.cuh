@@ -84,7 +84,7 @@ struct PlaneWeights : PlaneWords<kPlanesOf>, PackedTiles {
   static constexpr float kOutScale = 64;  // and out_scale
   static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
   static constexpr int kTileBytes = kScaleBytes + kPlanes * kPlaneBytes;
-  static constexpr int kTurn = kPlanes >= 4 && kGroups == 4 ? 1 : 2;  // or registers run out
+  static constexpr int kTurn = kPlanes <= 2 && kGroups == 1 ? 4 : kPlanes >= 4 && kGroups == 4 ? 1 : 2;  // as registers allow
   static constexpr int kScalesOfRow = kGroups * 2;
 
   const half* scales;
