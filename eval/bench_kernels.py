@@ -102,7 +102,7 @@ def measure(made: dict[Contender, Any], n: int, w: Weights, copies: int, args: a
         errors[one.name] = error(call(0), x, w)
         if not errors[one.name] < one.largest_error:
             raise RuntimeError(f"{one.name}, n {n}: relative error {errors[one.name]:.3g}, another weight")
-        series.append(Series(one.name, going_round(call, copies), weight.nbytes))
+        series.append(Series(one.name, going_round(call, copies), one.nbytes if one.ours else weight.nbytes))
     probe = machine.ReadProbe(args.probe)
     reads = Series("read of memory", probe, probe.nbytes)
     alternate([reads, *series], args.samples, 6 * args.samples, args.threads,
