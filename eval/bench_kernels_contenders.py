@@ -47,8 +47,8 @@ class Ours:
 
 @dataclass(frozen=True)
 class Contender:
-    """A name, the bytes of a weight that a call reads, and what makes `copies` of it; `ours` beats or does not beat the
-    others."""
+    """A name, the bytes of a weight that a call reads, and what makes `copies` of it; `ours` beats the others or does
+    not."""
 
     name: str
     nbytes: int
