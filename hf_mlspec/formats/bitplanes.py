@@ -64,7 +64,7 @@ class BitPlanes(NamedTuple):
 
 def cast_of(planes: int | str) -> Cast:
     """Planes and ``zero_doubled`` of a number of planes 1..8, or of "int3", "int2" or "ternary"; else ValueError."""
-    if planes in CASTS:
+    if isinstance(planes, str) and planes in CASTS:
         return CASTS[planes]
     if isinstance(planes, bool) or not isinstance(planes, int) or not 1 <= planes <= MAX_PLANES:
         raise ValueError(f"bit-planes: {planes!r} planes, choose 1 to {MAX_PLANES} or one of {', '.join(CASTS)}")

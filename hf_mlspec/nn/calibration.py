@@ -21,6 +21,8 @@ def read_samples(calibration: Iterable, vocab_size: int, device: torch.device) -
     calibration: tensors ``[tokens]`` or ``[rows, tokens]``, or lists of token ids. TypeError for something else,
     ValueError for nothing at all, an empty sample or a token the model does not have; each names the sample.
     """
+    if not isinstance(calibration, Iterable):
+        raise TypeError(f"calibration is a {type(calibration).__name__}: give a list of input_ids, or None")
     samples: list[Tensor] = []
     for index, given in enumerate(calibration):
         ids = given if isinstance(given, Tensor) else _as_ids(given, index)

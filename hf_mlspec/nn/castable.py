@@ -85,6 +85,8 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
 def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:
     """Why a linear layer cannot be cast; None for one that can, and for what is no linear layer."""
     if is_dense(module) or is_nested(module):
+        if not module.in_features or not module.out_features:
+            return "it has no weights"
         odd = module.in_features % divisor
         return f"in_features {module.in_features} is no multiple of {divisor}" if odd else None
     return type(module).__name__ if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else None

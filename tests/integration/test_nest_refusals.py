@@ -108,6 +108,7 @@ def test_unknown_codebooks(model, codebook, error, words):
 
 @pytest.mark.parametrize(("calibration", "error", "words"), [
     ([], ValueError, "calibration is empty"),
+    (5, TypeError, "calibration is a int: give a list of input_ids, or None"),
     ([[3, 4], []], ValueError, r"calibration\[1\] has no tokens"),
     ([[3, 64]], ValueError, r"calibration\[0\] holds token 64, the model has 64"),
     ([torch.tensor([-1, 3])], ValueError, r"calibration\[0\] holds token -1"),
@@ -132,6 +133,7 @@ def test_what_is_no_model():
     ({"format": "mxfp4", "num_planes": 4}, "num_planes is 4, but format 'mxfp4' has no num_planes"),
     ({"format": "bitplanes", "num_planes": 9}, "num_planes is 9: .*choose 1 to 8 or one of int3, int2, ternary"),
     ({"format": "bitplanes", "num_planes": "int5"}, "num_planes is 'int5'"),
+    ({"format": "bitplanes", "num_planes": [8]}, r"num_planes is \[8\]: .*choose 1 to 8 or one of int3"),
     ({"format": "bitplanes", "group_size": 48}, "group_size is 48, bitplanes has 32 or 64 or 128"),
 ])  # fmt: skip
 def test_settings_that_a_format_does_not_have(settings, words):

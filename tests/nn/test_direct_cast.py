@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_mlspec import direct_cast, resident_bytes
+from hf_mlspec import direct_cast, nest, resident_bytes
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.linear import Mxfp4Linear
 from hf_mlspec.nn.packed import PackedModule
@@ -167,6 +167,18 @@ def test_unfit_layers_are_kept_and_named_once(tiny_model, ids):
     assert kept.weight is model.get_submodule("model.layers.1.mlp.down_proj").weight
     assert len(draft.config.quantization_config.modules_to_not_convert) == 3
     assert torch.isfinite(draft(ids).logits).all()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 0), (0, 32)])
+def test_linears_without_weights_are_kept_and_said(tiny_model, inputs, outputs):
+    model = tiny_model("llama")
+    model.model.layers[0].nothing = nn.Linear(inputs, outputs, bias=False)
+    with pytest.warns(UserWarning, match=r"1 weights.*model\.layers\.0\.nothing \(it has no weights\)"):
+        direct_cast(model)
+    model.to(torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"nest: 1 weights.*model\.layers\.0\.nothing \(it has no weights\)"):
+        nest(model)
 
 
 def test_other_weights_are_kept_and_said(tiny_model, ids):
