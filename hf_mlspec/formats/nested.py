@@ -89,20 +89,37 @@ def split(weight: Tensor, codebook: Tensor, name: str = "weight") -> Nested:
     packed = bytes_of((out_features, in_features // 2), dtype=torch.uint8)
     scale = bytes_of((out_features, in_features // BLOCK), dtype=torch.uint8)
     low, high = bytes_of((out_features, in_features), dtype=torch.uint8), torch.empty_like(packed)
-    nearest, indices, values = indices_of_fields(codebook).to(weight.device), [], []
+    nearest, escapes = indices_of_fields(codebook).to(weight.device), []
     for part in _row_chunks(weight):
         words, blocks, field, scale[part] = _fields(weight, part, name)
         index = nearest.index_select(0, field.flatten().int()).view(words.shape)
         packed[part] = pack_nibbles(index | (words < 0).to(torch.uint8) << 3)
-        field, magnitude = field.flatten(-2), blocks.flatten(-2)
-        low_bytes, high_bytes = field.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        low_bytes, high_bytes = field.flatten(-2).view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
         low[part], high[part] = low_bytes, pack_nibbles(high_bytes)
-        if int(field.count_nonzero()) < int(magnitude.count_nonzero()):
-            places = ((field == 0) & (magnitude != 0)).flatten().nonzero().flatten()
-            indices.append(places + part.start * in_features)
-            values.append(words.flatten()[places].view(torch.bfloat16))
+        escapes += _escapes(part, words, blocks, field)
+    return Nested(packed, scale, low, high, *_as_one(weight, escapes))
+
+
+def find_escapes(weight: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
+    """The places int64 ``[n]`` (row * in + column, ascending) and values bfloat16 ``[n]`` of a weight's escapes, and
+    nothing else of ``split``, whose errors these are."""
+    require_nestable(weight, name)
+    found = [escape for part in _row_chunks(weight) for escape in _escapes(part, *_fields(weight, part, name)[:3])]
+    return _as_one(weight, found)
+
+
+def _escapes(part: slice, words: Tensor, blocks: Tensor, field: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Places and values of a chunk's escapes; an empty list without."""
+    if int(field.count_nonzero()) == int(blocks.count_nonzero()):
+        return []
+    places = ((field == 0) & (blocks != 0)).flatten().nonzero().flatten()
+    return [(places + part.start * words.shape[1], words.flatten()[places].view(torch.bfloat16))]
+
+
+def _as_one(weight: Tensor, escapes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     none = weight.new_empty(0, dtype=torch.int64), weight.new_empty(0)
-    return Nested(packed, scale, low, high, torch.cat([none[0], *indices]), torch.cat([none[1], *values]))
+    indices, values = zip(none, *escapes, strict=True)
+    return torch.cat(indices), torch.cat(values)
 
 
 def count_fields(weight: Tensor, name: str = "weight") -> Tensor:

@@ -14,6 +14,7 @@ from ..formats.weights import NestedWeight
 from .calibration import by_memory, hessians, read_samples
 from .castable import is_nested, listed, require_dense, require_finite_float
 from .linear import is_dense
+from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan, nothing_to_nest, plan_of
 from .nest_swap import Swap, nested_swaps, undone
 from .nested import NestedLinear
@@ -39,10 +40,12 @@ def nest(
     chosen so that errors make up for each other on this text (GPTQ's feedback); nothing else changes. A few samples of
     some hundred tokens serve; each runs through the model once for every 256 MB of Hessians.
 
-    One tensor at a time, the largest first: memory holds at most what the model takes afterwards (1.016 times its
-    linear weights) and one weight twice. What stays as it is, is said once by name: another in_features, weights that
-    are not bfloat16, shared by several linears, or with more values below 2^-30 of their block than are worth a list;
-    fused experts; Conv1D.
+    One tensor at a time, the largest first, on the CPU in its own memory: held are at most what the model takes
+    afterwards (1.016 times its linear weights) and 0.28 of one weight. Nested beside itself, so that one weight is
+    there twice, is what is on a GPU, calibrated, of outputs that 16 does not divide, or seen by more than the model
+    (an optimizer, a view from early_exit, a tensor that the caller holds: they keep what they see).
+    What stays as it is, is said once by name: another in_features, weights that are not bfloat16, shared by several
+    linears, or with more values below 2^-30 of their block than are worth a list; fused experts; Conv1D.
     Whatever fails half way, the model is as it was: the weights that were nested are joined again.
 
     TypeError for what is no PreTrainedModel; ValueError for one that is nested already, quantized, not in bfloat16, or
@@ -119,13 +122,33 @@ def _nest_one(
 ) -> str | None:  # fmt: skip
     """Why the weight stays as it is after all."""
     linear = model.get_submodule(name)
-    weight = NestedWeight.from_dense(linear.weight.detach(), codebook, f"{name}.weight", hessian)
-    if why := _too_many_escapes(weight):
-        return why
     swap = Swap(plan.paths[name], plan.tables.get(name, []), type(linear), linear.weight.requires_grad)
+    if hessian is None and can_nest_in_place(linear, owners=1 + bool(swap.tables)):
+        return _nest_in_place(model, name, codebook, switch, swap, done)
+    weight = NestedWeight.from_dense(linear.weight.detach(), codebook, f"{name}.weight", hessian)
+    if why := _too_many_escapes(weight.weight_escape_index, *linear.weight.shape):
+        return why
     layer = NestedLinear(weight, linear.bias, switch)
     done.append(swap)
     swap.put_nested(model, layer)
+    return None
+
+
+def _nest_in_place(
+    model: nn.Module, name: str, codebook: str, switch: PrecisionSwitch, swap: Swap, done: list[Swap]
+) -> str | None:
+    linear = model.get_submodule(name)
+    nesting = NestingInPlace(linear.weight.detach(), codebook, f"{name}.weight")
+    if why := _too_many_escapes(nesting.index, *linear.weight.shape):
+        return why
+    try:
+        layer = NestedLinear.in_tiles(linear, nesting.tiles(), switch)
+        done.append(swap)
+        swap.put_nested(model, layer)
+    except BaseException:
+        if model.get_submodule(name) is linear:  # else it is nested, and undone like those before it
+            nesting.restore()
+        raise
     return None
 
 
@@ -148,14 +171,14 @@ def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
     return plan
 
 
-def _too_many_escapes(weight: NestedWeight) -> str | None:
-    if weight.weight_escape_index is None:
+def _too_many_escapes(index: Tensor | None, out_features: int, in_features: int) -> str | None:
+    if index is None:
         return None
-    rows = len((weight.weight_escape_index // weight.in_features).unique())
-    if rows <= MOST_ESCAPED_ROWS * weight.out_features:
+    rows = len((index // in_features).unique())
+    if rows <= MOST_ESCAPED_ROWS * out_features:
         return None
     return (
-        f"{weight.num_escapes} values below 2^-30 of their block's largest in {rows} of {weight.out_features} rows, "
+        f"{len(index)} values below 2^-30 of their block's largest in {rows} of {out_features} rows, "
         f"at most {MOST_ESCAPED_ROWS:.0%} are nested"
     )
 

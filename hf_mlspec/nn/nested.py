@@ -10,7 +10,7 @@ from torch import nn
 from .. import ops
 from ..formats.weights import NestedWeight
 from .packed import PackedLinear
-from .packed_formats import nested_zeros, require_fit
+from .packed_formats import Parts, nested_zeros, require_fit
 from .switch import PrecisionSwitch
 
 ESCAPES = ("escape_index", "escape_value")
@@ -47,6 +47,15 @@ class NestedLinear(PackedLinear):
         NestedWeight.from_dense."""
         weight = NestedWeight.from_dense(linear.weight.detach(), codebook, name, hessian)
         return cls(weight, linear.bias, switch).train(linear.training)
+
+    @classmethod
+    def in_tiles(cls, linear: nn.Linear, tiles: Parts, switch: PrecisionSwitch) -> NestedLinear:
+        """Over ``linear``'s weight as tiles for its device (``PackedFormat.parts``); the bias is shared."""
+        shape = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        layer = cls.empty(shape, switch=switch)
+        layer._register_parts("weight", tiles)
+        layer.bias = linear.bias
+        return layer.train(linear.training)
 
     @classmethod
     def empty(
@@ -161,9 +170,21 @@ class NestedEmbedding(nn.Module):
         rows = ops.nested_rows(input_ids.reshape(-1).int(), *tiles, scale, **escapes)
         return rows.view(*input_ids.shape, self.embedding_dim)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":  # resize_token_embeddings
+            raise NoTableError(
+                f"{type(self).__name__} has no weight of its own, it reads the nested one of the output head: "
+                "hf_mlspec.unnest(model) first, change the table, and nest it again"
+            )
+        return super().__getattr__(name)
+
     def extra_repr(self) -> str:
         scale = "" if self.embed_scale is None else f", embed_scale={self.embed_scale:g}"
         return f"{self.num_embeddings}, {self.embedding_dim}, nested in the output head{scale}"
+
+
+class NoTableError(ValueError, AttributeError):
+    """A table's weight was asked for that is nested; hasattr() is told that there is none."""
 
 
 def is_table(module: nn.Module) -> bool:
