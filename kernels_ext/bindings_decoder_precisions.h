@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bindings_decoder_tensors.h"
+#include "bindings_planes.h"
 
 namespace mlspec {
 
@@ -50,11 +51,9 @@ inline Linear planes_linear(const std::string& name, const at::Tensor& planes, c
   TORCH_CHECK_VALUE((group == 32 || group == 64 || group == 128) && in % group == 0, name,
                     ": bit-planes take scales of groups of 32, 64 or 128 that divide ", in, ", not of ", group);
   const int64_t tiles = (out + kTileOutputs - 1) / kTileOutputs, stored = planes.dim() == 4 ? planes.size(0) : 0;
-  TORCH_CHECK_VALUE(stored >= 1 && stored <= 8, name, ".plane_tiles has shape ", planes.sizes(), ", expected [1 to 8, ", tiles,
-                    ", ", in / kBlock, ", ", kBlock * kTileOutputs / 8, "]");
-  const int64_t highest = 2 * ((int64_t{1} << stored) - 1);
-  TORCH_CHECK_VALUE(zero_doubled >= 0 && zero_doubled <= highest, name, ": zero_doubled is ", zero_doubled, ", twice a code of ",
-                    stored, " planes is 0 to ", highest);
+  TORCH_CHECK_VALUE(stored >= 1 && stored <= kMaxPlanes, name, ".plane_tiles has shape ", planes.sizes(), ", expected [1 to ",
+                    kMaxPlanes, ", ", tiles, ", ", in / kBlock, ", ", kBlock * kTileOutputs / 8, "]");
+  check_zero_doubled(name, zero_doubled, stored);
   check_plain(planes.select(0, 0), name + ".plane_tiles[0]", at::kByte, {tiles, in / kBlock, kBlock * kTileOutputs / 8});
   TORCH_CHECK_VALUE(stored == 1 || planes.stride(0) >= planes.numel() / stored, name, ".plane_tiles: one plane of ",
                     planes.numel() / stored, " bytes begins ", planes.stride(0), " behind the one before it");

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "bindings_linear.h"
+#include "bindings_planes.h"
 #include "formats.h"
 
 namespace {
@@ -9,7 +10,7 @@ namespace {
 using namespace mlspec;
 using at::Tensor;
 
-constexpr int64_t kMaxPlanes = 8, kPlaneBytes = kTileOutputs * kBlock / 8;
+constexpr int64_t kPlaneBytes = kTileOutputs * kBlock / 8;
 
 void check_planes(const char* op, const Tensor& tiles, int64_t out_features) {
   check_dtype(op, "plane_tiles", tiles, at::kByte);
@@ -19,17 +20,6 @@ void check_planes(const char* op, const Tensor& tiles, int64_t out_features) {
                     "] from prepack_planes");
   check_weight_part(op, "plane_tiles", tiles, at::kByte,
                     {tiles.size(0), round_up(out_features, kTileOutputs), tiles.size(2), kPlaneBytes});
-}
-
-// Kernels multiply what planes mean as bfloat16: of eight planes only a zero in the middle leaves no level too long for it.
-void check_numbers(const char* op, const mlspec_linear_args& args) {
-  const int64_t stored = args.stored_planes, highest = 2 * ((int64_t{1} << stored) - 1);
-  const int64_t least = stored == kMaxPlanes ? 254 : 0, most = stored == kMaxPlanes ? 256 : highest;
-  TORCH_CHECK_VALUE(args.num_planes >= 1 && args.num_planes <= stored, op, ": num_planes is ", args.num_planes,
-                    ", the weight stores ", stored, ": choose 1 to ", stored);
-  TORCH_CHECK_VALUE(args.zero_doubled >= least && args.zero_doubled <= most, op, ": zero_doubled is ", args.zero_doubled,
-                    ", twice a code of ", stored, " planes is 0 to ", highest, ", and bfloat16 holds every level from ", least,
-                    " to ", most);
 }
 
 Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
@@ -50,7 +40,9 @@ Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor&
   args.stored_planes = plane_tiles.size(0);
   args.plane_bytes = plane_tiles.size(1) * plane_tiles.size(2) * kPlaneBytes;
   args.zero_doubled = zero_doubled;
-  check_numbers(op, args);
+  TORCH_CHECK_VALUE(num_planes >= 1 && num_planes <= args.stored_planes, op, ": num_planes is ", num_planes,
+                    ", the weight stores ", args.stored_planes, ": choose 1 to ", args.stored_planes);
+  check_zero_doubled(op, zero_doubled, args.stored_planes);
   return multiply(op, {cpu_kernels().bitplane_linear, MLSPEC_ACTS_BF16, 0, 0}, x, args, bias);
 }
 

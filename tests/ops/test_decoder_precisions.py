@@ -70,6 +70,7 @@ def test_nested_weights_that_do_not_fit(other, words):
     [
         ({"num_planes": 5}, "weight_bits is 5, the weight stores 4 bit-planes: choose 1 to 4"),
         ({"zero_doubled": 31}, "zero_doubled is 31, twice a code of 4 planes is 0 to 30"),
+        ({"planes": torch.zeros(8, 3, 2, 64, dtype=torch.uint8), "zero_doubled": 200}, "every level from 254 to 256"),
         ({"group": 48}, "groups of 32, 64 or 128 that divide 64, not of 48"),
         ({"planes": torch.zeros(3, 2, 64, dtype=torch.uint8)}, r"plane_tiles has shape \[3, 2, 64\], expected"),
     ],
