@@ -37,7 +37,7 @@ def nested_linear(
     """
     y = _nested_linear(x, draft_tiles, exponent_tiles, low_tiles, codebook, out_features, bias, weight_bits,
                        activation_bits)  # fmt: skip
-    if escape_rows is None or not len(escape_rows) or weight_bits != 16:
+    if not _has_escapes("nested_linear", escape_rows, escape_weight, x.shape[-1]) or weight_bits != 16:
         return y
     exact = _bf16_rows_linear(x, escape_weight, None if bias is None else bias[escape_rows], out_features)
     return y.index_copy_(-1, escape_rows, exact)
@@ -60,7 +60,7 @@ def nested_rows(
     ascending) come from escape_weight bfloat16 ``[k, in]``.
     """
     rows = _nested_rows(ids, draft_tiles, exponent_tiles, low_tiles, out_features, scale)
-    if escape_rows is None or not len(escape_rows):
+    if not _has_escapes("nested_rows", escape_rows, escape_weight, rows.shape[1]):
         return rows
     ids = ids.long().clamp(0, out_features - 1)
     place = torch.searchsorted(escape_rows, ids).clamp_(max=len(escape_rows) - 1)
@@ -86,3 +86,16 @@ def bitplane_linear(
     then scaled. zero_doubled: twice the code that means 0 (formats/bitplanes.py).
     """
     return _bitplane_linear(x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes)
+
+
+def _has_escapes(op: str, rows: Tensor | None, weight: Tensor | None, in_features: int) -> bool:
+    """ValueError where they are not k rows and k whole weights."""
+    if rows is None and weight is None:
+        return False
+    shapes = [None if tensor is None else list(tensor.shape) for tensor in (rows, weight)]
+    if shapes[0] is None or shapes[1] != [*shapes[0], in_features]:
+        raise ValueError(
+            f"{op}: escape_rows has shape {shapes[0]} and escape_weight {shapes[1]}, expected [k] and [k, "
+            f"{in_features}], or None for both where there are none"
+        )
+    return len(rows) > 0

@@ -92,6 +92,24 @@ def test_escapes_are_exact_and_the_draft_has_none():
     assert torch.equal(draft[:, 0].T / 2.0**60, saved.dequantize_draft())
 
 
+@pytest.mark.parametrize(
+    ("escapes", "words"),
+    [
+        ({"escape_rows": torch.tensor([1, 3])}, r"escape_rows has shape \[2\] and escape_weight None, expected"),
+        ({"escape_weight": torch.zeros(2, 64).bfloat16()}, r"escape_rows has shape None and escape_weight \[2, 64\]"),
+        ({"escape_rows": torch.tensor([1, 3]), "escape_weight": torch.zeros(1, 64).bfloat16()}, r"\[2\] .* \[1, 64\]"),
+        ({"escape_rows": torch.tensor([1]), "escape_weight": torch.zeros(1, 32).bfloat16()}, r"\[k\] and \[k, 64\]"),
+    ],
+)
+def test_escapes_that_do_not_fit_are_refused(escapes, words):
+    levels = codebooks.codebook_of("lloyd_max")
+    tiles = ops.prepack_nested(*nested.split(torch.ones(8, 64).bfloat16(), levels)[:4])
+    with pytest.raises(ValueError, match=f"nested_linear: .*{words}"):
+        ops.nested_linear(torch.zeros(1, 64), *tiles, levels, 8, weight_bits=16, **escapes)
+    with pytest.raises(ValueError, match=f"nested_rows: .*{words}"):
+        ops.nested_rows(torch.zeros(1, dtype=torch.int32), *tiles, 8, **escapes)
+
+
 def test_rows_of_nested_tables_bit_for_bit():
     cases.check_nested_rows()
 
