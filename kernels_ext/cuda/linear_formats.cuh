@@ -249,7 +249,8 @@ struct Mxfp4Weights : ScaledCodes {
   }
 };
 
-// The same tiles for int8 activations: codes become twice their value, an integer. A byte permutation looks up 4 magnitudes of 3 bits in a table of 8 bytes.
+// The same tiles for int8 activations: codes become twice their value, an integer. A byte permutation looks up 4 magnitudes of 3
+// bits in a table of 8 bytes.
 struct Mxfp4IntegerWeights : ScaledIntegers {
   static constexpr float kOutScale = 0.5f;  // of the codes
 

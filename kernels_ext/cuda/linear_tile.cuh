@@ -2,9 +2,10 @@
 //
 // Inputs are cut into chunks of 128 (packed weights) or 64 (bfloat16). The chunks of a tile of 64 outputs are dealt to the
 // blocks of one cluster (their number depends on the weight's shape alone), 128 inputs at least; each block's chunks
-// alternately to the groups of four warps that share a tile (bfloat16 and what equals it one, else two). A group sums its chunks in ascending order; the sums are added group 0 + group 1 in each block,
-// then over blocks by rank. A token is a column of operand B: neither the number of columns nor their place changes what the
-// tensor cores add, nor in what order, and mma and wgmma add alike (checked bit for bit by eval/bench_gpu_linear.py).
+// alternately to the groups of four warps that share a tile (bfloat16 and what equals it one, else two). A group sums its chunks
+// in ascending order; the sums are added group 0 + group 1 in each block, then over blocks by rank. A token is a column of operand
+// B: neither the number of columns nor their place changes what the tensor cores add, nor in what order, and mma and wgmma add
+// alike (checked bit for bit by eval/bench_gpu_linear.py).
 #pragma once
 
 #include "linear_ring.cuh"
