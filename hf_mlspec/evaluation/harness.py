@@ -42,8 +42,9 @@ class MLSpecLM(TemplateLM):
     pretrained: folder or hub name, or a live model (then dtype, device and format do not apply). tokenizer: folder,
         hub name or tokenizer; None: the model's own. levels: "mxfp4+PATH", or a list of what `assistant_models` takes;
         None: the target alone.
-    format, group_size: pack the model to "int4" or "mxfp4" while it loads. precision: the activation bits of the
-        4-bit target itself, "w4a16", "w4a8", "w4a4", "mxfp4" or "mxfp4a8"; None: as it is stored.
+    format, group_size: pack the model to "int4", "mxfp4", "nested-bf16" or "bitplanes" while it loads. precision: what
+        the target itself reads of such weights, and multiplies them by: "w4a16", "w4a8", "w4a4", "mxfp4", "mxfp4a8",
+        "nested", "nested4", "nested4a8" or "planes1" ... "planes8"; None: as it is stored.
     num_draft_tokens, confidence_threshold: one number, or one per level, a list or "12+5". The other options of
         SpeculationConfig go by their names, or all of them as speculation=SpeculationConfig(...).
     dtype: "bfloat16", "float32", "float16" or "auto". device: None: "cuda" where there is one, else "cpu".

@@ -44,8 +44,8 @@ def _check_precision(model: PreTrainedModel, precision: str) -> None:
     try:
         switch = precision_switch(model)
     except ValueError as error:
-        raise ValueError(f"precision={precision} is the activation bits of a 4-bit model: add format=int4 or "
-                         f"format=mxfp4 ({error})") from error
+        raise ValueError(f"precision={precision} is what is read of packed weights: add format=int4, mxfp4, "
+                         f"nested-bf16 or bitplanes ({error})") from error
     switch.bits_of(precision)
 
 

@@ -37,6 +37,11 @@ def nest_loaded(model: PreTrainedModel, config: MLSpecConfig) -> None:
     tensor), for offloaded weights, or where nothing can be nested."""
     asked = choose_kept(model, config, [])
     plan = plan_of(model, asked)
+    if asked and not plan.paths and not plan.kept:
+        raise ValueError(
+            f"MLSpecConfig: skip_modules={config.skip_modules} keeps every nn.Linear of {type(model).__name__} plain, "
+            f"all {len(asked)}: leave some to be nested, or load it without quantization_config"
+        )
     nest_planned(model, plan, config.codebook, switch_of(config))
     if not any(map(is_nested, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))

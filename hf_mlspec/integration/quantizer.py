@@ -160,7 +160,10 @@ class MLSpecQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str) -> PreTrainedModel:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word in the config once it was saved
         if self._nests:
+            nested = [name for name, _ in packed_modules(model)]
             unnest(model)
+            for weight in (model.get_submodule(name).weight for name in nested):
+                weight.data = weight.data.to(dtype)  # a tied table holds the same parameter
         for name, module in list(packed_modules(model)):
             linear = isinstance(module, PackedLinear)
             wide = _wide_linear(module, dtype) if linear else module.dequantized_module(dtype)

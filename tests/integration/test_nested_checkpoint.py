@@ -70,6 +70,18 @@ def test_nesting_while_loading_is_nesting_afterwards(dense, tmp_path, codebook, 
     assert type(model.lm_head) is nn.Linear
 
 
+@pytest.mark.filterwarnings("ignore:no compiled kernel")
+def test_dequantizing_gives_the_dtype_that_was_loaded(dense, tmp_path):
+    hf_mlspec.nest(load(dense)).save_pretrained(tmp_path / "nested")
+    model = load(tmp_path / "nested", dtype=torch.float32).dequantize()
+    plain = load(dense, dtype=torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert same(model, plain)
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    tied = plain.lm_head.weight is plain.model.embed_tokens.weight
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
 def test_a_model_changed_by_calibration_is_saved_as_it_is(dense, tmp_path):
     model = hf_mlspec.nest(load(dense), calibration=[IDS])
     model.save_pretrained(tmp_path / "saved")
@@ -145,6 +157,8 @@ def test_what_cannot_be_nested_while_loading(dense, tmp_path):
         load(dense, MLSpecConfig("nested-bf16"), dtype=torch.float32)
     with pytest.raises(ValueError, match=r"skip_modules: 'dwn_proj' fits no module .* did you mean down_proj"):
         load(dense, MLSpecConfig("nested-bf16", skip_modules=["dwn_proj"]))
+    with pytest.raises(ValueError, match=r"skip_modules=\['\.\*'\] keeps every nn.Linear of .* plain, all \d+: leave"):
+        load(dense, MLSpecConfig("nested-bf16", skip_modules=[".*"]))
     with pytest.raises(ValueError, match="device_map sends modules to disk"):
         load(dense, MLSpecConfig("nested-bf16"), device_map={"": "disk"})
     model = load(dense)
