@@ -14,6 +14,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
+from .nested import NestedEmbedding
 from .packed import PackedLinear
 
 _HOOK_TABLES = (
@@ -101,8 +102,8 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 def resident_bytes(model: nn.Module, shared_with: nn.Module | None = None) -> int:
-    """Bytes of the distinct storages behind ``model``'s parameters and buffers, without those ``shared_with`` holds
-    too."""
+    """Bytes of the distinct storages behind ``model``'s parameters and buffers and the head that a nested table reads,
+    without those ``shared_with`` holds too."""
     own = dict(_storages(model))
     for key, _ in _storages(shared_with) if shared_with is not None else ():
         own.pop(key, None)
@@ -122,7 +123,9 @@ def _version(parameter: nn.Parameter) -> int:
 
 
 def _storages(model: nn.Module) -> Iterator[tuple[tuple[torch.device, int], int]]:
-    for tensor in (*model.parameters(), *model.buffers()):
+    tables = (module for module in model.modules() if isinstance(module, NestedEmbedding))
+    read = (tensor for table in tables for tensor in table.head.parameters())  # which a cast has nowhere else
+    for tensor in (*model.parameters(), *model.buffers(), *read):
         if not tensor.is_meta:
             storage = tensor.untyped_storage()
             yield (tensor.device, storage.data_ptr()), storage.nbytes()

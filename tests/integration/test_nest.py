@@ -260,6 +260,8 @@ def test_a_cast_of_a_nested_model_is_that_of_the_plain_one(format):
     assert missing <= {"model.embed_tokens.weight"}  # the draft reads the target's, in the target's head
     assert all(torch.equal(found[name], wanted[name]) for name in wanted.keys() - missing)
     assert torch.allclose(draft(IDS).logits, hf_mlspec.direct_cast(plain, format)(IDS).logits, atol=0.05, rtol=0.02)
+    shared = hf_mlspec.resident_bytes(draft) - hf_mlspec.resident_bytes(draft, shared_with=nested.lm_head)
+    assert shared == hf_mlspec.resident_bytes(nested.lm_head)
 
 
 def test_calibration_lowers_the_error_of_outputs_and_nothing_else(monkeypatch):
