@@ -27,7 +27,7 @@ from ..ops.tiles import TILE_BYTES, TILE_OUTPUTS
 from ..ops.tiles_nested import LOW_BYTES
 from .packed_formats import Parts
 
-_LEAST, _SHARE = 1 << 15, 256  # of so many parts of a weight one is packed at once: some 30 bytes for each element
+_LEAST, _SHARE = 1 << 14, 256  # of so many parts of a weight one is packed at once: some 30 bytes for each element
 
 
 def can_nest_in_place(linear: nn.Linear, owners: int) -> bool:

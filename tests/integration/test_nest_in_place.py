@@ -17,6 +17,7 @@ import hf_mlspec
 from hf_mlspec.nn import nest_in_place
 from hf_mlspec.nn.castable import is_nested
 from hf_mlspec.nn.nested import NestedEmbedding, NestedLinear
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from tests.models import tiny
 
 BF16 = torch.bfloat16
@@ -172,6 +173,46 @@ def _tensors(held) -> list[torch.Tensor]:
     if isinstance(tensors[0], torch.UntypedStorage):
         return [torch.empty(0, dtype=torch.int16).set_(storage) for storage in tensors]
     return [tensor.detach().view(torch.int16) for tensor in tensors]
+
+
+def test_a_backward_pass_under_way_keeps_what_it_saved():
+    model, plain = model_of(), model_of()
+    plain.load_state_dict(model.state_dict())
+    loss = model(IDS, labels=IDS).loss
+    plain(IDS, labels=IDS).loss.backward()
+    hf_mlspec.nest(model)
+    loss.backward()
+    assert torch.equal(model.model.norm.weight.grad, plain.model.norm.weight.grad)
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+def test_compiled_steps_let_go_of_the_plain_weights(monkeypatch):
+    model = hf_mlspec.prepare(model_of(layers=2))
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(IDS, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(nest_in_place.ops, "unprepack_nested", _counted(nest_in_place.ops.unprepack_nested, calls := []))
+        patch.setattr(NestedLinear, "in_tiles", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hf_mlspec.nest(model)
+    assert len(calls) == 1  # the head was written, whole, and brought back
+    assert torch.equal(model.generate(IDS, **options), tokens)
+    place = memory(model.lm_head.weight)
+    hf_mlspec.nest(model)
+    assert memory(model.lm_head.weight_low) == memory(model.lm_head.weight_packed) == place
+    assert torch.equal(model.generate(IDS, **options), tokens)
+
+
+def _counted(function, calls: list):
+    def counted(*args):
+        calls.append(1)
+        return function(*args)
+
+    return counted
+
+
+def _interrupted(*args):
+    raise KeyboardInterrupt
 
 
 def test_parts_of_one_memory_are_left_alone():
