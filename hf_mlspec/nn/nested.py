@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -169,6 +170,12 @@ class NestedEmbedding(nn.Module):
         scale = 1.0 if self.embed_scale is None else self.embed_scale
         rows = ops.nested_rows(input_ids.reshape(-1).int(), *tiles, scale, **escapes)
         return rows.view(*input_ids.shape, self.embedding_dim)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NestedEmbedding:
+        """Moves the head as well: a cast of a nested model holds it nowhere else. A second move changes nothing."""
+        super()._apply(fn, recurse)
+        self.head._apply(fn)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":  # resize_token_embeddings

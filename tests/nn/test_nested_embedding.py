@@ -105,3 +105,12 @@ def test_what_does_more_than_look_up_is_refused():
         assert not is_table(odd)
         with pytest.raises(TypeError, match=f"a {type(odd).__name__} may do more than look up rows and scale them"):
             NestedEmbedding(head, odd)
+
+
+def test_a_cast_takes_the_head_that_its_table_reads_along():
+    model = hf_mlspec.nest(random_model("llama", torch.bfloat16, **SHAPE))
+    draft = hf_mlspec.direct_cast(model, "mxfp4").to("meta")
+    hidden = draft.get_input_embeddings().head
+    assert draft.get_output_embeddings() is not hidden
+    assert all(parameter.is_meta for parameter in hidden.parameters())
+    assert not any(parameter.is_meta for parameter in model.parameters())
