@@ -110,8 +110,7 @@ class NestingInPlace:
                 planes = ops.unprepack_nested(self._draft[group], self._exponents[group], low, len(rows))
                 rows.copy_(nested.join(*planes))
                 low = self._low[slice(group.start - self._step, group.start)]
-            inside = self.index < min((last + 1) * self._step, len(self._low)) * TILE_OUTPUTS * self._rows.shape[1]
-            self._rows.view(-1)[self.index[inside]] = self.value[inside]
+            self._rows.view(-1)[self.index] = self.value
 
     @property
     def _step(self) -> int:
