@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -18,6 +19,7 @@ from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan, nothing_to_nest, plan_of
 from .nest_swap import Swap, nested_swaps, undone
 from .nested import NestedLinear
+from .packed import PackedModule
 from .prepared import drop_decoders
 from .replace import attach_quantizer, detach_quantizer
 from .switch import PrecisionSwitch
@@ -70,14 +72,27 @@ def nest(
 def unnest(model: PreTrainedModel) -> PreTrainedModel:
     """Undo ``nest``: plain ``nn.Linear`` and ``nn.Embedding`` modules with the exact bfloat16 weights, in place.
 
-    ValueError for a model that is not nested, TypeError for what is none.
+    In a model whose other parameters are float32 they are float32, which holds the same values. ValueError for a
+    model that is not nested, or is a draft with layers of another format too, or whose dtype cannot hold the weights
+    exactly; TypeError for what is none.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unnest takes a model, not a {type(model).__name__}")
     learns = any(parameter.requires_grad for parameter in model.parameters())
-    swaps = nested_swaps(model, learns)
+    dtype = getattr(model, "dtype", torch.bfloat16)
+    swaps = nested_swaps(model, learns, dtype)
     if not swaps:
         raise ValueError(f"unnest: this {type(model).__name__} is not nested: there is nothing to undo")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"unnest: the model is {dtype}, which cannot hold its weights: model.to(torch.bfloat16) first"
+        )
+    other = next((m for m in model.modules() if isinstance(m, PackedModule) and not is_nested(m)), None)
+    if other is not None:
+        raise ValueError(
+            f"unnest: this {type(model).__name__} holds a {type(other).__name__} beside nested weights, it is a cast: "
+            "unnest the model that it was made of"
+        )
     for swap in swaps:
         swap.put_back(model)
     if isinstance(model, PreTrainedModel):

@@ -13,6 +13,8 @@ from .castable import listed, unfit, unfit_linear
 from .linear import is_dense
 from .nested import is_table
 
+TOO_LARGE = 2.0**32  # from here on exponents leave the range of what a GPU multiplies by (ops/tiles_nested_cuda.py)
+
 
 @dataclass
 class Plan:
@@ -64,11 +66,19 @@ def nothing_to_nest(model: nn.Module, plan: Plan) -> str:
 
 def _unfit(linear: nn.Module, owners: dict[int, list[nn.Module]]) -> str | None:
     """Why a linear that blocks of 32 divide is not nested."""
+    if id(linear.weight) not in owners:
+        return "its weight is computed from other parameters"  # pruned or parametrized
     if linear.weight.dtype != torch.bfloat16:
         return f"its weight is {linear.weight.dtype}"
+    if not linear.weight.is_meta and TOO_LARGE <= _largest(linear.weight.detach()) < float("inf"):
+        return "it holds a value of 2^32 or larger, which the kernels of GPUs do not take"
     others = [module for module in owners[id(linear.weight)] if module is not linear]
     odd = [module for module in others if not is_table(module)] or others[1:]
     return f"its weight is shared with a {type(odd[0]).__name__}" if odd else None
+
+
+def _largest(weight: torch.Tensor) -> float:
+    return max(abs(float(end)) for end in torch.aminmax(weight))
 
 
 def _owners(model: nn.Module) -> dict[int, list[nn.Module]]:

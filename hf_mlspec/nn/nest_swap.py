@@ -24,12 +24,13 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class Swap:
-    """Where a linear stands and where its tied tables stand, and what the linear was."""
+    """Where a linear stands and where its tied tables stand, and what the linear was or is to be."""
 
     paths: list[str]
     tables: list[str]
     kind: type[nn.Linear] = nn.Linear
     requires_grad: bool = False
+    dtype: torch.dtype = torch.bfloat16  # or float32, which holds it exactly
 
     def put_nested(self, model: nn.Module, layer: NestedLinear) -> None:
         """``layer`` in the linear's place, and a table over it in place of the tables."""
@@ -56,7 +57,7 @@ class Swap:
 
     def _dense(self, layer: NestedLinear) -> nn.Linear:
         linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        weight = layer.dequantized(torch.bfloat16)
+        weight = layer.dequantized(self.dtype)
         linear.weight, linear.bias = nn.Parameter(weight, requires_grad=self.requires_grad), layer.bias
         linear.__class__ = self.kind  # a prepared model's linears are a class of their own
         _take_over(layer, linear)
@@ -75,8 +76,8 @@ def undone(model: nn.Module) -> Iterator[list[Swap]]:
         raise
 
 
-def nested_swaps(model: nn.Module, requires_grad: bool) -> list[Swap]:
-    """All that is nested in a model; requires_grad: of the weights that it is to get back."""
+def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> list[Swap]:
+    """All that is nested in a model; requires_grad, dtype: of the weights that it is to get back."""
     linears: dict[int, list[str]] = {}
     tables: dict[int, list[str]] = {}
     heads = {}
@@ -90,7 +91,7 @@ def nested_swaps(model: nn.Module, requires_grad: bool) -> list[Swap]:
         key: [path for paths in tables.values() if model.get_submodule(paths[0]).shares(head) for path in paths]
         for key, head in heads.items()
     }
-    return [Swap(paths, of_head[key], requires_grad=requires_grad) for key, paths in linears.items()]
+    return [Swap(paths, of_head[key], nn.Linear, requires_grad, dtype) for key, paths in linears.items()]
 
 
 def _put(model: nn.Module, paths: list[str], module: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import prune
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
@@ -50,6 +51,37 @@ def test_a_model_that_is_nested_already(model):
         hf_mlspec.unnest(model)
     with pytest.raises(TypeError, match="unnest takes a model, not a str"):
         hf_mlspec.unnest("model")
+
+
+def test_weights_that_stay_and_are_named(model):
+    pruned, large = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
+    prune.l1_unstructured(model.get_submodule(pruned), "weight", amount=3)
+    with torch.no_grad():
+        model.get_submodule(large).weight[0, 0] = -(2.0**32)
+    with pytest.warns(UserWarning, match="2 weights .* stay as they are") as said:
+        hf_mlspec.nest(model)
+    text = str(said[0].message)
+    assert f"{pruned} (its weight is computed from other parameters)" in text
+    assert f"{large} (it holds a value of 2^32 or larger" in text
+    assert type(model.get_submodule(pruned)) is type(model.get_submodule(large)) is nn.Linear
+
+
+def test_unnest_gives_weights_of_the_models_dtype(model):
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    hf_mlspec.nest(model).to(torch.float16)
+    with pytest.raises(ValueError, match=r"the model is torch.float16, .* model.to\(torch.bfloat16\) first"):
+        hf_mlspec.unnest(model)
+    hf_mlspec.unnest(model.to(torch.float32))
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert all(torch.equal(model.get_submodule(name).weight, plain[f"{name}.weight"].float()) for name in linears)
+    assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
+
+
+def test_a_cast_beside_nested_weights_is_not_unnested(model):
+    draft = hf_mlspec.direct_cast(hf_mlspec.nest(model), "mxfp4", cast_head=False)
+    with pytest.raises(ValueError, match="holds a Mxfp4Linear beside nested weights, it is a cast: unnest the model"):
+        hf_mlspec.unnest(draft)
+    assert draft.config.quantization_config.format == "mxfp4"
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "bitplanes"])
