@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ..formats.nested import BLOCK
+from ..ops.tiles_nested_cuda import LARGEST_SCALE
 from .castable import listed, unfit, unfit_linear
 from .linear import is_dense
 from .nested import is_table
 
-TOO_LARGE = 2.0**32  # from here on exponents leave the range of what a GPU multiplies by (ops/tiles_nested_cuda.py)
+TOO_LARGE = 2.0 ** (LARGEST_SCALE + 1 - 127)  # the least magnitude whose block the tiles of a GPU refuse: 2^32
 
 
 @dataclass
