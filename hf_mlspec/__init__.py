@@ -18,6 +18,7 @@ from .nn.fused import prepare, restore
 from .nn.nest import nest, unnest
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch
+from .speculation.draft import Draft, Drafter
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
 from .speculation.stats import LevelStats, SpeculationStats
@@ -28,6 +29,8 @@ __all__ = [
     "ChainCandidateGenerator",
     "Comparison",
     "Completion",
+    "Draft",
+    "Drafter",
     "LevelStats",
     "MLSpecConfig",
     "NGram",

@@ -1,8 +1,8 @@
-"""Does every block of code in the README run as it stands there?
+"""Does every block of code in the README and in the guide run as it stands there?
 
 A ```python or ```bash block runs unless a comment right above it says why not: `<!-- not run: reason -->`, or
-`<!-- run where the kernels are built -->` on a machine without them. Python blocks share one interpreter, in their
-order; a bash block runs in a folder that holds nothing but `eval`, as the checkout does.
+`<!-- run where the kernels are built -->` on a machine without them. Python blocks of a page share one interpreter, in
+their order; a bash block runs in a folder that holds nothing but `eval`, as the checkout does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import pytest
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+GUIDE = sorted((README.parent / "docs" / "guide").glob("*.md"))
 FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w*)\n(?P<code>.*?)\n```\n", re.DOTALL)
 
 
 @dataclass
 class Block:
-    """code starts on this line of the README; skipped is the reason why it is not run."""
+    """code starts on this line of its page; skipped is the reason why it is not run."""
 
     language: str
     code: str
@@ -47,8 +48,8 @@ def blocks(text: str, *languages: str) -> list[Block]:
     return found
 
 
-def runnable(language: str) -> list[Block]:
-    return [block for block in blocks(README.read_text(encoding="utf-8"), language) if block.skipped is None]
+def runnable(language: str, page: Path = README) -> list[Block]:
+    return [block for block in blocks(page.read_text(encoding="utf-8"), language) if block.skipped is None]
 
 
 @pytest.fixture
@@ -71,17 +72,29 @@ def run(command: list[str], tmp_path: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
+def program_of(page: Path) -> str:
+    """The Python blocks of a page as one program, whose lines are the page's: a traceback names them."""
+    lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
+    for block in runnable("python", page):
+        code = block.code.splitlines()
+        lines[block.line - 1 : block.line - 1 + len(code)] = code
+    return "\n".join(lines)
+
+
 def test_python_blocks_run(tmp_path, environment):
     program = tmp_path / "readme.py"
-    lines = [""] * len(README.read_text(encoding="utf-8").splitlines())
-    for block in runnable("python"):
-        code = block.code.splitlines()
-        lines[block.line - 1 : block.line - 1 + len(code)] = code  # so that a traceback names the README's lines
-    program.write_text("\n".join(lines), encoding="utf-8")
+    program.write_text(program_of(README), encoding="utf-8")
     written = run([sys.executable, str(program)], tmp_path, environment)
     assert "def mean(values):" in written
     assert re.search(r"mxfp4: \d+ of \d+ tokens accepted", written)
     assert re.search(r"\d\.\d\d tokens per pass of the target", written)
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_python_blocks_of_the_guide_run(tmp_path, environment, page):
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text(program_of(page), encoding="utf-8")
+    run([sys.executable, str(program)], tmp_path, environment)
 
 
 @pytest.mark.parametrize("block", runnable("bash"), ids=lambda block: f"line {block.line}")
@@ -89,10 +102,11 @@ def test_bash_block_runs(tmp_path, environment, block):
     assert run(["bash", "-euo", "pipefail", "-c", block.code], tmp_path, environment)
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8"))
-    assert links
-    assert [link for link in links if not (README.parent / link).exists()] == []
+@pytest.mark.parametrize("page", [README, *GUIDE], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8"))
+    assert links or page != README
+    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_blocks_are_found_and_only_a_reason_skips_one():
