@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, 
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 _SHOWN = 4  # names in a message
 _OF_SEVERAL = ("nested", "planes")
+_INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
 
 
 @dataclass
@@ -59,6 +60,27 @@ def _checksums_of(file: Path, metadata: dict[str, str]) -> dict[str, str]:
         return dict(json.loads(metadata.get(CHECKSUMS_KEY, "{}")))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: its checksums cannot be read ({error})") from error
+
+
+def require_own_shards(*folders: str | Path) -> None:
+    """Every index in ``folders`` sends its tensors to weight files of its folder. ValueError naming index, tensor and
+    entry where one is absolute, climbs out of the folder or is of another kind, and for an index that cannot be read.
+
+    A hub name, which is no folder here, passes: the hub serves a repository's own files only.
+    """
+    for index in sorted({file for folder in folders for kind in _INDEXES for file in Path(folder).glob(kind)}):
+        try:
+            entries = json.loads(index.read_bytes())["weight_map"].items()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{index} is damaged: it holds no weight_map that can be read ({error!r})") from error
+        kind = ".bin" if ".bin." in index.name else ".safetensors"
+        for name, entry in entries:
+            path = PurePath(entry) if isinstance(entry, str) else PurePath()
+            if path.is_absolute() or ".." in path.parts or path.suffix != kind:
+                raise ValueError(
+                    f"{index} says that {name} lies in {entry!r}: a weight_map names {kind} files in the folder of "
+                    "the index; restore the index that was saved with them"
+                )
 
 
 def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[str]) -> None:
