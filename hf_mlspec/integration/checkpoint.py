@@ -22,6 +22,7 @@ _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 _SHOWN = 4  # names in a message
 _OF_SEVERAL = ("nested", "planes")
 _INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
+_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "max_position_embeddings")
 
 
 @dataclass
@@ -83,6 +84,16 @@ def require_own_shards(*folders: str | Path) -> None:
                 )
 
 
+def require_plain(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """The tensors that are stored as they are have the shapes that config.json gives them in ``model``, which has no
+    packed modules yet; ValueError with tensor, file, both shapes and the setting. Asked first because packed modules
+    of wrong sizes say less."""
+    expected = model.state_dict()
+    held = {name: tensor for name, tensor in checkpoint.tensors.items() if name in expected}
+    plain = {name: t for name, t in held.items() if t.dtype is not None and t.dtype.is_floating_point}
+    _require_fit([(tensor, expected[name], False) for name, tensor in plain.items()], model)
+
+
 def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[str]) -> None:
     """What a packed ``model``, still without memory, is to load is there, fits, and is what was saved.
 
@@ -99,9 +110,8 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
     _require_complete(checkpoint, stored, model, expected.keys() if same_class else packed)
     if same_class:
         _require_nothing_else(stored, model, expected.keys())
-    for name, tensor in stored.items():
-        if name in expected and name not in merged:
-            _require_fit(tensor, expected[name], name in packed)
+    fitting = [name for name in stored if name in expected and name not in merged]
+    _require_fit([(stored[name], expected[name], name in packed) for name in fitting], model)
     for file, sums in checkpoint.checksums.items():
         require_checksums(file, checkpoint.of(file), sums)
     _require_packed_values(stored, packed)
@@ -114,9 +124,8 @@ def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set
     expected = model.state_dict()
     stored, merged = _by_name_in_model(checkpoint, model, expected)
     _require_complete(checkpoint, stored, model, sources)
-    for name in sources - merged:
-        if name in stored:
-            _require_fit(stored[name], expected[name], False)
+    held = [name for name in stored if name in sources - merged]
+    _require_fit([(stored[name], expected[name], False) for name in held], model)
 
 
 def _require_one_save(checkpoint: Checkpoint) -> None:
@@ -179,16 +188,44 @@ def _pattern(patterns: Iterable[str] | None) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")  # (?!) matches nothing
 
 
-def _require_fit(stored: StoredTensor, expected: torch.Tensor, packed: bool) -> None:
-    if stored.shape != tuple(expected.shape):
+def _require_fit(found: list[tuple[StoredTensor, torch.Tensor, bool]], model: PreTrainedModel) -> None:
+    """Stored tensors, what ``model`` expects, and whether it is packed."""
+    wrong = [entry for entry in found if entry[0].shape != tuple(entry[1].shape)]
+    if len(wrong) == 1 and wrong[0][2]:
+        stored, expected, _ = wrong[0]
         fewer = len(stored.shape) == expected.ndim and stored.shape < tuple(expected.shape)
-        raise ValueError(
-            f"{stored.place} has shape {list(stored.shape)}, config.json makes it {list(expected.shape)}: it is "
-            f"{'truncated' if fewer else 'of another model, or config.json is'}; restore the files saved together"
+        raise _misfit(stored, expected, f"it is {'truncated' if fewer else 'of another model, or config.json is'}")
+    if wrong:
+        explained = ((one, _settings_behind(*one[:2], model)) for one in wrong)
+        (stored, expected, _), settings = next((entry for entry in explained if entry[1]), (wrong[0], ""))
+        raise _misfit(
+            stored, expected, f"{settings}{len(wrong)} of {len(found)} tensors differ, config.json is of another model"
         )
-    floats = stored.dtype is not None and stored.dtype.is_floating_point and expected.is_floating_point()
-    if stored.dtype != expected.dtype and (packed or not floats):
-        raise TypeError(f"{stored.place} is {stored.dtype}, config.json makes it {expected.dtype}")
+    for stored, expected, packed in found:
+        floats = stored.dtype is not None and stored.dtype.is_floating_point and expected.is_floating_point()
+        if stored.dtype != expected.dtype and (packed or not floats):
+            raise TypeError(f"{stored.place} is {stored.dtype}, config.json makes it {expected.dtype}")
+
+
+def _misfit(stored: StoredTensor, expected: torch.Tensor, why: str) -> ValueError:
+    return ValueError(
+        f"{stored.place} has shape {list(stored.shape)}, config.json makes it {list(expected.shape)}: {why}; restore "
+        "the files saved together"
+    )
+
+
+def _settings_behind(stored: StoredTensor, expected: torch.Tensor, model: PreTrainedModel) -> str:
+    """The settings of config.json that give ``expected`` a size which is not the stored one, as in "hidden_size is 64
+    there, "; empty where none does."""
+    config = model.config.get_text_config()
+    sizes = {name: getattr(config, name, None) for name in _SIZES}
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        count, width = getattr(config, heads, None), getattr(config, "head_dim", None)
+        sizes[f"{heads} x head_dim"] = count * width if count and width else None
+    pairs = zip(stored.shape, expected.shape, strict=False)
+    wanted = {size for held, size in pairs if held != size and size > 1}
+    names = [name for name, size in sizes.items() if size in wanted]
+    return f"{' or '.join(names)} is {sizes[names[0]]} there, " if names else ""
 
 
 def _require_packed_values(stored: dict[str, StoredTensor], packed: set[str]) -> None:

@@ -21,7 +21,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..nn.nest import unnest
 from ..nn.packed import PackedLinear, PackedModule
-from .checkpoint import Checkpoint, require_own_shards, require_packed, require_sources
+from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import (
     escapes_of,
@@ -97,6 +97,8 @@ class MLSpecQuantizer(HfQuantizer):
 
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
+        if checkpoint is not None:
+            require_plain(checkpoint, model)
         kept = set(config.modules_to_not_convert)
         if self._nests:
             kept |= tied_to_tables(model)  # nested once they are loaded: on disk such a pair is one plain tensor

@@ -207,6 +207,20 @@ def test_wrong_shapes_and_dtypes(folder, part, change, words):
     refused(folder, (ValueError, TypeError), f"{name} in {file} {words}")
 
 
+@pytest.mark.parametrize(("setting", "value", "words"), [
+    ("hidden_size", 96, "has shape [64, 32], config.json makes it [64, 96]: hidden_size is 96 there, 7 of 7 tensors"),
+    ("hidden_size", 48, "has shape [64, 32], config.json makes it [64, 48]: hidden_size is 48 there, 7 of 7 tensors"),
+    ("vocab_size", 80, "has shape [64, 32], config.json makes it [80, 32]: vocab_size is 80 there, 2 of 7 tensors"),
+    ("intermediate_size", 128, "config.json makes it [128, 1]: intermediate_size is 128 there, "),
+    ("head_dim", 24, "config.json makes it [48, 1]: num_key_value_heads x head_dim is 48 there, "),
+])  # fmt: skip
+def test_a_config_of_other_sizes_is_said(folder, setting, value, words):
+    """Not the files: they are whole."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, setting: value}))
+    refused(folder, ValueError, f" in {folder}", words, "differ, config.json is of another model; restore the files")
+
+
 @pytest.mark.parametrize(("part", "value", "words"), [
     *[("weight_scale", v, f"1 values that are NaN, Inf, zero or negative, the first ({v:g}) at row 3, group 0")
       for v in (float("nan"), float("inf"), -float("inf"), 0.0, -1.0)],
