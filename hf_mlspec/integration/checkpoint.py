@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -21,6 +22,7 @@ from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, 
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 _SHOWN = 4  # names in a message
 _OF_SEVERAL = ("nested", "planes")
+_MOST_DAMAGED = 2  # characters in which a damaged key still shows what it was
 _INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "max_position_embeddings")
 
@@ -57,10 +59,20 @@ class Checkpoint:
 
 
 def _checksums_of(file: Path, metadata: dict[str, str]) -> dict[str, str]:
+    for key in metadata:
+        if key != CHECKSUMS_KEY and _nearly(key, CHECKSUMS_KEY):
+            raise ValueError(
+                f"{file} is damaged: its metadata has {key!r} where {CHECKSUMS_KEY!r} was saved; download or write "
+                "the checkpoint again"
+            )
     try:
         return dict(json.loads(metadata.get(CHECKSUMS_KEY, "{}")))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: its checksums cannot be read ({error})") from error
+
+
+def _nearly(key: str, known: str) -> bool:
+    return len(key) == len(known) and sum(a != b for a, b in zip(key, known, strict=True)) <= _MOST_DAMAGED
 
 
 def require_own_shards(*folders: str | Path) -> None:
@@ -101,9 +113,9 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
     file and numbers for tensors that are missing, unknown, of another shape or dtype, whose bytes have another
     checksum, or with scales and zero points that no quantizer writes, and for files of different saves. Where the
     checkpoint was saved from another class (a base model without its head), only the packed tensors must be complete,
-    as transformers has it.
+    as transformers has it. One warning for tensors that no file lists a checksum of: every save lists all.
     """
-    _require_one_save(checkpoint)
+    sums = _require_one_save(checkpoint)
     expected = model.state_dict()
     stored, merged = _by_name_in_model(checkpoint, model, expected)
     same_class = type(model).__name__ in (model.config.architectures or [type(model).__name__])
@@ -112,10 +124,11 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
         _require_nothing_else(stored, model, expected.keys())
     fitting = [name for name in stored if name in expected and name not in merged]
     _require_fit([(stored[name], expected[name], name in packed) for name in fitting], model)
-    for file, sums in checkpoint.checksums.items():
+    for file in checkpoint.checksums:
         require_checksums(file, checkpoint.of(file), sums)
     _require_packed_values(stored, packed)
     _require_whole_weights(stored, model)
+    _warn_of_unchecked(checkpoint, sums)
 
 
 def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set[str]) -> None:
@@ -128,7 +141,8 @@ def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set
     _require_fit([(stored[name], expected[name], False) for name in held], model)
 
 
-def _require_one_save(checkpoint: Checkpoint) -> None:
+def _require_one_save(checkpoint: Checkpoint) -> dict[str, str]:
+    """The checksums that the files agree on."""
     # Shards of another model may fit, each whole in itself; but every file lists the checksums of all tensors.
     lists = {file: sums for file, sums in checkpoint.checksums.items() if sums}
     first = next(iter(lists), None)
@@ -139,6 +153,18 @@ def _require_one_save(checkpoint: Checkpoint) -> None:
                 f"{file} and {first} are of different saves: the checksums they list differ for {differ} of "
                 f"{len(sums)} tensors; restore the files that were saved together"
             )
+    return lists.get(first, {})
+
+
+def _warn_of_unchecked(checkpoint: Checkpoint, sums: dict[str, str]) -> None:
+    unknown = [tensor for tensor in checkpoint.tensors.values() if tensor.name not in sums]
+    if unknown:
+        warnings.warn(
+            f"the metadata of {checkpoint.place} has no CRC-32 ({CHECKSUMS_KEY}) of {len(unknown)} of its "
+            f"{len(checkpoint.tensors)} tensors, the first is {unknown[0].place}: whether their bytes are those that "
+            "were saved was not checked; quantize the model again or, if you trust the files, save what was loaded",
+            stacklevel=2,
+        )
 
 
 def _by_name_in_model(

@@ -47,11 +47,14 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def rewrite(folder: Path, name: str, change, keep_checksums: bool = False) -> Path:
-    """The file that holds ``name``, its tensors changed, as a foreign tool writes it: without checksums."""
+    """The file that holds ``name``, its tensors changed, and the others as a foreign tool writes them: without
+    checksums."""
+    for other in [] if keep_checksums else folder.glob("*.safetensors"):
+        save_file(load_file(other), other, metadata={"format": "pt"})
     file = file_of(folder, name)
     tensors, metadata = load_file(file), read_header(file)[1]
     change(tensors)
-    save_file(tensors, file, metadata=metadata if keep_checksums else {"format": "pt"})
+    save_file(tensors, file, metadata=metadata)
     return file
 
 
@@ -76,7 +79,8 @@ def test_an_intact_checkpoint_loads_with_and_without_checksums(saved, tmp_path, 
     for file in tmp_path.glob("*.safetensors"):
         assert CHECKSUMS_KEY in read_header(file)[1]
         save_file(load_file(file), file, metadata={"format": "pt"})
-    second = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    with pytest.warns(UserWarning, match=r"no CRC-32 \(mlspec_crc32\) of (\d+) of its \1 tensors.* not checked"):
+        second = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[n], second[n]) for n in first)
 
@@ -86,6 +90,38 @@ def test_every_tensor_has_its_checksum(saved):
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as contents:
                 assert {*contents.keys()} <= {*json.loads(contents.metadata()[CHECKSUMS_KEY])}
+
+
+def test_only_a_save_without_checksums_is_warned_of(folder, recwarn):
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert not [warning for warning in recwarn if "CRC-32" in str(warning.message)]
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    save_file(load_file(file), file)  # no metadata at all
+    AutoModelForCausalLM.from_pretrained(folder)
+    said = [str(warning.message) for warning in recwarn if "CRC-32" in str(warning.message)]
+    shards = len([*folder.glob("*.safetensors")]) > 1  # the other files list the checksums of this one
+    assert [text.startswith(f"the metadata of {file} has no CRC-32") for text in said] == ([] if shards else [True])
+
+
+def test_a_shard_that_lost_its_metadata_is_checked_by_the_others(saved, tmp_path):
+    shutil.copytree(saved["int4", "shards"], tmp_path, dirs_exist_ok=True)
+    name = f"{LAYER}.weight_packed"
+    file = rewrite(tmp_path, name, lambda tensors: tensors[name].__setitem__((3, 3), 255), keep_checksums=True)
+    save_file(load_file(file), file)
+    refused(tmp_path, ValueError, f"{name} in {file} is damaged", "have CRC-32", "saved was")
+
+
+def test_every_flipped_bit_of_the_key_of_the_checksums_is_found(folder):
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    whole = file.read_bytes()
+    place = whole.index(CHECKSUMS_KEY.encode())
+    for number in range(8 * len(CHECKSUMS_KEY)):
+        damaged = bytearray(whole)
+        damaged[place + number // 8] ^= 1 << number % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is damaged: its (header of|metadata has .* where 'mlspec_crc32' was)"):
+            Checkpoint.read([file])
+    refused(folder, ValueError, str(file), "is damaged")
 
 
 def test_every_flipped_bit_of_the_data_is_found(folder):
