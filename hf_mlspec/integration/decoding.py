@@ -111,7 +111,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
     chain = _chain(model, call, prompts, stop)
     record = Record(call.settings, call.streamer, len(prompts.rows))
-    rows = [list(row) for row in prompts.rows]
+    rows = prompts.grown
     keep_stats(model, SpeculationStats([level.stats for level in chain.levels]))  # a streamer may watch them grow
     emit = record if call.watch is None else call.watch(chain, record)
     with ragged_attention_on(chain.models):
@@ -126,12 +126,21 @@ def check(model: PreTrainedModel, call: Call) -> Prompts:
     """The prompts of a call that can be served; ValueError for any other, before anything is computed."""
     check_request(call.input_ids, call.settings, call.model_kwargs)
     check_streamer(call.streamer, len(call.input_ids))
-    prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"))
+    prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
     _check_filled(call.model_kwargs.get("past_key_values"), prompts)
     split_processors(call.processors, prompts)  # refuses those that keep state
     return prompts
+
+
+def _filler(settings: GenerationConfig) -> int:
+    """The token that stands behind the end of a row."""
+    for name in ("_pad_token_tensor", "_eos_token_tensor"):
+        value = getattr(settings, name, None)
+        if value is not None:
+            return int(value.flatten()[0])
+    return 0
 
 
 def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping) -> Chain:

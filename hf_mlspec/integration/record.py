@@ -34,9 +34,8 @@ class Record:
     def result(self, prompts: Prompts, rows: Rows, stats: SpeculationStats, cache):
         new = [row[n:] for row, n in zip(rows, prompts.lengths, strict=True)]
         width = max(map(len, new))
-        filler = self._filler()
         tail = torch.tensor(
-            [line + [filler] * (width - len(line)) for line in new],
+            [line + [prompts.filler] * (width - len(line)) for line in new],
             dtype=prompts.input_ids.dtype,
             device=prompts.input_ids.device,
         ).view(len(new), width)
@@ -51,13 +50,6 @@ class Record:
         )
         out.speculation = stats
         return out
-
-    def _filler(self) -> int:
-        for name in ("_pad_token_tensor", "_eos_token_tensor"):
-            value = getattr(self.settings, name, None)
-            if value is not None:
-                return int(value.flatten()[0])
-        return 0
 
 
 def _by_step(store: list[list[Tensor]] | None, width: int) -> tuple[Tensor, ...] | None:
