@@ -211,3 +211,20 @@ def test_what_a_processor_that_tells_rows_apart_is_shown():
         for r in range(3):
             if width == 11 or out[r][width]:
                 assert any(lines[r] == out[r][:width] for lines in seen if len(lines[r]) == width)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_where_every_token_is_forbidden_the_chain_goes_on_as_the_target_alone(chain):
+    """The largest of equal scores, all -inf, is the first token; what follows it is asked about like everything else."""
+
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] % 3 == 0:
+                return torch.full_like(scores, float("-inf"))
+            return scores.scatter(1, input_ids[:, -1:], 50.0)
+
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 62, "pad_token_id": 62}
+    options |= {"logits_processor": LogitsProcessorList([Nothing()])}
+    stock = TARGET.generate(**INPUTS, **options)
+    assert torch.equal(TARGET.generate(**INPUTS, **options, **chain), stock)
+    assert (stock[:, 11:] == 0).sum() > 6
