@@ -84,11 +84,7 @@ class Prompts:
         if attention_mask is None:
             self.rows = lines
         else:
-            if attention_mask.shape != input_ids.shape:
-                raise ValueError(
-                    f"attention_mask has shape {list(attention_mask.shape)} and input_ids {list(input_ids.shape)}: "
-                    "one flag per token is needed"
-                )
+            check_mask(list(attention_mask.shape), input_ids)
             mask = attention_mask.tolist()
             self.rows = [
                 [t for t, m in zip(line, flags, strict=True) if m] for line, flags in zip(lines, mask, strict=True)
@@ -113,6 +109,14 @@ class Prompts:
         width = self.input_ids.shape[1] + generated
         lines = [self.whole(number, shown.get(number, row))[:width] for number, row in enumerate(self.grown)]
         return [line + [self.filler] * (width - len(line)) for line in lines]
+
+
+def check_mask(shape: list[int], input_ids: Tensor) -> None:
+    """Raise ValueError unless an attention_mask of this shape has one flag for each token of input_ids."""
+    if shape != list(input_ids.shape):
+        raise ValueError(
+            f"attention_mask has shape {shape} and input_ids {list(input_ids.shape)}: one flag per token is needed"
+        )
 
 
 def split_processors(processors: LogitsProcessorList, prompts: Prompts):
