@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
 from ..speculation.captured import CapturedDecoding
 from ..speculation.captured_caches import NoRoom
@@ -22,9 +27,10 @@ from ..speculation.stats import SpeculationStats
 from .capture import captured, go_on
 from .config import SpeculationConfig
 from .levels import resolve
-from .processing import Prompts, Stopping, split_processors
+from .processing import Prompts, calls_like, split_processors
 from .record import Record
 from .request import check_prompts, check_request, check_streamer, check_target
+from .stopping import Stopping
 from .suitability import check_length
 from .wiring import Chain, Wiring
 
@@ -101,14 +107,16 @@ class Call:
 
     @property
     def new_tokens(self) -> int:
-        """The most a row may gain."""
-        return int(self.settings.max_length) - self.input_ids.shape[1]
+        """The most a row may gain; stock generate asks a length of the user's after the first token only."""
+        width = self.input_ids.shape[1]
+        own = [c.max_length - width for c in self.criteria if calls_like(c, (MaxLengthCriteria,))]
+        return min([int(self.settings.max_length) - width, *(max(room, 1) for room in own)])
 
 
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
     prompts = check(model, call)
-    stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
+    stop = Stopping(call.criteria, prompts)
     chain = _chain(model, call, prompts, stop)
     record = Record(call.settings, call.streamer, len(prompts.rows))
     rows = prompts.grown
@@ -174,11 +182,13 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
                 if cached:  # the target's cache takes over what a user's holds of a single prompt
                     chain.target.runner.cache.load(given, cached)
                 stats = decode_all(_loop(chain, rounds, stop, emit, device), rows, budgets, cached)
+                stats.new_tokens -= stop.cut(rows)
             return chain.finish(stats), _return_cache(chain, given, cached, rows) if wanted else None
     except NoRoom as error:
         reason = NoRoom(str(error), error.left)  # without the frames that hold the chain
     with torch.inference_mode():
         stats = go_on(chain, reason, stop, emit, device)
+        stats.new_tokens -= stop.cut(rows)
     return stats, _return_cache(chain, given, cached, rows) if wanted else None
 
 

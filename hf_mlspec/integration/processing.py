@@ -1,4 +1,4 @@
-"""How do transformers' logits processors and stopping criteria see rows that grow by several tokens at once?"""
+"""How do transformers' logits processors see rows that grow by several tokens at once?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from transformers.generation import (
     EtaLogitsWarper,
     LogitsProcessorList,
     MinPLogitsWarper,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -35,7 +34,6 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
     WatermarkLogitsProcessor,
 )
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 # These look at nothing but the scores of one position.
 WARPERS = (
@@ -136,7 +134,7 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
             )
     if not processors:
         return None, None
-    if all(_calls_like(p, WARPERS) for p in processors):
+    if all(calls_like(p, WARPERS) for p in processors):
         return warp_of(processors), None
 
     def process(prefixes: list[list[int]], scores: Tensor, numbers: list[int]) -> Tensor:
@@ -156,7 +154,7 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
 
 def warp_of(processors: LogitsProcessorList):
     """The processors that look at scores alone, as one function over any leading shape; None if there are none."""
-    warpers = [p for p in processors if _calls_like(p, WARPERS)]
+    warpers = [p for p in processors if calls_like(p, WARPERS)]
     if not warpers:
         return None
 
@@ -169,14 +167,14 @@ def warp_of(processors: LogitsProcessorList):
     return warp
 
 
-def _calls_like(one, kinds: tuple[type, ...]) -> bool:
+def calls_like(one, kinds: tuple[type, ...]) -> bool:
     """Whether an object is of one of these classes, or of a subclass that is called the same way."""
     return any(isinstance(one, kind) and type(one).__call__ is kind.__call__ for kind in kinds)
 
 
 def _treats_rows_alike(processor) -> bool:
     ignored = getattr(processor, "prompt_ignore_length", None)  # a repetition penalty may have one for each row
-    return _calls_like(processor, LINE_BY_LINE) and not isinstance(ignored, Tensor)
+    return calls_like(processor, LINE_BY_LINE) and not isinstance(ignored, Tensor)
 
 
 def _among_all(processor, prompts: Prompts, prefixes: list[list[int]], scores: Tensor, numbers: list[int]) -> Tensor:
@@ -196,23 +194,3 @@ def _constrain(processor, ids: Tensor, scores: Tensor, numbers: list[int]) -> Te
         of_row = PrefixConstrainedLogitsProcessor(lambda _, sent, number=number: allowed(number, sent), 1)
         lines.append(of_row(ids[i : i + 1], scores[i : i + 1]))
     return torch.cat(lines)
-
-
-class Stopping:
-    """Scans every settled token: an end-of-sequence token or a stop string may sit inside an accepted block."""
-
-    def __init__(self, criteria: StoppingCriteriaList, eos_token_ids: Tensor | None, prompts: Prompts):
-        self.eos = set() if eos_token_ids is None else set(eos_token_ids.flatten().tolist())
-        self.others = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
-        self.prompts = prompts
-
-    def __call__(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
-        """(settled tokens that count, whether the row is finished)."""
-        for count, token in enumerate(tokens, 1):
-            if token in self.eos or (self.others and self._met(number, row + tokens[:count])):
-                return count, True
-        return len(tokens), False
-
-    def _met(self, number: int, row: list[int]) -> bool:
-        ids = torch.tensor([self.prompts.whole(number, row)], device=self.prompts.input_ids.device)
-        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.others)

@@ -44,17 +44,20 @@ class Record:
             return sequences
         out = GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=_by_step(self.scores, width),
-            logits=_by_step(self.logits, width),
+            scores=_by_step(self.scores, new),
+            logits=_by_step(self.logits, new),
             past_key_values=cache,
         )
         out.speculation = stats
         return out
 
 
-def _by_step(store: list[list[Tensor]] | None, width: int) -> tuple[Tensor, ...] | None:
+def _by_step(store: list[list[Tensor]] | None, new: Rows) -> tuple[Tensor, ...] | None:
     """Per new token one `[batch, vocab]`; rows that had stopped hold zeros."""
     if store is None:
         return None
     blank = torch.zeros_like(next(line[0] for line in store if line))
-    return tuple(torch.stack([line[t] if t < len(line) else blank for line in store]) for t in range(width))
+    lines = list(zip(store, map(len, new), strict=True))
+    return tuple(
+        torch.stack([line[t] if t < count else blank for line, count in lines]) for t in range(max(map(len, new)))
+    )

@@ -215,7 +215,7 @@ def test_what_a_processor_that_tells_rows_apart_is_shown():
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_where_every_token_is_forbidden_the_chain_goes_on_as_the_target_alone(chain):
-    """The largest of equal scores, all -inf, is the first token; what follows it is asked about like everything else."""
+    """The largest of equal scores, all -inf, is the first token; what follows is asked about like everything else."""
 
     class Nothing(LogitsProcessor):
         def __call__(self, input_ids, scores):
