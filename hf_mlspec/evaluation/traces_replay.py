@@ -16,12 +16,12 @@ from ..integration.config import SpeculationConfig
 from ..integration.levels import Level, resolve
 from ..integration.suitability import check_model, vocab_size
 from ..integration.wiring import Chain, Wiring, reach
-from ..speculation.decode import decode
+from ..speculation.loop import decode
 from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats
-from ..speculation.trace import Trace, TracedRow, longest
-from ..speculation.trace_script import NEVER_STOPS, ScriptedChecker, scripted
+from ..speculation.traces.script import NEVER_STOPS, ScriptedChecker, scripted
+from ..speculation.traces.trace import Trace, TracedRow, longest
 
 
 @dataclass

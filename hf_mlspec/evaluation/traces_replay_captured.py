@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from ..integration.comparison import accumulate
 from ..integration.config import SpeculationConfig
 from ..integration.suitability import check_model
-from ..speculation.captured import CapturedDecoding
-from ..speculation.captured_caches import adopt
-from ..speculation.captured_chain import BUCKETS, CapturedChain, bucket_of
-from ..speculation.captured_plan import NotCaptured, round_levels
 from ..speculation.fused_cache import up_to_growth
-from ..speculation.trace import Round, Trace, TracedRow, rounds_at
+from ..speculation.rounds.caches import adopt
+from ..speculation.rounds.captured import CapturedDecoding
+from ..speculation.rounds.chain import BUCKETS, CapturedChain, bucket_of
+from ..speculation.rounds.plan import NotCaptured, round_levels
+from ..speculation.traces.trace import Round, Trace, TracedRow, rounds_at
 from .traces_replay import Replaying, ReplayResult, check_level_count, config_of, result_of, selected
 
 

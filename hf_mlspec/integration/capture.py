@@ -10,13 +10,13 @@ import torch
 from transformers.generation import EtaLogitsWarper, LogitsProcessorList
 
 from ..nn.prepared import say
-from ..speculation.captured_caches import NoRoom, adopt
-from ..speculation.captured_chain import CapturedChain, borrowed
-from ..speculation.captured_plan import NotCaptured, round_levels
-from ..speculation.captured_round import RoundLevel
-from ..speculation.decode import Decoding, Emit, Stop
 from ..speculation.device_runner import DeviceRunner
 from ..speculation.draft import Rows
+from ..speculation.loop import Decoding, Emit, Stop
+from ..speculation.rounds.caches import NoRoom, adopt
+from ..speculation.rounds.chain import CapturedChain, borrowed
+from ..speculation.rounds.plan import NotCaptured, round_levels
+from ..speculation.rounds.program import RoundLevel
 from ..speculation.stats import SpeculationStats
 from .comparison import accumulate
 from .processing import WARPERS

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..speculation.checker import Verdict
-from ..speculation.decode import Decoding
 from ..speculation.draft import Rows
+from ..speculation.loop import Decoding
 from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.row_sampling import RowRule
 from ..speculation.stats import LevelStats, SpeculationStats

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_mlspec.integration import decoding, wiring
-from hf_mlspec.speculation.captured import CapturedDecoding
+from hf_mlspec.speculation.rounds.captured import CapturedDecoding
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
 

@@ -13,10 +13,10 @@ from transformers import DynamicCache
 
 import hf_mlspec
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation import captured_chain
-from hf_mlspec.speculation.captured_chain import CapturedChain
-from hf_mlspec.speculation.captured_graphs import RoundGraphs
 from hf_mlspec.speculation.fused_cache import FusedCache
+from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.speculation.rounds.chain import CapturedChain
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
 __all__ = ["on_device"]
 pytestmark = [

@@ -16,13 +16,13 @@ from hf_mlspec.nn.replace import direct_cast
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import Decoding
 from hf_mlspec.speculation.draft import Drafter
 from hf_mlspec.speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.drafters.ngram import NGram
 from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
 from hf_mlspec.speculation.fused_runner import FusedRunner
+from hf_mlspec.speculation.loop import Decoding
 from hf_mlspec.speculation.ragged_attention import ragged_attention_on
 from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
 from hf_mlspec.speculation.runner import Runner

@@ -15,8 +15,8 @@ from hf_mlspec.integration.processing import Prompts
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import Bits
-from hf_mlspec.speculation.captured import CapturedDecoding
 from hf_mlspec.speculation.fused_runner import FusedRunner
+from hf_mlspec.speculation.rounds.captured import CapturedDecoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

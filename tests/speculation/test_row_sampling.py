@@ -11,9 +11,9 @@ from tables import CPU, VOCAB, PointMasses, TableRunner, counts, exact, table
 
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import Decoding
 from hf_mlspec.speculation.draft import Drafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.loop import Decoding
 from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
 
 TARGET, FIRST, SECOND = (table(seed) for seed in range(3))

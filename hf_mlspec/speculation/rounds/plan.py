@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .captured_round import RoundLevel
-from .chain import CheckedDrafter
-from .checker import Checker
-from .device_runner import DeviceRunner
-from .draft import Drafter
-from .drafters.model import ModelDrafter
-from .sampling import Sampler
+from ..chain import CheckedDrafter
+from ..checker import Checker
+from ..device_runner import DeviceRunner
+from ..draft import Drafter
+from ..drafters.model import ModelDrafter
+from ..sampling import Sampler
+from .program import RoundLevel
 
 # Rows from which padding is no longer free: a draft in the middle is then made in a single round.
 _MANY_ROWS = 16

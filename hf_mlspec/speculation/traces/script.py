@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from .chain import CheckedDrafter
-from .checker import Checker, Verdict
-from .draft import Draft, Drafter, Rows
-from .stats import LevelStats
+from ..chain import CheckedDrafter
+from ..checker import Checker, Verdict
+from ..draft import Draft, Drafter, Rows
+from ..stats import LevelStats
 from .trace import Round
 
 # A positive threshold that no greedy token is below: levels compute their confidence, and never stop for it.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .captured_chain import CapturedChain
-from .checker import Checker
-from .draft import Drafter, Rows
-from .drafters.model import ModelDrafter
-from .fused_cache import FusedCache
-from .stats import SpeculationStats
-from .trace_recorder import checkers
+from ..checker import Checker
+from ..draft import Drafter, Rows
+from ..drafters.model import ModelDrafter
+from ..fused_cache import FusedCache
+from ..stats import SpeculationStats
+from ..traces.recorder import checkers
+from .chain import CapturedChain
 
 
 @dataclass

@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..nn.prepared import say
-from .captured_graphs import RoundGraphs
-from .captured_round import RoundLevel, RoundProgram
-from .cuda_graph import out_of_memory
-from .fused_cache import up_to_growth
-from .round_state import RoundState
+from ...nn.prepared import say
+from ..cuda_graph import out_of_memory
+from ..fused_cache import up_to_growth
+from .graphs import RoundGraphs
+from .program import RoundLevel, RoundProgram
+from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _KEPT = 2  # chains of a target: one with levels, and the target alone

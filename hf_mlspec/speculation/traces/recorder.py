@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
-from .chain import CheckedDrafter
-from .checker import Checker, Verdict
-from .decode import Emit
-from .draft import Drafter, Rows
+from ..chain import CheckedDrafter
+from ..checker import Checker, Verdict
+from ..draft import Drafter, Rows
+from ..loop import Emit
 from .trace import Round, TracedRow
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import ops
-from ..nn.device_decoder import DeviceDecoder
-from ..precision import Bits
-from .device_runner import soft_capped
-from .round_state import RoundState
+from ... import ops
+from ...nn.device_decoder import DeviceDecoder
+from ...precision import Bits
+from ..device_runner import soft_capped
+from .state import RoundState
 
 UNROLLED = 8  # tokens a target without levels decodes for one wait of the host
 CHECK_FIELDS = 2  # drafted, accepted

@@ -6,17 +6,17 @@ import time
 
 import torch
 
-from ..nn.prepared import say
-from .captured_caches import NoRoom, Unfinished, adopt, disown, drafters
-from .captured_chain import CapturedChain, bucket_of
-from .captured_round import CHECK_FIELDS
-from .checker import Checker, Verdict, nan_error
-from .cuda_graph import out_of_memory
-from .decode import Decoding, Emit, Stop
-from .device_prefill import prefill
-from .draft import Drafter, Rows
-from .fused_cache import up_to_growth
-from .trace_recorder import checkers
+from ...nn.prepared import say
+from ..checker import Checker, Verdict, nan_error
+from ..cuda_graph import out_of_memory
+from ..device_prefill import prefill
+from ..draft import Drafter, Rows
+from ..fused_cache import up_to_growth
+from ..loop import Decoding, Emit, Stop
+from ..traces.recorder import checkers
+from .caches import NoRoom, Unfinished, adopt, disown, drafters
+from .chain import CapturedChain, bucket_of
+from .program import CHECK_FIELDS
 
 _NO_SEED = 0
 
