@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
-from ..speculation.loop import Decoding
+from ..speculation.loop import Loop
 from ..speculation.ragged_attention import ragged_attention_on
+from ..speculation.rounds.host import HostRounds
 from ..speculation.row_sampling import RowRule
 from ..speculation.stats import LevelStats, SpeculationStats
 from .config import SpeculationConfig
@@ -98,14 +99,8 @@ class _Stream:
         self.live: dict[int, Admitted] = {}  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
         device = next(model.parameters()).device
-        self.loop = Decoding(
-            chain.target,
-            chain.drafter,
-            num_draft_tokens=chain.num_draft_tokens,
-            stop=self._stop,
-            emit=self._emit,
-            device=device,
-        )
+        rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+        self.loop = Loop(rounds, stop=self._stop, emit=self._emit)
         chain.target.start(0, device)
         self.loop.start([], [])
 

@@ -34,7 +34,7 @@ class TraceRecorder:
 
         def recorded(numbers: list[int], kept: Rows, verdict: Verdict) -> None:
             for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
-                self._rounds[number] += self._open[0].pop(r)
+                self._rounds[number] += self._open[0].pop(r, [])
                 self._new[number] += len(tokens)
             emit(numbers, kept, verdict)
 
