@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, Verdict
-from hf_mlspec.speculation.decode import decode
 from hf_mlspec.speculation.draft import Draft, Drafter, Rows
 from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler
 from hf_mlspec.speculation.stats import LevelStats
 

@@ -174,7 +174,7 @@ BREAKS_A_RULE = {
     "relative import of the package": ("nn/x.py", OPENING + "from .. import cli\n", "stands above"),
     "unknown room": ("attic/x.py", OPENING, "not in the import rule"),
     "transformers in formats": ("formats/x.py", OPENING + "import transformers.utils\n", "only in integration/"),
-    "transformers in the loop": ("speculation/decode.py", OPENING + "import transformers\n", "only in integration/"),
+    "transformers in the loop": ("speculation/loop.py", OPENING + "import transformers\n", "only in integration/"),
     "lm_eval": ("integration/x.py", OPENING + "import lm_eval\n", "lm_eval"),
     "compiled op outside ops": ("nn/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n", "torch.ops.mlspec"),
     "compiled op by getattr": ("nn/x.py", OPENING + "y = getattr(torch.ops, 'mlspec')\n", "torch.ops.mlspec"),
@@ -222,7 +222,7 @@ def test_only_programs_that_time_a_room_enter_it():
     assert violations(PurePosixPath("eval", "bench_gpu_step.py"), statement) == []
     assert len(violations(PurePosixPath("eval", "bench_kernels_contenders.py"), statement)) == 1
     assert len(violations(PurePosixPath("eval", "bench_decode.py"), statement)) == 2
-    entering = OPENING + "from hf_mlspec.speculation.decode import decode\n"
+    entering = OPENING + "from hf_mlspec.speculation.loop import decode\n"
     assert len(violations(PurePosixPath("eval", "bench_gpu_step.py"), entering)) == 1
 
 

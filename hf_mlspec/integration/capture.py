@@ -10,13 +10,15 @@ import torch
 from transformers.generation import EtaLogitsWarper, LogitsProcessorList
 
 from ..nn.prepared import say
-from ..speculation.captured_caches import NoRoom, adopt
-from ..speculation.captured_chain import CapturedChain, borrowed
-from ..speculation.captured_plan import NotCaptured, round_levels
-from ..speculation.captured_round import RoundLevel
-from ..speculation.decode import Decoding, Emit, Stop
 from ..speculation.device_runner import DeviceRunner
 from ..speculation.draft import Rows
+from ..speculation.loop import Emit, Loop, Stop
+from ..speculation.rounds.caches import adopt
+from ..speculation.rounds.chain import CapturedChain, borrowed
+from ..speculation.rounds.host import HostRounds
+from ..speculation.rounds.plan import NotCaptured, round_levels
+from ..speculation.rounds.program import RoundLevel
+from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .comparison import accumulate
 from .processing import WARPERS
@@ -59,8 +61,8 @@ def go_on(chain: Chain, reason: NoRoom, stop: Stop, emit: Emit, device: torch.de
     left = reason.left
     say(f"{type(chain.target.runner.model).__name__} goes on step by step: {reason}")
     chain.target.start(len(left.rows), device)
-    how = {"num_draft_tokens": chain.num_draft_tokens, "stop": stop, "emit": emit, "device": device}
-    loop, total = Decoding(chain.target, chain.drafter, **how), chain.finish(left.stats)
+    rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+    loop, total = Loop(rounds, stop=stop, emit=emit), chain.finish(left.stats)
     loop.start(left.rows, left.budgets)
     loop.numbers = left.numbers
     while going := loop.round():

@@ -17,12 +17,13 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 
-from ..speculation.captured import CapturedDecoding
-from ..speculation.captured_caches import NoRoom
-from ..speculation.captured_chain import CapturedChain
-from ..speculation.decode import Decoding, Emit, Stop, decode_all
 from ..speculation.draft import Rows
+from ..speculation.loop import Emit, Loop, Stop
 from ..speculation.ragged_attention import ragged_attention_on
+from ..speculation.rounds.captured import CapturedRounds
+from ..speculation.rounds.chain import CapturedChain
+from ..speculation.rounds.host import HostRounds
+from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .capture import captured, go_on
 from .config import SpeculationConfig
@@ -181,7 +182,7 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
                     chain.target.start(len(rows), device)
                 if cached:  # the target's cache takes over what a user's holds of a single prompt
                     chain.target.runner.cache.load(given, cached)
-                stats = decode_all(_loop(chain, rounds, stop, emit, device), rows, budgets, cached)
+                stats = _loop(chain, rounds, stop, emit, device).decode(rows, budgets, cached)
                 stats.new_tokens -= stop.cut(rows)
             return chain.finish(stats), _return_cache(chain, given, cached, rows) if wanted else None
     except NoRoom as error:
@@ -192,11 +193,12 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
     return stats, _return_cache(chain, given, cached, rows) if wanted else None
 
 
-def _loop(chain: Chain, rounds: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Decoding:
-    how = {"num_draft_tokens": chain.num_draft_tokens, "stop": stop, "emit": emit}
-    if rounds is not None:
-        return CapturedDecoding(rounds, chain.target, chain.drafter, **how)
-    return Decoding(chain.target, chain.drafter, **how, device=device)
+def _loop(chain: Chain, captured: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Loop:
+    if captured is not None:
+        rounds = CapturedRounds(captured, chain.target, chain.drafter)
+    else:
+        rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+    return Loop(rounds, stop=stop, emit=emit)
 
 
 def _is_plain(cache) -> bool:

@@ -15,10 +15,10 @@ from ..nn.packed import PackedModule
 from ..nn.prepared import drop_outdated, is_prepared
 from ..nn.replace import direct_cast, early_exit, fingerprint
 from ..precision import Bits, Precision
-from ..speculation.captured_chain import let_go
 from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
+from ..speculation.rounds.chain import let_go
 from .config import SpeculationConfig, Word, parse_level
 from .load import read_model, read_tokenizer
 from .lower_precision import check_descent, lower_precision

@@ -14,9 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..speculation.checker import Verdict
-from ..speculation.decode import Decoding
 from ..speculation.draft import Rows
+from ..speculation.loop import Loop
 from ..speculation.ragged_attention import ragged_attention_on
+from ..speculation.rounds.host import HostRounds
 from ..speculation.row_sampling import RowRule
 from ..speculation.stats import LevelStats, SpeculationStats
 from .config import SpeculationConfig
@@ -100,14 +101,8 @@ class _Stream:
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
         self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
-        self.loop = Decoding(
-            chain.target,
-            chain.drafter,
-            num_draft_tokens=chain.num_draft_tokens,
-            stop=self._stop,
-            emit=self._emit,
-            device=device,
-        )
+        rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+        self.loop = Loop(rounds, stop=self._stop, emit=self._emit)
         chain.target.start(0, device)
         self.loop.start([], [])
 

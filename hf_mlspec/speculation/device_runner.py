@@ -1,6 +1,6 @@
 """What scores tokens step by step on a device? A decoder that only enqueues, its cache, and how much of that is true.
 
-The protocol of `Runner`: the ordinary loop runs over it wherever whole rounds cannot be captured (captured.py).
+The protocol of `Runner`: the ordinary loop runs over it wherever whole rounds cannot be captured (rounds/captured.py).
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from transformers import DynamicCache
 import hf_mlspec
 from hf_mlspec.integration import decoding
 from hf_mlspec.nn import prepared
-from hf_mlspec.speculation import captured_chain
-from hf_mlspec.speculation.captured_chain import CapturedChain
-from hf_mlspec.speculation.captured_graphs import RoundGraphs
 from hf_mlspec.speculation.device_steps import DeviceSteps
+from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.speculation.rounds.chain import CapturedChain
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}

@@ -11,8 +11,8 @@ from models import near, tiny
 
 from hf_mlspec.evaluation import level_acceptance, replay, replay_captured, reschedule
 from hf_mlspec.integration import wiring
-from hf_mlspec.speculation.trace import Round, Trace, TracedLevel, TracedModel, TracedRow
-from hf_mlspec.speculation.trace_script import ScriptedChecker
+from hf_mlspec.speculation.traces.script import ScriptedChecker
+from hf_mlspec.speculation.traces.trace import Round, Trace, TracedLevel, TracedModel, TracedRow
 
 ONE = (((0, 0), (3, 3), (3, 0), (3, 2), (3, 3)), ((0, 0), (3, 1), (3, 1), (3, 3), (3, 2), (3, 0)),
        ((0, 0), (3, 0), (3, 0), (3, 0), (3, 0), (3, 1), (3, 2), (3, 3)))  # fmt: skip

@@ -15,7 +15,7 @@ from hf_mlspec.evaluation import Journal, Trace, level_acceptance, read_trace, r
 from hf_mlspec.evaluation import traces as recording
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
-from hf_mlspec.speculation.trace_file import trace_from_dict, trace_to_dict
+from hf_mlspec.speculation.traces.file import trace_from_dict, trace_to_dict
 
 LENGTHS = [5, 3, 9]
 

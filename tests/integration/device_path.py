@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_mlspec.integration import decoding, wiring
-from hf_mlspec.speculation.captured import CapturedDecoding
+from hf_mlspec.speculation.rounds.captured import CapturedRounds
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
 
@@ -17,13 +17,13 @@ OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
 def on_device(monkeypatch):
     """Models take the way of those on a GPU; the rows that every round was launched for, in order."""
     rounds = []
-    play = CapturedDecoding.round
+    play = CapturedRounds.run
 
-    def counted(self):
-        rounds.append(self._bucket)
-        return play(self)
+    def counted(self, *args):
+        rounds.append(self.bucket)
+        return play(self, *args)
 
-    monkeypatch.setattr(CapturedDecoding, "round", counted)
+    monkeypatch.setattr(CapturedRounds, "run", counted)
     monkeypatch.setattr(wiring, "_as_on_device", True)
     return rounds
 

@@ -21,9 +21,9 @@ from hf_mlspec.integration import levels as levels_module
 from hf_mlspec.integration import wiring
 from hf_mlspec.nn.device_decoder import device_decoder
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation import captured_chain
-from hf_mlspec.speculation.captured_chain import CapturedChain, bucket_of
-from hf_mlspec.speculation.captured_graphs import RoundGraphs
+from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.speculation.rounds.chain import CapturedChain, bucket_of
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
 __all__ = ["on_device"]
 pytestmark = [

@@ -13,10 +13,10 @@ from transformers import DynamicCache
 
 import hf_mlspec
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation import captured_chain
-from hf_mlspec.speculation.captured_chain import CapturedChain
-from hf_mlspec.speculation.captured_graphs import RoundGraphs
 from hf_mlspec.speculation.fused_cache import FusedCache
+from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.speculation.rounds.chain import CapturedChain
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
 __all__ = ["on_device"]
 pytestmark = [
@@ -77,8 +77,8 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(
     place, name = where
     original = getattr(place, name)
 
-    def small(self, size):
-        return full() if place is CapturedChain or self.state.tokens.shape[1] > 256 else original(self, size)
+    def small(self, *sizes):
+        return full() if place is CapturedChain or self.state.tokens.shape[1] > 256 else original(self, *sizes)
 
     monkeypatch.setattr(place, name, small)
     out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=levels[chain])
@@ -106,7 +106,7 @@ def test_the_cache_of_a_call_that_went_on_step_by_step_comes_back(target, levels
 
 
 def test_other_errors_of_growing_are_the_callers(target, levels, few_slots, monkeypatch):
-    def broken(self, slots):
+    def broken(self, *_):
         raise RuntimeError("an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:

@@ -15,8 +15,8 @@ from hf_mlspec.integration.processing import Prompts
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import Bits
-from hf_mlspec.speculation.captured import CapturedDecoding
 from hf_mlspec.speculation.fused_runner import FusedRunner
+from hf_mlspec.speculation.rounds.captured import CapturedRounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -56,8 +56,8 @@ def run(request, monkeypatch):
     """How to generate along a way; on the device's, with what its captured rounds were."""
     config = {"prepare": False} if request.param == "modules" else {}
     if request.param == "device":
-        rounds, play = [], CapturedDecoding.round
-        monkeypatch.setattr(CapturedDecoding, "round", lambda self: rounds.append(1) or play(self))
+        rounds, play = [], CapturedRounds.run
+        monkeypatch.setattr(CapturedRounds, "run", lambda self, *args: rounds.append(1) or play(self, *args))
         monkeypatch.setattr(wiring, "_as_on_device", True)
 
     def generate(model, levels, inputs=INPUTS, **options) -> torch.Tensor:

@@ -15,8 +15,8 @@ from hf_mlspec.nn.decoder import bare_forward
 from hf_mlspec.nn.replace import early_exit
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import decode
 from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.ragged_attention import Plan, attend, planned, ragged_attention_on
 from hf_mlspec.speculation.ragged_cache import RaggedCache
 from hf_mlspec.speculation.runner import Runner

@@ -13,10 +13,9 @@ from tables import CPU, VOCAB, PointMasses, TableRunner
 
 from hf_mlspec.speculation.chain import CheckedDrafter, _fused_checks
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import decode
+from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler
-from hf_mlspec.speculation.trace import SCHEMA, Round, Trace, TracedLevel, TracedModel, TracedRow, longest
-from hf_mlspec.speculation.trace_file import (
+from hf_mlspec.speculation.traces.file import (
     read_trace,
     rows_from_list,
     rows_to_list,
@@ -24,8 +23,9 @@ from hf_mlspec.speculation.trace_file import (
     trace_to_dict,
     write_trace,
 )
-from hf_mlspec.speculation.trace_recorder import TraceRecorder
-from hf_mlspec.speculation.trace_script import ScriptedChecker, scripted
+from hf_mlspec.speculation.traces.recorder import TraceRecorder
+from hf_mlspec.speculation.traces.script import ScriptedChecker, scripted
+from hf_mlspec.speculation.traces.trace import SCHEMA, Round, Trace, TracedLevel, TracedModel, TracedRow, longest
 
 MOST = 6  # tokens a draft of these traces may hold
 

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from .chain import CheckedDrafter
-from .checker import Checker, Verdict
-from .draft import Draft, Drafter, Rows
-from .stats import LevelStats
+from ..chain import CheckedDrafter
+from ..checker import Checker, Verdict
+from ..draft import Draft, Drafter, Rows
+from ..stats import LevelStats
 from .trace import Round
 
 # A positive threshold that no greedy token is below: levels compute their confidence, and never stop for it.
 NEVER_STOPS = 1e-30
-_REST = Round(0, 0)
+_NOTHING = Round(0, 0)
 
 
 class ScriptedChecker(Checker):
-    """Runs the check of `checker`, then settles as the script says.
+    """Runs the check of `checker`, then accepts as the script says.
 
-    rounds: per row of the batch the rounds to come, the next one last; `follow` sets them.
+    rounds: per row of the batch the rounds to come, the next one last; `follow` sets them. A row without any, as one
+    that joined, drafts nothing.
     """
 
     def __init__(self, checker: Checker):
@@ -35,7 +36,7 @@ class ScriptedChecker(Checker):
 
     def upcoming(self) -> list[Round]:
         """The next round of every row; of one that has none left a round of nothing."""
-        return [line[-1] if line else _REST for line in self.rounds]
+        return [line[-1] if line else _NOTHING for line in self.rounds]
 
     def start(self, batch: int, device: torch.device) -> None:
         super().start(batch, device)
@@ -46,10 +47,12 @@ class ScriptedChecker(Checker):
         self.rounds = [self.rounds[r] for r in keep]
 
     def admit(self, count: int) -> None:
-        raise NotImplementedError("rows of a replay start together: a trace tells of no others")
+        super().admit(count)
+        self.rounds += [[] for _ in range(count)]
 
     def replace(self, row: int) -> None:
-        raise NotImplementedError("rows of a replay start together: a trace tells of no others")
+        super().replace(row)
+        self.rounds[row] = []
 
     def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         """The token after the accepted ones is one that the checker would have put somewhere."""
@@ -57,7 +60,7 @@ class ScriptedChecker(Checker):
         guesses = draft.rows()
         for r, on in enumerate(alive):
             if on:
-                round = self.rounds[r].pop()
+                round = self.rounds[r].pop() if self.rounds[r] else _NOTHING
                 if len(guesses[r]) != round.drafted:
                     raise RuntimeError(
                         f"{self.name}: row {r} of the batch brings {len(guesses[r])} drafted tokens where the trace "

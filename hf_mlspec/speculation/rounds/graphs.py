@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from .captured_round import RoundProgram
-from .cuda_graph import recorded
-from .round_state import RoundState
+from ..cuda_graph import recorded
+from .program import RoundProgram
+from .state import RoundState
 
 
 class RoundGraphs:

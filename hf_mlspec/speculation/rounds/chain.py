@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..nn.prepared import say
-from .captured_graphs import RoundGraphs
-from .captured_round import RoundLevel, RoundProgram
-from .cuda_graph import out_of_memory
-from .fused_cache import up_to_growth
-from .round_state import RoundState
+from ...nn.prepared import say
+from ..cuda_graph import out_of_memory
+from ..fused_cache import up_to_growth
+from .graphs import RoundGraphs
+from .program import RoundLevel, RoundProgram
+from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _KEPT = 2  # chains of a target: one with levels, and the target alone
@@ -50,15 +50,14 @@ class CapturedChain:
         """Whether that many rows of that many tokens have room, on the weights of today."""
         return batch <= self.batch and slots <= self.slots and self._fingerprints == _fingerprints(self.levels)
 
-    def grow(self, slots: int) -> None:
-        """More slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are made anew."""
+    def grow(self, batch: int, slots: int) -> None:
+        """More rows, or more slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are
+        made anew."""
         seconds = self.graphs.seconds, self.graphs.capture_seconds
-        old, before = self.state, self.slots
-        self.slots, self.graphs = slots, None  # graphs give their memory back first
+        old, self.graphs = self.state, None  # graphs give their memory back first
+        self.batch, self.slots = batch, slots
         self._allocate()
-        self.state.tokens[:, :before] = old.tokens
-        for name in ("lengths", "active", "ends", "failed", "streams", "seed"):
-            getattr(self.state, name).copy_(getattr(old, name))
+        self.state.take_over(old)
         self.graphs.seconds, self.graphs.capture_seconds = seconds
 
     def move(self, places: list[int]) -> None:
@@ -88,10 +87,12 @@ class CapturedChain:
         self.finish()  # whoever has it first may be on another stream
 
     def _larger(self, level: RoundLevel) -> Tensor:
-        """Keys and values for all slots, those that there are copied: one level's at a time are there twice."""
+        """Keys and values for all rows and slots, those that there are copied: one level's at a time are there
+        twice."""
         kv = level.decoder.new_kv(self.batch, self.slots)
         if level.kv is not None:
-            kv[:, :, :, :, : level.kv.shape[4]] = level.kv
+            rows, slots = level.kv.shape[2], level.kv.shape[4]
+            kv[:, :, :rows, :, :slots] = level.kv
         return kv
 
 

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import ops
-from ..nn.device_decoder import DeviceDecoder
-from ..precision import Bits
-from .device_runner import soft_capped
-from .round_state import RoundState
+from ... import ops
+from ...nn.device_decoder import DeviceDecoder
+from ...precision import Bits
+from ..device_runner import soft_capped
+from .state import RoundState
 
 UNROLLED = 8  # tokens a target without levels decodes for one wait of the host
 CHECK_FIELDS = 2  # drafted, accepted
+NOT_CHECKED = -1  # in both of them: the row took no part
 
 
 @dataclass
@@ -43,7 +44,7 @@ class RoundLevel:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a round: which level's, where in a row's report it stands, how many tokens it may have settled."""
+    """A check of a round: which level's, where in a row's report it stands, how many tokens it may have accepted."""
 
     level: int
     column: int
@@ -149,7 +150,7 @@ class RoundProgram:
         )  # fmt: skip
 
     def _lead(self, index: int, since: int) -> int:
-        """Settled tokens a level is fed: the last, and one more for each level that checked it since."""
+        """Accepted tokens a level is fed: the last, and one more for each level that checked it since."""
         return index - since + 1 if self.levels[index].own_cache else 1
 
     def _forward(self, level: RoundLevel, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None) -> Tensor:

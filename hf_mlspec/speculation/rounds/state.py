@@ -62,24 +62,33 @@ class RoundState:
             None if cursor is None else cursor[:, :batch],
         )
 
-    def load(self, rows: Sequence[Sequence[int]], ends: Sequence[int], streams: Sequence[int], seed: int) -> None:
-        """Start with these rows; what is left of the batch rests."""
-        batch, count = len(self.tokens), len(rows)
-        for tensor in (self.lengths, self.active, self.ends, self.failed, self.streams):
-            tensor.zero_()
-        if self.cursor is not None:
-            self.cursor.zero_()
+    def clear(self, seed: int) -> None:
+        """No row takes part, and those to come draw from noise of this seed."""
+        for tensor in (self.lengths, self.active, self.ends, self.failed, self.streams, self.script, self.cursor):
+            if tensor is not None:
+                tensor.zero_()
+        self.seed.fill_(seed)
+
+    def load(
+        self, places: Sequence[int], rows: Sequence[Sequence[int]], ends: Sequence[int], streams: Sequence[int]
+    ) -> None:
+        """Put rows into these places, from their beginning; the script says nothing of them."""
+        device = self.tokens.device
+        index = torch.tensor(places, device=device)
         width = max(map(len, rows))
         lines = [[*row, *[0] * (width - len(row))] for row in rows]
-        self.tokens[:count, :width] = torch.tensor(lines, dtype=torch.int32)
-        for vector, values in (
+        for tensor, values in (
+            (self.tokens[:, :width], lines),
             (self.lengths[0], [len(row) for row in rows]),
             (self.active[0], [int(len(row) < end) for row, end in zip(rows, ends, strict=True)]),
             (self.ends[0], ends),
+            (self.failed, [0] * len(rows)),
             (self.streams, streams),
         ):
-            vector.copy_(_line(values, batch))
-        self.seed.fill_(seed)
+            tensor.index_copy_(0, index, torch.tensor(values, dtype=torch.int32).to(device))
+        for tensor in (self.script, self.cursor):
+            if tensor is not None:
+                tensor.index_fill_(1, index, 0)
 
     def let_go_on(self, places: Sequence[int], ends: Sequence[int]) -> None:
         """Only rows in these places take part from now on, up to these lengths."""
@@ -89,6 +98,17 @@ class RoundState:
             going[place], until[place] = 1, end
         self.active[0] = _line(going, batch)
         self.ends[0] = _line(until, batch)
+
+    def take_over(self, other: RoundState) -> None:
+        """What a smaller state holds, its rows in the same places."""
+        rows, slots = other.tokens.shape
+        self.tokens[:rows, :slots] = other.tokens
+        self.seed.copy_(other.seed)
+        for mine, theirs in ((self.failed, other.failed), (self.streams, other.streams)):
+            mine[:rows] = theirs
+        for name in ("lengths", "active", "ends", "script", "cursor"):  # of every level
+            if (theirs := getattr(other, name)) is not None:
+                getattr(self, name)[:, :rows] = theirs
 
     def move(self, places: Sequence[int]) -> None:
         """Put the rows of these places first, in this order."""

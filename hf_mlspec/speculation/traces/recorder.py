@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
-from .chain import CheckedDrafter
-from .checker import Checker, Verdict
-from .decode import Emit
-from .draft import Drafter, Rows
+from ..chain import CheckedDrafter
+from ..checker import Checker, Verdict
+from ..draft import Drafter, Rows
+from ..loop import Emit
 from .trace import Round, TracedRow
 
 
@@ -34,7 +34,7 @@ class TraceRecorder:
 
         def recorded(numbers: list[int], kept: Rows, verdict: Verdict) -> None:
             for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
-                self._rounds[number] += self._open[0].pop(r)
+                self._rounds[number] += self._open[0].pop(r, [])
                 self._new[number] += len(tokens)
             emit(numbers, kept, verdict)
 

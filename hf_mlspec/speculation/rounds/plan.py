@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .captured_round import RoundLevel
-from .chain import CheckedDrafter
-from .checker import Checker
-from .device_runner import DeviceRunner
-from .draft import Drafter
-from .drafters.model import ModelDrafter
-from .sampling import Sampler
+from ..chain import CheckedDrafter
+from ..checker import Checker
+from ..device_runner import DeviceRunner
+from ..draft import Drafter
+from ..drafters.model import ModelDrafter
+from ..sampling import Sampler
+from .program import RoundLevel
 
 # Rows from which padding is no longer free: a draft in the middle is then made in a single round.
 _MANY_ROWS = 16
@@ -45,6 +45,13 @@ def round_levels(
     return levels
 
 
+def too_long(drafter: ModelDrafter | CheckedDrafter, longest: int) -> str:
+    """Why a level cannot draft for rows that may reach `longest` tokens; "" where it can."""
+    if drafter.max_positions is None or longest <= drafter.max_positions:
+        return ""
+    return f"level {drafter.name} sees {drafter.max_positions} tokens, rows may have {longest}"
+
+
 def _require_few(levels: list[RoundLevel]) -> None:
     passes, drafts = 1, 1
     for level in levels[1:]:
@@ -68,8 +75,8 @@ def _below(drafter: ModelDrafter | CheckedDrafter, longest: int) -> RoundLevel:
     judge = drafter.checker if checks else drafter
     if not checks and drafter.allowed is not None:
         raise NotCaptured(f"level {drafter.name} may draft some tokens only")
-    if drafter.max_positions is not None and longest > drafter.max_positions:
-        raise NotCaptured(f"level {drafter.name} sees {drafter.max_positions} tokens, rows may have {longest}")
+    if reason := too_long(drafter, longest):
+        raise NotCaptured(reason)
     level = _level(judge.runner, judge.sampler, f"level {drafter.name}")
     level.threshold = drafter.threshold
     return level

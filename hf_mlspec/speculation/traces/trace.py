@@ -1,7 +1,7 @@
 """What happened round by round when a chain decoded: how many tokens were drafted, how many of them were accepted?
 
 A trace holds no tokens and no weights, only counts, so it can be kept beside the code and replayed on a model of any
-shape (`trace_script`). docs/traces.md describes the file.
+shape (`traces/script.py`). docs/traces.md describes the file.
 """
 
 from __future__ import annotations

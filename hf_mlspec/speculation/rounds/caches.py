@@ -1,34 +1,13 @@
-"""How do the runners of a chain get the caches of its captured rounds, and what is left where those cannot grow?"""
+"""How do the runners of a chain get the caches of its captured rounds?"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .captured_chain import CapturedChain
-from .checker import Checker
-from .draft import Drafter, Rows
-from .drafters.model import ModelDrafter
-from .fused_cache import FusedCache
-from .stats import SpeculationStats
-from .trace_recorder import checkers
-
-
-@dataclass
-class Unfinished:
-    """What is left of a call: rows that may go on, their numbers, the tokens each may gain, the counts so far."""
-
-    rows: Rows
-    numbers: list[int]
-    budgets: list[int]
-    stats: SpeculationStats
-
-
-class NoRoom(RuntimeError):
-    """Rows have filled their slots, and there is no memory for more of them beside captured rounds."""
-
-    def __init__(self, message: str, left: Unfinished):
-        super().__init__(message)
-        self.left = left
+from ..checker import Checker
+from ..draft import Drafter
+from ..drafters.model import ModelDrafter
+from ..fused_cache import FusedCache
+from ..traces.recorder import checkers
+from .chain import CapturedChain
 
 
 def adopt(chain: CapturedChain, target: Checker, drafter: Drafter | None, rows: int) -> None:
