@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engines.rows import up_to_growth
 from ..integration.comparison import accumulate
 from ..integration.config import SpeculationConfig
 from ..integration.suitability import check_model
@@ -22,7 +23,6 @@ from ..speculation.captured import CapturedDecoding
 from ..speculation.captured_caches import adopt
 from ..speculation.captured_chain import BUCKETS, CapturedChain, bucket_of
 from ..speculation.captured_plan import NotCaptured, round_levels
-from ..speculation.fused_cache import up_to_growth
 from ..speculation.trace import Round, Trace, TracedRow, rounds_at
 from .traces_replay import Replaying, ReplayResult, check_level_count, config_of, result_of, selected
 

@@ -12,12 +12,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
+from ..engines.modules.attention import ragged_attention_on
 from ..speculation.captured import CapturedDecoding
 from ..speculation.captured_caches import NoRoom
 from ..speculation.captured_chain import CapturedChain
 from ..speculation.decode import Decoding, Emit, Stop, decode_all
 from ..speculation.draft import Rows
-from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.stats import SpeculationStats
 from .capture import captured, go_on
 from .config import SpeculationConfig

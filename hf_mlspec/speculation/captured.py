@@ -6,16 +6,16 @@ import time
 
 import torch
 
-from ..nn.prepared import say
+from ..engines.cuda.engine import prefill
+from ..engines.cuda.steps import out_of_memory
+from ..engines.rows import up_to_growth
+from ..nn.state import say_once
 from .captured_caches import NoRoom, Unfinished, adopt, disown, drafters
 from .captured_chain import CapturedChain, bucket_of
 from .captured_round import CHECK_FIELDS
 from .checker import Checker, Verdict, nan_error
-from .cuda_graph import out_of_memory
 from .decode import Decoding, Emit, Stop
-from .device_prefill import prefill
 from .draft import Drafter, Rows
-from .fused_cache import up_to_growth
 from .trace_recorder import checkers
 
 _NO_SEED = 0
@@ -156,7 +156,10 @@ class CapturedDecoding(Decoding):
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            say(f"rounds of {bucket} rows are not captured, no memory: those of {self._bucket} rows go on")
+            say_once(
+                self.target.runner.model,
+                f"rounds of {bucket} rows are not captured, no memory: those of {self._bucket} rows go on",
+            )
             return False
         return True
 

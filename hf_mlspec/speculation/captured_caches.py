@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..engines.rows import DecoderCache
 from .captured_chain import CapturedChain
 from .checker import Checker
 from .draft import Drafter, Rows
 from .drafters.model import ModelDrafter
-from .fused_cache import FusedCache
 from .stats import SpeculationStats
 from .trace_recorder import checkers
 
@@ -34,7 +34,7 @@ class NoRoom(RuntimeError):
 def adopt(chain: CapturedChain, target: Checker, drafter: Drafter | None, rows: int) -> None:
     """The chain's caches become those of its runners for a call of so many rows."""
     for runner, level in zip(_runners(target, drafter), chain.levels, strict=True):
-        runner.cache, runner.lengths = FusedCache(level.kv, rows), [0] * rows
+        runner.cache, runner.lengths = DecoderCache(level.kv, rows), [0] * rows
 
 
 def disown(target: Checker, drafter: Drafter | None) -> None:

@@ -6,8 +6,8 @@ import time
 
 import torch
 
+from ..engines.cuda.steps import recorded
 from .captured_round import RoundProgram
-from .cuda_graph import recorded
 from .round_state import RoundState
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .captured_round import RoundLevel
 from .chain import CheckedDrafter
 from .checker import Checker
-from .device_runner import DeviceRunner
 from .draft import Drafter
 from .drafters.model import ModelDrafter
 from .sampling import Sampler
@@ -76,7 +75,7 @@ def _below(drafter: ModelDrafter | CheckedDrafter, longest: int) -> RoundLevel:
 
 
 def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
-    if not isinstance(runner, DeviceRunner):
+    if not runner.can.capturable:
         raise NotCaptured(f"{name} runs module by module")
     if type(sampler) is not Sampler:
         raise NotCaptured("rows have rules of their own")

@@ -5,20 +5,16 @@ ML-SpecQD, section 3: the quantized draft of the target is itself sped up by a s
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ..nn.state import say_once
 from .checker import Checker, Verdict, nan_error
 from .draft import Draft, Drafter, Rows
 from .drafters.model import ModelDrafter
 from .stats import LevelStats
-
-logger = logging.getLogger(__name__)
-_said: weakref.WeakSet = weakref.WeakSet()  # models whose rest was mentioned
 
 
 class CheckedDrafter:
@@ -127,7 +123,7 @@ class CheckedDrafter:
             threshold=self.threshold,
         )
         if any(-1 in row for row in settled):
-            raise nan_error(f"level {self.name}", runner.decoder.dtype)
+            raise nan_error(f"level {self.name}", runner.dtype)
         inner.settle_fused([])
         inner.stats.rounds += rounds
         inner.stats.settle(checks[::2], checks[1::2])
@@ -149,11 +145,10 @@ class CheckedDrafter:
         fits = [len(row) + limit <= self.max_positions for row, limit in zip(rows, limits, strict=True)]
         if all(fits):
             return limits
-        if self.checker.runner.model not in _said:
-            _said.add(self.checker.runner.model)
-            logger.warning(
-                "level %s reaches %d tokens only: it rests on longer rows (said once)", self.name, self.max_positions
-            )
+        say_once(
+            self.checker.runner.model,
+            f"level {self.name} reaches {self.max_positions} tokens only: it rests on longer rows (said once)",
+        )
         return [limit if ok else 0 for limit, ok in zip(limits, fits, strict=True)]
 
     def _round(self, seen: Rows, limits: list[int], alive: list[bool]) -> Verdict:

@@ -1,4 +1,4 @@
-"""Given a draft, which tokens does one level settle? A runner scores, a sampler reads, acceptance decides."""
+"""Given a draft, which tokens does one level settle? An engine scores, a sampler reads, acceptance decides."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..engines.engine import Engine
 from .acceptance import accept_greedy, accept_sampled
 from .draft import Draft, Rows
-from .fused_runner import FusedRunner
-from .runner import Runner
 from .sampling import Sampler
 
 # (per row: tokens drafted, tokens accepted, whether it was checked at all)
@@ -48,7 +47,7 @@ class Checker:
 
     on_check: OnCheck | None = None
 
-    def __init__(self, runner: Runner | FusedRunner, sampler: Sampler, name: str, *, keep_logits: bool = True):
+    def __init__(self, runner: Engine, sampler: Sampler, name: str, *, keep_logits: bool = True):
         self.runner, self.sampler, self.name, self.keep_logits = runner, sampler, name, keep_logits
 
     @property
@@ -117,7 +116,7 @@ class Checker:
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
         for r, line in enumerate(tokens):
             if -1 in line:
-                self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, self.runner.decoder.dtype))
+                self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, self.runner.dtype))
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, None, None, None, scores.confidence)
 
@@ -136,11 +135,9 @@ class Checker:
         return torch.cat([_nan_seen(probs[..., 0]), accepted[:, None], tokens], dim=1), probs
 
 
-def runner_is_greedy(runner: Runner | FusedRunner, sampler: Sampler) -> bool:
-    """Whether the greedy tokens of a compiled step are those the sampler would take."""
-    if not isinstance(runner, FusedRunner) or not sampler.is_greedy:
-        return False
-    return runner.decoder.vocab_size <= sampler.vocab_size
+def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:
+    """Whether the greedy tokens that the engine itself takes are those the sampler would take."""
+    return runner.can.greedy_rounds and sampler.is_greedy and runner.vocab_size <= sampler.vocab_size
 
 
 def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:

@@ -10,7 +10,6 @@ import torch
 from .checker import Checker, Verdict
 from .draft import Draft, Drafter, Rows
 from .drafters.agreement import common_prefix
-from .runner import Runner
 from .stats import LevelStats, SpeculationStats
 
 # (row number, row before, settled tokens) -> (how many of them count, whether the row is finished)
@@ -100,7 +99,7 @@ class Decoding:
         would write the same bits again (law 3).
         """
         runner = self.target.runner
-        common = 0 if isinstance(runner, Runner) else min(runner.lengths[r], common_prefix(self.rows[r], row))
+        common = min(runner.lengths[r], common_prefix(self.rows[r], row)) if runner.can.bit_exact else 0
         for level in self._levels():
             level.replace(r)
         runner.lengths[r] = common

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-
 import torch
 from torch import Tensor
 
+from ...engines.engine import Engine
+from ...nn.state import say_once
 from ..checker import nan_error, runner_is_greedy
 from ..draft import Draft, Rows
-from ..fused_runner import FusedRunner
-from ..runner import Runner
 from ..sampling import Sampler
 from ..stats import LevelStats
-
-logger = logging.getLogger(__name__)
-_said: weakref.WeakSet = weakref.WeakSet()  # models whose window was mentioned
 
 
 class ModelDrafter:
@@ -30,7 +24,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        runner: Runner | FusedRunner,
+        runner: Engine,
         sampler: Sampler,
         name: str,
         *,
@@ -103,7 +97,7 @@ class ModelDrafter:
     def settle_fused(self, drafted: Rows) -> None:
         """Count a draft made in compiled code; FloatingPointError if its logits were NaN."""
         if any(-1 in row for row in drafted):
-            raise nan_error(f"level {self.name}", self.runner.decoder.dtype)
+            raise nan_error(f"level {self.name}", self.runner.dtype)
         self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
 
     def whole(self, rows: Rows, limits: list[int]) -> bool:
@@ -151,14 +145,11 @@ class ModelDrafter:
             if seen < 1 or seen + limit > self.max_positions:
                 self.dropped[r] = max(len(row) - max(self.max_positions // 2, 1), 0)
                 self.runner.lengths[r] = 0
-                if self.runner.model not in _said:
-                    _said.add(self.runner.model)
-                    logger.warning(
-                        "level %s sees at most %d tokens: it drafts from a window over the end of longer "
-                        "rows (said once)",
-                        self.name,
-                        self.max_positions,
-                    )
+                say_once(
+                    self.runner.model,
+                    f"level {self.name} sees at most {self.max_positions} tokens: it drafts from a window over the "
+                    "end of longer rows (said once)",
+                )
         return [row[d:] if d else row for row, d in zip(rows, self.dropped, strict=True)]
 
     def _refuse_nan(self, logits: Tensor) -> None:
