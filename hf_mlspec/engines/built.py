@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..nn.architecture import CPU
 from ..nn.packed import PackedLinear
 from ..nn.replace import fingerprint
 from ..nn.state import ModelState, state_of
@@ -44,6 +45,11 @@ def up_to_date(model: nn.Module, kind: Callable[[nn.Module], Decoder]) -> Decode
             decoder = kind(model)
         state.decoders[kind] = weights_of(model), decoder  # building may move weights
         return decoder
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first of a model's parameters is; the CPU for a model without any."""
+    return next((parameter.device for parameter in model.parameters()), CPU)
 
 
 def weights_of(model: nn.Module) -> tuple:

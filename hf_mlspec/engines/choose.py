@@ -12,10 +12,10 @@ from .. import ops
 from ..nn.architecture import CPU, UnknownArchitecture, require_known
 from ..nn.state import is_prepared, say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
-from .built import up_to_date
+from .built import device_of, up_to_date
 from .cpu.decoder import CpuDecoder
 from .cpu.engine import CpuEngine
-from .cuda.decoder import CudaDecoder, device_of
+from .cuda.decoder import CudaDecoder
 from .cuda.engine import CudaEngine
 from .engine import Engine
 from .modules.engine import ModuleEngine, bare_forward
@@ -130,7 +130,7 @@ def _unserved(model: nn.Module, word: str) -> UnknownArchitecture | str | None:
     if torch.is_autocast_enabled("cpu" if word == "cpu" else device.type):
         return "autocast"
     if word == "cpu":
-        if not has_compiled_decoder():
+        if CpuDecoder not in state_of(model).decoders and not has_compiled_decoder():
             return "no compiled kernels"
         return f"it is on {device}, and the CPU decoder runs on the CPU" if device.type == "cuda" else None
     reason = ops.why_no_cuda_kernels(device) if device.type == "cuda" else None

@@ -25,9 +25,10 @@ class Verdict:
         the row rested).
     accepted: per row how many of them were drafted.
     probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each settled position; None when greedy.
-    logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a fused greedy
-        check that was not asked for them.
-    confidence: per row the checker's probabilities of the settled tokens, where a fused check was asked for them.
+    logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a greedy
+        check inside the engine that was not asked for them.
+    confidence: per row the checker's probabilities of the settled tokens, where a check inside the engine was
+        asked for them.
     """
 
     tokens: Rows
@@ -42,7 +43,7 @@ class Checker:
     """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
     keep_logits: verdicts carry logits and scores even where nothing of the check needs them.
-    on_check: told of every check, also of those inside one compiled call; None: nobody listens.
+    on_check: told of every check, also of those inside the engine; None: nobody listens.
     """
 
     on_check: OnCheck | None = None
@@ -51,8 +52,8 @@ class Checker:
         self.runner, self.sampler, self.name, self.keep_logits = runner, sampler, name, keep_logits
 
     @property
-    def fused_greedy(self) -> bool:
-        """Whether a compiled step takes the very tokens this level settles."""
+    def in_engine(self) -> bool:
+        """Whether the engine itself takes the very tokens this level settles."""
         return runner_is_greedy(self.runner, self.sampler)
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -88,8 +89,8 @@ class Checker:
         return verdict
 
     def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
-        if self.fused_greedy and not self.keep_logits:
-            return self._check_fused(rows, draft, want_confidence, alive)
+        if self.in_engine and not self.keep_logits:
+            return self._check_in_engine(rows, draft, want_confidence, alive)
         guess = draft.tokens if draft.tokens.shape[1] else None
         logits = self.runner.feed(rows, guess, draft.lengths, alive)
         scores = self.sampler.scores(logits, rows, guess, draft.lengths, alive)
@@ -108,8 +109,8 @@ class Checker:
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, probs, logits, scores)
 
-    def _check_fused(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
-        """Greedy without processors: the compiled step hands up its argmax, and no logits leave it."""
+    def _check_in_engine(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
+        """Greedy without processors: the engine hands up its argmax, and no logits leave it."""
         guesses = draft.rows()
         scores = self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
         accepted = [_agreement(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]

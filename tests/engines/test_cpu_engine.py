@@ -51,7 +51,7 @@ def sampler(plain: bool) -> Sampler:
 
 def single(name: str, threshold: float, plain: bool) -> Drafter:
     drafter = ModelDrafter(runner(name), sampler(plain), name, threshold=threshold)
-    assert drafter.fused_greedy is not plain
+    assert drafter.in_engine is not plain
     return drafter
 
 
@@ -60,7 +60,7 @@ def checked(upper: str, lower: str, threshold: float, plain: bool, follows: bool
     inner = ModelDrafter(runner(lower, above if follows else None), sampler(plain), lower, threshold=threshold)
     checker = Checker(above, sampler(plain), upper, keep_logits=False)
     level = CheckedDrafter(checker, inner, num_draft_tokens=3, threshold=threshold)
-    assert level._runs_fused([[1]], [1]) is not plain
+    assert level._runs_in_engine([[1]], [1]) is not plain
     return level
 
 

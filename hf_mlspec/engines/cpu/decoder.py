@@ -43,6 +43,8 @@ class CpuDecoder:
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
+        if count <= self.positions:
+            return
         with self._growing:
             positions = rotary.grown_positions(count, self.positions, self.max_positions)
             if positions == self.positions:

@@ -21,7 +21,7 @@ from ...nn.switch import filled
 from ...ops.compiled_decoder import ACTIVATIONS
 from ...ops.operands_step import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...precision import OWN_BITS, Bits
-from ..built import bit_choices, switches, weights_of
+from ..built import bit_choices, device_of, switches, weights_of
 from .weights import JoinedLinear, joined
 
 _ROW_BYTES = 16  # what the kernels load at once
@@ -205,11 +205,6 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} has {inputs} inputs, the GPU kernels take multiples of 8")
         if is_dense(module) and module.weight.data_ptr() % _ROW_BYTES:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the first of a model's parameters is; the CPU for a model without any."""
-    return next((parameter.device for parameter in model.parameters()), architecture.CPU)
 
 
 def _norm(total: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

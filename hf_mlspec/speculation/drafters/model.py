@@ -75,8 +75,8 @@ class ModelDrafter:
             limits = [min(limit, self.max_positions // 2) for limit in limits]
         if not any(limits):
             return Draft.from_lists([[] for _ in rows], self.runner.device)
-        if self.fused_greedy:
-            return self._propose_fused(self._window(rows, limits), limits)
+        if self.in_engine:
+            return self._propose_in_engine(self._window(rows, limits), limits)
         logits = self.runner.feed(self._window(rows, limits), alive=[limit > 0 for limit in limits])
         if self._fresh:
             self._refuse_nan(logits)
@@ -85,17 +85,17 @@ class ModelDrafter:
         return draft
 
     @property
-    def fused_greedy(self) -> bool:
-        """Whether a whole draft is one compiled call."""
+    def in_engine(self) -> bool:
+        """Whether the engine makes a whole draft in one call."""
         return self.allowed is None and runner_is_greedy(self.runner, self.sampler)
 
-    def _propose_fused(self, rows: Rows, limits: list[int]) -> Draft:
+    def _propose_in_engine(self, rows: Rows, limits: list[int]) -> Draft:
         drafted = self.runner.draft(rows, limits, self.threshold)
-        self.settle_fused(drafted)
+        self.settle_in_engine(drafted)
         return Draft.from_lists(drafted)
 
-    def settle_fused(self, drafted: Rows) -> None:
-        """Count a draft made in compiled code; FloatingPointError if its logits were NaN."""
+    def settle_in_engine(self, drafted: Rows) -> None:
+        """Count a draft that the engine made; FloatingPointError if its logits were NaN."""
         if any(-1 in row for row in drafted):
             raise nan_error(f"level {self.name}", self.runner.dtype)
         self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
