@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
+from ..engines.modules.attention import ragged_attention_on
 from ..integration.comparison import accumulate
 from ..integration.config import SpeculationConfig
 from ..integration.levels import Level, resolve
 from ..integration.suitability import check_model, vocab_size
-from ..integration.wiring import Chain, Wiring, reach
+from ..integration.wiring import Chain, Wiring
 from ..speculation.loop import decode
-from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats
 from ..speculation.traces.script import NEVER_STOPS, ScriptedChecker, scripted
@@ -148,7 +148,7 @@ class ReplayedChain:
         for name, runner in zip(
             ("the target", *(level.name for level in chain.levels)), (chain.target.runner, *chain.runners), strict=True
         ):
-            most = reach(runner) if runner is not None else None
+            most = runner.max_positions if runner is not None else None
             needed = max(self.capacity - 1, 2 * drafted)
             if most is not None and most < needed:
                 raise ValueError(

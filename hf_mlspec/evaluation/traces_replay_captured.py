@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engines.rows import up_to_growth
 from ..integration.comparison import accumulate
 from ..integration.config import SpeculationConfig
-from ..speculation.fused_cache import up_to_growth
 from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt
 from ..speculation.rounds.captured import CapturedRounds

@@ -17,9 +17,9 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 
+from ..engines.modules.attention import ragged_attention_on
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop, Stop
-from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.rounds.captured import CapturedRounds
 from ..speculation.rounds.chain import CapturedChain
 from ..speculation.rounds.host import HostRounds

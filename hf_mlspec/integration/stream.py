@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..engines.modules.attention import ragged_attention_on
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Loop
-from ..speculation.ragged_attention import ragged_attention_on
 from ..speculation.rounds.host import HostRounds
 from ..speculation.row_sampling import RowRule
 from ..speculation.stats import LevelStats, SpeculationStats

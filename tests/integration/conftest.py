@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from warned import forget_warnings
 
 from hf_mlspec.integration import generate as hook
 from hf_mlspec.integration.wiring import Wiring
-from hf_mlspec.nn import prepared
 
 
 @pytest.fixture
 def nothing_said_yet():
     """Messages that are said once come again."""
-    prepared._said.clear()
+    forget_warnings()
     hook._said.clear()
 
 

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import near, tiny
 
-from hf_mlspec.nn.device_decoder import DeviceDecoder, device_decoder
+from hf_mlspec.engines.choose import required_decoder
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.nn.replace import direct_cast
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, Verdict
-from hf_mlspec.speculation.device_runner import DeviceRunner
 from hf_mlspec.speculation.draft import Drafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.loop import Loop
@@ -40,21 +41,21 @@ MODELS = {"target": TARGET, "cast": direct_cast(TARGET), "small": near(TARGET, 0
 
 
 @cache
-def decoder(name: str) -> DeviceDecoder:
-    return device_decoder(MODELS[name])
+def decoder(name: str) -> CudaDecoder:
+    return required_decoder(MODELS[name], "cuda")
 
 
-def checker(name: str, sampled: bool, follow: DeviceRunner | None = None) -> Checker:
-    runner = DeviceRunner(MODELS[name], decoder(name), follow=follow)
+def checker(name: str, sampled: bool, follow: CudaEngine | None = None) -> Checker:
+    runner = CudaEngine(MODELS[name], decoder(name), follow=follow)
     return Checker(runner, Sampler(VOCAB, do_sample=sampled), name, keep_logits=False)
 
 
-def model(name: str, sampled: bool, follow: DeviceRunner | None = None, **options) -> ModelDrafter:
-    runner = DeviceRunner(MODELS[name], decoder(name), follow=follow)
+def model(name: str, sampled: bool, follow: CudaEngine | None = None, **options) -> ModelDrafter:
+    runner = CudaEngine(MODELS[name], decoder(name), follow=follow)
     return ModelDrafter(runner, Sampler(VOCAB, do_sample=sampled), name, **options)
 
 
-def checked(sampled: bool, follow: DeviceRunner | None, inner: Drafter) -> CheckedDrafter:
+def checked(sampled: bool, follow: CudaEngine | None, inner: Drafter) -> CheckedDrafter:
     return CheckedDrafter(checker("cast", sampled, follow), inner, num_draft_tokens=2, threshold=0.1)
 
 

@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import letters, near, tiny
 
-from hf_mlspec.nn.fused import FusedDecoder
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.modules.attention import ragged_attention_on
+from hf_mlspec.engines.modules.engine import ModuleEngine
 from hf_mlspec.nn.replace import direct_cast
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
@@ -21,12 +24,9 @@ from hf_mlspec.speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.drafters.ngram import NGram
 from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
-from hf_mlspec.speculation.fused_runner import FusedRunner
 from hf_mlspec.speculation.loop import Loop
-from hf_mlspec.speculation.ragged_attention import ragged_attention_on
 from hf_mlspec.speculation.rounds.host import HostRounds
 from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
-from hf_mlspec.speculation.runner import Runner
 
 CPU, VOCAB = torch.device("cpu"), 64
 TARGET = tiny(seed=2, dtype=torch.float32)
@@ -37,15 +37,15 @@ PATHS = [
         "compiled", marks=pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
     ),
 ]
-_decoders: dict[str, FusedDecoder] = {}
+_decoders: dict[str, CpuDecoder] = {}
 
 
-def runner(path: str, name: str, follow=None) -> Runner | FusedRunner:
+def runner(path: str, name: str, follow=None) -> ModuleEngine | CpuEngine:
     if path == "modules":
-        return Runner(MODELS[name], follow=follow)
+        return ModuleEngine(MODELS[name], follow=follow)
     if name not in _decoders:
-        _decoders[name] = FusedDecoder(MODELS[name])
-    return FusedRunner(MODELS[name], _decoders[name], follow=follow)
+        _decoders[name] = CpuDecoder(MODELS[name])
+    return CpuEngine(MODELS[name], _decoders[name], follow=follow)
 
 
 def model(path: str, name: str, rules: list, follow=None, **options) -> ModelDrafter:
@@ -138,13 +138,13 @@ class Serving:
         for level in self.levels():
             assert len(level.lengths) == len(rows)
             assert all(have < len(rows[r]) for r, have in enumerate(level.lengths) if r in self.going)
-            if level.follow is None and isinstance(level, FusedRunner):
+            if level.follow is None and isinstance(level, CpuEngine):
                 assert level.cache.rows == len(rows)
 
     def lengths(self) -> list[int]:
         return self.loop.rounds.target.runner.lengths
 
-    def levels(self) -> list[Runner | FusedRunner]:
+    def levels(self) -> list[ModuleEngine | CpuEngine]:
         found, level = [], self.loop.rounds.drafter
         while isinstance(level, CheckedDrafter):
             found.append(level.checker.runner)

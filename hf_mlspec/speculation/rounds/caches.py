@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...engines.rows import DecoderCache
 from ..checker import Checker
 from ..draft import Drafter
 from ..drafters.model import ModelDrafter
-from ..fused_cache import FusedCache
 from ..traces.recorder import checkers
 from .chain import CapturedChain
 
@@ -13,7 +13,7 @@ from .chain import CapturedChain
 def adopt(chain: CapturedChain, target: Checker, drafter: Drafter | None, rows: int) -> None:
     """The chain's caches become those of its runners for a call of so many rows."""
     for runner, level in zip(_runners(target, drafter), chain.levels, strict=True):
-        runner.cache, runner.lengths = FusedCache(level.kv, rows), [0] * rows
+        runner.cache, runner.lengths = DecoderCache(level.kv, rows), [0] * rows
 
 
 def disown(target: Checker, drafter: Drafter | None) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ...nn.prepared import say
+from ...engines.cuda.engine import prefill
+from ...engines.cuda.steps import out_of_memory
+from ...engines.rows import up_to_growth
+from ...nn.state import say_once
 from ..checker import Checker, Verdict, nan_error
-from ..cuda_graph import out_of_memory
-from ..device_prefill import prefill
 from ..draft import Drafter, Rows
-from ..fused_cache import up_to_growth
 from ..stats import SpeculationStats
 from ..traces.recorder import checkers
 from .caches import adopt, disown, drafters
@@ -197,7 +197,10 @@ class CapturedRounds:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            say(f"rounds of {bucket} rows are not captured, no memory: those of {self.bucket} rows go on")
+            say_once(
+                self.target.runner.model,
+                f"rounds of {bucket} rows are not captured, no memory: those of {self.bucket} rows go on",
+            )
             return False
         return True
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...nn.prepared import say
-from ..cuda_graph import out_of_memory
-from ..fused_cache import up_to_growth
+from ...engines.cuda.steps import out_of_memory
+from ...engines.rows import up_to_growth
+from ...nn.state import say_once
 from .graphs import RoundGraphs
 from .program import RoundLevel, RoundProgram
 from .state import RoundState
@@ -177,7 +177,8 @@ def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
         let_go(models[0])
         gc.collect()
         torch.cuda.empty_cache()
-    say(
+    say_once(
+        models[0],
         f"rounds run step by step: no memory to capture them for {bucket} rows of {slots} tokens ({problem}); ask for "
         "fewer new tokens or rows, or free what else is on the device"
     )
@@ -205,7 +206,7 @@ def _find(models, key, batch, slots, build) -> CapturedChain | None:
         kept[:] = [one for one in kept if not one.dropped and one.key[0] == key[0]]  # the target's weights of today
         chain = next((chain for chain in kept if chain.key == key), None)
         if chain is not None and chain.holder == threading.get_ident():
-            say("rounds are not captured: generate was called inside a call of the same chain")
+            say_once(models[0], "rounds are not captured: generate was called inside a call of the same chain")
             return None
         kept[:] = [one for one in kept if one is not chain]
         if chain is not None and not chain.fits(batch, slots):

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ..cuda_graph import recorded
+from ...engines.cuda.steps import recorded
 from .program import RoundProgram
 from .state import RoundState
 

@@ -6,7 +6,6 @@ import torch
 
 from ..checker import Checker, Verdict
 from ..draft import Draft, Drafter, Rows
-from ..runner import Runner
 from ..stats import LevelStats, SpeculationStats
 
 
@@ -46,7 +45,7 @@ class HostRounds:
         """What both rows begin with stays in the cache of a compiled target: it would write the same bits again
         (law 3)."""
         runner = self.target.runner
-        common = 0 if isinstance(runner, Runner) else min(runner.lengths[r], common)
+        common = min(runner.lengths[r], common) if runner.can.bit_exact else 0
         for level in self._levels():
             level.replace(r)
         runner.lengths[r] = common

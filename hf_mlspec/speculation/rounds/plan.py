@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..chain import CheckedDrafter
 from ..checker import Checker
-from ..device_runner import DeviceRunner
 from ..draft import Drafter
 from ..drafters.model import ModelDrafter
 from ..sampling import Sampler
@@ -83,7 +82,7 @@ def _below(drafter: ModelDrafter | CheckedDrafter, longest: int) -> RoundLevel:
 
 
 def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
-    if not isinstance(runner, DeviceRunner):
+    if not runner.can.capturable:
         raise NotCaptured(f"{name} runs module by module")
     if type(sampler) is not Sampler:
         raise NotCaptured("rows have rules of their own")

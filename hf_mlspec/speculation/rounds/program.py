@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ... import ops
-from ...nn.device_decoder import DeviceDecoder
+from ...engines.cuda.decoder import CudaDecoder
+from ...engines.cuda.engine import soft_capped
 from ...precision import Bits
-from ..device_runner import soft_capped
 from .state import RoundState
 
 UNROLLED = 8  # tokens a target without levels decodes for one wait of the host
@@ -33,7 +33,7 @@ class RoundLevel:
     """
 
     name: str
-    decoder: DeviceDecoder
+    decoder: CudaDecoder
     own_cache: bool
     bits: Bits
     vocab_size: int

@@ -122,7 +122,7 @@ class ScriptedLevel(CheckedDrafter):
         self.checker.follow([round.inner for round in upcoming])
         return super().propose(rows, [round.drafted for round in upcoming])
 
-    def _runs_fused(self, rows: Rows, limits: list[int]) -> bool:
+    def _runs_in_engine(self, rows: Rows, limits: list[int]) -> bool:
         return False  # one compiled call decides by itself what it accepts
 
     def _confident(self, verdict: Verdict) -> list[bool]:
