@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.compiled_decoder import ACTIVATIONS
 from ..precision import OWN_BITS, Bits
-from . import architecture, rotary
-from .architecture import Block, UnknownArchitecture
+from . import architecture
+from .architecture import Block, UnknownArchitecture, rotary
 from .device_limits import require_bfloat16, require_served
 from .device_weights import DeviceLinear, joined
 from .nested import NestedEmbedding

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.compiled_decoder import compiled_decoder, has_compiled_decoder, set_linear
-from . import architecture, compiled_weights, rotary
-from .architecture import UnknownArchitecture
+from . import architecture, compiled_weights
+from .architecture import UnknownArchitecture, rotary
 from .device_decoder import DeviceDecoder, device_of
 from .linear import KernelLinear, is_dense
 from .prepared import bit_choices, drop_decoders, forget, is_prepared, remember, say, switches, up_to_date
