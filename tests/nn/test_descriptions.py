@@ -122,6 +122,25 @@ def test_what_an_entry_says_is_what_the_class_does(describe, name, options, chan
     assert min(differences(model)) > 1e-3
 
 
+STRAY = {
+    "a cap in a Gemma 3": ("gemma3", {"attn_logit_softcapping": 1.0}),
+    "kinds of layers in a Mistral": ("mistral", {"layer_types": ["full_attention"] * 3}),
+    "kinds of layers in a Phi-3": ("phi3", {"sliding_window": 9, "layer_types": ["full_attention"] * 3}),
+    "another activation in a Llama": ("llama", {"hidden_activation": "relu"}),
+    "a cap of logits in a Qwen3": ("qwen3", {"final_logit_softcapping": 1.0}),
+}
+
+
+@pytest.mark.parametrize(("name", "options"), STRAY.values(), ids=STRAY)
+def test_what_a_class_does_not_read_in_its_config_no_decoder_does(name, options):
+    model = random_model(name, torch.float32, **options)
+    assert max(differences(model)) < 1e-4
+    prompt = torch.randint(3, 199, (1, 14), generator=torch.Generator().manual_seed(4))
+    stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    hf_mlspec.prepare(model)
+    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20), stock)
+
+
 def test_a_window_that_only_the_cache_of_a_class_knows_is_kept():
     """Llama's layers read none; generate windows one whose config has it, for its cache does."""
     model = random_model("llama", torch.float32, sliding_window=5)

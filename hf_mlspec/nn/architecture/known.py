@@ -28,7 +28,7 @@ _ENTRIES = (
         norms=_PRE,
         linears=SEPARATE,
         activation="hidden_act",
-        windows="by layer type",
+        windows="every layer",
     ),
     Description(
         class_name="Qwen2ForCausalLM",
@@ -66,7 +66,6 @@ _ENTRIES = (
         positions="rotary by layer type",
         windows="by layer type",
         embedding_scale="root of hidden",
-        attention_softcap="attn_logit_softcapping",
         logit_softcap="final_logit_softcapping",
     ),
     Description(
@@ -75,7 +74,7 @@ _ENTRIES = (
         norms=_PRE,
         linears=FUSED,
         activation="hidden_act",
-        windows="by layer type",
+        windows="every layer",
     ),
 )
 KNOWN: dict[str, Description] = {entry.class_name: entry for entry in _ENTRIES}
