@@ -7,8 +7,7 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from ...nn import rotary
-from ...nn.architecture import UnknownArchitecture
+from ...nn.architecture import UnknownArchitecture, rotary
 from ...nn.switch import PrecisionSwitch
 from ...ops.compiled_decoder import compiled_decoder, set_linear
 from ..built import bit_choices, switches

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...nn import architecture, rotary
-from ...nn.architecture import Block, Outline, UnknownArchitecture, linear_shape, table_dtype
+from ...nn import architecture
+from ...nn.architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled

@@ -1,8 +1,6 @@
 """Which parts of a model does a compiled decoder take, and does it know them all?
 
-Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 are one decoder: they differ in biases, per-head norms,
-norms behind a block, soft caps, windows, rotary tables and in how their linears are cut. All of it is read from the
-model.
+The one reader of models: it follows the description of a model's class (known.py), for both decoders.
 """
 
 from __future__ import annotations
@@ -13,21 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
-from .bit_planes import BitPlaneLinear
-from .linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
-from .nested import NestedEmbedding, NestedLinear
+from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
+from ..bit_planes import BitPlaneLinear
+from ..linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
+from ..nested import NestedEmbedding, NestedLinear
+from .description import NORMS, Description, not_served
+from .known import KNOWN
 from .rotary import rope_tables
 
-KNOWN = {
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Phi3ForCausalLM",
-}
 # Modules of a known class that are not transformers' own.
 _PACKED = {Mxfp4Linear, Int4Linear, NestedLinear, BitPlaneLinear}
 _BLOCKS = _PACKED | {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
@@ -48,7 +39,7 @@ class Block:
     """
 
     modules: dict[str, nn.Module]
-    norms: list[Tensor | None]  # attention, mlp, attention_out, mlp_out, q, k
+    norms: list[Tensor | None]  # in the order of description.NORMS
     window: int
     rope_table: int
 
@@ -70,22 +61,21 @@ def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
     """Sizes, norms and modules of a model that is whole on ``device``. UnknownArchitecture names the first
     thing that does not fit."""
     require_known(model, device)
-    config, base = model.config, model.model
-    table = base.embed_tokens
+    config, entry = model.config, _described(model)
+    table = _part(model, entry.embedding)
     if not isinstance(table, NestedEmbedding):
         require_format(table.weight, "embedding")
         table = table.weight.detach()
-    plus = 1.0 if config.model_type.startswith("gemma") else 0.0
-    kinds = _rope_kinds(config)
+    kinds = _rope_kinds(entry, config)
     blocks = [
-        _block(layer, plus, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(config, i))
-        for i, layer in enumerate(base.layers[: config.num_hidden_layers])
+        _block(entry, layer, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(entry, config, i))
+        for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
-    sizes = _sizes(model, blocks[0])
+    sizes = _sizes(entry, model, blocks[0])
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
-    final_norm = norm_weight(base.norm, plus)
-    return Outline(sizes, table.dtype, table, final_norm, model.lm_head, blocks, list(kinds))
+    final_norm = norm_weight(_part(model, entry.final_norm), _plus(entry))
+    return Outline(sizes, table.dtype, table, final_norm, _part(model, entry.head), blocks, list(kinds))
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
@@ -117,8 +107,10 @@ def require_format(weight: Tensor, name: str) -> None:
 
 def require_known(model: nn.Module, device: torch.device = CPU) -> None:
     """UnknownArchitecture unless a compiled decoder on ``device`` runs this class, as it stands, where it stands."""
-    if type(model).__name__ not in KNOWN or not type(model).__module__.startswith("transformers.models."):
-        raise UnknownArchitecture("the compiled decoder does not know this class")
+    entry = _described(model)
+    asked = not_served(entry)
+    if asked is not None:
+        raise UnknownArchitecture(f"its description says {asked}")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
@@ -126,13 +118,21 @@ def require_known(model: nn.Module, device: torch.device = CPU) -> None:
         if device == CPU:
             raise UnknownArchitecture(f"it is on {elsewhere}, and the compiled decoder runs on the CPU")
         raise UnknownArchitecture(f"it is on {device} and {elsewhere}, and a compiled decoder needs it on one device")
-    altered = next(_altered(model), None)
+    altered = next(_altered(model, entry), None)
     if altered is not None:
         raise UnknownArchitecture(f"it {altered}")
 
 
-def _altered(model: nn.Module) -> Iterator[str]:
+def _described(model: nn.Module) -> Description:
+    entry = KNOWN.get(type(model).__name__)
+    if entry is None or not type(model).__module__.startswith(entry.package):
+        raise UnknownArchitecture("the compiled decoder does not know this class")
+    return entry
+
+
+def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
     """Why what a module computes may not be what its class says."""
+    origins = "transformers.", entry.package
     for path, module in model.named_modules():
         place = f"its module {path}" if path else "the model"
         if module.training and not isinstance(module, nn.ModuleList):  # a slice of a list starts in training mode
@@ -141,69 +141,79 @@ def _altered(model: nn.Module) -> Iterator[str]:
             yield f"has forward hooks ({place})"
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
-        if type(module) not in _BLOCKS and not type(module).__module__.startswith("transformers."):
+        if type(module) not in _BLOCKS and not type(module).__module__.startswith(origins):
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
 
 
-def _sizes(model: nn.Module, block: Block) -> Sizes:
-    config, base = model.config, model.model
-    attention, embed = base.layers[0].self_attn, base.embed_tokens
+def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
+    config, layer = model.config, _part(model, entry.layers)[0]
+    attention, embed = _part(layer, entry.attention), _part(model, entry.embedding)
     kv_heads = config.num_key_value_heads
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    activation = _named(config, entry, "activation")
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    if "qkv" in block.modules:
-        head_dim, intermediate = attention.head_dim, linear_shape(block.modules["gate_up"], "gate_up_proj")[1] // 2
+    head_dim = attention.head_dim if "qkv" in block.modules else linear_shape(block.modules["k"], "k")[1] // kv_heads
+    if "gate_up" in block.modules:
+        intermediate = linear_shape(block.modules["gate_up"], "gate_up_proj")[1] // 2
     else:
-        head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
         intermediate = linear_shape(block.modules["gate"], "gate")[1]
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
-    rotary = rope_tables(base.rotary_emb, _rope_kinds(config)[:1], 1)[0][0].shape[1] * 2
+    rotary = _part(model, entry.rotary_embedding)
     return Sizes(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=intermediate,
-        vocab=linear_shape(model.lm_head, "lm_head")[1],
+        vocab=linear_shape(_part(model, entry.head), "lm_head")[1],
         embeddings=embed.num_embeddings,
-        rotary_dim=rotary,
+        rotary_dim=rope_tables(rotary, _rope_kinds(entry, config)[:1], 1)[0][0].shape[1] * 2,
         activation=activation,
-        norm_eps=config.rms_norm_eps,
-        embedding_scale=_embedding_scale(config, embed),
-        attention_scale=attention.scaling,
-        attention_softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
-        logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        norm_eps=_named(config, entry, "norm_eps"),
+        embedding_scale=_embedding_scale(entry, config, embed),
+        attention_scale=_named(attention, entry, "attention_scale"),
+        attention_softcap=_named(attention, entry, "attention_softcap") or 0.0,
+        logit_softcap=_named(config, entry, "logit_softcap") or 0.0,
     )
 
 
-def _embedding_scale(config, embed: nn.Module) -> float:
-    """Gemma multiplies embeddings by sqrt(hidden), rounded to the weight's dtype."""
-    if not config.model_type.startswith("gemma"):
+def _part(whole: nn.Module, place: str) -> nn.Module:
+    """The module of a model or a layer at a place that its description names."""
+    try:
+        return whole.get_submodule(place)
+    except AttributeError:
+        name = type(whole).__name__
+        raise UnknownArchitecture(f"its description names {place}, which its {name} does not have") from None
+
+
+def _named(holder, entry: Description, field: str):
+    """What the attribute says that a field names, of a config or an attention; None where the field is None."""
+    name = getattr(entry, field)
+    if name is None:
+        return None
+    if not hasattr(holder, name):
+        owner = type(holder).__name__
+        raise UnknownArchitecture(f"its description names {name} as {field}, which its {owner} does not have")
+    return getattr(holder, name)
+
+
+def _plus(entry: Description) -> float:
+    return 1.0 if entry.norm == "rms plus one" else 0.0
+
+
+def _embedding_scale(entry: Description, config, embed: nn.Module) -> float:
+    """Rounded to the weight's dtype, as the embedding of a model does it."""
+    if entry.embedding_scale == "none":
         return 1.0
     scale = getattr(embed, "embed_scale", None)
     return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(table_dtype(embed)))
 
 
-def _block(layer: nn.Module, plus: float, rope_table: int, window: int) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    if hasattr(attention, "qkv_proj"):
-        modules = {"qkv": attention.qkv_proj, "o": attention.o_proj, "gate_up": mlp.gate_up_proj}
-    else:
-        modules = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj}
-        modules |= {"gate": mlp.gate_proj, "up": mlp.up_proj}
-    modules["down"] = mlp.down_proj
-    gemma = hasattr(layer, "pre_feedforward_layernorm")
-    norms = [
-        layer.input_layernorm,
-        layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm,
-        layer.post_attention_layernorm if gemma else None,
-        layer.post_feedforward_layernorm if gemma else None,
-        getattr(attention, "q_norm", None),
-        getattr(attention, "k_norm", None),
-    ]
-    return Block(modules, [None if norm is None else norm_weight(norm, plus) for norm in norms], window, rope_table)
+def _block(entry: Description, layer: nn.Module, rope_table: int, window: int) -> Block:
+    modules = {name: _part(layer, place) for name, place in entry.linears.items()}
+    found = {name: norm_weight(_part(layer, place), _plus(entry)) for name, place in entry.norms.items()}
+    return Block(modules, [found.get(name) for name in NORMS], window, rope_table)
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
@@ -224,11 +234,14 @@ def _kind(config, index: int) -> str | None:
     return kinds[index] if kinds else None
 
 
-def _window(config, index: int) -> int:
+def _window(entry: Description, config, index: int) -> int:
+    if entry.windows == "none":
+        return 0
     window = getattr(config, "sliding_window", None) or 0
-    return window if _kind(config, index) in (None, "sliding_attention") else 0
+    everywhere = entry.windows == "every layer"
+    return window if everywhere or _kind(config, index) in (None, "sliding_attention") else 0
 
 
-def _rope_kinds(config) -> list[str | None]:
-    """Gemma 3 has a rotary table per kind of layer, the others one for all."""
-    return sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else [None]
+def _rope_kinds(entry: Description, config) -> list[str | None]:
+    """A rotary table per kind of layer, or one for all."""
+    return sorted(set(config.layer_types)) if entry.positions == "rotary by layer type" else [None]
