@@ -26,6 +26,7 @@ from .request import check_target
 from .row_wiring import RowWiring
 from .stream_request import Admitted, Completion, Preparation, Request
 from .suitability import vocab_size
+from .vocabulary import require_target_tokenizer
 from .wiring import Chain
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
@@ -66,6 +67,7 @@ def generate_stream(
     """
     check_target(model, None)
     _check_call(requests, max_batch)
+    require_target_tokenizer(tokenizer, vocab_size(model))
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults)
     prepare.check_defaults()
     config = SpeculationConfig.of(speculation_config)

@@ -35,7 +35,7 @@ from .levels import Level
 from .lower_precision import drafting_defaults
 from .processing import Prompts, split_processors, warp_of
 from .suitability import max_positions, vocab_size
-from .vocabulary import same_vocabulary
+from .vocabulary import require_target_tokenizer, same_vocabulary
 
 AnyRunner = Runner | FusedRunner | DeviceRunner
 _as_on_device = False  # tests let models on the CPU take the way of those on a GPU
@@ -108,6 +108,7 @@ class Wiring:
         chain = Chain(target)
         self.count = len(levels)
         if levels:
+            require_target_tokenizer(self.tokenizer, self.vocab_size)
             chain.drafter = self._drafter(
                 chain, levels, 0, _Above(self.tokenizer, self.vocab_size, True, runner, True)
             )
