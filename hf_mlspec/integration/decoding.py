@@ -67,11 +67,6 @@ def generate(
     tokenizers to a custom_generate callable, so here the target's tokenizer is `target_tokenizer`, and streamer= and
     stop_strings= do not work; `model.generate(..., assistant_models=[...])` has neither limit.
 
-    Logits processors of the user's own are called as in stock generate, with all rows in their order, equally long; a
-    row that has not come as far as the one in question is shown filled with the padding token, its scores as zeros,
-    and what the processor makes of it is not looked at. Scores must depend on a row's own tokens and place alone.
-    Stopping criteria are shown exactly what stock generate shows them, once for each number of new tokens.
-
     past_key_values: a DynamicCache of the first tokens of input_ids, fewer than all, column by column as generate
     returned them. Whether it was made from those very tokens, under the same attention_mask and by these weights,
     cannot be seen. It comes back, as does one with return_dict_in_generate, with the columns of the returned sequences
