@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .acceptance import accept_greedy, accept_sampled
+from .acceptance import accept_greedy, accept_row, accept_sampled
 from .draft import Draft, Rows
 from .fused_runner import FusedRunner
 from .runner import Runner
@@ -113,7 +113,7 @@ class Checker:
         """Greedy without processors: the compiled step hands up its argmax, and no logits leave it."""
         guesses = draft.rows()
         scores = self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
-        accepted = [_agreement(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
+        accepted = [accept_row(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
         for r, line in enumerate(tokens):
             if -1 in line:
@@ -149,14 +149,6 @@ def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:
         f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}; check "
         "the checkpoint, or load it in bfloat16 or float32"
     )
-
-
-def _agreement(guess: list[int], best: list[int]) -> int:
-    """How many leading guesses are what the checker would have said."""
-    for count, (drafted, said) in enumerate(zip(guess, best, strict=False)):
-        if drafted != said:
-            return count
-    return len(guess)
 
 
 def _column(draft: Draft, like: Tensor) -> Tensor:
