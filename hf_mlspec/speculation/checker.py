@@ -1,4 +1,4 @@
-"""Given a draft, which tokens does one level settle? A runner scores, a sampler reads, acceptance decides."""
+"""What does a level accept of a draft, and what does it add? A runner scores, a sampler reads, acceptance decides."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OnCheck = Callable[[list[int], list[int], list[bool]], None]
 
 @dataclass
 class Verdict:
-    """What a check settled.
+    """What a check decided.
 
     tokens:   per row the accepted drafted tokens and the one the checker put after them (so at least one; none where
-        the row rested).
+        the row was inactive).
     accepted: per row how many of them were drafted.
-    probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each settled position; None when greedy.
+    probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each of their positions; None when greedy.
     logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a fused greedy
         check that was not asked for them.
-    confidence: per row the checker's probabilities of the settled tokens, where a fused check was asked for them.
+    confidence: per row the checker's probabilities of the tokens, where a fused check was asked for them.
     """
 
     tokens: Rows
@@ -53,7 +53,7 @@ class Checker:
 
     @property
     def fused_greedy(self) -> bool:
-        """Whether a compiled step takes the very tokens this level settles."""
+        """Whether a compiled step takes the very tokens this level takes."""
         return runner_is_greedy(self.runner, self.sampler)
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -77,18 +77,18 @@ class Checker:
     def check(
         self, rows: Rows, draft: Draft, want_confidence: bool = False, alive: list[bool] | None = None
     ) -> Verdict:
-        """Score every row with its draft in one forward pass and settle; the cache keeps what turned out true.
+        """Score every row with its draft in one forward pass and accept; the cache keeps what is valid.
 
-        alive: False for rows that rest: nothing of theirs is fed or settled. Raises FloatingPointError if the logits
+        alive: False for inactive rows: nothing of theirs is fed or accepted. Raises FloatingPointError if the logits
         hold NaN, unless the sampler knows how to end a single row.
         """
         alive = alive or [True] * len(rows)
-        verdict = self._settle(rows, draft, want_confidence, alive)
+        verdict = self._accept(rows, draft, want_confidence, alive)
         if self.on_check is not None:
             self.on_check(draft.lengths, verdict.accepted, alive)
         return verdict
 
-    def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
+    def _accept(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         if self.fused_greedy and not self.keep_logits:
             return self._check_fused(rows, draft, want_confidence, alive)
         guess = draft.tokens if draft.tokens.shape[1] else None
