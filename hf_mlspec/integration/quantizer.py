@@ -20,6 +20,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..nn.nest import unnest
 from ..nn.packed import PackedLinear, PackedModule
+from ..nn.transforms import NONE
 from .checkpoint import Checkpoint, require_packed, require_sources
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import (
@@ -90,7 +91,7 @@ class MLSpecQuantizer(HfQuantizer):
     @property
     def _nests(self) -> bool:
         """Whether the format is one that a model takes on in place, after it was loaded."""
-        return self.quantization_config.format == "nested-bf16"
+        return self.quantization_config.record.in_place
 
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
@@ -108,6 +109,8 @@ class MLSpecQuantizer(HfQuantizer):
 
     def _prepare_to_quantize(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
+        if config.transform != NONE.word:
+            raise ValueError(f"MLSpecConfig: transform is {config.transform!r}: quantizing chooses none, leave it out")
         defaults = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules, add_default_skips=True)
         kept = choose_kept(model, config, defaults)
         require_groups_fit(model, config, kept)
@@ -129,7 +132,7 @@ class MLSpecQuantizer(HfQuantizer):
                 f"{len(waiting)} weights that were to be quantized were not among what was loaded, the first is "
                 f"{waiting[0]}: give the whole checkpoint"
             )
-        if self.quantization_config.format in ("nested-bf16", "bitplanes"):
+        if self.quantization_config.record.stays_whole:
             require_here(model, self.quantization_config)
         for name, module in packed_modules(model):
             for parameter in (tensor for own in module.names for tensor in module.held(own)):
@@ -205,6 +208,8 @@ def _require_valid(name: str, module: PackedModule) -> None:
 
 
 def _wide_linear(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
+    if layer.transform is not NONE:
+        raise ValueError(f"a layer transforms its inputs ({layer.transform.word}): it cannot be made dense again")
     wide = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     wide.weight, wide.bias = nn.Parameter(layer.dequantized(dtype), requires_grad=False), layer.bias
     return wide

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
-from .bit_planes import BitPlaneLinear
 from .linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
 from .nested import NestedEmbedding, NestedLinear
+from .planes import PlanesLinear as BitPlaneLinear
 from .rotary import rope_tables
 
 KNOWN = {

@@ -11,10 +11,10 @@ from ..formats.mxfp4 import BLOCK
 from ..ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
 from ..ops.tiles import TILE_OUTPUTS
 from .architecture import UnknownArchitecture, linear_shape, outline, require_format
-from .bit_planes import BitPlaneLinear
 from .linear import Mxfp4Linear
 from .nested import NestedEmbedding, NestedLinear
 from .packed import PackedLinear
+from .planes import PlanesLinear as BitPlaneLinear
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 

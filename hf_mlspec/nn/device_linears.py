@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..formats import Parts
 from ..precision import Bits
-from .bit_planes import BitPlaneLinear
 from .linear import Int4Linear
 from .nested import NestedLinear
 from .packed import PackedLinear
-from .packed_formats import Parts
+from .planes import PlanesLinear as BitPlaneLinear
 from .switch import filled
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..formats import Parts
 from ..ops.tiles import TILE_OUTPUTS
 from ..ops.tiles_cuda import PAIR_OUTPUTS
 from .architecture import UnknownArchitecture, linear_shape, require_format
 from .device_linears import OF_FORMAT, DenseLinear, DeviceLinear, NestedDeviceLinear
 from .packed import PackedLinear
-from .packed_formats import Parts, as_one
+from .packed_formats import as_one
 
 
 @torch.no_grad()
