@@ -80,8 +80,11 @@ class MLSpecQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
+        transform = self.quantization_config.transform
         if self.pre_quantized:
             self._prepare_to_load(model, checkpoint)
+        elif transform != NONE.word:
+            raise ValueError(f"MLSpecConfig: transform is {transform!r}: quantizing chooses none, leave it out")
         elif self._nests:
             require_nestable(model, self.quantization_config)
         else:
@@ -109,8 +112,6 @@ class MLSpecQuantizer(HfQuantizer):
 
     def _prepare_to_quantize(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
-        if config.transform != NONE.word:
-            raise ValueError(f"MLSpecConfig: transform is {config.transform!r}: quantizing chooses none, leave it out")
         defaults = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules, add_default_skips=True)
         kept = choose_kept(model, config, defaults)
         require_groups_fit(model, config, kept)

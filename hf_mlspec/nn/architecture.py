@@ -18,6 +18,7 @@ from .linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
 from .nested import NestedEmbedding, NestedLinear
 from .planes import PlanesLinear as BitPlaneLinear
 from .rotary import rope_tables
+from .transforms import NONE
 
 KNOWN = {
     "LlamaForCausalLM",
@@ -94,6 +95,9 @@ def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
         return linear.weight.shape[1], linear.weight.shape[0]
     if type(linear) not in _PACKED:
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
+    if linear.transform is not NONE:
+        what = linear.transform.word
+        raise UnknownArchitecture(f"its {name} transforms its inputs ({what}), which no compiled decoder does")
     return linear.in_features, linear.out_features
 
 
