@@ -63,8 +63,9 @@ def unregister_packing(word: str) -> None:
 def as_one(format: str, weights: Sequence[Parts]) -> Parts:
     """The parts on disk of one weight that has the outputs of several, one behind the other. Codebooks and zero points
     are those of the first."""
-    join = PACKINGS[format].join
-    return join(weights) if join is not None else type(weights[0])(*map(stacked, zip(*weights, strict=True)))
+    join, parts = PACKINGS[format].join, FORMATS[format].weight.PARTS
+    named = [parts(*weight) for weight in weights]
+    return join(named) if join is not None else parts(*map(stacked, zip(*named, strict=True)))
 
 
 def stacked(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
