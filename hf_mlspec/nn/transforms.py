@@ -27,6 +27,14 @@ class Transform:
     tensors: Callable[[int, torch.device], Mapping[str, Tensor]]
     apply: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
+    def __deepcopy__(self, memo: dict) -> Transform:
+        """A kind is one object, in copies of a layer, too."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """In a pickle it is its word."""
+        return transform_named, (self.word,)
+
 
 NONE = Transform("none", lambda in_features, device: {}, lambda x, tensors: x)
 TRANSFORMS = {NONE.word: NONE}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -80,6 +82,14 @@ def test_a_layer_saves_what_its_transform_holds_and_can_give_it_up():
     layer.transform_(NONE)
     assert layer.state_dict().keys() == {"weight_packed", "weight_scale", "bias"}
     assert torch.equal(layer(x), layer_of("int4", False)(x))
+
+
+def test_copies_keep_the_kind():
+    layer, x = layer_of("int4", True), torch.randn(2, 64).bfloat16()
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.transform is PERMUTATION
+        assert torch.equal(copied(x), layer(x))
+    assert pickle.loads(pickle.dumps(layer_of("int4", False))).transform is NONE
 
 
 def permuted_model(folder) -> nn.Module:
