@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..formats.bitplanes import GROUP_SIZES, MAX_PLANES, zeros_doubled
-from ..formats.codebooks import LEVELS
 from ..formats.mxfp4 import BLOCK
+from ..formats.nested.codebooks import LEVELS
+from ..formats.planes import GROUP_SIZES, MAX_PLANES, zeros_doubled
 from . import tiles_nested_cuda, tiles_planes_cuda
 from .operands import check_bf16_linear, check_choice, check_dtype, check_part, check_rows, on_one_device
 from .tiles import TILE_BYTES, TILE_OUTPUTS, num_tiles

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import bitplanes, mxfp4, nested
+from ..formats import mxfp4, nested
+from ..formats import planes as bitplanes
 from ..formats.packing import unpack_nibbles
 from . import operands_formats, tiles_nested, tiles_planes
 from .reference import bf16_product, bias_of, finish, in_slices, integer_product, rounded, tiles_of

@@ -52,7 +52,7 @@ def test_a_model_is_needed(given, error, words):
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"precision": "w4a4"}, "precision=w4a4 is what is read of packed weights: add format=int4, mxfp4, nested"),
+    ({"precision": "w4a4"}, "precision=w4a4 is what is read of packed weights: add format=mxfp4, int4, nested"),
     ({"levels": "qspec"}, "level 'qspec' drafts with the target's own 4-bit weights"),
     ({"levels": "early_exit:9"}, "early_exit"),
     ({"max_length": 513}, "max_length is 513, and the model has 512 positions"),
