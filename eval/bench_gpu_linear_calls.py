@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hf_mlspec.formats import activations, codebooks, int4, mxfp4, nested
-from hf_mlspec.ops import tiles_nested_cuda
+from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda
 
 
 class Linear(ctypes.Structure):

@@ -30,7 +30,7 @@ TIMES_ROOMS = {
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 250, 40
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 40
 
 
 def room(module: str) -> str:
@@ -178,7 +178,7 @@ BREAKS_A_RULE = {
     "lm_eval": ("integration/x.py", OPENING + "import lm_eval\n", "lm_eval"),
     "compiled op outside ops": ("nn/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n", "torch.ops.mlspec"),
     "compiled op by getattr": ("nn/x.py", OPENING + "y = getattr(torch.ops, 'mlspec')\n", "torch.ops.mlspec"),
-    "long file": ("nn/x.py", OPENING + "x = 1\n" * MAX_FILE_LINES, "251 lines"),
+    "long file": ("nn/x.py", OPENING + "x = 1\n" * MAX_FILE_LINES, "351 lines"),
     "long function": ("nn/x.py", OPENING + "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "41 lines"),
     "no opening": ("nn/x.py", "x = 1\n", "no sentence"),
     "opening that is no sentence": ("nn/x.py", '"""linear layers"""\n', "no sentence"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops.operands_step import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
+from ..ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from .architecture import Outline, UnknownArchitecture, linear_shape, table_dtype
 from .linear import is_dense
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..formats.mxfp4 import BLOCK
-from ..ops.reference import sliced_linear
+from ..ops.products import sliced_linear
 from .expert_modules import ExpertModule
 from .packed import PackedModule, require_switch
 from .packed_formats import Parts, require_fit, zeros

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..formats.weights import BitPlaneWeight, Int4Weight, Mxfp4Weight, NestedWeight
-from ..ops.reference import sliced_linear
+from ..ops.products import sliced_linear
 from .packed_formats import FORMATS, PackedFormat, Parts
 from .switch import PrecisionSwitch
 

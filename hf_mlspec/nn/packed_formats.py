@@ -11,8 +11,10 @@ from .. import ops
 from ..formats import bitplanes, int4, mxfp4, nested
 from ..formats.codebooks import codebook_of
 from ..formats.weights import BitPlaneWeight, Int4Weight, Mxfp4Weight, NestedWeight
-from ..ops.tiles import fit_device, int4_group_size
-from ..ops.tiles_formats import nested_fits_device, planes_fit_device
+from ..ops.int4 import int4_group_size
+from ..ops.nested import nested_fits_device
+from ..ops.planes import planes_fit_device
+from ..ops.tiles import fit_device
 from .switch import PrecisionSwitch
 
 Parts = tuple[torch.Tensor | None, ...]  # codes first; None: a part that this weight does without

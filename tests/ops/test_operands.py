@@ -6,7 +6,7 @@ import torch
 
 from hf_mlspec import ops
 from hf_mlspec.formats import bitplanes, codebooks, int4, mxfp4, nested
-from hf_mlspec.ops import reference, reference_formats
+from hf_mlspec.ops.operator import REFERENCES
 
 F16, U8 = torch.float16, torch.uint8
 
@@ -216,15 +216,11 @@ BAD = [
 ]
 
 
-def _room(op: str):
-    return reference if hasattr(reference, op) else reference_formats
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("op", "change", "error", "message"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD])
 def test_operands_that_do_not_fit(op, change, error, message, compiled):
     operands = {**good(op), **change}
-    function = getattr(torch.ops.mlspec, op).default if compiled else getattr(_room(op), op)
+    function = getattr(torch.ops.mlspec, op).default if compiled else REFERENCES[op]
     with pytest.raises(error, match=rf"{op}: .*({message})"):
         function(*operands.values())
 

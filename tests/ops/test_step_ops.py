@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.ops import library, reference_step
-from hf_mlspec.ops.operands_step import ACTIVATIONS
+from hf_mlspec.ops import choose, library
+from hf_mlspec.ops.rows import ACTIVATIONS
 
 DTYPES = (torch.float32, torch.bfloat16)
 STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
@@ -173,13 +173,13 @@ def test_philox_gives_the_published_words():
         ((ones,) * 4, -1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (digits, 0x299F31D0A4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ):
-        found = reference_step._philox(tuple(torch.tensor([c]) for c in counter), torch.tensor([seed]))
+        found = choose.philox(tuple(torch.tensor([c]) for c in counter), torch.tensor([seed]))
         assert tuple(int(word) for word in found) == words
 
 
 def test_noise_is_gumbel_and_a_function_of_its_place():
-    noise = reference_step.gumbel_noise(torch.tensor([11]), int32(0, 0, 1), int32(0, 1, 0), 50_001)
-    assert torch.equal(reference_step.gumbel_noise(torch.tensor([11]), int32(1), int32(0), 100), noise[2:, :100])
+    noise = choose.gumbel_noise(torch.tensor([11]), int32(0, 0, 1), int32(0, 1, 0), 50_001)
+    assert torch.equal(choose.gumbel_noise(torch.tensor([11]), int32(1), int32(0), 100), noise[2:, :100])
     assert noise.isfinite().all()
     assert torch.allclose(noise.mean(1), torch.full((3,), 0.57722), atol=0.02)
     assert torch.allclose(noise.var(1), torch.full((3,), 1.64493), atol=0.06)
