@@ -20,7 +20,7 @@ class BitPlaneLinear(PackedLinear):
     (formats/bitplanes.py).
 
         parameter             dtype     on disk, in state_dict()    in tiles, from the first forward on
-        weight_planes         uint8     [planes, out, in / 8]       plane_tiles (ops/tiles_planes.py)
+        weight_planes         uint8     [planes, out, in / 8]       plane_tiles (ops/planes/tiles.py)
         weight_scale          float16   [out, in / group]           scale_tiles
         weight_zero_doubled   int32     [1]                         the same
 

@@ -20,7 +20,7 @@ ESCAPES = ("escape_index", "escape_value")
 class NestedLinear(PackedLinear):
     """``y = x W^T + b`` with W in nested BF16: 16.25 bits a weight, of which a draft reads 4.25 (formats/nested.py).
 
-        parameter             on disk, in state_dict()    in tiles, from the first forward on (ops/tiles_nested.py)
+        parameter             on disk, in state_dict()    in tiles, from the first forward on (ops/nested/tiles.py)
         weight_packed         [out, in / 2]               draft_tiles
         weight_scale          [out, in / 32]              exponent_tiles
         weight_low            [out, in]                   low_tiles

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -377,6 +378,30 @@ def check_ragged_attention() -> None:
                         assert torch.equal(one, y[:, t : t + 1]), (dim, tokens, t)
                     last = ops.ragged_attention(q[2:], keys[2:], values[2:], starts[2:], dim**-0.5, window, cap)
                     assert torch.equal(last, y[2:])
+
+
+def refuses_two_devices(op: str, operands: dict) -> bool:
+    """False where the op has one tensor and so one device."""
+    tensors = [name for name, value in operands.items() if isinstance(value, Tensor)]
+    if len(tensors) == 1:
+        return False
+    moved = {**operands, tensors[-1]: operands[tensors[-1]].to("meta")}
+    with pytest.raises(ValueError, match=rf"{op}: {tensors[-1]} is on meta, \w+ on cpu; move them to one device"):
+        getattr(torch.ops.mlspec, op).default(*moved.values())
+    return True
+
+
+def check_registration(op: str, operands: dict) -> None:
+    """torch's own checks of schema and fake result; meta tensors give shapes, dtypes and nothing else."""
+    function = getattr(torch.ops.mlspec, op).default
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    result = torch.library.opcheck(function, tuple(operands.values()), test_utils=checks)
+    assert set(result.values()) == {"SUCCESS"}
+    computed = function(*operands.values())
+    shapes = function(*(value.to("meta") if isinstance(value, Tensor) else value for value in operands.values()))
+    pairs = zip(computed, shapes, strict=True) if isinstance(computed, tuple) else [(computed, shapes)]
+    for real, meta in pairs:
+        assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
 
 
 def check_all() -> str:
