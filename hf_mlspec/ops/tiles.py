@@ -15,6 +15,8 @@ instruction whose lanes are outputs (kernels_ext/cpu/kernels.h).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,32 @@ def fit_device(weight_tiles: Tensor) -> bool:
 def num_tiles(out_features: int) -> int:
     """Tiles that ``out_features`` outputs fill, the last of which may be short."""
     return -(-out_features // TILE_OUTPUTS)
+
+
+def is_tiles(part: Tensor | None) -> bool:
+    """Whether a part of a weight is tiles of outputs, or planes of them; what has fewer axes stands beside them."""
+    return part is not None and part.ndim > 2
+
+
+def cut(parts: Sequence[Tensor | None], outputs: Sequence[int]) -> list[tuple[Tensor | None, ...]] | None:
+    """Weights of so many outputs, one behind the other, that are in tiles together: those of each, as views, and None
+    in place of what stands beside tiles.
+
+    None where a weight but the last does not fill its tiles, and for planes of the CPU: those of a part of the outputs
+    would not be one piece.
+    """
+    count = len(parts[0])
+    height = TILE_OUTPUTS if count == num_tiles(sum(outputs)) else tiles_cuda.PAIR_OUTPUTS
+    if parts[0].ndim == 4 or any(size % height for size in outputs[:-1]):
+        return None
+    weights, first = [], 0
+    for size in outputs:
+        end = first - (-size // height)
+        # A part that is not one tile a row, a shape or an exponent, belongs to all.
+        views = [(part[first:end] if len(part) == count else part) if is_tiles(part) else None for part in parts]
+        weights.append(tuple(views))
+        first = end
+    return weights
 
 
 def tiles_at_a_time(blocks: int) -> int:
