@@ -10,7 +10,7 @@ import torch
 
 from hf_mlspec.formats import activations, int4, mxfp4, nested
 from hf_mlspec.formats.nested import codebooks
-from hf_mlspec.ops import tiles_nested_cuda
+from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda
 
 
 class Linear(ctypes.Structure):

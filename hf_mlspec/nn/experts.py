@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..formats import Parts
-from ..ops.reference import sliced_linear
+from ..ops.products import sliced_linear
 from .expert_modules import ExpertModule
 from .packed import PackedModule, require_switch
 from .switch import PrecisionSwitch

@@ -10,7 +10,7 @@ from ..formats import Int4Weight
 from ..formats.int4 import Int4Parts
 from ..formats.mxfp4 import Mxfp4Parts
 from ..ops.cuda_library import serves
-from ..ops.tiles import int4_group_size
+from ..ops.int4 import int4_group_size
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing
 from .switch import PrecisionSwitch

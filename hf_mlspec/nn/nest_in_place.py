@@ -24,8 +24,8 @@ from .. import ops
 from ..formats import nested
 from ..formats.nested import NestedParts, codebooks
 from ..ops.cuda_library import serves
+from ..ops.nested.tiles import LOW_BYTES
 from ..ops.tiles import TILE_BYTES, TILE_OUTPUTS
-from ..ops.tiles_nested import LOW_BYTES
 
 _LEAST, _SHARE = 1 << 14, 256  # of so many parts of a weight one is packed at once: some 30 bytes for each element
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..formats.nested import BLOCK
-from ..ops.tiles_nested_cuda import LARGEST_SCALE
+from ..ops.nested.tiles_cuda import LARGEST_SCALE
 from .castable import listed, unfit, unfit_linear
 from .linear import is_dense
 from .nested import is_table

@@ -11,7 +11,7 @@ from torch import nn
 from .. import ops
 from ..formats import NestedWeight, Parts
 from ..formats.nested import NestedParts, fields_of
-from ..ops.tiles_formats import nested_fits_device
+from ..ops.nested import nested_fits_device
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing, stacked
 from .switch import PrecisionSwitch
@@ -22,7 +22,7 @@ ESCAPES = ("escape_index", "escape_value")
 class NestedLinear(PackedLinear):
     """``y = x W^T + b`` with W in nested BF16: 16.25 bits a weight, of which a draft reads 4.25 (formats/nested).
 
-        parameter             on disk, in state_dict()    in tiles, from the first forward on (ops/tiles_nested.py)
+        parameter             on disk, in state_dict()    in tiles, from the first forward on (ops/nested/tiles.py)
         weight_packed         [out, in / 2]               draft_tiles
         weight_scale          [out, in / 32]              exponent_tiles
         weight_low            [out, in]                   low_tiles

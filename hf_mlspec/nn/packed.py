@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..formats import FORMATS, Format, PackedWeight, Parts
-from ..ops.reference import sliced_linear
+from ..ops.products import sliced_linear
 from .packed_formats import PACKINGS, Packing
 from .switch import PrecisionSwitch
 from .transforms import NONE, Transform

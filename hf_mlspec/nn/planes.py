@@ -10,7 +10,7 @@ from torch import nn
 from .. import ops
 from ..formats import Parts, PlanesWeight
 from ..formats.planes import PlanesParts
-from ..ops.tiles_formats import planes_fit_device
+from ..ops.planes import planes_fit_device
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing
 from .switch import PrecisionSwitch
@@ -21,7 +21,7 @@ class PlanesLinear(PackedLinear):
     (formats/planes/codes.py).
 
         parameter             dtype     on disk, in state_dict()    in tiles, from the first forward on
-        weight_planes         uint8     [planes, out, in / 8]       plane_tiles (ops/tiles_planes.py)
+        weight_planes         uint8     [planes, out, in / 8]       plane_tiles (ops/planes/tiles.py)
         weight_scale          float16   [out, in / group]           scale_tiles
         weight_zero_doubled   int32     [1]                         the same
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..precision import OWN_BITS, Bits
+from .attention import MAX_HEAD_DIM as MAX_HEAD_DIM  # mlspec::kMaxHeadDim
 from .library import KernelError, why_not_compiled
-from .operands_step import ACTIVATIONS
+from .rows import ACTIVATIONS
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES = range(6)  # mlspec::WeightFormat
-MAX_HEAD_DIM = 512  # mlspec::kMaxHeadDim
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which kernel serves which op? Defines the ops, loads the compiled libraries once, and never substitutes in silence.
+"""Which kernel serves which op? Puts ops into torch, loads the compiled libraries once, never substitutes in silence.
 
 That of the CPU at import; that of GPUs with the first op on a GPU, so that importing touches no device.
 """
@@ -12,26 +12,9 @@ from pathlib import Path
 
 import torch
 
-from . import (
-    reference,
-    reference_formats,
-    reference_round,
-    reference_step,
-    schema,
-    schema_formats,
-    schema_round,
-    schema_step,
-)
 from .cuda_library import BUILD_COMMAND, why_no_cuda_kernels
 
 REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
-
-# Where an op's schema and fake result are, and where its plain torch.
-_ROOMS = ((schema, reference), (schema_formats, reference_formats), (schema_step, reference_step),
-          (schema_round, reference_round))  # fmt: skip
-# On the CPU these are made of the ops of schema.py, whose kernels do the work, or keep a few integers: no kernel of
-# their own is missing.
-_COMPOSED_ON_CPU = frozenset(("bf16_rows_linear", *schema_step.SCHEMAS, *schema_round.SCHEMAS))
 
 # Ops with kernels of their own for Hopper, beside those for every GPU.
 _HOPPER_OPS = frozenset(
@@ -40,6 +23,7 @@ _HOPPER_OPS = frozenset(
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OPS = torch.library.Library("mlspec", "DEF")
+_defined: dict[str, bool] = {}  # op -> whether the CPU needs no kernel of its own for it
 _warned: set[tuple[str, str]] = set()
 
 
@@ -47,24 +31,22 @@ class KernelError(RuntimeError):
     """What the environment asks of the kernels (MLSPEC_REQUIRE_KERNELS, MLSPEC_CPU_ISA) cannot be had."""
 
 
-def _define() -> None:
-    for schemas, references in _ROOMS:
-        for name, signature in schemas.SCHEMAS.items():
-            _OPS.define(name + signature)
-            compute = _fallback(name, getattr(references, name))
-            _OPS.impl(name, compute, "CompositeExplicitAutograd")  # used where no kernel is registered
-            torch.library.register_fake(f"mlspec::{name}", getattr(schemas, f"fake_{name}"), lib=_OPS)
-    _OPS.define(schema.CPU_ISA_SCHEMA)
-    _OPS.define(schema.CUDA_LINEARS_SCHEMA)
+def define(op: str, schema: str, reference: Callable, fake: Callable, composed_on_cpu: bool) -> torch._ops.OpOverload:
+    """``torch.ops.mlspec.<op>``, which runs ``reference`` where no kernel is registered (ops/operator.py)."""
+    _OPS.define(op + schema)
+    _OPS.impl(op, _fallback(op, reference, composed_on_cpu), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mlspec::{op}", fake, lib=_OPS)
+    _defined[op] = composed_on_cpu
+    return getattr(torch.ops.mlspec, op).default
 
 
-def _fallback(name: str, compute: Callable):
+def _fallback(op: str, reference: Callable, composed_on_cpu: bool) -> Callable:
     def run_reference(x: torch.Tensor, *operands):
-        if x.is_cuda and why_no_cuda_kernels(x.device) is None and _has_kernel(name, "CUDA"):
-            return getattr(torch.ops.mlspec, name).default(x, *operands)  # this very call loaded the library
-        if x.device.type != "cpu" or name not in _COMPOSED_ON_CPU:
-            _announce_missing(name, x.device)
-        return compute(x, *operands)
+        if x.is_cuda and why_no_cuda_kernels(x.device) is None and _has_kernel(op, "CUDA"):
+            return getattr(torch.ops.mlspec, op).default(x, *operands)  # this very call loaded the library
+        if x.device.type != "cpu" or not composed_on_cpu:
+            _announce_missing(op, x.device)
+        return reference(x, *operands)
 
     return run_reference
 
@@ -126,10 +108,12 @@ def kernel_of(op: str, device: str) -> str:
 
 def kernel_table() -> list[tuple[str, str, str]]:
     """(op, device, kernel) of every op, for ``mlspec info``. Without a kernel the last is ``"reference"``."""
-    ops = [op for schemas, _ in _ROOMS for op in schemas.SCHEMAS]
-    return [(op, device, kernel_of(op, device)) for op in ops for device in ("cpu", "cuda")
-            if device != "cpu" or op not in _COMPOSED_ON_CPU]
+    return [(op, device, kernel_of(op, device)) for op, composed_on_cpu in _defined.items()
+            for device in ("cpu", "cuda") if device != "cpu" or not composed_on_cpu]  # fmt: skip
 
 
-_define()
+# The instruction set the compiled CPU kernels chose, e.g. "avx512vnni"; implemented by the compiled library only.
+_OPS.define("cpu_isa() -> str")
+# The linear kernels that serve a GPU, "sm_90a" or "sm_80+"; implemented by the compiled CUDA library only.
+_OPS.define("cuda_linears(int device) -> str")
 LOAD_ERROR = _load()

@@ -1,4 +1,4 @@
-"""In which order do the kernels read a 4-bit weight? A permutation of what is on disk; nothing is rounded or lost.
+"""In which order do the CPU's kernels read a 4-bit weight? A permutation of what is on disk; nothing is lost.
 
 On a GPU that compiled kernels serve: as in tiles_cuda.py. Everywhere else, in plain torch, too:
 
@@ -15,6 +15,8 @@ instruction whose lanes are outputs (kernels_ext/cpu/kernels.h).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,82 +24,16 @@ from ..formats.mxfp4 import BLOCK
 from ..formats.packing import pack_nibbles, unpack_nibbles
 from . import tiles_cuda
 from .cuda_library import serves
+from .operator import Operands
 
 TILE_OUTPUTS = 16
 TILE_BYTES = TILE_OUTPUTS * BLOCK // 2
 _CHUNK = 1 << 22  # codes in flight: bounds the temporaries, whatever the tensor's size
 
 
-def prepack_mxfp4(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 ``[out, in / 2]`` and ``[out, in / 32]`` -> weight_tiles, scale_tiles (above).
-
-    TypeError for another dtype, ValueError for shapes that are no MXFP4 weight, and on a GPU for NaN scales.
-    """
-    _require(weight_packed, weight_scale, BLOCK)
-    if serves(weight_packed):
-        return tiles_cuda.pack_mxfp4(weight_packed, weight_scale)
-    return _tile_codes(weight_packed), _tile_columns(weight_scale)
-
-
-def unprepack_mxfp4(weight_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
-    """The inverse of ``prepack_mxfp4``, bit for bit."""
-    if tiles_cuda.is_packed(weight_tiles):
-        return tiles_cuda.unpack_mxfp4(weight_tiles, scale_tiles, out_features)
-    _require_tiles(weight_tiles, scale_tiles, out_features)
-    return _untile_codes(weight_tiles, out_features), _untile_columns(scale_tiles, out_features)
-
-
-def prepack_int4(
-    weight_packed: Tensor, weight_scale: Tensor, weight_zero: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """uint8 ``[out, in / 2]``, float16 ``[out, in / group]``, uint8 of that shape or None -> weight_tiles,
-    scale_tiles, zero_tiles. TypeError and ValueError as ``prepack_mxfp4``."""
-    _require(weight_packed, weight_scale, None)
-    if serves(weight_packed):
-        return tiles_cuda.pack_int4(weight_packed, weight_scale, weight_zero)
-    zero = None if weight_zero is None else _tile_columns(weight_zero)
-    return _tile_codes(weight_packed), _tile_columns(weight_scale), zero
-
-
-def unprepack_int4(
-    weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inverse of ``prepack_int4``, bit for bit."""
-    if tiles_cuda.is_packed(weight_tiles):
-        return tiles_cuda.unpack_int4(weight_tiles, scale_tiles, zero_tiles, out_features)
-    _require_tiles(weight_tiles, scale_tiles, out_features)
-    zero = None if zero_tiles is None else _untile_columns(zero_tiles, out_features)
-    return _untile_codes(weight_tiles, out_features), _untile_columns(scale_tiles, out_features), zero
-
-
 def fit_device(weight_tiles: Tensor) -> bool:
-    """Whether a weight is in the tiles that ops on its device read."""
+    """Whether a 4-bit weight is in the tiles that ops on its device read."""
     return tiles_cuda.is_packed(weight_tiles) == serves(weight_tiles)
-
-
-def int4_group_size(weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None) -> int:
-    """Elements that share a scale, 32, 64 or 128, of a weight from ``prepack_int4``."""
-    if tiles_cuda.is_packed(weight_tiles):
-        return tiles_cuda.int4_group_size(weight_tiles, zero_tiles is not None)
-    return weight_tiles.shape[1] * BLOCK // max(scale_tiles.shape[1], 1)
-
-
-def mxfp4_on_cpu_order(weight_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
-    """An MXFP4 weight from ``prepack_mxfp4`` in the tiles of the CPU, which can be cut at 16 outputs."""
-    if not tiles_cuda.is_packed(weight_tiles):
-        return weight_tiles, scale_tiles
-    packed, scale = tiles_cuda.unpack_mxfp4(weight_tiles, scale_tiles, out_features)
-    return _tile_codes(packed), _tile_columns(scale)
-
-
-def int4_on_cpu_order(
-    weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same of an int4 weight."""
-    if not tiles_cuda.is_packed(weight_tiles):
-        return weight_tiles, scale_tiles, zero_tiles
-    packed, scale, zero = tiles_cuda.unpack_int4(weight_tiles, scale_tiles, zero_tiles, out_features)
-    return _tile_codes(packed), _tile_columns(scale), None if zero is None else _tile_columns(zero)
 
 
 def num_tiles(out_features: int) -> int:
@@ -105,24 +41,56 @@ def num_tiles(out_features: int) -> int:
     return -(-out_features // TILE_OUTPUTS)
 
 
-def _tile_codes(packed: Tensor) -> Tensor:
+def is_tiles(part: Tensor | None) -> bool:
+    """Whether a part of a weight is tiles of outputs, or planes of them; what has fewer axes stands beside them."""
+    return part is not None and part.ndim > 2
+
+
+def cut(parts: Sequence[Tensor | None], outputs: Sequence[int]) -> list[tuple[Tensor | None, ...]] | None:
+    """Weights of so many outputs, one behind the other, that are in tiles together: those of each, as views, and None
+    in place of what stands beside tiles.
+
+    None where a weight but the last does not fill its tiles, and for planes of the CPU: those of a part of the outputs
+    would not be one piece.
+    """
+    count = len(parts[0])
+    height = TILE_OUTPUTS if count == num_tiles(sum(outputs)) else tiles_cuda.PAIR_OUTPUTS
+    if parts[0].ndim == 4 or any(size % height for size in outputs[:-1]):
+        return None
+    weights, first = [], 0
+    for size in outputs:
+        end = first - (-size // height)
+        # A part that is not one tile a row, a shape or an exponent, belongs to all.
+        views = [(part[first:end] if len(part) == count else part) if is_tiles(part) else None for part in parts]
+        weights.append(tuple(views))
+        first = end
+    return weights
+
+
+def tiles_at_a_time(blocks: int) -> int:
+    return max(1, _CHUNK // (TILE_OUTPUTS * BLOCK * max(blocks, 1)))
+
+
+def tile_codes(packed: Tensor) -> Tensor:
+    """uint8 ``[out, in / 2]`` -> weight_tiles (above)."""
     out, half = packed.shape
     blocks = half * 2 // BLOCK
     tiles = packed.new_zeros(num_tiles(out), blocks, TILE_BYTES)
-    step = max(1, _CHUNK // (TILE_OUTPUTS * BLOCK * max(blocks, 1)))  # tiles at a time
+    step = tiles_at_a_time(blocks)
     for first in range(0, tiles.shape[0], step):
         rows = packed[first * TILE_OUTPUTS : (first + step) * TILE_OUTPUTS]
-        codes = unpack_nibbles(_padded(rows))
+        codes = unpack_nibbles(padded(rows))
         codes = codes.view(-1, TILE_OUTPUTS, blocks, 4, 2, 4)  # [tile, r, b, j, nibble, i]
         codes = codes.permute(0, 2, 3, 1, 5, 4)  # [tile, b, j, r, i, nibble]
         tiles[first : first + step] = pack_nibbles(codes.flatten(2))
     return tiles
 
 
-def _untile_codes(tiles: Tensor, out_features: int) -> Tensor:
+def untile_codes(tiles: Tensor, out_features: int) -> Tensor:
+    """The inverse of ``tile_codes``."""
     count, blocks, _ = tiles.shape
     packed = tiles.new_empty(count * TILE_OUTPUTS, blocks * BLOCK // 2)
-    step = max(1, _CHUNK // (TILE_OUTPUTS * BLOCK * max(blocks, 1)))
+    step = tiles_at_a_time(blocks)
     for first in range(0, count, step):
         part = tiles[first : first + step]
         codes = unpack_nibbles(part).view(len(part), blocks, 4, TILE_OUTPUTS, 4, 2)
@@ -132,23 +100,26 @@ def _untile_codes(tiles: Tensor, out_features: int) -> Tensor:
     return packed if len(packed) == out_features else packed[:out_features].clone()
 
 
-def _tile_columns(values: Tensor) -> Tensor:
-    rows = _padded(values)
+def tile_columns(values: Tensor) -> Tensor:
+    """``[out, n]`` -> ``[ceil(out / 16), n, 16]``."""
+    rows = padded(values)
     return rows.view(-1, TILE_OUTPUTS, values.shape[1]).transpose(1, 2).contiguous()
 
 
-def _untile_columns(tiles: Tensor, out_features: int) -> Tensor:
+def untile_columns(tiles: Tensor, out_features: int) -> Tensor:
+    """The inverse of ``tile_columns``."""
     rows = tiles.transpose(1, 2).contiguous().flatten(0, 1)
     return rows if len(rows) == out_features else rows[:out_features].clone()
 
 
-def _padded(rows: Tensor) -> Tensor:
+def padded(rows: Tensor) -> Tensor:
     """Contiguous, and whole tiles: zeros where outputs are missing."""
     missing = -rows.shape[0] % TILE_OUTPUTS
     return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows.contiguous()
 
 
-def _require(packed: Tensor, scale: Tensor, group: int | None) -> None:
+def require_on_disk(packed: Tensor, scale: Tensor, group: int | None) -> None:
+    """TypeError or ValueError where these are no 4-bit weight with one scale per ``group`` (None: any) elements."""
     if packed.dtype != torch.uint8:
         raise TypeError(f"prepack: weight_packed is {packed.dtype}, expected torch.uint8")
     fits = packed.ndim == scale.ndim == 2 and packed.shape[0] == scale.shape[0] and packed.shape[1] * 2 % BLOCK == 0
@@ -161,11 +132,35 @@ def _require(packed: Tensor, scale: Tensor, group: int | None) -> None:
         )
 
 
-def _require_tiles(tiles: Tensor, scale: Tensor, out_features: int) -> None:
+def require_tiles(tiles: Tensor, scale: Tensor, out_features: int) -> None:
+    """ValueError where these are not the tiles of ``out_features`` outputs."""
     fits = tiles.ndim == scale.ndim == 3 and tiles.shape[2] == TILE_BYTES and scale.shape[2] == TILE_OUTPUTS
     if not fits or not tiles.shape[0] == scale.shape[0] == num_tiles(out_features):
         raise ValueError(
             f"unprepack: weight_tiles {list(tiles.shape)} and scale_tiles {list(scale.shape)} are not the tiles of "
             f"{out_features} outputs, [{num_tiles(out_features)}, in / 32, {TILE_BYTES}] and "
             f"[{num_tiles(out_features)}, in / group, {TILE_OUTPUTS}]"
+        )
+
+
+def check_tiles(given: Operands) -> int:
+    """in_features of an op's weight_tiles, which are found to be those of its out_features."""
+    given.require_dtype("weight_tiles", torch.uint8)
+    tiles = given.weight_tiles
+    if tiles.ndim != 3 or tiles.shape[2] != TILE_BYTES:
+        raise ValueError(
+            f"{given.op}: weight_tiles has shape {list(tiles.shape)}, expected [out / 16, in / {BLOCK}, {TILE_BYTES}] "
+            "from prepack"
+        )
+    require_count(given, "weight_tiles")
+    given.require_contiguous("weight_tiles")
+    return tiles.shape[1] * BLOCK
+
+
+def require_count(given: Operands, name: str) -> None:
+    """ValueError where the first axis of ``name`` is not the number of tiles that out_features fill."""
+    count = vars(given)[name].shape[0]
+    if given.out_features < 0 or num_tiles(given.out_features) != count:
+        raise ValueError(
+            f"{given.op}: out_features is {given.out_features}, {name} hold {count} tiles of {TILE_OUTPUTS}"
         )

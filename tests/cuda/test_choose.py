@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.ops import reference_step
+from hf_mlspec.ops import choose
 
 DEVICE = "cuda"
 SHAPES = [(1, 1), (3, 7), (2, 64), (5, 1000), (1, 32001), (9, 32000), (3, 128256), (2, 262144)]
@@ -28,7 +28,7 @@ def check(logits: Tensor, softcap: float = 0.0, noise: tuple[Tensor, Tensor, Ten
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if noise:
-        keys = scores + reference_step.gumbel_noise(*(t.cpu() for t in noise), logits.shape[1]).double()
+        keys = scores + choose.gumbel_noise(*(t.cpu() for t in noise), logits.shape[1]).double()
         chosen = keys.gather(1, tokens[:, None].long())[:, 0]
         assert (chosen >= keys.max(1).values - 1e-4).all()  # log in float32 here and there
     else:

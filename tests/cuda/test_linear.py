@@ -15,6 +15,7 @@ from hf_mlspec import ops
 from hf_mlspec.formats import activations
 from hf_mlspec.nn.linear import Int4Linear, KernelLinear, Mxfp4Linear
 from hf_mlspec.ops import library, tiles, tiles_cuda
+from hf_mlspec.ops import mxfp4 as mxfp4_tiles
 
 MXFP4, INT4 = Format("mxfp4", 16, 32, mxfp4=True), Format("int4", 16, 128)
 PRODUCTS = [
@@ -125,7 +126,7 @@ def test_tiles_are_a_permutation_and_the_same_on_every_device():
     packed = torch.randint(0, 256, (200, 176), dtype=torch.uint8)
     scale = torch.randint(0, 255, (200, 11), dtype=torch.uint8)
     on_gpu = ops.prepack_mxfp4(packed.to(DEVICE), scale.to(DEVICE))
-    for ours, expected in zip(on_gpu, tiles_cuda.pack_mxfp4(packed, scale), strict=True):
+    for ours, expected in zip(on_gpu, mxfp4_tiles.pack_cuda(packed, scale), strict=True):
         assert torch.equal(ours.cpu(), expected)
     for ours, expected in zip(ops.unprepack_mxfp4(*on_gpu, 200), (packed, scale), strict=True):
         assert torch.equal(ours.cpu(), expected)

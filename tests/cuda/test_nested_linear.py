@@ -14,7 +14,9 @@ from torch import Tensor
 from hf_mlspec import ops
 from hf_mlspec.formats import activations, nested
 from hf_mlspec.formats.nested import codebooks
-from hf_mlspec.ops import library, tiles_nested, tiles_nested_cuda
+from hf_mlspec.ops import library
+from hf_mlspec.ops.nested import tiles as tiles_nested
+from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda
 
 # Odd outputs, less than a tile, chunks of 64 and 128 that are not full, 1 to 8 blocks a tile, layers of 8B models.
 SHAPES = (

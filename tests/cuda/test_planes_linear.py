@@ -13,7 +13,11 @@ from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.formats import planes as bitplanes
-from hf_mlspec.ops import library, reference_formats, tiles_formats, tiles_planes, tiles_planes_cuda
+from hf_mlspec.ops import library
+from hf_mlspec.ops import planes as plane_ops
+from hf_mlspec.ops.operator import REFERENCES
+from hf_mlspec.ops.planes import tiles as tiles_planes
+from hf_mlspec.ops.planes import tiles_cuda as tiles_planes_cuda
 
 DEVICE = "cuda"
 WORDS = (8, 7, 6, 5, 4, 3, 2, 1, "int3", "int2", "ternary")
@@ -120,7 +124,7 @@ def test_a_linear_is_the_reference_up_to_rounding():
     case = make(8, 200, 256, 64)
     on_cpu = tiles_planes.pack(*(part.cpu() for part in case.weight[:2]))
     for num_planes in (2, 4, 8):
-        expected = reference_formats.bitplane_linear(case.x.cpu(), *on_cpu, 200, None, 64, 256, num_planes)
+        expected = REFERENCES["bitplane_linear"](case.x.cpu(), *on_cpu, 200, None, 64, 256, num_planes)
         torch.testing.assert_close(case.multiply(case.x, num_planes).cpu(), expected, atol=2e-2, rtol=1e-2)
 
 
@@ -155,7 +159,7 @@ def test_a_captured_chain_waits_for_what_it_reads(num_planes, tokens):
 def test_tiles_are_a_permutation_and_the_same_on_every_device(word, shape):
     case = make(word, *shape)
     assert tiles_planes_cuda.is_packed(case.tiles[0])
-    assert tiles_formats.planes_fit_device(case.tiles[0])
+    assert plane_ops.planes_fit_device(case.tiles[0])
     for ours, expected in zip(case.tiles, tiles_planes_cuda.pack(*(t.cpu() for t in case.weight[:2])), strict=True):
         assert torch.equal(ours.cpu(), expected)
     for ours, expected in zip(ops.unprepack_planes(*case.tiles, case.out), case.weight[:2], strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.ops import reference_rows, reference_step
+from hf_mlspec.ops.operator import REFERENCES
 
 DEVICE = "cuda"
 BF16_STEP = 2.0**-8
@@ -62,7 +62,7 @@ def test_gated(n, width, activation):
     gate_up[0, 0] = -200
     poison((n, width))
     y = ops.gated(gate_up, activation)
-    close(y, reference_step.gated(gate_up.cpu().float(), activation), floor=1e-4)
+    close(y, REFERENCES["gated"](gate_up.cpu().float(), activation), floor=1e-4)
     assert torch.equal(ops.gated(gate_up[n - 1 :], activation), y[n - 1 :])
     if activation == 0:
         assert torch.equal(ops.silu_mul(*(t.contiguous() for t in gate_up.chunk(2, dim=1))), y)
@@ -74,7 +74,7 @@ def test_embed_rows(width, dtype):
     table, ids = seeded(50, width).to(dtype), torch.tensor([0, 49, 3, -1, 50, 3], dtype=torch.int32, device=DEVICE)
     for scale in (1.0, 61.5):
         poison((6, width))
-        expected = reference_step.embed_rows(ids.cpu(), table.cpu(), scale)
+        expected = REFERENCES["embed_rows"](ids.cpu(), table.cpu(), scale)
         assert torch.equal(ops.embed_rows(ids, table, scale).cpu(), expected)
 
 
@@ -101,7 +101,7 @@ def test_rope_write_rows(dim, half, heads, kv_heads, width, norms):
     there = [t.cpu() if isinstance(t, Tensor) else t for t in operands]
     poison((3, width, heads, dim))
     q = ops.rope_write_rows(*operands)
-    expected = reference_step.rope_write_rows(*there)
+    expected = REFERENCES["rope_write_rows"](*there)
     # Where the norm's rounding falls the other way, a rotated element moves by a step of its larger partner.
     for ours, theirs in ((q, expected), (operands[8], there[8])):
         assert torch.allclose(ours.float().cpu(), theirs.float(), rtol=2 * BF16_STEP, atol=0.04 if norms else 1e-5)
@@ -154,4 +154,4 @@ def test_norm_is_that_of_the_reference_for_a_nan():
     x = seeded(3, 64)
     x[1, 5] = torch.nan
     y = ops.rms_norm(x, torch.ones(64, device=DEVICE), 1e-5)[0]
-    assert torch.equal(y.isnan().cpu(), reference_rows.rms_norm(x.cpu(), torch.ones(64), 1e-5, None)[0].isnan())
+    assert torch.equal(y.isnan().cpu(), REFERENCES["rms_norm"](x.cpu(), torch.ones(64), 1e-5, None)[0].isnan())

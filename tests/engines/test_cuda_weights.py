@@ -19,7 +19,8 @@ from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.packed_formats import PACKINGS
 from hf_mlspec.nn.switch import PrecisionSwitch
-from hf_mlspec.ops import tiles_cuda
+from hf_mlspec.ops import int4 as int4_tiles
+from hf_mlspec.ops import mxfp4 as mxfp4_tiles
 from hf_mlspec.precision import OWN_BITS
 
 IDS = [[5, 9, 3, 77, 120]]
@@ -201,8 +202,8 @@ def test_a_bias_that_only_some_have():
 def test_tiles_of_a_gpu_are_shared_where_pairs_are_full(monkeypatch, weights, symmetric, first, shared):
     """With the layout of a GPU in memory of the CPU; scales that need a shift of exponents are the group's, too."""
     pack, unpack = {
-        "mxfp4": (tiles_cuda.pack_mxfp4, tiles_cuda.unpack_mxfp4),
-        "int4": (tiles_cuda.pack_int4, tiles_cuda.unpack_int4),
+        "mxfp4": (mxfp4_tiles.pack_cuda, mxfp4_tiles.unpack_cuda),
+        "int4": (int4_tiles.pack_cuda, int4_tiles.unpack_cuda),
     }[weights]
     monkeypatch.setitem(PACKINGS, weights, replace(PACKINGS[weights], prepack=pack, unprepack=unpack))
     kind = {"mxfp4": Mxfp4Linear, "int4": Int4Linear}[weights]

@@ -16,7 +16,7 @@ from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.replace import resident_bytes
 from hf_mlspec.nn.switch import PrecisionSwitch
-from hf_mlspec.ops import reference
+from hf_mlspec.ops.operator import REFERENCES
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,9 @@ def test_materialized_has_the_bits_of_the_reference_path(linear, x, name):
     assert not layer.is_prepacked
     layer.prepack_()
     if name == "mxfp4":
-        expected = reference.mxfp4_linear(x, layer.weight_tiles, layer.scale_tiles, 43, layer.bias, 16)
+        expected = REFERENCES["mxfp4_linear"](x, layer.weight_tiles, layer.scale_tiles, 43, layer.bias, 16)
     else:
-        expected = reference.int4_linear(x, layer.weight_tiles, layer.scale_tiles, None, 43, layer.bias, 32, 16)
+        expected = REFERENCES["int4_linear"](x, layer.weight_tiles, layer.scale_tiles, None, 43, layer.bias, 32, 16)
     assert torch.equal(y, expected) if name == "mxfp4" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
     assert "weight_dense" not in layer.state_dict()
     assert f"materialized={dtype}" in repr(layer)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from hf_mlspec.formats import activations, int4, mxfp4, nested
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.formats.packing import unpack_nibbles
-from hf_mlspec.ops import reference, reference_formats
+from hf_mlspec.ops.operator import REFERENCES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -45,7 +46,7 @@ def mxfp4_case(out: int, size: int, bits: int) -> Linear:
     return Linear(
         f"mxfp4 {bits}",
         lambda x, bias=None: ops.mxfp4_linear(x, *tiles, out, bias, bits),
-        lambda x, bias=None: reference.mxfp4_linear(x, *tiles, out, bias, bits),
+        lambda x, bias=None: REFERENCES["mxfp4_linear"](x, *tiles, out, bias, bits),
         mxfp4.dequantize(packed, scale, torch.float64),
         (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, 32, 8),
         None if bits == 16 else (doubled, mxfp4.scale_values()[scale.int()] / 2, 32, 8),
@@ -60,7 +61,7 @@ def int4_case(out: int, size: int, group: int, symmetric: bool, bits: int) -> Li
     return Linear(
         f"int4 g{group} {'symmetric' if symmetric else 'asymmetric'} {bits}",
         lambda x, bias=None: ops.int4_linear(x, *tiles, out, bias, group_size=group, activation_bits=bits),
-        lambda x, bias=None: reference.int4_linear(x, *tiles, out, bias, group, bits),
+        lambda x, bias=None: REFERENCES["int4_linear"](x, *tiles, out, bias, group, bits),
         int4.dequantize(packed, scale, zero, torch.float64),
         (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, group, bits),
         None if bits == 16 else (codes, scale.float(), group, bits),
@@ -77,7 +78,7 @@ def nested_case(out: int, size: int, weight_bits: int, bits: int, codebook: str 
         lambda x, bias=None: ops.nested_linear(
             x, *tiles, levels, out, bias, weight_bits=weight_bits, activation_bits=bits
         ),
-        lambda x, bias=None: reference_formats.nested_linear(x, *tiles, levels, out, bias, weight_bits, bits),
+        lambda x, bias=None: REFERENCES["nested_linear"](x, *tiles, levels, out, bias, weight_bits, bits),
         weight.double() if weight_bits == 16 else nested.dequantize_draft(*parts[:2], levels, torch.float64),
         (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, 32, 8),
         None if bits == 16 else (units, nested.draft_scales(parts.scale), 32, 8),
@@ -91,7 +92,7 @@ def planes_case(out: int, size: int, planes: int | str, group: int, used: int) -
     return Linear(
         f"planes {planes} g{group}, the first {used}",
         lambda x, bias=None: ops.bitplane_linear(x, *tiles, out, bias, **numbers),
-        lambda x, bias=None: reference_formats.bitplane_linear(x, *tiles, out, bias, *numbers.values()),
+        lambda x, bias=None: REFERENCES["bitplane_linear"](x, *tiles, out, bias, *numbers.values()),
         bitplanes.dequantize(*weight, used, torch.float64),
         lambda x: x.bfloat16().double(),
     )
@@ -110,9 +111,8 @@ def many_precisions(out: int, size: int) -> Iterator[Linear]:
 
 def dense_case(out: int, size: int, dtype: torch.dtype) -> Linear:
     weight = (seeded(out, size, seed=3) * 0.05).to(dtype)
-    op, refer = (
-        (ops.bf16_linear, reference.bf16_linear) if dtype == torch.bfloat16 else (ops.f32_linear, reference.f32_linear)
-    )
+    name = "bf16_linear" if dtype == torch.bfloat16 else "f32_linear"
+    op, refer = getattr(ops, name), REFERENCES[name]
     return Linear(
         f"{dtype} weight",
         lambda x, bias=None: op(x, weight, bias),
@@ -227,7 +227,7 @@ def check_dequantize() -> None:
 def _check_dense(packed: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> None:
     tiles, out = ops.prepack_int4(packed, scale, zero), len(packed)
     expected = int4.dequantize(packed, scale, zero, torch.bfloat16)
-    for dense in (ops.int4_dequantize(*tiles, out, group), reference.int4_dequantize(*tiles, out, group)):
+    for dense in (ops.int4_dequantize(*tiles, out, group), REFERENCES["int4_dequantize"](*tiles, out, group)):
         assert dense.dtype == torch.bfloat16
         assert torch.equal(dense.view(torch.int16), expected.view(torch.int16)), (out, group)
 
@@ -267,7 +267,7 @@ def check_nested_rows() -> None:
             y = ops.nested_rows(chosen, *tiles, len(table), scale, **escapes)
             assert y.dtype == torch.bfloat16
             assert torch.equal(y.view(torch.int16), expected[: len(chosen)]), scale
-        plain = reference_formats.nested_rows(ids, *tiles, len(table), scale).view(torch.int16)
+        plain = REFERENCES["nested_rows"](ids, *tiles, len(table), scale).view(torch.int16)
         for none in ({}, {"escape_rows": rows[:0], "escape_weight": table[:0]}):
             assert torch.equal(ops.nested_rows(ids, *tiles, len(table), scale, **none).view(torch.int16), plain)
 
@@ -316,7 +316,7 @@ def check_rms_norm() -> None:
             x, residual, weight = seeded(6, n).to(dtype), seeded(6, n, seed=1).to(dtype), seeded(n, seed=2)
             for other in (None, residual):
                 normed, total = ops.rms_norm(x, weight, 1e-5, other)
-                expected, expected_total = reference.rms_norm(x, weight, 1e-5, other)
+                expected, expected_total = REFERENCES["rms_norm"](x, weight, 1e-5, other)
                 assert torch.equal(total, x if other is None else expected_total)
                 wide = total.double()
                 exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
@@ -331,7 +331,7 @@ def check_silu_mul() -> None:
             gate, up = seeded(3, n).to(dtype) * 4, seeded(3, n, seed=1).to(dtype)
             exact = torch.nn.functional.silu(gate.double()) * up.double()
             y = ops.silu_mul(gate, up)
-            _close(y, reference.silu_mul(gate, up), exact)
+            _close(y, REFERENCES["silu_mul"](gate, up), exact)
             assert torch.equal(ops.silu_mul(gate[1:2], up[1:2]), y[1:2])
 
 
@@ -352,7 +352,7 @@ def check_rope_write() -> None:
             q, k, v, cos, sin, starts, keys, values = cache_operands(dtype, kv_dtype)
             ours, theirs = (keys.clone(), values.clone()), (keys.clone(), values.clone())
             rotated = ops.rope_write(q, k, v, cos, sin, starts, *ours)
-            expected = reference.rope_write(q, k, v, cos, sin, starts, *theirs)
+            expected = REFERENCES["rope_write"](q, k, v, cos, sin, starts, *theirs)
             step = 2 * ROUNDING[dtype]
             assert torch.allclose(rotated.float(), expected.float(), rtol=step, atol=4e-7)
             assert torch.allclose(ours[0].float(), theirs[0].float(), rtol=2 * ROUNDING[kv_dtype], atol=4e-7)
@@ -371,7 +371,7 @@ def check_ragged_attention() -> None:
                 q, starts, keys, values = operands[0], *operands[5:]
                 for window, cap in ((0, 0.0), (7, 0.0), (0, 5.0), (80, 2.0)):
                     y = ops.ragged_attention(q, keys, values, starts, dim**-0.5, window, cap)
-                    expected = reference.ragged_attention(q, keys, values, starts, dim**-0.5, window, cap)
+                    expected = REFERENCES["ragged_attention"](q, keys, values, starts, dim**-0.5, window, cap)
                     assert torch.allclose(y.float(), expected.float(), rtol=4 * ROUNDING[dtype], atol=1e-5)
                     for t in range(tokens):  # one by one, and each row alone
                         one = ops.ragged_attention(
@@ -380,6 +380,30 @@ def check_ragged_attention() -> None:
                         assert torch.equal(one, y[:, t : t + 1]), (dim, tokens, t)
                     last = ops.ragged_attention(q[2:], keys[2:], values[2:], starts[2:], dim**-0.5, window, cap)
                     assert torch.equal(last, y[2:])
+
+
+def refuses_two_devices(op: str, operands: dict) -> bool:
+    """False where the op has one tensor and so one device."""
+    tensors = [name for name, value in operands.items() if isinstance(value, Tensor)]
+    if len(tensors) == 1:
+        return False
+    moved = {**operands, tensors[-1]: operands[tensors[-1]].to("meta")}
+    with pytest.raises(ValueError, match=rf"{op}: {tensors[-1]} is on meta, \w+ on cpu; move them to one device"):
+        getattr(torch.ops.mlspec, op).default(*moved.values())
+    return True
+
+
+def check_registration(op: str, operands: dict) -> None:
+    """torch's own checks of schema and fake result; meta tensors give shapes, dtypes and nothing else."""
+    function = getattr(torch.ops.mlspec, op).default
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    result = torch.library.opcheck(function, tuple(operands.values()), test_utils=checks)
+    assert set(result.values()) == {"SUCCESS"}
+    computed = function(*operands.values())
+    shapes = function(*(value.to("meta") if isinstance(value, Tensor) else value for value in operands.values()))
+    pairs = zip(computed, shapes, strict=True) if isinstance(computed, tuple) else [(computed, shapes)]
+    for real, meta in pairs:
+        assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
 
 
 def check_all() -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.formats import planes as bitplanes
-from hf_mlspec.ops import reference_formats
+from hf_mlspec.ops.operator import REFERENCES
 
 SHAPES = ((50, 128), (16, 256), (19, 1152))  # out, in: tiles that are not full; groups of every size
 ROWS = (1, 2, 3, 5, 9, 12, 13, 16, 17, 31, 32, 33, 40)  # the last of a tile, of a part, and one more
@@ -40,7 +40,7 @@ def check_product(stored: int, read: int, out: int, size: int, group: int) -> No
         exact, magnitude = seen @ dense.T, seen.abs() @ dense.abs().T
         numbers = {"group_size": group, "zero_doubled": zero, "num_planes": read}
         y = ops.bitplane_linear(x, tiles, scale_tiles, out, None, **numbers)
-        refer = reference_formats.bitplane_linear(x, tiles, scale_tiles, out, None, *numbers.values())
+        refer = REFERENCES["bitplane_linear"](x, tiles, scale_tiles, out, None, *numbers.values())
         bound = 2.0**-24 * (size / 16 + 8) * magnitude + 2.0**-40
         for name, result in (("kernel", y), ("reference", refer)):
             assert ((result.double() - exact).abs() <= bound).all(), (name, stored, read, out, size, group, zero)

@@ -7,7 +7,8 @@ import torch
 from hf_mlspec import ops
 from hf_mlspec.formats import NestedWeight, mxfp4, nested
 from hf_mlspec.formats.nested import codebooks
-from hf_mlspec.ops import library, reference, reference_formats
+from hf_mlspec.ops import library, products
+from hf_mlspec.ops.operator import REFERENCES
 
 needs_kernel = pytest.mark.skipif(
     library.kernel_of("mxfp4_linear", "cpu") == "reference", reason="the compiled library is not built"
@@ -62,12 +63,12 @@ def test_exact_nested_weights_multiply_as_the_plain_ones():
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("out", "size"), [(1, 32), (200, 96), (130, 512)])
 def test_the_exact_reference_is_that_of_the_plain_weight(out, size, dtype, monkeypatch):
-    monkeypatch.setattr(reference, "_CHUNK", 64 * 96)
+    monkeypatch.setattr(products, "_CHUNK", 64 * 96)
     weight, levels = (cases.seeded(out, size) * 0.05).bfloat16(), codebooks.codebook_of("lloyd_max")
     tiles = ops.prepack_nested(*nested.split(weight, levels)[:4])
     x, bias = cases.seeded(7, size, seed=1).to(dtype), cases.seeded(out, seed=2)
-    y = reference_formats.nested_linear(x, *tiles, levels, out, bias, 16, 16)
-    assert torch.equal(y, reference.bf16_linear(x, weight, bias))
+    y = REFERENCES["nested_linear"](x, *tiles, levels, out, bias, 16, 16)
+    assert torch.equal(y, REFERENCES["bf16_linear"](x, weight, bias))
 
 
 def test_escapes_are_exact_and_the_draft_has_none():
@@ -140,7 +141,7 @@ def test_no_inputs_and_no_outputs():
     for bits in (8, 16):
         assert torch.equal(ops.mxfp4_linear(torch.zeros(2, 0), *empty, 3, bias, bits), bias.expand(2, 3))
     scales = torch.zeros(1, 0, 16, dtype=torch.float16)
-    for dequantize in (ops.int4_dequantize, reference.int4_dequantize):
+    for dequantize in (ops.int4_dequantize, REFERENCES["int4_dequantize"]):
         assert dequantize(empty[0], scales, None, 3, 32).shape == (3, 0)
 
 
@@ -168,15 +169,15 @@ def test_reference_slices_give_the_same_bits_as_a_materialized_weight():
     x = cases.seeded(3, 64).bfloat16()
     packed, scale = mxfp4.quantize(cases.seeded(200, 64) * 0.05)
     tiles = ops.prepack_mxfp4(packed, scale)
-    chunk, reference._CHUNK = reference._CHUNK, 64 * 64
+    chunk, products._CHUNK = products._CHUNK, 64 * 64
     try:
-        assert len(reference.row_slices(200, 64)) == 4
+        assert len(products.row_slices(200, 64)) == 4
         dense = mxfp4.dequantize(packed, scale, torch.bfloat16)
-        y = reference.mxfp4_linear(x, *tiles, 200, None, 16)
-        assert torch.equal(reference.sliced_linear(x, dense), y)
-        sliced = reference.mxfp4_linear(x, *tiles, 200, None, 8)
-        reference._CHUNK = chunk
-        assert torch.allclose(reference.mxfp4_linear(x, *tiles, 200, None, 8), sliced, atol=1e-5)
+        y = REFERENCES["mxfp4_linear"](x, *tiles, 200, None, 16)
+        assert torch.equal(products.sliced_linear(x, dense), y)
+        sliced = REFERENCES["mxfp4_linear"](x, *tiles, 200, None, 8)
+        products._CHUNK = chunk
+        assert torch.allclose(REFERENCES["mxfp4_linear"](x, *tiles, 200, None, 8), sliced, atol=1e-5)
     finally:
-        reference._CHUNK = chunk
+        products._CHUNK = chunk
     assert torch.allclose(y.float(), x.float() @ dense.float().T, atol=0.02)

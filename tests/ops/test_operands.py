@@ -8,7 +8,7 @@ from hf_mlspec import ops
 from hf_mlspec.formats import int4, mxfp4, nested
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.nested import codebooks
-from hf_mlspec.ops import reference, reference_formats
+from hf_mlspec.ops.operator import REFERENCES
 
 F16, U8 = torch.float16, torch.uint8
 
@@ -218,44 +218,20 @@ BAD = [
 ]
 
 
-def _room(op: str):
-    return reference if hasattr(reference, op) else reference_formats
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("op", "change", "error", "message"), BAD, ids=[f"{b[0]}-{'-'.join(b[1])}" for b in BAD])
 def test_operands_that_do_not_fit(op, change, error, message, compiled):
     operands = {**good(op), **change}
-    function = getattr(torch.ops.mlspec, op).default if compiled else getattr(_room(op), op)
+    function = getattr(torch.ops.mlspec, op).default if compiled else REFERENCES[op]
     with pytest.raises(error, match=rf"{op}: .*({message})"):
         function(*operands.values())
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_operands_on_two_devices_are_refused(op):
-    operands = good(op)
-    last = [name for name, value in operands.items() if isinstance(value, torch.Tensor)][-1]
-    if sum(isinstance(value, torch.Tensor) for value in operands.values()) == 1:
-        assert op == "quantize_rows"
-        return
-    with pytest.raises(ValueError, match=rf"{op}: {last} is on meta, \w+ on cpu; move them to one device"):
-        getattr(torch.ops.mlspec, op).default(*{**operands, last: operands[last].to("meta")}.values())
+    assert cases.refuses_two_devices(op, good(op)) == (op != "quantize_rows")  # it has one tensor
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck(op):
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    operands = tuple(good(op).values())
-    result = torch.library.opcheck(getattr(torch.ops.mlspec, op).default, operands, test_utils=checks)
-    assert set(result.values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_meta_tensors_give_the_shapes_only(op):
-    operands = good(op)
-    computed = getattr(torch.ops.mlspec, op).default(*operands.values())
-    moved = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in operands.values()]
-    shapes = getattr(torch.ops.mlspec, op).default(*moved)
-    pairs = zip(computed, shapes, strict=True) if isinstance(computed, tuple) else [(computed, shapes)]
-    for real, meta in pairs:
-        assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
+def test_opcheck_and_meta_tensors(op):
+    cases.check_registration(op, good(op))

@@ -11,31 +11,12 @@ from round_cases import ints, state
 
 from hf_mlspec import ops
 
-cases = given(seed=st.integers(0, 10**6), batch=st.integers(1, 5), judged=st.integers(1, 6))
 
-
+@pytest.mark.parametrize("op", ["open", "window", "push", "settle"])
 @settings(deadline=None)
-@cases
-def test_open(seed, batch, judged):
-    round_cases.check_open(seed, batch, judged)
-
-
-@settings(deadline=None)
-@cases
-def test_window(seed, batch, judged):
-    round_cases.check_window(seed, batch, judged)
-
-
-@settings(deadline=None)
-@cases
-def test_push(seed, batch, judged):
-    round_cases.check_push(seed, batch, judged)
-
-
-@settings(deadline=None)
-@cases
-def test_settle(seed, batch, judged):
-    round_cases.check_settle(seed, batch, judged)
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 5), judged=st.integers(1, 6))
+def test_books_are_those_of_plain_python(op, seed, batch, judged):
+    getattr(round_cases, f"check_{op}")(seed, batch, judged)
 
 
 def test_base_and_lengths_may_be_one_tensor():

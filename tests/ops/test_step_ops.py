@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.ops import library, reference_step
-from hf_mlspec.ops.operands_step import ACTIVATIONS
+from hf_mlspec.ops import choose, library
+from hf_mlspec.ops.rows import ACTIVATIONS
 
 DTYPES = (torch.float32, torch.bfloat16)
 STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
@@ -173,13 +174,13 @@ def test_philox_gives_the_published_words():
         ((ones,) * 4, -1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (digits, 0x299F31D0A4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ):
-        found = reference_step._philox(tuple(torch.tensor([c]) for c in counter), torch.tensor([seed]))
+        found = choose.philox(tuple(torch.tensor([c]) for c in counter), torch.tensor([seed]))
         assert tuple(int(word) for word in found) == words
 
 
 def test_noise_is_gumbel_and_a_function_of_its_place():
-    noise = reference_step.gumbel_noise(torch.tensor([11]), int32(0, 0, 1), int32(0, 1, 0), 50_001)
-    assert torch.equal(reference_step.gumbel_noise(torch.tensor([11]), int32(1), int32(0), 100), noise[2:, :100])
+    noise = choose.gumbel_noise(torch.tensor([11]), int32(0, 0, 1), int32(0, 1, 0), 50_001)
+    assert torch.equal(choose.gumbel_noise(torch.tensor([11]), int32(1), int32(0), 100), noise[2:, :100])
     assert noise.isfinite().all()
     assert torch.allclose(noise.mean(1), torch.full((3,), 0.57722), atol=0.02)
     assert torch.allclose(noise.var(1), torch.full((3,), 1.64493), atol=0.06)
@@ -257,32 +258,12 @@ def test_operands_that_do_not_fit(op, change, error, message):
 
 @pytest.mark.parametrize("op", OPS)
 def test_operands_on_two_devices_are_refused(op):
-    operands = good(op)
-    if op == "gated":
-        assert sum(isinstance(value, Tensor) for value in operands.values()) == 1
-        return
-    last = [name for name, value in operands.items() if isinstance(value, Tensor)][-1]
-    with pytest.raises(ValueError, match=rf"{op}: {last} is on meta, \w+ on cpu; move them to one device"):
-        getattr(torch.ops.mlspec, op).default(*{**operands, last: operands[last].to("meta")}.values())
+    assert cases.refuses_two_devices(op, good(op)) == (op != "gated")  # it has one tensor
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck(op):
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    operands = tuple(good(op).values())
-    result = torch.library.opcheck(getattr(torch.ops.mlspec, op).default, operands, test_utils=checks)
-    assert set(result.values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_meta_tensors_give_the_shapes_only(op):
-    operands = good(op)
-    computed = getattr(torch.ops.mlspec, op).default(*operands.values())
-    moved = [value.to("meta") if isinstance(value, Tensor) else value for value in operands.values()]
-    shapes = getattr(torch.ops.mlspec, op).default(*moved)
-    pairs = zip(computed, shapes, strict=True) if isinstance(computed, tuple) else [(computed, shapes)]
-    for real, meta in pairs:
-        assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
+def test_opcheck_and_meta_tensors(op):
+    cases.check_registration(op, good(op))
 
 
 def test_no_rows():

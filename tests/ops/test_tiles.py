@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_mlspec import ops
 from hf_mlspec.formats.packing import unpack_nibbles
+from hf_mlspec.ops import mxfp4, tiles
 
 
 def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -16,16 +17,16 @@ def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_every_code_is_where_the_layout_says():
     out, size = 35, 96
     packed, scale = random_bytes(out, size // 2), random_bytes(out, size // 32, seed=1)
-    tiles, scale_tiles = ops.prepack_mxfp4(packed, scale)
-    assert (tiles.shape, scale_tiles.shape) == ((3, 3, 256), (3, 3, 16))
+    codes_in_tiles, scale_tiles = ops.prepack_mxfp4(packed, scale)
+    assert (codes_in_tiles.shape, scale_tiles.shape) == ((3, 3, 256), (3, 3, 16))
     codes = unpack_nibbles(packed)
     for o, k in ((0, 0), (34, 95), (17, 36), (15, 31), (16, 32), (7, 60)):
         (t, r), (b, inside) = divmod(o, 16), divmod(k, 32)
         j, rest = divmod(inside, 8)
-        byte = int(tiles[t, b, 64 * j + 4 * r + rest % 4])
+        byte = int(codes_in_tiles[t, b, 64 * j + 4 * r + rest % 4])
         assert (byte >> 4 if rest >= 4 else byte & 15) == codes[o, k]
         assert scale_tiles[t, b, r] == scale[o, b]
-    assert tiles[2].view(3, 4, 16, 4)[:, :, 3:].eq(0).all()  # outputs 35 to 47
+    assert codes_in_tiles[2].view(3, 4, 16, 4)[:, :, 3:].eq(0).all()  # outputs 35 to 47
     assert scale_tiles[2, :, 3:].eq(0).all()
 
 
@@ -49,7 +50,7 @@ def test_round_trips(out, blocks, seed):
 def test_tiles_in_several_chunks(monkeypatch):
     packed, scale = random_bytes(200, 48), random_bytes(200, 3)
     whole = ops.prepack_mxfp4(packed, scale)
-    monkeypatch.setattr(ops.tiles, "_CHUNK", 2 * 16 * 96)
+    monkeypatch.setattr(tiles, "_CHUNK", 2 * 16 * 96)
     for cut, uncut in zip(ops.prepack_mxfp4(packed, scale), whole, strict=True):
         assert torch.equal(cut, uncut)
     assert torch.equal(ops.unprepack_mxfp4(*whole, 200)[0], packed)
@@ -65,3 +66,20 @@ def test_what_is_no_weight_is_refused():
         ops.prepack_int4(random_bytes(8, 20), torch.zeros(8, 1, dtype=torch.float16))
     with pytest.raises(ValueError, match="not the tiles of 17 outputs"):
         ops.unprepack_mxfp4(*ops.prepack_mxfp4(packed, scale), 17)
+
+
+@pytest.mark.parametrize(("pack", "height"), [(ops.prepack_mxfp4, 16), (mxfp4.pack_cuda, 128)])
+def test_weights_in_tiles_together_are_cut_apart(pack, height):
+    outputs = [height, 2 * height, 20]
+    packed, scale = random_bytes(sum(outputs), 48), random_bytes(sum(outputs), 3, seed=1) & 127
+    whole, first = pack(packed, scale), 0
+    for views, size in zip(tiles.cut(whole, outputs), outputs, strict=True):
+        assert views[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
+        back = ops.unprepack_mxfp4(*views, size)
+        assert torch.equal(back[0], packed[first : first + size])
+        assert torch.equal(back[1], scale[first : first + size])
+        first += size
+    assert tiles.cut(whole, [height + 8, height, height - 8, 20]) is None
+    assert tiles.cut((*whole, None, torch.zeros(1)), outputs)[0][2:] == (None, None)
+    bits = ops.prepack_planes(random_bytes(2, 48, 12), torch.ones(48, 3).half())
+    assert tiles.cut(bits, [16, 32]) is None

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from hf_mlspec.formats.packing import unpack_nibbles
+from hf_mlspec.ops import int4 as int4_tiles
+from hf_mlspec.ops import mxfp4 as mxfp4_tiles
 from hf_mlspec.ops import tiles_cuda
 
 SHAPES = [(1, 32), (128, 128), (200, 160), (129, 384), (300, 352)]
@@ -33,7 +35,7 @@ def scale_place(output: int, column: int, groups: int) -> tuple[int, int, int, i
 @pytest.mark.parametrize(("out", "size"), SHAPES)
 def test_every_mxfp4_code_and_scale_is_where_the_layout_says(out, size):
     packed, scale = random_bytes(out, size // 2), random_bytes(out, size // 32, seed=1, below=255)
-    tiles, scale_tiles = tiles_cuda.pack_mxfp4(packed, scale)
+    tiles, scale_tiles = mxfp4_tiles.pack_cuda(packed, scale)
     assert list(tiles.shape) == [-(-out // 128), -(-size // 128), tiles_cuda.pair_bytes(32, mxfp4=True)]
     assert list(scale_tiles.shape) == [1, size // 32, 4]
     shift = max(0, int(scale.max()) - 128)
@@ -49,7 +51,7 @@ def test_every_mxfp4_code_and_scale_is_where_the_layout_says(out, size):
             byte = (w * 8 + r) * 8 + block % 4 // 2 * 4 + h * 2 + block % 2
             stored = tiles[output // 128, block // 4].view(2, -1)[output // 64 % 2, 4096 + byte]
             assert int(stored) == int(scale[output, block]) + 126 - shift
-    back = tiles_cuda.unpack_mxfp4(tiles, scale_tiles, out)
+    back = mxfp4_tiles.unpack_cuda(tiles, scale_tiles, out)
     assert torch.equal(back[0], packed)
     assert torch.equal(back[1], scale)
 
@@ -61,10 +63,10 @@ def test_every_int4_code_scale_and_zero_is_where_the_layout_says(out, size, grou
     packed, groups = random_bytes(out, size // 2), 128 // group_size
     scale = torch.randn(out, size // group_size, generator=torch.Generator().manual_seed(2)).half()
     zero = random_bytes(*scale.shape, seed=3, below=16) if zeros else None
-    tiles, scale_tiles, zero_tiles = tiles_cuda.pack_int4(packed, scale, zero)
+    tiles, scale_tiles, zero_tiles = int4_tiles.pack_cuda(packed, scale, zero)
     assert list(tiles.shape) == [-(-out // 128), -(-size // 128), tiles_cuda.pair_bytes(group_size, zeros)]
     assert list(scale_tiles.shape) == [0, size // group_size, 16]
-    assert tiles_cuda.int4_group_size(tiles, zeros) == group_size
+    assert int4_tiles.int4_group_size(tiles, scale_tiles, zero_tiles) == group_size
     codes = unpack_nibbles(packed)
     for output in {0, out // 2, out - 1}:
         for place in range(size):
@@ -76,7 +78,7 @@ def test_every_int4_code_scale_and_zero_is_where_the_layout_says(out, size, grou
             assert behind[: 128 * groups].view(torch.float16)[number] == scale[output, column]
             if zero is not None:
                 assert behind[128 * groups + number] == zero[output, column]
-    back = tiles_cuda.unpack_int4(tiles, scale_tiles, zero_tiles, out)
+    back = int4_tiles.unpack_cuda(tiles, scale_tiles, zero_tiles, out)
     assert torch.equal(back[0], packed)
     assert torch.equal(back[1], scale)
     assert back[2] is None if zero is None else torch.equal(back[2], zero)
@@ -86,8 +88,8 @@ def test_what_is_beyond_a_weight_is_worth_nothing():
     """Codes of 0 (with zero points), 8 ^ 8 (without): (code - zero) * scale = 0; the scales are 0, too."""
     packed, scale = random_bytes(70, 16), torch.ones(70, 1).half()
     for zero in (None, random_bytes(70, 1, below=16)):
-        tiles, _, zero_tiles = tiles_cuda.pack_int4(packed, scale, zero)
-        codes, scales, zeros = tiles_cuda.unpack_int4(tiles, scale.new_empty(0, 4, 16), zero_tiles, 128)
+        tiles, _, zero_tiles = int4_tiles.pack_cuda(packed, scale, zero)
+        codes, scales, zeros = int4_tiles.unpack_cuda(tiles, scale.new_empty(0, 4, 16), zero_tiles, 128)
         worth = unpack_nibbles(codes).int() - (8 if zeros is None else zeros.int().repeat_interleave(32, 1))
         assert worth[70:].eq(0).all()
         assert worth[:, 32:].eq(0).all()
@@ -98,8 +100,8 @@ def test_what_is_beyond_a_weight_is_worth_nothing():
 def test_pairs_of_tiles_are_weights_too():
     """Layers that are multiplied as one share tiles: each holds its part."""
     packed, scale = random_bytes(384, 64), random_bytes(384, 4, seed=1, below=140)
-    tiles, scale_tiles = tiles_cuda.pack_mxfp4(packed, scale)
-    part = tiles_cuda.unpack_mxfp4(tiles[1:], scale_tiles, 200)
+    tiles, scale_tiles = mxfp4_tiles.pack_cuda(packed, scale)
+    part = mxfp4_tiles.unpack_cuda(tiles[1:], scale_tiles, 200)
     assert torch.equal(part[0], packed[128:328])
     assert torch.equal(part[1], scale[128:328])
 
@@ -108,4 +110,4 @@ def test_nan_scales_are_refused():
     scale = torch.full((4, 2), 127, dtype=torch.uint8)
     scale[1, 1] = 255
     with pytest.raises(ValueError, match=r"1 of 8 scales are NaN \(255\)"):
-        tiles_cuda.pack_mxfp4(random_bytes(4, 32), scale)
+        mxfp4_tiles.pack_cuda(random_bytes(4, 32), scale)

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from hf_mlspec import ops
 from hf_mlspec.formats import nested
 from hf_mlspec.formats.packing import unpack_nibbles
-from hf_mlspec.ops import tiles_formats, tiles_nested, tiles_nested_cuda, tiles_planes, tiles_planes_cuda
+from hf_mlspec.ops import nested as nested_ops
+from hf_mlspec.ops import planes as plane_ops
+from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda
+from hf_mlspec.ops.planes import tiles_cuda as tiles_planes_cuda
 
 SHAPES = [(1, 32), (16, 64), (35, 96), (130, 160)]
 
@@ -62,7 +65,7 @@ def test_every_bit_of_a_nested_weight_is_where_a_gpu_reads_it(out, size):
     assert list(more.shape) == [*draft.shape[:2], tiles_nested_cuda.LOW_BYTES]
     assert tiles_nested_cuda.is_packed(draft)
     assert not tiles_nested_cuda.is_packed(ops.prepack_nested(*planes)[0])
-    assert tiles_formats.nested_in_features(draft, exponents) == size
+    assert nested_ops.nested_in_features(draft, exponents) == size
     codes, tops = unpack_nibbles(packed), unpack_nibbles(high)
     for output in {0, out // 2, out - 1}:
         for place in range(0, size, 3):
@@ -78,7 +81,7 @@ def test_every_bit_of_a_nested_weight_is_where_a_gpu_reads_it(out, size):
             both = fields[8192 + (((w * 2 + f) * 32 + lane) * 4 + s) * 4 + k]
             assert both >> 4 * h & 15 == tops[output, place]
     assert_same(tiles_nested_cuda.unpack(draft, exponents, more, out), planes)
-    assert_same(tiles_formats.nested_on_cpu_order(draft, exponents, more, out), ops.prepack_nested(*planes))
+    assert_same(nested_ops.on_cpu_order(draft, exponents, more, out), ops.prepack_nested(*planes))
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,16 +119,15 @@ def test_bit_planes_round_trip(num_planes, out, blocks, seed):
             continue
         scale = torch.rand(out, blocks * 32 // group, generator=torch.Generator().manual_seed(seed)).half()
         for tiles in (ops.prepack_planes(planes, scale), tiles_planes_cuda.pack(planes, scale)):
-            assert tiles_formats.stored_planes(tiles[0]) == num_planes
+            assert plane_ops.stored_planes(tiles[0]) == num_planes
             assert_same(ops.unprepack_planes(*tiles, out), (planes, scale))
-            assert_same(tiles_formats.planes_on_cpu_order(*tiles, out), ops.prepack_planes(planes, scale))
+            assert_same(plane_ops.on_cpu_order(*tiles, out), ops.prepack_planes(planes, scale))
 
 
 def test_tiles_in_several_chunks(monkeypatch):
     planes, bits, scale = nested_planes(200, 96), random_bytes(3, 200, 12), torch.rand(200, 3).half()
     whole = *ops.prepack_nested(*planes), *ops.prepack_planes(bits, scale)
-    for room in (tiles_nested, tiles_planes):
-        monkeypatch.setattr(room, "_CHUNK", 2 * 16 * 96)
+    monkeypatch.setattr(ops.tiles, "_CHUNK", 2 * 16 * 96)
     assert_same((*ops.prepack_nested(*planes), *ops.prepack_planes(bits, scale)), whole)
     assert_same(ops.unprepack_nested(*whole[:3], 200), planes)
     assert_same(ops.unprepack_planes(*whole[3:], 200), (bits, scale))
@@ -133,10 +135,10 @@ def test_tiles_in_several_chunks(monkeypatch):
 
 def test_tiles_fit_the_device_they_lie_on():
     planes, bits = nested_planes(20, 64), (random_bytes(4, 20, 8), torch.rand(20, 2).half())
-    assert tiles_formats.nested_fits_device(ops.prepack_nested(*planes)[0])
-    assert not tiles_formats.nested_fits_device(tiles_nested_cuda.pack(*planes)[0])
-    assert tiles_formats.planes_fit_device(ops.prepack_planes(*bits)[0])
-    assert not tiles_formats.planes_fit_device(tiles_planes_cuda.pack(*bits)[0])
+    assert nested_ops.nested_fits_device(ops.prepack_nested(*planes)[0])
+    assert not nested_ops.nested_fits_device(tiles_nested_cuda.pack(*planes)[0])
+    assert plane_ops.planes_fit_device(ops.prepack_planes(*bits)[0])
+    assert not plane_ops.planes_fit_device(tiles_planes_cuda.pack(*bits)[0])
 
 
 def test_what_is_no_weight_is_refused():

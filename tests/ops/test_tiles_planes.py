@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mlspec.ops import tiles_planes
+from hf_mlspec.ops import tiles
+from hf_mlspec.ops.planes import tiles as tiles_planes
 
 
 def random_weight(planes: int, out: int, size: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ def test_unpack_is_the_inverse_bit_for_bit(count, out, groups, group):
 def test_tiles_in_several_chunks(monkeypatch):
     planes, scale = random_weight(2, 200, 96, 32)
     whole = tiles_planes.pack(planes, scale)
-    monkeypatch.setattr(tiles_planes, "_CHUNK", 3 * 16 * 12)
+    monkeypatch.setattr(tiles, "_CHUNK", 3 * 16 * 12)
     for cut, uncut in zip(tiles_planes.pack(planes, scale), whole, strict=True):
         assert torch.equal(cut, uncut)
     assert torch.equal(tiles_planes.unpack(*whole, 200)[0], planes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_mlspec.ops import tiles_planes_cuda
+from hf_mlspec.ops.planes import tiles_cuda as tiles_planes_cuda
 
 SHAPES = [(1, 1, 32, 32), (3, 7, 96, 32), (8, 128, 128, 128), (5, 200, 192, 64), (2, 300, 352, 32), (4, 0, 64, 64)]
 

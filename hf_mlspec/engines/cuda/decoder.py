@@ -18,8 +18,8 @@ from ...nn.architecture import Block, Outline, UnknownArchitecture, linear_shape
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
+from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...ops.compiled_decoder import ACTIVATIONS
-from ...ops.operands_step import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...precision import OWN_BITS, Bits
 from ..built import bit_choices, device_of, switches, weights_of
 from .weights import JoinedLinear, joined

@@ -21,8 +21,7 @@ from ...nn.packed import PackedLinear
 from ...nn.packed_formats import as_one
 from ...nn.planes import PlanesLinear
 from ...nn.switch import filled
-from ...ops.tiles import TILE_OUTPUTS
-from ...ops.tiles_cuda import PAIR_OUTPUTS
+from ...ops.tiles import cut, is_tiles
 from ...precision import Bits
 from ..slots import slot_of
 
@@ -226,31 +225,15 @@ def _codebooks_differ(modules: Sequence[PackedLinear]) -> bool:
 
 
 def _share_tiles(modules: Sequence[PackedLinear], disk: list[Parts], tiles: Parts) -> bool:
-    """Let the modules, which are as on disk, hold their part of the group's tiles, where each but the last fills its
-    tiles. Planes of the CPU stay apart: those of a part of the outputs would not be one piece."""
-    total, count, first = sum(module.out_features for module in modules), len(tiles[0]), 0
-    height = TILE_OUTPUTS if count == -(-total // TILE_OUTPUTS) else PAIR_OUTPUTS  # of a CPU, of a GPU
-    if tiles[0].ndim == 4 or any(module.out_features % height for module in modules[:-1]):
+    """Let the modules, which are as on disk, hold their part of the group's tiles, where those can be cut."""
+    shares = cut(tiles, [module.out_features for module in modules])
+    if shares is None:
         return False
-    for module, own in zip(modules, disk, strict=True):
-        end = first + -(-module.out_features // height)
+    for module, own, share in zip(modules, disk, shares, strict=True):
         beside = module.packing.beside(*own) if module.packing.beside else (None,) * len(tiles)
-        cut = [
-            _cut(part, first, end, count) if _is_tiles(part) else one
-            for part, one in zip(tiles, beside, strict=True)
-        ]
-        module.hold_tiles_(tuple(cut))
-        first = end
+        held = [one if part is None else part for part, one in zip(share, beside, strict=True)]
+        module.hold_tiles_(tuple(held))
     return True
-
-
-def _is_tiles(part: Tensor | None) -> bool:
-    return part is not None and part.ndim > 2
-
-
-def _cut(part: Tensor, first: int, end: int, count: int) -> Tensor:
-    """Tiles ``first`` to ``end`` of ``count``; a part without that many, a shape or an exponent, belongs to all."""
-    return part[first:end] if len(part) == count else part
 
 
 def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
@@ -260,7 +243,7 @@ def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
     held = [module.parts("weight") for module in modules]
     whole = []
     for parts in zip(*held, strict=True):
-        if not _is_tiles(parts[0]):
+        if not is_tiles(parts[0]):
             whole.append(parts[0])
             continue
         shared = len({part.data_ptr() for part in parts}) == 1 and len({part.shape for part in parts}) == 1

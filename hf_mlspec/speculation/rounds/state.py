@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class RoundState:
-    """int32 tensors of `batch` rows; what they mean: ops/schema_round.py.
+    """int32 tensors of `batch` rows; what they mean: ops/round.py.
 
     tokens ``[batch, slots]``. lengths, active, ends ``[levels, batch]``: of the target (level 0) how many tokens it
     has accepted, whether the row goes on and the length it may reach; of a level below it the same for its guesses.

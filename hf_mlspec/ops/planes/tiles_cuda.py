@@ -5,7 +5,7 @@
     scale_tiles   float16 [0, in / group, 16]: nothing but its shape
 
 Output 16 w + 8 h + r and input 64 f + 16 s + 8 t + 2 q + e of a tile (w, s, q: 0..3; r: 0..7; h, f, t, e: 0, 1) are
-half e of register h + 2 t that lane 4 r + q of warp w multiplies in step s of half tile f, as in tiles_cuda.py.
+half e of register h + 2 t that lane 4 r + q of warp w multiplies in step s of half tile f, as in ../tiles_cuda.py.
 
     scales        [w][r][group][h] float16
     plane p       [w][r][q][f] words of 32 bits: bit (16 e + 8 t + 4 h + s - p) mod 32, so that the bits of one code
@@ -19,11 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.planes import GROUP_SIZES, MAX_PLANES
-from .tiles_cuda import PAIR_INPUTS, PAIR_OUTPUTS, _in_pairs, _pairs_at_once
+from ...formats.planes import GROUP_SIZES, MAX_PLANES
+from ..tiles_cuda import PAIR_INPUTS, PAIR_OUTPUTS, SHAPE_ONLY, in_pairs, num_pairs, pairs_at_once
 
 PLANE_BYTES = 64 * 128 // 8  # of a tile
-_SHAPE_ONLY = 16  # the last axis of tensors without elements: that of the tiles of the CPU
 
 
 def is_packed(plane_tiles: Tensor) -> bool:
@@ -43,8 +42,8 @@ def pair_bytes(num_planes: int, group_size: int) -> int:
 
 def shapes(out_features: int, in_features: int, num_planes: int, group_size: int) -> tuple[list[int], list[int]]:
     """Of plane_tiles and scale_tiles."""
-    pairs, chunks = -(-out_features // PAIR_OUTPUTS), -(-in_features // PAIR_INPUTS)
-    return [pairs, chunks, pair_bytes(num_planes, group_size)], [0, in_features // group_size, _SHAPE_ONLY]
+    plane_tiles = [*num_pairs(out_features, in_features), pair_bytes(num_planes, group_size)]
+    return plane_tiles, [0, in_features // group_size, SHAPE_ONLY]
 
 
 def in_features(plane_tiles: Tensor, scale_tiles: Tensor, group_size: int) -> int:
@@ -68,18 +67,18 @@ def pack(planes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """
     group = _group_of(planes, scale)
     groups = PAIR_INPUTS // group
-    scales = _in_pairs(scale.view(torch.int16), groups, 0).permute(0, 5, 1, 2, 4, 6, 3)  # [p, c, m, w, r, group, h]
+    scales = in_pairs(scale.view(torch.int16), groups, 0).permute(0, 5, 1, 2, 4, 6, 3)  # [p, c, m, w, r, group, h]
     pairs, chunks = scales.shape[:2]
     tiles = planes.new_empty(pairs, chunks, 2, pair_bytes(len(planes), group) // 2)
     front = tiles.shape[3] - len(planes) * PLANE_BYTES
     tiles[..., :front] = scales.flatten().view(torch.uint8).view(pairs, chunks, 2, front)
     for number, plane in enumerate(planes):
         to = tiles[..., front + number * PLANE_BYTES : front + (number + 1) * PLANE_BYTES]
-        step = _pairs_at_once(planes, chunks)
+        step = pairs_at_once(planes, chunks)
         for first in range(0, pairs, step):
             rows = plane[first * PAIR_OUTPUTS : (first + step) * PAIR_OUTPUTS]
-            to[first : first + step] = _to_words(_in_pairs(rows, PAIR_INPUTS // 8, 0), number)
-    return tiles.flatten(2), scale.new_empty(0, scale.shape[1], _SHAPE_ONLY)
+            to[first : first + step] = _to_words(in_pairs(rows, PAIR_INPUTS // 8, 0), number)
+    return tiles.flatten(2), scale.new_empty(0, scale.shape[1], SHAPE_ONLY)
 
 
 def unpack(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +92,7 @@ def unpack(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple
     rows = places.permute(0, 2, 3, 6, 4, 1, 5).reshape(pairs * PAIR_OUTPUTS, chunks * groups)
     scale = rows[:out_features, :columns].contiguous()
     planes = plane_tiles.new_empty(stored_planes(plane_tiles), out_features, columns * group // 8)
-    step = _pairs_at_once(plane_tiles, chunks)
+    step = pairs_at_once(plane_tiles, chunks)
     for number, to in enumerate(planes):
         words = tiles[..., front + number * PLANE_BYTES : front + (number + 1) * PLANE_BYTES]
         for first in range(0, pairs, step):

@@ -1,12 +1,12 @@
 """In which order do the CUDA kernels read a nested BF16 weight? A permutation of what is on disk; nothing is lost.
 
     draft_tiles     uint8 [ceil(out / 128), ceil(in / 128), 8704]: two tiles of 64 outputs x 128 inputs, each 4096
-                    bytes of nibbles and, as tiles_cuda.py has those of MXFP4, 256 scales: S + 128 - shift
+                    bytes of nibbles and, as ../tiles_cuda.py has those of MXFP4, 256 scales: S + 128 - shift
     exponent_tiles  uint8 [1, in / 32, 4]: one int32, the shift max(0, largest S - 126), repeated so that the shape
                     tells `in`; what the draft computes is multiplied by 2 to its power
     low_tiles       uint8 [ceil(out / 128), ceil(in / 128), 24576]: the 12 bits v of the same tiles, 12288 bytes each
 
-Tiles, lanes and registers are those of tiles_cuda.py. Eight weights of lane 4 r + q, one step of 16 inputs: number
+Tiles, lanes and registers are those of ../tiles_cuda.py. Eight weights of lane 4 r + q, one step of 16 inputs: number
 4 h + k is output 16 w + 8 h + r, input 64 f + 16 s + 2 q + 8 (k % 2) + k // 2 (h: 0, 1; k: 0 ... 3). They are
 
     4 bytes of nibbles [w][f][lane][s]: index of number i at bits 4 i ... 4 i + 2; sign of number k at bit 8 k + 7, of
@@ -19,13 +19,21 @@ Beyond the last output or input stand weights of 0. kernels_ext/cuda/nested_line
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..formats.nested import BLOCK
-from ..formats.packing import pack_nibbles, unpack_nibbles
-from .tiles_cuda import CODE_BYTES, PAIR_INPUTS, PAIR_OUTPUTS, _behind_codes, _in_pairs, _pairs_at_once
-from .tiles_nested import _require
+from ...formats.nested import BLOCK
+from ...formats.packing import pack_nibbles, unpack_nibbles
+from ..tiles_cuda import (
+    CODE_BYTES,
+    PAIR_INPUTS,
+    PAIR_OUTPUTS,
+    exponents_in_pairs,
+    exponents_of_pairs,
+    in_pairs,
+    num_pairs,
+    pairs_at_once,
+)
+from .tiles import require_on_disk
 
 LARGEST_SCALE = 158  # the multiplier 2^(S - 31) is a bfloat16
 DRAFT_BYTES = 2 * CODE_BYTES + PAIR_OUTPUTS * (PAIR_INPUTS // BLOCK)  # of two tiles
@@ -51,7 +59,7 @@ def pack(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tens
     TypeError where a plane is not uint8; ValueError where their shapes are not those of one weight, or where a weight
     is 2^32 or larger: its tensor stays BF16.
     """
-    _require(packed, scale, low, high)
+    require_on_disk(packed, scale, low, high)
     largest = scale.amax() if scale.numel() else scale.new_tensor(0)
     if int(largest) > LARGEST_SCALE:
         raise ValueError(
@@ -59,12 +67,9 @@ def pack(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tens
             f"{LARGEST_SCALE} (the largest is {int(largest)}): the CUDA kernels take nested weights below 2^32; leave "
             "this layer in BF16"
         )
-    shift = (largest.int() - _UNSHIFTED).clamp_min(0)
-    exponents = (scale.int() + (_SCALE_BIAS - shift)).to(torch.uint8)
-    places = _in_pairs(exponents, PAIR_INPUTS // BLOCK, _SCALE_BIAS).unflatten(-1, (2, 2))  # [p m w h r c, pair, of]
-    scales = places.permute(0, 5, 1, 2, 4, 6, 3, 7).flatten(3)
+    scales, shifts = exponents_in_pairs(scale, _SCALE_BIAS, _UNSHIFTED, _SCALE_BIAS)
     draft, low_tiles = _pack(packed, scales, low, high)
-    return draft, shift.repeat(scale.shape[1]).view(torch.uint8).view(1, -1, 4), low_tiles
+    return draft, shifts, low_tiles
 
 
 def unpack(
@@ -72,11 +77,8 @@ def unpack(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The inverse of ``pack``, bit for bit. ValueError for shapes that are no tiles of ``out_features`` outputs."""
     _require_tiles(draft_tiles, exponent_tiles, low_tiles, out_features)
-    blocks, shift = exponent_tiles.shape[1], exponent_tiles.reshape(-1)[:4].view(torch.int32)
-    scales = _behind_codes(draft_tiles).unflatten(-1, (4, 8, 2, 2, 2))  # [p, c, m, w, r, pair, h, of pair]
-    exponents = scales.permute(0, 2, 3, 6, 4, 1, 5, 7).reshape(-1, draft_tiles.shape[1] * PAIR_INPUTS // BLOCK)
-    scale = (exponents[:out_features, :blocks].int() - (_SCALE_BIAS - shift)).to(torch.uint8)
-    packed, low, high = _unpack(draft_tiles, low_tiles, out_features, blocks * BLOCK)
+    scale = exponents_of_pairs(draft_tiles, exponent_tiles, out_features, _SCALE_BIAS)
+    packed, low, high = _unpack(draft_tiles, low_tiles, out_features, in_features(draft_tiles, exponent_tiles))
     return packed, scale, low, high
 
 
@@ -85,7 +87,7 @@ def _pack(packed: Tensor, scales: Tensor, low: Tensor, high: Tensor) -> tuple[Te
     draft = packed.new_empty(pairs, chunks, 2, CODE_BYTES + size)
     draft[..., CODE_BYTES:] = scales
     fields = packed.new_empty(pairs, chunks, 2, 3 * CODE_BYTES)
-    step = _pairs_at_once(packed, chunks)
+    step = pairs_at_once(packed, chunks)
     for first in range(0, pairs, step):
         rows, part = slice(first * PAIR_OUTPUTS, (first + step) * PAIR_OUTPUTS), slice(first, first + step)
         draft[part, ..., :CODE_BYTES] = _nibble_words(_placed(unpack_nibbles(packed[rows])))
@@ -98,7 +100,7 @@ def _unpack(draft: Tensor, fields: Tensor, out_features: int, in_features: int) 
     pairs, chunks, size = draft.shape
     low = draft.new_empty(pairs * PAIR_OUTPUTS, in_features)
     packed, high = (draft.new_empty(pairs * PAIR_OUTPUTS, in_features // 2) for _ in range(2))
-    step = _pairs_at_once(draft, chunks)
+    step = pairs_at_once(draft, chunks)
     for first in range(0, pairs, step):
         rows, part = slice(first * PAIR_OUTPUTS, (first + step) * PAIR_OUTPUTS), slice(first, first + step)
         words = draft[part].unflatten(-1, (2, size // 2))[..., :CODE_BYTES]
@@ -113,7 +115,7 @@ def _unpack(draft: Tensor, fields: Tensor, out_features: int, in_features: int) 
 
 def _placed(rows: Tensor) -> Tensor:
     """``[outputs, in]`` -> ``[p m w h r c f s t q e]``, input 64 f + 16 s + 8 t + 2 q + e of chunk c; zeros beyond."""
-    return _in_pairs(rows, PAIR_INPUTS, 0).unflatten(-1, (2, 4, 2, 4, 2))
+    return in_pairs(rows, PAIR_INPUTS, 0).unflatten(-1, (2, 4, 2, 4, 2))
 
 
 def _rows(placed: Tensor, in_features: int) -> Tensor:
@@ -156,7 +158,7 @@ def _of_high_words(words: Tensor) -> Tensor:
 
 def _require_tiles(draft: Tensor, exponent: Tensor, low: Tensor, out_features: int) -> None:
     blocks = exponent.shape[1] if exponent.ndim == 3 else -1
-    pairs, chunks = -(-out_features // PAIR_OUTPUTS), -(-blocks * BLOCK // PAIR_INPUTS)
+    pairs, chunks = num_pairs(out_features, blocks * BLOCK)
     wanted = ((pairs, chunks, DRAFT_BYTES), (1, blocks, 4), (pairs, chunks, LOW_BYTES))
     parts = (("draft_tiles", draft), ("exponent_tiles", exponent), ("low_tiles", low))
     if any(tensor.shape != shape for (_, tensor), shape in zip(parts, wanted, strict=True)):

@@ -1,7 +1,7 @@
 """In which order do the CPU's kernels read a weight of bit-planes? A permutation of what is on disk; nothing is lost.
 
     on disk    weight_planes [B, out, in / 8], weight_scale [out, in / group]
-    in tiles   plane_tiles [B, T, in / 32, 64], scale_tiles [T, in / group, 16] as tiles.py has them for int4;
+    in tiles   plane_tiles [B, T, in / 32, 64], scale_tiles [T, in / group, 16] as ../tiles.py has them for int4;
                T = ceil(out / 16)
 
 64 bytes are one bit of 16 outputs x 32 elements: sixteen 32-bit words, little-endian, one of each output.
@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.int4 import GROUP_SIZES
-from ..formats.mxfp4 import BLOCK
-from .tiles import _CHUNK, TILE_OUTPUTS, _padded, _tile_columns, _untile_columns, num_tiles
+from ...formats.int4 import GROUP_SIZES
+from ...formats.mxfp4 import BLOCK
+from ..tiles import TILE_OUTPUTS, num_tiles, padded, tile_columns, tiles_at_a_time, untile_columns
 
 PLANE_BYTES = TILE_OUTPUTS * BLOCK // 8  # of one plane, in a step of a tile
 MAX_PLANES = 8
@@ -34,13 +34,13 @@ def pack(planes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     _require(planes, scale)
     num_planes, out, bytes_in = planes.shape
     tiles = planes.new_empty(num_planes, num_tiles(out), bytes_in * 8 // BLOCK, PLANE_BYTES)
-    step = _tiles_at_a_time(bytes_in)
+    step = tiles_at_a_time(bytes_in // BLOCK)
     for plane, to in zip(planes, tiles, strict=True):
         for first in range(0, len(to), step):
-            rows = _padded(plane[first * TILE_OUTPUTS : (first + step) * TILE_OUTPUTS])
+            rows = padded(plane[first * TILE_OUTPUTS : (first + step) * TILE_OUTPUTS])
             words = _split_pairs(rows.view(-1, TILE_OUTPUTS, bytes_in * 8 // BLOCK, 4))  # [tile, r, b, byte]
             to[first : first + step] = words.transpose(1, 2).flatten(2)
-    return tiles, _tile_columns(scale)
+    return tiles, tile_columns(scale)
 
 
 def unpack(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
@@ -48,13 +48,13 @@ def unpack(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple
     _require_tiles(plane_tiles, scale_tiles, out_features)
     num_planes, count, blocks, _ = plane_tiles.shape
     planes = plane_tiles.new_empty(num_planes, out_features, blocks * BLOCK // 8)
-    step = _tiles_at_a_time(blocks * BLOCK // 8)
+    step = tiles_at_a_time(blocks // 8)
     for tiles, to in zip(plane_tiles, planes, strict=True):
         for first in range(0, count, step):
             words = tiles[first : first + step].view(-1, blocks, TILE_OUTPUTS, 4).transpose(1, 2)
             rows = _join_pairs(words).reshape(-1, blocks * BLOCK // 8)
             to[first * TILE_OUTPUTS : (first + step) * TILE_OUTPUTS] = rows[: out_features - first * TILE_OUTPUTS]
-    return planes, _untile_columns(scale_tiles, out_features)
+    return planes, untile_columns(scale_tiles, out_features)
 
 
 def _split_pairs(words: Tensor) -> Tensor:
@@ -77,10 +77,6 @@ def _even_bits(values: Tensor) -> Tensor:
 def _spread(nibbles: Tensor) -> Tensor:
     nibbles = (nibbles | nibbles << 2) & 0x33
     return (nibbles | nibbles << 1) & 0x55
-
-
-def _tiles_at_a_time(bytes_in: int) -> int:
-    return max(1, _CHUNK // (TILE_OUTPUTS * max(bytes_in, 1)))
 
 
 def _require(planes: Tensor, scale: Tensor) -> None:

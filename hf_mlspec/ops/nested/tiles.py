@@ -2,7 +2,7 @@
 
     on disk    weight_packed [out, in / 2], weight_scale [out, in / 32], weight_low [out, in],
                weight_high [out, in / 2]
-    in tiles   draft_tiles [T, in / 32, 256] and exponent_tiles [T, in / 32, 16] as tiles.py has them for MXFP4,
+    in tiles   draft_tiles [T, in / 32, 256] and exponent_tiles [T, in / 32, 16] as ../tiles.py has them for MXFP4,
                low_tiles [T, in / 32, 768]; T = ceil(out / 16), all uint8
 
 The 12 bits v of a weight lie in low_tiles as 16-bit words, little-endian. Step b of tile t is [4 j][3 k][16 r][2 h] of
@@ -19,18 +19,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.mxfp4 import BLOCK
-from ..formats.packing import pack_nibbles, unpack_nibbles
-from .tiles import (
-    _CHUNK,
+from ...formats.mxfp4 import BLOCK
+from ...formats.packing import pack_nibbles, unpack_nibbles
+from ..tiles import (
     TILE_BYTES,
     TILE_OUTPUTS,
-    _padded,
-    _tile_codes,
-    _tile_columns,
-    _untile_codes,
-    _untile_columns,
     num_tiles,
+    padded,
+    tile_codes,
+    tile_columns,
+    tiles_at_a_time,
+    untile_codes,
+    untile_columns,
 )
 
 LOW_BYTES = TILE_OUTPUTS * BLOCK * 12 // 8
@@ -42,8 +42,8 @@ def pack(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tens
 
     TypeError where a plane is not uint8, ValueError where their shapes are not those of one weight.
     """
-    _require(packed, scale, low, high)
-    return _tile_codes(packed), _tile_columns(scale), _tile_low(low, high)
+    require_on_disk(packed, scale, low, high)
+    return tile_codes(packed), tile_columns(scale), _tile_low(low, high)
 
 
 def unpack(
@@ -52,16 +52,16 @@ def unpack(
     """The inverse of ``pack``, bit for bit. ValueError for shapes that are no tiles of ``out_features`` outputs."""
     _require_tiles(draft_tiles, exponent_tiles, low_tiles, out_features)
     low, high = _untile_low(low_tiles, out_features)
-    return _untile_codes(draft_tiles, out_features), _untile_columns(exponent_tiles, out_features), low, high
+    return untile_codes(draft_tiles, out_features), untile_columns(exponent_tiles, out_features), low, high
 
 
 def _tile_low(low: Tensor, high: Tensor) -> Tensor:
     out, blocks = low.shape[0], low.shape[1] // BLOCK
     tiles = low.new_zeros(num_tiles(out), blocks, LOW_BYTES)
-    step = _tiles_at_a_time(blocks)
+    step = tiles_at_a_time(blocks)
     for first in range(0, tiles.shape[0], step):
         rows = slice(first * TILE_OUTPUTS, (first + step) * TILE_OUTPUTS)
-        fields = _padded(low[rows]).to(torch.int32) | unpack_nibbles(_padded(high[rows])).to(torch.int32) << 8
+        fields = padded(low[rows]).to(torch.int32) | unpack_nibbles(padded(high[rows])).to(torch.int32) << 8
         fields = fields.view(-1, TILE_OUTPUTS, blocks, 4, 4, 2).permute(0, 2, 3, 4, 1, 5)  # [tile, b, j, p, r, h]
         split = torch.stack([fields[:, :, :, 1] >> 4 * k & 15 for k in range(3)], 3)
         words = fields[:, :, :, _WHOLE_PAIRS] | split << 12
@@ -73,7 +73,7 @@ def _untile_low(tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
     count, blocks, _ = tiles.shape
     low = tiles.new_empty(count * TILE_OUTPUTS, blocks * BLOCK)
     high = tiles.new_empty(count * TILE_OUTPUTS, blocks * BLOCK // 2)
-    step = _tiles_at_a_time(blocks)
+    step = tiles_at_a_time(blocks)
     for first in range(0, count, step):
         halves = tiles[first : first + step].to(torch.int32).view(-1, blocks, 4, 3, TILE_OUTPUTS, 2, 2)
         words = halves[..., 0] | halves[..., 1] << 8  # [tile, b, j, k, r, h]
@@ -88,11 +88,8 @@ def _untile_low(tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
     return (low, high) if whole_tiles else (low[:out_features].clone(), high[:out_features].clone())
 
 
-def _tiles_at_a_time(blocks: int) -> int:
-    return max(1, _CHUNK // (TILE_OUTPUTS * BLOCK * max(blocks, 1)))
-
-
-def _require(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
+def require_on_disk(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
+    """TypeError or ValueError where these are not the planes of one nested weight."""
     planes = {"weight_packed": packed, "weight_scale": scale, "weight_low": low, "weight_high": high}
     for name, plane in planes.items():
         if plane.dtype != torch.uint8:

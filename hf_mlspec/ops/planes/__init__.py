@@ -1,0 +1,138 @@
+"""What is a weight of bit-planes to the kernels: its op, its plain torch, and its tiles on every device?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...formats import planes as planes_format
+from ...formats.mxfp4 import BLOCK
+from ...formats.planes import GROUP_SIZES, MAX_PLANES, zeros_doubled
+from ..cuda_library import serves
+from ..operator import Operands, like_x, operator
+from ..products import bias_of, finish, in_slices, rounded, tiles_of
+from ..tiles import TILE_OUTPUTS, num_tiles
+from . import tiles, tiles_cuda
+from .tiles import PLANE_BYTES
+
+
+class PlaneTiles(NamedTuple):
+    """On the CPU uint8 ``[planes, ceil(out / 16), in / 32, 64]`` and float16 ``[ceil(out / 16), in / group, 16]``
+    (tiles.py beside this); on a GPU that kernels serve as tiles_cuda.py says."""
+
+    planes: Tensor
+    scale: Tensor
+
+
+def _check_weight(given: Operands) -> tuple[int, int]:
+    """in_features and stored planes."""
+    planes, group_size, out_features = given.plane_tiles, given.group_size, given.out_features
+    given.require_dtype("plane_tiles", torch.uint8)
+    if out_features < 0:
+        raise ValueError(f"{given.op}: out_features is {out_features}, it cannot be negative")
+    if planes.is_cuda and tiles_cuda.is_packed(planes):
+        in_features = tiles_cuda.in_features(planes, given.scale_tiles, group_size)
+        stored = tiles_cuda.stored_planes(planes)
+        plane_shape, scale_shape = tiles_cuda.shapes(out_features, in_features, stored, group_size)
+    else:
+        if planes.ndim != 4 or not 1 <= planes.shape[0] <= MAX_PLANES:
+            raise ValueError(
+                f"{given.op}: plane_tiles has shape {list(planes.shape)}, expected [1 to {MAX_PLANES} planes, out / "
+                f"16, in / {BLOCK}, {PLANE_BYTES}] from prepack_planes"
+            )
+        stored, count, in_features = planes.shape[0], num_tiles(out_features), planes.shape[2] * BLOCK
+        if in_features % group_size:
+            raise ValueError(f"{given.op}: group_size {group_size} does not divide in_features = {in_features}")
+        plane_shape = [stored, count, planes.shape[2], PLANE_BYTES]
+        scale_shape = [count, in_features // group_size, TILE_OUTPUTS]
+    given.require_part("plane_tiles", torch.uint8, plane_shape)
+    given.require_part("scale_tiles", torch.float16, scale_shape)
+    return in_features, stored
+
+
+def _check_linear(given: Operands) -> None:
+    given.require_choice("group_size", GROUP_SIZES)
+    in_features, stored = _check_weight(given)
+    if not 1 <= given.num_planes <= stored:
+        raise ValueError(
+            f"{given.op}: num_planes is {given.num_planes}, the weight stores {stored}: choose 1 to {stored}"
+        )
+    least, most = zeros_doubled(stored)
+    if not least <= given.zero_doubled <= most:
+        raise ValueError(
+            f"{given.op}: zero_doubled is {given.zero_doubled}, twice a code of {stored} planes is 0 to "
+            f"{2 * (2**stored - 1)}, and bfloat16 holds every level from {least} to {most}"
+        )
+    given.require_rows(in_features, given.out_features)
+
+
+@operator(_check_linear, like_x)
+def _bitplane_linear(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, group_size: int,
+    zero_doubled: int, num_planes: int,
+) -> Tensor:  # fmt: skip
+    plane_tiles, scale_tiles = on_cpu_order(plane_tiles, scale_tiles, out_features)
+
+    def part(rows: slice) -> Tensor:
+        cut = tiles_of(rows)
+        planes, scale = tiles.unpack(plane_tiles[:, cut], scale_tiles[cut], rows.stop - rows.start)
+        # Level x scale does not fit bfloat16.
+        dense = planes_format.dequantize(planes, scale, zero_doubled, num_planes)
+        return finish(F.linear(rounded(x), dense), bias_of(bias, rows), x.dtype)
+
+    return in_slices(part, out_features, x.shape[-1])
+
+
+def bitplane_linear(
+    x: Tensor,
+    plane_tiles: Tensor,
+    scale_tiles: Tensor,
+    out_features: int,
+    bias: Tensor | None = None,
+    *,
+    group_size: int,
+    zero_doubled: int,
+    num_planes: int,
+) -> Tensor:
+    """float x ``[..., in]`` times the first ``num_planes`` planes of a weight from ``prepack_planes`` -> ``[...,
+    out]``.
+
+    x is rounded to bfloat16; products are exact, sums float32 within each group of group_size 32, 64 or 128, which is
+    then scaled. zero_doubled: twice the code that means 0 (formats/planes.py).
+    """
+    return _bitplane_linear(x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes)
+
+
+def prepack_planes(planes: Tensor, scale: Tensor) -> PlaneTiles:
+    """uint8 ``[B, out, in / 8]``, float16 ``[out, in / group]`` -> plane_tiles, scale_tiles. Errors as
+    ``prepack_nested``."""
+    layout = tiles_cuda if serves(planes) else tiles
+    return PlaneTiles(*layout.pack(planes, scale))
+
+
+def unprepack_planes(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
+    """The inverse of ``prepack_planes``, bit for bit."""
+    layout = tiles_cuda if tiles_cuda.is_packed(plane_tiles) else tiles
+    return layout.unpack(plane_tiles, scale_tiles, out_features)
+
+
+def stored_planes(plane_tiles: Tensor) -> int:
+    """Planes of a weight from ``prepack_planes``."""
+    if tiles_cuda.is_packed(plane_tiles):
+        return tiles_cuda.stored_planes(plane_tiles)
+    return plane_tiles.shape[0]
+
+
+def on_cpu_order(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> PlaneTiles:
+    """A weight from ``prepack_planes`` in the tiles of the CPU."""
+    if not tiles_cuda.is_packed(plane_tiles):
+        return PlaneTiles(plane_tiles, scale_tiles)
+    return PlaneTiles(*tiles.pack(*tiles_cuda.unpack(plane_tiles, scale_tiles, out_features)))
+
+
+def planes_fit_device(plane_tiles: Tensor) -> bool:
+    """The same of a weight of bit-planes."""
+    return tiles_cuda.is_packed(plane_tiles) == serves(plane_tiles)

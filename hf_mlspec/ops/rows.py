@@ -1,0 +1,128 @@
+"""What is computed on every row by itself: codes, norm, gate, and rows of a table."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import activations
+from ..formats.int4 import GROUP_SIZES
+from .operator import CACHE_FLOATS, Operands, operator
+
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu": 3}  # mlspec_activation
+_ACTIVATIONS = (  # by their numbers
+    F.silu,
+    lambda x: F.gelu(x, approximate="tanh"),
+    F.gelu,
+    F.relu,
+)
+
+
+def _check_quantize_rows(given: Operands) -> None:
+    given.require_float("x")
+    given.require_axis("x")
+    given.require_choice("group_size", GROUP_SIZES)
+    given.require_choice("bits", (4, 8))
+
+
+def _codes_and_scales(given: Operands) -> tuple[Tensor, Tensor]:
+    x, groups = given.x, -(-given.x.shape[-1] // given.group_size)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
+
+
+@operator(_check_quantize_rows, _codes_and_scales)
+def _quantize_rows(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    return activations.quantize_rows(x, group_size, bits)
+
+
+def quantize_rows(x: Tensor, group_size: int, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """float ``[..., in]`` -> codes int8 ``[..., in]``, scales float32 ``[..., ceil(in / group_size)]``, bit for bit
+    those of formats/activations.py. group_size 32, 64 or 128; bits 8 or 4. On a GPU x is bfloat16."""
+    return _quantize_rows(x, group_size, bits)
+
+
+def _check_rms_norm(given: Operands) -> None:
+    given.require_float("x")
+    given.require_axis("x")
+    given.require_float("weight")
+    given.require_shape("weight", given.x.shape[-1:])
+    if given.residual is not None:
+        given.require_same("residual", "x")
+
+
+@operator(_check_rms_norm, lambda given: (
+    given.x.new_empty(given.x.shape), given.x.new_empty((0,) if given.residual is None else given.x.shape)
+))  # fmt: skip
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The second is ``[0]`` without a residual."""
+    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    wide = total.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return normed.to(x.dtype), x.new_empty(0) if residual is None else total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """float x, residual ``[..., n]``, weight ``[n]`` -> (normed, x + residual): what the block reads and what its
+    residual connection carries on. The sum is rounded to x.dtype before the norm reads it; without a residual it is x
+    itself."""
+    normed, total = _rms_norm(x, weight, eps, residual)
+    return normed, x if residual is None else total
+
+
+def _check_silu_mul(given: Operands) -> None:
+    given.require_float("gate")
+    given.require_same("up", "gate")
+
+
+@operator(_check_silu_mul, lambda given: given.gate.new_empty(given.gate.shape))
+def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of one shape and dtype, in float32, rounded once."""
+    return _silu_mul(gate, up)
+
+
+# Those below are called layer by layer of every step of a model on a device, so without a Python function in between.
+
+
+def _check_embed_rows(given: Operands) -> None:
+    given.require_numbers("ids", None)
+    given.require_float("table", CACHE_FLOATS)
+    table = given.table
+    if table.ndim != 2 or not len(table):
+        raise ValueError(
+            f"{given.op}: table has shape {list(table.shape)}, expected [vocab, hidden] with a vocab of 1 or more"
+        )
+    given.require_contiguous("table")
+    given.require_scale()
+
+
+@operator(_check_embed_rows, lambda given: given.table.new_empty((len(given.ids), given.table.shape[1])),
+          composed_on_cpu=True)  # fmt: skip
+def embed_rows(ids: Tensor, table: Tensor, scale: float) -> Tensor:
+    """ids int32 ``[n]`` -> those rows of table float32 or bfloat16 ``[vocab, hidden]``, times scale unless that is 1;
+    ids outside of it (-1: no token) count as the nearest one inside. On a GPU the table is bfloat16."""
+    rows = table[ids.long().clamp(0, len(table) - 1)]
+    return rows if scale == 1 else (rows.float() * scale).to(table.dtype)
+
+
+def _check_gated(given: Operands) -> None:
+    given.require_float("gate_up", CACHE_FLOATS)
+    gate_up, activation = given.gate_up, given.activation
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"{given.op}: gate_up has shape {list(gate_up.shape)}, expected [n, 2 * intermediate]")
+    if activation not in ACTIVATIONS.values():
+        raise ValueError(f"{given.op}: activation is {activation}, choose one of {ACTIVATIONS}")
+
+
+@operator(_check_gated, lambda given: given.gate_up.new_empty((len(given.gate_up), given.gate_up.shape[1] // 2)),
+          composed_on_cpu=True)  # fmt: skip
+def gated(gate_up: Tensor, activation: int) -> Tensor:
+    """gate_up float32 or bfloat16 ``[n, 2 I]``, gate first -> act(gate) * up ``[n, I]``, rounded once; activation: a
+    number of ACTIVATIONS. On a GPU gate_up is bfloat16. Here in float64: torch's float32 functions round the last
+    elements of a tensor in another way than those before, so an element's bits would depend on the number of rows."""
+    gate, up = gate_up.double().chunk(2, dim=1)
+    return (_ACTIVATIONS[activation](gate) * up).float().to(gate_up.dtype)
