@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
 TELL_KERNELS := ls hf_mlspec/_C.* > /dev/null 2>&1 || \
 	echo "no kernels were compiled (a C++20 compiler is needed): everything runs in plain torch, slower"
-INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.*)
+INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.* kernels_ext/*/*/*.*)
 
 .PHONY: demo test lint clean
 

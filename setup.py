@@ -49,8 +49,7 @@ def skip(library, reason):
 
 
 def cpu_sources():
-    bindings = [path for path in sorted(KERNELS.glob("bindings_*.cpp")) if not path.stem.startswith("bindings_cuda")]
-    paths = [*bindings, *sorted((KERNELS / "cpu").glob("*.cpp"))]
+    paths = [*sorted((KERNELS / "bindings" / "cpu").glob("*.cpp")), *sorted((KERNELS / "cpu").rglob("*.cpp"))]
     if platform.machine().lower() not in ("x86_64", "amd64"):
         paths = [path for path in paths if not path.stem.endswith(X86_SETS)]
     return paths
@@ -127,9 +126,9 @@ def cuda_archs(toolkit):
 def cuda_objects(toolkit, archs, folder):
     """Every .cu as an object file in `folder`, compiled side by side; what is newer than its sources stays."""
     hopper = [arch for arch in archs if arch == "90a"]
-    sources = sorted(path for path in (KERNELS / "cuda").glob("*.cu") if hopper or not HOPPER_ONLY.match(path.name))
+    sources = sorted(path for path in (KERNELS / "cuda").rglob("*.cu") if hopper or not HOPPER_ONLY.match(path.name))
     sources = [path for path in sources if path.name not in NOT_IN_LIBRARY]
-    newest_header = max(path.stat().st_mtime for path in (KERNELS / "cuda").glob("*.*h"))
+    newest_header = max(path.stat().st_mtime for path in [KERNELS / "formats.h", *(KERNELS / "cuda").rglob("*.*h")])
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_one(path):
@@ -166,7 +165,7 @@ def cuda_extension():
     compile_args.append(f"-DMLSPEC_HOPPER={int('90a' in archs)}")
     # Static and hidden: the library then needs no toolkit where it runs, and does not meet torch's own runtime.
     link_args = [str(runtimes[0]), "-Wl,--exclude-libs,libcudart_static.a", "-lrt", "-ldl", "-lpthread"]
-    sources = sorted(KERNELS.glob("bindings_cuda*.cpp"))
+    sources = sorted((KERNELS / "bindings" / "cuda").glob("*.cpp"))
     ext = extension(CUDA_LIBRARY, sources, compile_args, link_args, include_dirs=[str(toolkit / "include")])
     ext.libraries.append("c10_cuda")
     ext.toolkit, ext.archs = toolkit, archs

@@ -1,4 +1,4 @@
-// Does the pool of kernels_ext/cpu/parallel.h share out every item once, from several threads at a time, and after fork?
+// Does the pool of kernels_ext/cpu/threads/parallel.h share out every item once, from several threads at a time, and after fork?
 #include <sys/wait.h>
 #include <unistd.h>
 

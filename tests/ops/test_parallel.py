@@ -15,7 +15,7 @@ from test_instruction_sets import PACKAGE
 from hf_mlspec.ops import library
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "kernels_ext" / "cpu"
+KERNELS = HERE.parents[1] / "kernels_ext" / "cpu" / "threads"
 COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 needs_kernel = pytest.mark.skipif(
     library.kernel_of("mxfp4_linear", "cpu") == "reference", reason="the compiled library is not built"

@@ -1,0 +1,269 @@
+// How does Python hold a compiled decoder? A class of torch.classes: built once from a model's tensors, one call per step.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "decoder_level.h"
+#include "decoder_rows.h"
+#include "../../cpu/attention/attention_limits.h"
+#include "../../cpu/decoder/decoder_rounds.h"
+
+namespace {
+
+using at::Tensor;
+using mlspec::check_plain;
+using mlspec::DecoderLayer;
+using mlspec::storage_dtype;
+using Ints = std::vector<int64_t>;
+using MaybeTensor = std::optional<Tensor>;
+
+class DecoderObject : public torch::CustomClassHolder {
+ public:
+  // embedding without elements: set_nested_embedding follows, for a table of bfloat16.
+  DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm) {
+    TORCH_CHECK_VALUE(dims.size() == 10 && numbers.size() == 5, "Decoder takes 10 sizes and 5 numbers, got ",
+                      dims.size(), " and ", numbers.size());
+    mlspec::DecoderShape& s = decoder_.shape;
+    s.hidden = dims[0], s.heads = dims[1], s.kv_heads = dims[2], s.head_dim = dims[3], s.intermediate = dims[4];
+    s.vocab = dims[5], s.embeddings = dims[6], s.rotary_dim = dims[7];
+    s.activation = static_cast<mlspec_activation>(dims[8]);
+    s.kv_dtype = dims[9] ? MLSPEC_BFLOAT16 : MLSPEC_FLOAT32;
+    s.positions = 0;
+    s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
+    s.attention_softcap = numbers[3], s.logit_softcap = numbers[4];
+    TORCH_CHECK_VALUE(s.hidden > 0 && s.kv_heads > 0 && s.heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 &&
+                          s.head_dim <= mlspec::kMaxHeadDim && s.intermediate > 0 && s.vocab > 0 && s.embeddings > 0 &&
+                          dims[8] >= MLSPEC_SILU && dims[8] <= MLSPEC_RELU && s.rotary_dim > 0 &&
+                          s.rotary_dim <= s.head_dim && s.rotary_dim % 2 == 0,
+                      "Decoder: impossible sizes ", at::IntArrayRef(dims));
+    s.embedding_dtype = storage_dtype(embedding, "the embedding");
+    if (embedding.numel() > 0) {
+      check_plain(embedding, "the embedding", embedding.scalar_type(), {s.embeddings, s.hidden});
+      decoder_.embedding = hold(embedding);
+    }
+    decoder_.final_norm = norm(final_norm, "the final norm", s.hidden);
+    mlspec::cpu_kernels();  // throws where MLSPEC_CPU_ISA asks for what is not here; a parallel region cannot
+  }
+
+  // cos, sin: float32 [positions, rotary_dim / 2]; table `index` is added or replaced.
+  void set_rope(int64_t index, const Tensor& cos, const Tensor& sin) {
+    const int64_t half = decoder_.shape.rotary_dim / 2;
+    check_plain(cos, "cos", at::kFloat, {cos.size(0), half});
+    check_plain(sin, "sin", at::kFloat, {cos.size(0), half});
+    std::lock_guard<std::mutex> lock(decoder_.busy);  // another thread may be reading the table that is replaced
+    const int64_t known = decoder_.ropes.size();
+    TORCH_CHECK_INDEX(index >= 0 && index <= known, "rope table ", index, " of ", known);
+    if (index == known) {
+      decoder_.ropes.emplace_back();
+      rope_tensors_.emplace_back();
+    }
+    rope_tensors_[index] = {cos, sin};
+    decoder_.ropes[index] = {cos.const_data_ptr<float>(), sin.const_data_ptr<float>()};
+    int64_t least = cos.size(0);
+    for (const auto& pair : rope_tensors_) least = std::min(least, pair.first.size(0));
+    decoder_.shape.positions = least;
+  }
+
+  // norms: attention, mlp, attention_out, mlp_out, q, k; float32 with any +1 added.
+  void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table) {
+    TORCH_CHECK_VALUE(norms.size() == 6 && norms[0] && norms[1], "a layer has 6 norms, the first two always there");
+    TORCH_CHECK_VALUE(window >= 0, "window is ", window, ", 0 (full attention) or more is meant");
+    TORCH_CHECK_INDEX(rope_table >= 0 && rope_table < static_cast<int64_t>(decoder_.ropes.size()), "rope table ", rope_table);
+    const auto& s = decoder_.shape;
+    DecoderLayer layer;
+    layer.attention_norm = norm(norms[0], "attention_norm", s.hidden);
+    layer.mlp_norm = norm(norms[1], "mlp_norm", s.hidden);
+    layer.attention_out_norm = norm(norms[2], "attention_out_norm", s.hidden);
+    layer.mlp_out_norm = norm(norms[3], "mlp_out_norm", s.hidden);
+    layer.q_norm = norm(norms[4], "q_norm", s.head_dim);
+    layer.k_norm = norm(norms[5], "k_norm", s.head_dim);
+    layer.window = window;
+    layer.rope_table = rope_table;
+    decoder_.layers.push_back(layer);
+  }
+
+  // name: q, k, v, o, gate, up, down of the newest layer, or head. format: mlspec::WeightFormat.
+  void set_linear(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
+                  const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
+    mlspec::Linear linear;
+    linear.format = static_cast<mlspec::WeightFormat>(format);
+    linear.in_features = in, linear.out_features = out, linear.group = group;
+    linear.own = {!linear.is_packed() ? (linear.format == mlspec::WeightFormat::kF32 ? 32 : 16) : 4, bits};
+    mlspec::check_weight(name, linear, weight, scale, zero);
+    linear.weight = hold(weight);
+    if (scale) linear.scale = hold(*scale);
+    if (zero) linear.zero = static_cast<const uint8_t*>(hold(*zero));
+    put(name, linear, bias);
+  }
+
+  // The same for a nested weight; weight_bits 16 and activation_bits 16, 4 and 16, or 4 and 8 where a call does not say.
+  void set_nested(const std::string& name, int64_t in, int64_t out, const Tensor& draft_tiles, const Tensor& exponent_tiles,
+                  const Tensor& low_tiles, const Tensor& codebook, const MaybeTensor& escape_rows,
+                  const MaybeTensor& escape_weight, const MaybeTensor& bias, int64_t weight_bits, int64_t activation_bits) {
+    const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
+    mlspec::Linear linear = mlspec::nested_table(name, parts, in, out);
+    check_plain(codebook, name + ".codebook", at::kByte, {mlspec::kCodebookLevels});
+    linear.own = {weight_bits, activation_bits};
+    mlspec::check_bits(linear, linear.own, name + ": ");
+    linear.codebook = static_cast<const uint8_t*>(hold(codebook));
+    hold_parts(parts);
+    put(name, linear, bias);
+  }
+
+  // The same for a weight of bit-planes; num_planes are read where a call does not say.
+  void set_planes(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
+                  const MaybeTensor& bias, int64_t group, int64_t zero_doubled, int64_t num_planes) {
+    mlspec::Linear linear = mlspec::planes_linear(name, plane_tiles, scale_tiles, in, out, group, zero_doubled);
+    linear.own = {num_planes, 16};
+    mlspec::check_bits(linear, linear.own, name + ": ");
+    hold(plane_tiles);
+    hold(scale_tiles);
+    put(name, linear, bias);
+  }
+
+  void set_nested_embedding(const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
+                            const MaybeTensor& escape_rows, const MaybeTensor& escape_weight) {
+    const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
+    const auto& s = decoder_.shape;
+    TORCH_CHECK_VALUE(!decoder_.embedding && s.embedding_dtype == MLSPEC_BFLOAT16,
+                      "a nested table takes the place of a bfloat16 embedding without rows; this decoder was built with ",
+                      decoder_.embedding ? "all of its rows" : "one of float32");
+    decoder_.nested_embedding = mlspec::nested_table("the embedding", parts, s.hidden, s.embeddings);
+    hold_parts(parts);
+  }
+
+  // int4 weights at 16 bits: to bfloat16 in memory first; the other linears stay as they are.
+  void set_dequantize(bool dequantize) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    decoder_.dequantize = dequantize;
+  }
+
+  // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them. weight_bits and activation_bits,
+  // in every call: what all linears with packed weights read and multiply (mlspec::check_bits), or 0, each one's own.
+  // -> best int64 [sum of kept] (-1: NaN), confidence float32 (empty unless wanted), logits float32 (empty unless wanted)
+  std::tuple<Tensor, Tensor, Tensor> score(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
+                                           const Ints& kept, bool want_confidence, bool want_logits,
+                                           int64_t weight_bits, int64_t activation_bits) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits});
+    const auto rows = mlspec::split_rows(tokens, counts, starts);
+    mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
+    int64_t total = 0;
+    for (size_t r = 0; r < kept.size(); ++r) {
+      TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
+      total += kept[r];
+    }
+    Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
+    const mlspec::Scored scored = mlspec::score(at::get_num_threads(), level, rows, kept, want_confidence,
+                                                want_logits ? logits.mutable_data_ptr<float>() : nullptr);
+    return {as_tensor(scored.best, at::kLong), as_tensor(scored.confidence, at::kFloat), logits};
+  }
+
+  // -> drafted tokens per row, forward passes, seconds in them
+  std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
+                                                       const Ints& starts, const Ints& limits, double threshold,
+                                                       int64_t weight_bits, int64_t activation_bits) {
+    mlspec::check_threshold("threshold", threshold);
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits});
+    const auto rows = mlspec::split_rows(tokens, counts, starts);
+    mlspec::check_room(level, rows, Ints(rows.size(), 1), limits);
+    auto drafted = mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
+    return {std::move(drafted), level.forwards, level.seconds};
+  }
+
+  // -> settled tokens per row; (drafted, accepted) per row and round, flat; lengths of the middle, of the tiny level;
+  //    rounds, forwards of both; seconds of both. tiny may be this very decoder, in other rows' cache or in the same one.
+  std::tuple<std::vector<Ints>, Ints, Ints, Ints, Ints, std::vector<double>> draft_checked(
+      const Tensor& kv, const Ints& lengths, const c10::intrusive_ptr<DecoderObject>& tiny, const Tensor& tiny_kv,
+      const Ints& tiny_lengths, const Ints& tokens, const Ints& counts, const Ints& bases, const Ints& limits,
+      int64_t num_draft_tokens, double tiny_threshold, double middle_threshold, int64_t weight_bits,
+      int64_t activation_bits, int64_t tiny_weight_bits, int64_t tiny_activation_bits) {
+    TORCH_CHECK_VALUE(num_draft_tokens >= 0, "num_draft_tokens is ", num_draft_tokens);
+    mlspec::check_threshold("tiny_threshold", tiny_threshold);
+    mlspec::check_threshold("middle_threshold", middle_threshold);
+    std::unique_lock own(decoder_.busy, std::defer_lock), other(tiny->decoder_.busy, std::defer_lock);
+    tiny.get() == this ? own.lock() : std::lock(own, other);
+    mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, {weight_bits, activation_bits});
+    mlspec::Level small = mlspec::checked_level(tiny->decoder_, tiny_kv, tiny_lengths, {tiny_weight_bits, tiny_activation_bits});
+    const auto rows = mlspec::split_rows(tokens, counts, bases);
+    mlspec::check_room(middle, rows, Ints(rows.size(), 1), limits);
+    mlspec::check_room(small, rows, Ints(rows.size(), 1), limits);
+    mlspec::CheckedOptions options{num_draft_tokens, static_cast<float>(tiny_threshold), static_cast<float>(middle_threshold)};
+    auto out = mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);
+    Ints inner;
+    for (const auto& [drafted, accepted] : out.inner) inner.insert(inner.end(), {drafted, accepted});
+    return {std::move(out.settled), std::move(inner), middle.lengths, small.lengths,
+            Ints{out.rounds, middle.forwards, small.forwards}, std::vector<double>{middle.seconds, small.seconds}};
+  }
+
+ private:
+  const void* hold(const Tensor& tensor) {
+    held_.push_back(tensor);
+    return tensor.const_data_ptr();
+  }
+
+  void hold_parts(const mlspec::NestedTensors& parts) {
+    for (const Tensor* part : {&parts.draft, &parts.exponents, &parts.low}) hold(*part);
+    for (const MaybeTensor* part : {&parts.escape_rows, &parts.escape_weight})
+      if (*part) hold(**part);
+  }
+
+  // A checked linear with its bias to the place that `name` means.
+  void put(const std::string& name, mlspec::Linear linear, const MaybeTensor& bias) {
+    mlspec::Linear& target = place(name);
+    mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features);
+    linear.bias = norm(bias, name + ".bias", linear.out_features);
+    target = linear;
+  }
+
+  const float* norm(const MaybeTensor& weight, const std::string& what, int64_t size) {
+    if (!weight) return nullptr;
+    check_plain(*weight, what, at::kFloat, {size});
+    return static_cast<const float*>(hold(*weight));
+  }
+
+  mlspec::Linear& place(const std::string& name) {
+    if (name == "head") return decoder_.head;
+    static const std::map<std::string, mlspec::Linear DecoderLayer::*> places = {
+        {"q", &DecoderLayer::q},       {"k", &DecoderLayer::k},   {"v", &DecoderLayer::v},      {"o", &DecoderLayer::o},
+        {"gate", &DecoderLayer::gate}, {"up", &DecoderLayer::up}, {"down", &DecoderLayer::down}};
+    const auto found = places.find(name);
+    TORCH_CHECK_VALUE(found != places.end() && !decoder_.layers.empty(), "a layer has no linear ", name);
+    return decoder_.layers.back().*(found->second);
+  }
+
+  template <class T>
+  static Tensor as_tensor(const std::vector<T>& values, at::ScalarType dtype) {
+    Tensor out = at::empty({static_cast<int64_t>(values.size())}, dtype);
+    std::copy(values.begin(), values.end(), static_cast<T*>(out.mutable_data_ptr()));
+    return out;
+  }
+
+  mlspec::Decoder decoder_;
+  std::vector<Tensor> held_;
+  std::vector<std::pair<Tensor, Tensor>> rope_tensors_;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(mlspec, m) {
+  m.class_<DecoderObject>("Decoder")
+      .def(torch::init<Ints, std::vector<double>, Tensor, Tensor>())
+      .def("set_rope", &DecoderObject::set_rope)
+      .def("add_layer", &DecoderObject::add_layer)
+      .def("set_linear", &DecoderObject::set_linear)
+      .def("set_nested", &DecoderObject::set_nested)
+      .def("set_planes", &DecoderObject::set_planes)
+      .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
+      .def("set_dequantize", &DecoderObject::set_dequantize)
+      .def("score", &DecoderObject::score)
+      .def("draft", &DecoderObject::draft)
+      .def("draft_checked", &DecoderObject::draft_checked);
+}

@@ -1,0 +1,55 @@
+// What may a call of the compiled decoder ask of it? All linears there and able to, and a cache of the model's shape.
+#pragma once
+#include <vector>
+
+#include "decoder_precisions.h"
+
+namespace mlspec {
+
+// Linears that read the same packed activations must want them in one form, and every linear must be there.
+inline void check_complete(const Decoder& decoder, Bits bits) {
+  const auto alike = [&](const Linear& a, const Linear& b) {
+    return a.format == b.format && a.group == b.group && a.at(bits) == b.at(bits);
+  };
+  TORCH_CHECK_VALUE(decoder.embedding || decoder.nested_embedding.weight,
+                    "the decoder has no embedding yet: its table has 0 rows, and set_nested_embedding was not called");
+  TORCH_CHECK_VALUE(decoder.head.weight, "the decoder has no head yet");
+  for (size_t i = 0; i < decoder.layers.size(); ++i) {
+    const DecoderLayer& l = decoder.layers[i];
+    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
+      TORCH_CHECK_VALUE(linear->weight, "layer ", i, " of the decoder has not all of its seven linears yet");
+    TORCH_CHECK_VALUE(alike(l.q, l.k) && alike(l.q, l.v) && alike(l.gate, l.up), "layer ", i,
+                      ": q, k, v and gate, up need weights of one format, group, and numbers of bits");
+  }
+}
+
+// What a call asks of all packed weights, all of them must be able to.
+inline void check_able(const Decoder& decoder, Bits bits) {
+  bool packed = decoder.head.is_packed();
+  check_bits(decoder.head, bits, "");
+  for (const DecoderLayer& l : decoder.layers) {
+    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) {
+      packed |= linear->is_packed();
+      check_bits(*linear, bits, "");
+    }
+  }
+  TORCH_CHECK_VALUE(bits == Bits{} || packed, "weight_bits is ", bits.weight, " and activation_bits is ", bits.activation,
+                    ", and the decoder holds no packed weights; pass 0 and 0");
+}
+
+// A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim].
+inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::vector<int64_t>& lengths, Bits bits) {
+  check_complete(decoder, bits);
+  check_able(decoder, bits);
+  const DecoderShape& s = decoder.shape;
+  const int64_t layers = decoder.layers.size();
+  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
+                        kv.size(5) == s.head_dim && kv.is_contiguous() && kv.is_cpu(),
+                    "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
+                    ", slots, ", s.head_dim, "] on the CPU");
+  TORCH_CHECK_TYPE(storage_dtype(kv, "the cache") == s.kv_dtype, "the cache is ", kv.scalar_type(),
+                   ", which is not what the model writes");
+  return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4)}, lengths, bits};
+}
+
+}  // namespace mlspec

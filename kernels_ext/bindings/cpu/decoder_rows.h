@@ -1,0 +1,50 @@
+// Which rows may a call of the compiled decoder feed? Tokens cut into rows, and room for all that a row may gain.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "../../cpu/decoder/decoder_rounds.h"
+
+namespace mlspec {
+
+// counts[r] tokens of row r, from its token number bases[r] on.
+inline std::vector<TokenRow> split_rows(const std::vector<int64_t>& tokens, const std::vector<int64_t>& counts,
+                                        const std::vector<int64_t>& bases) {
+  std::vector<TokenRow> rows(counts.size());
+  int64_t at = 0;
+  TORCH_CHECK_VALUE(counts.size() == bases.size(), counts.size(), " rows and ", bases.size(), " starts");
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const int64_t left = static_cast<int64_t>(tokens.size()) - at;
+    TORCH_CHECK_VALUE(counts[r] >= 0 && counts[r] <= left && bases[r] >= 0, "row ", r, " has ", counts[r],
+                      " tokens from slot ", bases[r], " on, ", left, " are left");
+    rows[r] = {bases[r], std::vector<int64_t>(tokens.begin() + at, tokens.begin() + at + counts[r])};
+    at += counts[r];
+  }
+  TORCH_CHECK_VALUE(std::all_of(tokens.begin(), tokens.end(), [](int64_t id) { return id >= 0; }), "a token id is negative");
+  TORCH_CHECK_VALUE(at == static_cast<int64_t>(tokens.size()), tokens.size(), " tokens for ", at, " places");
+  return rows;
+}
+
+// Nothing may be written beyond the cache or rotated beyond the tables; every row is asked for with all it may gain.
+// The rows of a call are the first of the cache's; it may have room for more.
+inline void check_room(const Level& level, const std::vector<TokenRow>& rows, const std::vector<int64_t>& kept,
+                       const std::vector<int64_t>& limits) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(rows.size()) <= level.kv.batch && kept.size() == rows.size() &&
+                        limits.size() == rows.size() && level.lengths.size() == rows.size(),
+                    "the cache has ", level.kv.batch, " rows; got ", rows.size(), " rows, ", kept.size(), " counts, ",
+                    limits.size(), " limits, ", level.lengths.size(), " lengths");
+  const int64_t positions = level.decoder->shape.positions, room = std::min(level.kv.slots, positions);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const int64_t more = std::max<int64_t>(limits[r], 0);  // compared so that no sum can overflow
+    TORCH_CHECK_INDEX(rows[r].base <= room && rows[r].end() <= room && more <= room - rows[r].end(), "row ", r, " grows to ",
+                      static_cast<uint64_t>(rows[r].base) + rows[r].tokens.size() + more, " tokens, the cache has ",
+                      level.kv.slots, " slots and the rotary tables ", positions, " positions");
+    const bool busy = kept[r] > 0 && (limits[r] > 0 || limits == std::vector<int64_t>(rows.size(), 0));
+    TORCH_CHECK_VALUE(!busy || (!rows[r].tokens.empty() && level.lengths[r] >= rows[r].base), "row ", r, " has ",
+                      rows[r].tokens.size(), " tokens from ", rows[r].base, " on, the cache holds ", level.lengths[r]);
+  }
+}
+
+}  // namespace mlspec

@@ -1,0 +1,78 @@
+// Which tensors may a compiled decoder hold? Format, sizes and memory; every message names the tensor and the numbers.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cmath>
+#include <optional>
+#include <string>
+
+#include "../../cpu/decoder/decoder_rounds.h"
+#include "../../formats.h"
+
+namespace mlspec {
+
+inline mlspec_dtype storage_dtype(const at::Tensor& tensor, const char* what) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return MLSPEC_FLOAT32;
+    case at::kBFloat16: return MLSPEC_BFLOAT16;
+    default: TORCH_CHECK_TYPE(false, what, " is ", tensor.scalar_type(), ", expected float32 or bfloat16");
+  }
+}
+
+inline void check_plain(const at::Tensor& tensor, const std::string& what, at::ScalarType dtype, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(tensor.is_cpu(), what, " is on ", tensor.device(), ", the compiled decoder runs on the CPU");
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, what, " is ", tensor.scalar_type(), ", expected ", dtype);
+  TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.is_contiguous(), what, " has shape ", tensor.sizes(),
+                    tensor.is_contiguous() ? "" : " (not contiguous)", ", expected contiguous ", shape);
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), size = uintptr_t(tensor.element_size());
+  TORCH_CHECK_VALUE(address % size == 0, what, " starts at an address that is no multiple of ", size,
+                    " bytes; call .clone() once and keep the result");
+}
+
+// in and out are what the buffers of a pass have room for.
+inline void check_place(const std::string& name, const DecoderShape& s, int64_t in, int64_t out) {
+  const int64_t queries = s.heads * s.head_dim, keys = s.kv_heads * s.head_dim;
+  const bool from_hidden = name != "o" && name != "down";
+  const int64_t inputs = from_hidden ? s.hidden : name == "o" ? queries : s.intermediate;
+  const int64_t outputs = !from_hidden    ? s.hidden
+                          : name == "head" ? s.vocab
+                          : name == "q"    ? queries
+                          : name == "k" || name == "v" ? keys
+                                                       : s.intermediate;
+  TORCH_CHECK_VALUE(in == inputs && out == outputs, name, " maps ", in, " to ", out, " features, the decoder's maps ", inputs,
+                    " to ", outputs);
+}
+
+inline void check_weight(const std::string& name, const Linear& linear, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero) {
+  const int64_t in = linear.in_features, out = linear.out_features, group = linear.group, bits = linear.own.activation;
+  const int64_t tiles = (out + kTileOutputs - 1) / kTileOutputs, blocks = in / kBlock;
+  const std::string what = name + ".weight";
+  switch (linear.format) {
+    case WeightFormat::kBf16: return check_plain(weight, what, at::kBFloat16, {out, in});
+    case WeightFormat::kF32: return check_plain(weight, what, at::kFloat, {out, in});
+    case WeightFormat::kMxfp4:
+      TORCH_CHECK_VALUE(in % kBlock == 0 && scale, what, ": MXFP4 takes scales and in_features a multiple of 32, not ", in);
+      TORCH_CHECK_VALUE(bits == 8 || bits == 16, what, ": activation_bits is ", bits, ", choose 8 or 16");
+      check_plain(*scale, name + ".scale", at::kByte, {tiles, blocks, kTileOutputs});
+      break;
+    case WeightFormat::kInt4:
+      TORCH_CHECK_VALUE((group == 32 || group == 64 || group == 128) && in % group == 0 && scale, what,
+                        ": int4 takes scales of groups of 32, 64 or 128 that divide ", in, ", not of ", group);
+      TORCH_CHECK_VALUE(bits == 4 || bits == 8 || bits == 16, what, ": activation_bits is ", bits, ", choose 4, 8 or 16");
+      check_plain(*scale, name + ".scale", at::kHalf, {tiles, in / group, kTileOutputs});
+      if (zero) check_plain(*zero, name + ".zero", at::kByte, {tiles, in / group, kTileOutputs});
+      break;
+    default:
+      TORCH_CHECK_VALUE(false, what, ": format ", static_cast<int64_t>(linear.format), " is none of bfloat16 (0), float32 (1), ",
+                        "MXFP4 (2) and int4 (3); set_nested and set_planes take the others");
+  }
+  check_plain(weight, what, at::kByte, {tiles, blocks, kTileBytes});
+}
+
+// With NaN the rounds would neither ask for confidences nor do without them.
+inline void check_threshold(const char* name, double threshold) {
+  TORCH_CHECK_VALUE(!std::isnan(threshold), name, " is NaN, expected a probability, or 0 for none");
+}
+
+}  // namespace mlspec

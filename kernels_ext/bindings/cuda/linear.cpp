@@ -1,0 +1,243 @@
+// How do the linear kernels of GPUs meet torch? Check the operands, choose Hopper's kernels or those for every GPU, enqueue.
+// The schemas are Python's (hf_mlspec/ops/schema.py), tiles are drawn in hf_mlspec/ops/tiles_cuda.py.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "linear.h"
+#include "../../cuda/portable/portable_linear.h"
+
+#define MLSPEC_TEXT_OF(value) #value
+#define MLSPEC_TEXT(value) MLSPEC_TEXT_OF(value)
+
+namespace mlspec {
+
+// Read out of the file by hf_mlspec/ops/cuda_library.py, before the library is loaded.
+extern const char kBuiltFor[];
+__attribute__((used)) const char kBuiltFor[] = "hf_mlspec CUDA toolkit=" MLSPEC_TEXT(CUDART_VERSION) " archs=" MLSPEC_CUDA_ARCHS "\n";
+
+}  // namespace mlspec
+
+namespace {
+
+using namespace mlspec;
+using at::Tensor;
+using Maybe = std::optional<Tensor>;
+
+constexpr int64_t kMxfp4Block = 32, kAlignment = 16;
+
+// MLSPEC_CUDA_KERNELS=portable: the kernels for every GPU on Hopper, too.
+bool portable_is_forced() {
+  static const std::string asked = [] {
+    const char* value = std::getenv("MLSPEC_CUDA_KERNELS");
+    return std::string(value ? value : "");
+  }();
+  TORCH_CHECK_VALUE(asked.empty() || asked == "portable", "MLSPEC_CUDA_KERNELS is \"", asked,
+                    "\": set it to \"portable\", or unset it for the best kernels of the GPU");
+  return asked == "portable";
+}
+
+bool hopper_serves(int capability) { return MLSPEC_HOPPER && capability == 90 && !portable_is_forced(); }
+
+#if MLSPEC_HOPPER
+constexpr LinearKernel kHopperBf16 = mlspec_cuda_bf16_linear, kHopperInt4 = mlspec_cuda_int4_linear,
+                 kHopperMxfp4 = mlspec_cuda_mxfp4_linear;
+#else
+constexpr LinearKernel kHopperBf16 = nullptr, kHopperInt4 = nullptr, kHopperMxfp4 = nullptr;
+#endif
+
+bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment == 0; }
+
+// x [rows, in] in bfloat16, dense, at an address the kernels read 16 bytes from at once.
+Tensor bf16_rows(const Tensor& x, int64_t in) {
+  Tensor rows = x.to(at::kBFloat16).reshape({-1, in}).contiguous();
+  return is_aligned(rows) ? rows : rows.clone();
+}
+
+// Codes and scales of x for the integer kernels; both live until the linear is enqueued.
+std::tuple<Tensor, Tensor> quantized(const CudaCall& call, const Tensor& x, int64_t group, int64_t bits, mlspec_cuda_linear& args) {
+  const int64_t rows = x.size(0), in = x.size(1);
+  args.x_scale_stride = round_up(rows, 4);
+  const Tensor codes = at::empty({rows, in}, x.options().dtype(at::kChar));
+  const Tensor scales = at::empty({round_up(in, kPairInputs) / group, args.x_scale_stride}, x.options().dtype(at::kFloat));
+  mlspec_cuda_quantize quantize{};
+  quantize.x = x.const_data_ptr();
+  quantize.codes = codes.mutable_data_ptr();
+  quantize.scales = scales.mutable_data_ptr<float>();
+  quantize.num_tokens = rows;
+  quantize.in_features = in;
+  quantize.scale_stride = args.x_scale_stride;
+  quantize.group_size = static_cast<int32_t>(group);
+  quantize.bits = static_cast<int32_t>(bits);
+  quantize.for_linear = 1;
+  quantize.overlap = call.overlap();
+  quantize.stream = call.stream();
+  call.check(mlspec_cuda_quantize_rows(&quantize));
+  args.x = quantize.codes;
+  args.x_scales = quantize.scales;
+  return {codes, scales};
+}
+
+}  // namespace
+
+namespace mlspec {
+
+void check_linear_x(const char* op, const Tensor& x, const char* weight_name, const Tensor& weight, int64_t in, const Maybe& bias,
+                    int64_t out) {
+  float_dtype(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == in, op, ": x has shape ", x.sizes(), ", the weight takes in_features = ", in);
+  check_device(op, weight_name, weight, "x", x);
+  if (!bias) return;
+  float_dtype(op, "bias", *bias);
+  check_shape(op, "bias", *bias, {out});
+  check_device(op, "bias", *bias, "x", x);
+}
+
+Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, const Maybe& bias) {
+  mlspec_cuda_linear& args = weight.args;
+  const int64_t in = args.in_features, out = args.out_features;
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = out;
+  const Tensor y = at::empty(shape, x.options().dtype(at::kBFloat16));
+  if (y.numel() == 0) return y.to(x.scalar_type());
+  if (in == 0) return (bias ? y.copy_(bias->expand(shape)) : y.zero_()).to(x.scalar_type());
+  const Tensor rows = bf16_rows(x, in);
+  const bool bias_is_bf16 = bias && bias->scalar_type() == at::kBFloat16;
+  const Tensor own_bias = !bias ? Tensor() : bias_is_bf16 ? bias->contiguous() : bias->to(at::kFloat).contiguous();
+  std::tuple<Tensor, Tensor> codes;
+  args.num_tokens = rows.size(0);
+  args.x = rows.const_data_ptr();
+  if (args.activation_bits != 16) codes = quantized(call, rows, args.group_size, args.activation_bits, args);
+  args.bias = bias ? own_bias.const_data_ptr() : nullptr;
+  args.bias_is_float32 = !bias_is_bf16;
+  args.out = y.mutable_data_ptr();
+  args.overlap = call.overlap();
+  args.stream = call.stream();
+  const bool hopper = weight.fits_hopper && hopper_serves(call.capability());
+  call.check((hopper ? weight.hopper : weight.portable)(&args));
+  return y.to(x.scalar_type());
+}
+
+}  // namespace mlspec
+
+namespace {
+
+// weight_tiles of a 4-bit weight, whose scale_tiles tell in_features.
+mlspec_cuda_linear check_tiles(const char* op, const Tensor& tiles, const Tensor& scale_tiles, int64_t out, int64_t group,
+                               int64_t bytes_of_scales) {
+  check_dtype(op, "weight_tiles", tiles, at::kByte);
+  TORCH_CHECK_VALUE(scale_tiles.dim() == 3, op, ": scale_tiles has shape ", scale_tiles.sizes(), ", expected 3 axes from prepack");
+  const int64_t in = scale_tiles.size(1) * group, pairs = round_up(std::max<int64_t>(out, 0), kPairOutputs) / kPairOutputs;
+  const int64_t chunks = round_up(in, kPairInputs) / kPairInputs;
+  const int64_t bytes = kPairOutputs * kPairInputs / 2 + kPairOutputs * (kPairInputs / group) * bytes_of_scales;
+  const int64_t expected[] = {pairs, chunks, bytes};
+  TORCH_CHECK_VALUE(out >= 0 && tiles.sizes() == at::IntArrayRef(expected), op, ": weight_tiles has shape ", tiles.sizes(),
+                    ", expected ", at::IntArrayRef(expected), " from prepack on a GPU for out_features = ", out,
+                    ", in_features = ", in, ", groups of ", group);
+  check_part(op, "weight_tiles", tiles, at::kByte, expected, "weight_tiles", tiles);
+  mlspec_cuda_linear args{};
+  args.tiles = tiles.const_data_ptr();
+  args.in_features = in;
+  args.out_features = out;
+  args.group_size = static_cast<int32_t>(group);
+  return args;
+}
+
+Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features, const Maybe& bias,
+                    int64_t activation_bits) {
+  constexpr const char* op = "mxfp4_linear";
+  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kMxfp4Block, 1);
+  check_part(op, "scale_tiles", scale_tiles, at::kByte, {1, scale_tiles.size(1), 4}, "weight_tiles", weight_tiles, 4);
+  check_one_of(op, "activation_bits", activation_bits, {8, 16});
+  check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
+  args.exponent_shift = static_cast<const int32_t*>(scale_tiles.const_data_ptr());
+  args.activation_bits = static_cast<int32_t>(activation_bits);
+  return multiply(CudaCall(op, x), {op, args, kHopperMxfp4, mlspec_cuda_portable_mxfp4_linear, true}, x, bias);
+}
+
+Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
+                   int64_t out_features, const Maybe& bias, int64_t group_size, int64_t activation_bits) {
+  constexpr const char* op = "int4_linear";
+  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, group_size, zero_tiles ? 3 : 2);
+  const int64_t groups[] = {0, scale_tiles.size(1), 16};
+  check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
+  if (zero_tiles) check_part(op, "zero_tiles", *zero_tiles, at::kByte, groups, "weight_tiles", weight_tiles);
+  check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
+  args.has_zeros = zero_tiles.has_value();
+  args.activation_bits = static_cast<int32_t>(activation_bits);
+  return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
+}
+
+Tensor dense_linear(const char* op, const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t outputs_of_weight) {
+  TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), ", expected [out, in]");
+  check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
+  check_linear_x(op, x, "weight", weight, weight.size(1), bias, weight.size(0));
+  mlspec_cuda_linear args{};
+  args.tiles = weight.const_data_ptr();
+  args.in_features = weight.size(1);
+  args.out_features = weight.size(0);
+  args.outputs_of_weight = outputs_of_weight;
+  args.activation_bits = 16;
+  const bool fits_hopper = weight.size(1) % 8 == 0 && is_aligned(weight);  // rows of the copy engine
+  return multiply(CudaCall(op, x), {op, args, kHopperBf16, mlspec_cuda_portable_bf16_linear, fits_hopper}, x, bias);
+}
+
+Tensor bf16_linear(const Tensor& x, const Tensor& weight, const Maybe& bias) {
+  return dense_linear("bf16_linear", x, weight, bias, 0);
+}
+
+Tensor bf16_rows_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t out_features) {
+  TORCH_CHECK_VALUE(weight.dim() == 2 && out_features >= weight.size(0), "bf16_rows_linear: out_features is ", out_features,
+                    ", weight has shape ", weight.sizes(), ", expected some of its rows");
+  return dense_linear("bf16_rows_linear", x, weight, bias, out_features);
+}
+
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits) {
+  constexpr const char* op = "quantize_rows";
+  check_dtype(op, "x", x, at::kBFloat16);
+  TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
+  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  check_one_of(op, "bits", bits, {4, 8});
+  const CudaCall call(op, x);
+  const int64_t in = x.size(-1);
+  std::vector<int64_t> shape = x.sizes().vec();
+  const Tensor codes = at::empty(shape, x.options().dtype(at::kChar));
+  shape.back() = round_up(in, group_size) / group_size;
+  const Tensor scales = at::empty(shape, x.options().dtype(at::kFloat));
+  if (x.numel() == 0) return {codes, scales};
+  const Tensor rows = bf16_rows(x, in);
+  mlspec_cuda_quantize args{};
+  args.x = rows.const_data_ptr();
+  args.codes = codes.mutable_data_ptr();
+  args.scales = scales.mutable_data_ptr<float>();
+  args.num_tokens = rows.size(0);
+  args.in_features = in;
+  args.group_size = static_cast<int32_t>(group_size);
+  args.bits = static_cast<int32_t>(bits);
+  args.overlap = call.overlap();
+  args.stream = call.stream();
+  call.check(mlspec_cuda_quantize_rows(&args));
+  return {codes, scales};
+}
+
+std::string cuda_linears(int64_t device) {
+  return hopper_serves(compute_capability(static_cast<c10::DeviceIndex>(device))) ? "sm_90a" : "sm_80+";
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
+  m.impl("mxfp4_linear", mxfp4_linear);
+  m.impl("int4_linear", int4_linear);
+  m.impl("bf16_linear", bf16_linear);
+  m.impl("bf16_rows_linear", bf16_rows_linear);
+  m.impl("quantize_rows", quantize_rows);
+}
+
+TORCH_LIBRARY_IMPL(mlspec, CompositeExplicitAutograd, m) { m.impl("cuda_linears", cuda_linears); }

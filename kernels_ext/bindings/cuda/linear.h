@@ -1,0 +1,32 @@
+// What do the bindings of the linear kernels of GPUs share? A checked weight, and the way of a call from x to the outputs.
+#pragma once
+
+#include <optional>
+
+#include "device.h"
+#include "../../cuda/linear/linear.h"
+
+namespace mlspec {
+
+inline constexpr int64_t kPairOutputs = 128, kPairInputs = 128;
+
+inline int64_t round_up(int64_t items, int64_t step) { return (items + step - 1) / step * step; }
+
+using LinearKernel = const char* (*)(const mlspec_cuda_linear*);
+
+// A weight as a kernel takes it; which kernel depends on the weight and the GPU alone, and so do the bits.
+struct LinearWeight {
+  const char* op;
+  mlspec_cuda_linear args;
+  LinearKernel hopper, portable;  // hopper: null where the library is not built for it
+  bool fits_hopper;
+};
+
+// Dtypes, shapes and devices of x [..., in] and bias [out] beside those of the weight.
+void check_linear_x(const char* op, const at::Tensor& x, const char* weight_name, const at::Tensor& weight, int64_t in,
+                    const std::optional<at::Tensor>& bias, int64_t out);
+
+// x [..., in] -> [..., out] in x.dtype; float32 and float16 are rounded to bfloat16 on their way in and out.
+at::Tensor multiply(const CudaCall& call, LinearWeight weight, const at::Tensor& x, const std::optional<at::Tensor>& bias);
+
+}  // namespace mlspec

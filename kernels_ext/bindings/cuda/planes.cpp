@@ -1,0 +1,65 @@
+// How do the kernels of bit-planes on GPUs meet torch? Check the operands, choose Hopper's kernels or those for every GPU,
+// enqueue. The schema is hf_mlspec/ops/schema_formats.py's, tiles are drawn in hf_mlspec/ops/tiles_planes_cuda.py.
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "linear.h"
+#include "../../cuda/planes/planes_linear.h"
+
+namespace {
+
+using namespace mlspec;
+using at::Tensor;
+
+constexpr const char* kOp = "bitplane_linear";
+constexpr int64_t kPlaneBytesOfPair = kPairOutputs * kPairInputs / 8, kMostPlanes = 8;
+
+#if MLSPEC_HOPPER
+constexpr LinearKernel kHopper = mlspec_cuda_bitplane_linear;
+#else
+constexpr LinearKernel kHopper = nullptr;
+#endif
+
+// plane_tiles, whose scale_tiles tell in_features, and how many planes they store.
+mlspec_cuda_linear check_planes(const Tensor& tiles, const Tensor& scale_tiles, int64_t out, int64_t group) {
+  check_dtype(kOp, "plane_tiles", tiles, at::kByte);
+  TORCH_CHECK_VALUE(scale_tiles.dim() == 3, kOp, ": scale_tiles has shape ", scale_tiles.sizes(),
+                    ", expected 3 axes from prepack_planes");
+  const int64_t in = scale_tiles.size(1) * group, pairs = round_up(std::max<int64_t>(out, 0), kPairOutputs) / kPairOutputs;
+  const int64_t chunks = round_up(in, kPairInputs) / kPairInputs, scales = kPairOutputs * (kPairInputs / group) * 2;
+  const int64_t bytes = tiles.dim() == 3 ? tiles.size(2) - scales : -1, stored = bytes / kPlaneBytesOfPair;
+  const bool fits = out >= 0 && bytes % kPlaneBytesOfPair == 0 && 1 <= stored && stored <= kMostPlanes;
+  TORCH_CHECK_VALUE(fits && tiles.size(0) == pairs && tiles.size(1) == chunks, kOp, ": plane_tiles has shape ", tiles.sizes(),
+                    ", expected [", pairs, ", ", chunks, ", ", scales, " + 1 to ", kMostPlanes, " times ", kPlaneBytesOfPair,
+                    "] from prepack_planes on a GPU for out_features = ", out, ", in_features = ", in, ", groups of ", group);
+  check_part(kOp, "plane_tiles", tiles, at::kByte, tiles.sizes(), "plane_tiles", tiles);
+  check_part(kOp, "scale_tiles", scale_tiles, at::kHalf, {0, scale_tiles.size(1), 16}, "plane_tiles", tiles);
+  mlspec_cuda_linear args{};
+  args.tiles = tiles.const_data_ptr();
+  args.in_features = in;
+  args.out_features = out;
+  args.group_size = static_cast<int32_t>(group);
+  args.tile_stride = static_cast<int32_t>(tiles.size(2) / 2);
+  args.activation_bits = 16;
+  return args;
+}
+
+Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
+  check_one_of(kOp, "group_size", group_size, {32, 64, 128});
+  mlspec_cuda_linear args = check_planes(plane_tiles, scale_tiles, out_features, group_size);
+  const int64_t stored = plane_tiles.size(2) / kPlaneBytesOfPair, least_zero = stored == kMostPlanes ? 254 : 0;
+  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, kOp, ": num_planes is ", num_planes,
+                    ", the weight stores ", stored, ": choose 1 to ", stored);
+  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, kOp, ": zero_doubled is ", zero_doubled, ", of ",
+                    stored, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
+  check_linear_x(kOp, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
+  args.num_planes = static_cast<int32_t>(num_planes);
+  args.zero_doubled = static_cast<int32_t>(zero_doubled);
+  return multiply(CudaCall(kOp, x), {kOp, args, kHopper, mlspec_cuda_portable_bitplane_linear, true}, x, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mlspec, CUDA, m) { m.impl("bitplane_linear", bitplane_linear); }

@@ -1,0 +1,79 @@
+// Which operands may an op have? Checks shared by the bindings; every message names the op, the operand and the numbers.
+#pragma once
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "../cpu/kernels.h"
+
+namespace mlspec {
+
+inline mlspec_dtype float_dtype(const char* op, const char* name, const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return MLSPEC_FLOAT32;
+    case at::kBFloat16: return MLSPEC_BFLOAT16;
+    case at::kHalf: return MLSPEC_FLOAT16;
+    default:
+      TORCH_CHECK_TYPE(false, op, ": ", name, " is ", t.scalar_type(), ", expected float32, bfloat16 or float16");
+  }
+}
+
+inline void check_dtype(const char* op, const char* name, const at::Tensor& t, at::ScalarType wanted) {
+  TORCH_CHECK_TYPE(t.scalar_type() == wanted, op, ": ", name, " is ", t.scalar_type(), ", expected ", wanted);
+}
+
+inline void check_shape(const char* op, const char* name, const at::Tensor& t, at::IntArrayRef wanted) {
+  TORCH_CHECK_VALUE(t.sizes() == wanted, op, ": ", name, " has shape ", t.sizes(), ", expected ", wanted);
+}
+
+inline void check_cpu(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.is_cpu(), op, ": ", name, " is on ", t.device(), ", the other operands on cpu; move them to one device");
+}
+
+inline void check_same(const char* op, const char* name, const at::Tensor& t, const char* like_name, const at::Tensor& like) {
+  TORCH_CHECK_TYPE(t.scalar_type() == like.scalar_type(), op, ": ", name, " is ", t.scalar_type(), ", ", like_name, " is ",
+                   like.scalar_type());
+  check_shape(op, name, t, like.sizes());
+  check_cpu(op, name, t);
+}
+
+// Weights and caches are never copied in a call: that would hide a cost larger than the computation.
+inline void check_contiguous(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " of shape ", t.sizes(), " is not contiguous (strides ", t.strides(),
+                    "); call .contiguous() once and keep the result");
+}
+
+// Bytes an element of t has to start at a multiple of; a tensor cut out of a byte buffer may not.
+inline void check_aligned(const char* op, const char* name, const at::Tensor& t, int64_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  TORCH_CHECK_VALUE(address % static_cast<uintptr_t>(bytes) == 0, op, ": ", name, " starts at an address that is no multiple of ",
+                    bytes, " bytes; call .clone() once and keep the result");
+}
+
+inline void check_one_of(const char* op, const char* name, int64_t value, std::initializer_list<int64_t> choices) {
+  TORCH_CHECK_VALUE(std::find(choices.begin(), choices.end(), value) != choices.end(), op, ": ", name, " is ", value,
+                    ", choose one of ", at::IntArrayRef(choices));
+}
+
+// Multiply-adds worth the microsecond or two of waking a thread.
+inline constexpr double kWorkPerThread = 1 << 16;
+
+inline constexpr int64_t kGrain = 4096;  // elements of light work to hand out at a time
+
+inline int64_t rows_per_piece(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
+
+inline int threads_for(double work) {
+  return static_cast<int>(std::min<double>(at::get_num_threads(), 1 + work / kWorkPerThread));
+}
+
+inline char* bytes_at(void* data, mlspec_dtype dtype, int64_t elements) {
+  return static_cast<char*>(data) + elements * (dtype == MLSPEC_FLOAT32 ? 4 : 2);
+}
+
+inline const char* bytes_at(const void* data, mlspec_dtype dtype, int64_t elements) {
+  return static_cast<const char*>(data) + elements * (dtype == MLSPEC_FLOAT32 ? 4 : 2);
+}
+
+}  // namespace mlspec

@@ -1,0 +1,112 @@
+// What does a whole decoder compute, and in which order? One pass from token ids to the best next tokens, no torch.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "decoder_linear.h"
+#include "../kernels.h"
+#include "../threads/parallel.h"
+
+namespace mlspec {
+
+// A decoder layer of the Llama family. Norm weights are float32 with any +1 already added; null: there is no such norm.
+struct DecoderLayer {
+  Linear q, k, v, o, gate, up, down;
+  const float* attention_norm = nullptr;
+  const float* mlp_norm = nullptr;
+  const float* attention_out_norm = nullptr;  // between a block and its residual: Gemma 2 and 3
+  const float* mlp_out_norm = nullptr;
+  const float* q_norm = nullptr;  // per head: Qwen3, Gemma 3
+  const float* k_norm = nullptr;
+  int64_t window = 0;      // 0: full attention
+  int64_t rope_table = 0;  // which of Decoder::ropes
+};
+
+struct RopeTable {
+  const float* cos = nullptr;  // [positions][rotary_dim / 2]
+  const float* sin = nullptr;
+};
+
+struct DecoderShape {
+  int64_t hidden, heads, kv_heads, head_dim, intermediate, vocab, embeddings, rotary_dim, positions;
+  float norm_eps, embedding_scale, attention_scale, attention_softcap, logit_softcap;
+  mlspec_activation activation;
+  mlspec_dtype embedding_dtype, kv_dtype;
+};
+
+// Keys and values of a batch: [layers][2][batch][kv_heads][slots][head_dim], rows of different lengths.
+struct RaggedKv {
+  void* data = nullptr;
+  int64_t layers = 0, batch = 0, slots = 0;
+};
+
+class Decoder;
+
+// Consecutive tokens of one row of the batch: they go to slots start, start + 1, ...
+struct Segment {
+  int64_t row, start, first, count;  // first: index of its first token in Pass::tokens
+};
+
+// One pass of a decoder over at most Decoder::kMaxTokens tokens.
+struct Pass {
+  Decoder* decoder = nullptr;
+  RaggedKv kv;
+  std::vector<Segment> blocks;                   // of consecutive tokens of one row, short enough to share out
+  std::vector<int64_t> tokens, positions, rows;  // of all segments, one behind the other
+  std::vector<int64_t> kept;                     // indices of the tokens whose successor is asked for
+  // What came out, one entry per kept token. best: argmax of the logits, -1 where they hold NaN.
+  std::vector<int64_t> best;
+  std::vector<float> confidence;  // probability of best; left empty unless want_confidence
+  float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
+  Bits bits;                      // of every linear with packed weights; 0: each one's own
+  bool want_confidence = false;
+};
+
+class Decoder {
+ public:
+  static constexpr int64_t kMaxTokens = 512;
+
+  DecoderShape shape;
+  std::vector<DecoderLayer> layers;
+  std::vector<RopeTable> ropes;
+  const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested
+  Linear nested_embedding;
+  const float* final_norm = nullptr;
+  Linear head;
+  // int4 weights times 16-bit activations: first to bfloat16 in memory, then a dense product (what systems without a kernel
+  // for it do; for comparison).
+  bool dequantize = false;
+  std::mutex busy;  // one call at a time: the workspace is the decoder's
+
+  // Room for a pass; called by one thread before the team starts on it.
+  void prepare(Pass& pass, int threads);
+  // Executed by every member of the team; ends with a barrier.
+  void forward(Team& team, Pass& pass);
+
+ private:
+  struct Workspace;
+  mlspec_acts acts_for(const Linear& next, int64_t rows) const;
+  bool dequantizes(const Linear& linear) const;
+  mlspec_linear_fn kernel_for(const Linear& linear) const;
+  void reserve_dense(int threads);
+  void multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end);
+  bool has_escapes(const Linear& linear) const;
+  void reserve_escaped(const Linear& linear, int threads, int64_t rows);
+  mlspec_acts acts_for_escaped(Team& team, const mlspec_acts& acts);
+  void multiply_escaped(const Team& team, const Linear& linear, const mlspec_linear_args& args, const mlspec_acts& dense_acts,
+                        int64_t begin, int64_t end);
+  void embed(Team& team, const Pass& pass);
+  void nested_row(int64_t id, uint16_t* row) const;
+  void multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
+  void normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear& next);
+  void attention(Team& team, const Pass& pass, int64_t layer);
+  void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
+  void activate(Team& team, int64_t rows, const Linear& down);
+  void score(Team& team, Pass& pass, const float* pending, int64_t first, int64_t count, float* logits);
+
+  std::shared_ptr<Workspace> work_;
+};
+
+}  // namespace mlspec

@@ -1,0 +1,55 @@
+// What is a linear layer of the decoder, and which of its bits does a call read?
+#pragma once
+#include <cstdint>
+
+#include "../kernels.h"
+
+namespace mlspec {
+
+enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3, kNested = 4, kPlanes = 5 };
+
+// Of weights and activations. 0 in what a call asks for: each layer's own.
+struct Bits {
+  int64_t weight = 0, activation = 0;
+  bool operator==(const Bits&) const = default;
+};
+
+// Rows of a nested weight that its fields do not hold (formats/nested.py): whole, in bfloat16.
+struct EscapedRows {
+  const int64_t* rows = nullptr;      // [count], ascending
+  const uint16_t* weight = nullptr;  // [count][in]
+  int64_t count = 0;
+};
+
+// A linear layer where its weights lie; nothing is copied. Layouts: mlspec_linear_args in kernels.h.
+struct Linear {
+  WeightFormat format = WeightFormat::kBf16;
+  const void* weight = nullptr;
+  const void* scale = nullptr;
+  const uint8_t* zero = nullptr;
+  const float* bias = nullptr;
+  int64_t group = 0;     // of the formats with groups
+  Bits own = {16, 16};   // what it reads where a call does not say
+  int64_t in_features = 0, out_features = 0;
+  const uint8_t* low = nullptr;       // nested
+  const uint8_t* codebook = nullptr;
+  EscapedRows escaped;
+  int64_t stored_planes = 0, plane_bytes = 0, zero_doubled = 0;  // bit-planes
+
+  // Whether a call has a choice.
+  bool is_packed() const { return format != WeightFormat::kBf16 && format != WeightFormat::kF32; }
+
+  // What it reads in a call that asks for `asked`.
+  Bits at(Bits asked) const {
+    if (!is_packed()) return own;
+    const int64_t weight = asked.weight ? asked.weight : own.weight;
+    if (format == WeightFormat::kPlanes || (format == WeightFormat::kNested && weight == 16))
+      return {weight, asked.activation ? asked.activation : 16};
+    return {weight, asked.activation ? asked.activation : own.activation};
+  }
+
+  // Bytes that a call reads of 16 outputs, nearly.
+  int64_t bytes_per_tile(Bits asked) const { return 16 * in_features * at(asked).weight / 8; }
+};
+
+}  // namespace mlspec

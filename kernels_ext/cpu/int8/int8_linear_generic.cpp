@@ -1,0 +1,112 @@
+// 4-bit weights times int8 activations in plain C++: one output at a time, the same integers and fma chain.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../kernels.h"
+
+namespace {
+
+constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
+constexpr int kDoubledE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+float from_float16(uint16_t half) {
+  const uint32_t shifted = static_cast<uint32_t>(half & 0x7FFFu) << 13;
+  // 2^112 moves the exponent bias from 15 to 127 and normalises subnormals; Inf and NaN keep the largest exponent.
+  uint32_t magnitude = shifted | 0x7F800000u;
+  if (shifted < 0x0F800000u) {
+    const float value = bits_to_float(shifted) * bits_to_float(0x77800000u);
+    std::memcpy(&magnitude, &value, sizeof magnitude);
+  }
+  return bits_to_float(magnitude | static_cast<uint32_t>(half & 0x8000u) << 16);
+}
+
+struct Mxfp4 {
+  static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
+  static int value(const mlspec_linear_args&, int64_t, int code) { return kDoubledE2M1[code]; }
+  static float scale(const mlspec_linear_args& a, int64_t at) {  // 2^(byte - 128), byte 0 is 0, 255 is NaN
+    const uint32_t byte = static_cast<const uint8_t*>(a.scale)[at];
+    return byte == 255 ? bits_to_float(0x7FC00000u) : bits_to_float(byte << 23) * 0.5f;
+  }
+};
+
+struct Nested {
+  static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
+  static int value(const mlspec_linear_args& a, int64_t, int code) { return code < 8 ? a.codebook[code] : -a.codebook[code - 8]; }
+  static float scale(const mlspec_linear_args& a, int64_t at) {  // 2^(byte - 132), byte >= 31
+    return bits_to_float(static_cast<uint32_t>(static_cast<const uint8_t*>(a.scale)[at]) << 23) * 0x1p-5f;
+  }
+};
+
+struct Int4 {
+  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
+  static int value(const mlspec_linear_args& a, int64_t at, int code) { return code - (a.zero ? a.zero[at] : 8); }
+  static float scale(const mlspec_linear_args& a, int64_t at) {
+    return from_float16(static_cast<const uint16_t*>(a.scale)[at]);
+  }
+};
+
+// Values of one group of one output, in the order of x; at: index of its scale.
+template <class Format>
+void unpack_group(const mlspec_linear_args& a, int64_t at, const uint8_t* weight, int64_t blocks, int16_t* values) {
+  for (int64_t b = 0; b < blocks; ++b, weight += kTileBlockBytes) {
+    for (int j = 0; j < 4; ++j) {
+      for (int i = 0; i < 4; ++i, ++values) {
+        const int byte = weight[64 * j + i];
+        values[0] = static_cast<int16_t>(Format::value(a, at, byte & 15));
+        values[4] = static_cast<int16_t>(Format::value(a, at, byte >> 4));
+      }
+      values += 4;
+    }
+  }
+}
+
+template <class Format>
+float dot_row(const mlspec_linear_args& a, int64_t out, int64_t token) {
+  const int64_t blocks = a.in_features / kBlockCodes, group_blocks = Format::blocks_per_group(a);
+  const int64_t groups = blocks / group_blocks, tile = out / kTileOutputs, lane = out % kTileOutputs;
+  const int8_t* x = mlspec_acts_codes(a.acts) + token * a.in_features;
+  const float* x_scale = mlspec_acts_scales(a.acts) + token * groups;
+  const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes + 4 * lane;
+  float acc = 0.0f;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t at = (tile * groups + g) * kTileOutputs + lane, size = group_blocks * kBlockCodes;
+    int16_t values[128];
+    unpack_group<Format>(a, at, weight + g * group_blocks * kTileBlockBytes, group_blocks, values);
+    int32_t dots = 0;
+    for (int64_t k = 0; k < size; ++k) dots += values[k] * x[g * size + k];
+    acc = std::fma(static_cast<float>(dots), Format::scale(a, at) * x_scale[g], acc);
+  }
+  return acc;
+}
+
+template <class Format>
+void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
+  for (int64_t out = out_begin; out < out_end; ++out) {
+    for (int64_t token = 0; token < a.acts->num_rows; ++token) {
+      float* y = a.y + token * a.y_stride + out;
+      const float sum = dot_row<Format>(a, out, token), value = a.bias ? sum + a.bias[out] : sum;
+      *y = a.accumulate ? *y + value : value;
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void mlspec_mxfp4_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  linear<Mxfp4>(*args, begin, end);
+}
+
+extern "C" void mlspec_nested_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  linear<Nested>(*args, begin, end);
+}
+
+extern "C" void mlspec_int4_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  linear<Int4>(*args, begin, end);
+}

@@ -1,0 +1,219 @@
+// How does one block attend: 16 to 64 query rows over chunks of 64 slots, four warps, bfloat16 tensor cores?
+//
+// The query rows of a tile are tokens x query heads of one key head, row = token * group + head. Scores: warp w multiplies all
+// rows with slots 16 w .. 16 w + 15 of the chunk. Weights go through shared memory, then warp w multiplies them with a quarter of
+// the values' elements, all 64 slots in ascending order. A row's softmax keeps a running maximum and sum (Milakov and Gimelshein
+// 2018; tiled as in FlashAttention, Dao et al. 2022). Slots a row may not see get weight 0 and change none of its bits, so a row
+// does not notice which chunks the other rows of its tile need.
+#pragma once
+
+#include <math_constants.h>
+
+#include "attention_ptx.cuh"
+#include "../mma.cuh"
+#include "../rows/row_launch.cuh"
+
+namespace mlspec {
+
+constexpr int kChunk = 64, kAttendWarps = 4, kAttendThreads = kAttendWarps * kWarp;
+constexpr int kPad = 8;  // elements behind a row in shared memory: rows of a matrix load lie in different banks
+
+// kDim: elements of a head, rounded up; what is behind its own is zero. kTiles: of 16 query rows.
+template <int kDim_, int kTiles_>
+struct AttentionShape {
+  static constexpr int kDim = kDim_, kTiles = kTiles_, kRows = 16 * kTiles;
+  static constexpr int kStride = kDim + kPad, kWeightStride = kChunk + kPad;  // elements
+  static constexpr int kOutTiles = kDim / kAttendWarps / 8;                   // of 8 elements, of one warp
+  static constexpr int kQueryBytes = kRows * kStride * 2, kLaneBytes = kChunk * kStride * 2, kStageBytes = 2 * kLaneBytes;
+  static constexpr int kWeightBytes = kRows * kWeightStride * 2, kWarpBytes = kAttendWarps * kRows * 4;
+  static constexpr int kOutStride = kDim + kPad;  // floats: the sums of a rank take the place of the first stage
+  static constexpr int kStatBytes = kRows * 16;
+  static_assert(kRows * kOutStride * 4 <= kStageBytes, "sums must fit into the first stage");
+  static constexpr int shared_bytes(int stages) {
+    return kQueryBytes + kWeightBytes + 2 * kWarpBytes + kStatBytes + stages * kStageBytes;
+  }
+};
+
+// 2^(value - most), 0 for values of -inf even where the maximum is.
+__device__ __forceinline__ float weight_of(float value, float most) {
+  return exp2_approximate(value - (most == -CUDART_INF_F ? 0.f : most));
+}
+
+// What scores go through, all in powers of two: products * inner, or tanh(products * inner) * outer under a softcap.
+struct ScoreRule {
+  float inner, outer;
+  bool capped;
+  int window;
+};
+
+// The maximum, sum of weights and weighted sum of values of this thread's rows: 16 i + lane / 4 and 8 behind it.
+template <class Shape>
+struct Attended {
+  float largest[Shape::kTiles][2], sum[Shape::kTiles][2];
+  float out[Shape::kTiles][Shape::kOutTiles][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[i][r] = -CUDART_INF_F, sum[i][r] = 0.f;
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[i][n][e] = 0.f;
+    }
+  }
+};
+
+// One rank's numbers behind those of the ranks before it: the same operations wherever they are done.
+struct Merge {
+  float largest, own, other;  // the new maximum; the factors of what is there and of what comes
+
+  __device__ __forceinline__ Merge(float there, float comes) : largest(fmaxf(there, comes)) {
+    own = weight_of(there, largest);
+    other = weight_of(comes, largest);
+  }
+  __device__ __forceinline__ float operator()(float there, float comes) const {
+    return fmaf(there, own, __fmul_rn(comes, other));
+  }
+};
+
+// The quotient that is the result; 0 for rows without slots. Adding 0 makes -0 of rows that others had to wait for +0.
+__device__ __forceinline__ float finished(float out, float sum) {
+  return fmaf(out, sum == 0.f ? 0.f : 1.f / sum, 0.f);
+}
+
+template <class Shape>
+struct AttentionBlock {
+  uint32_t queries, weights;  // shared memory addresses
+  float *maxima, *sums;              // [warps][rows]
+
+  __device__ __forceinline__ uint32_t lane_address(uint32_t base, int stride, int row, int column) const {
+    return base + uint32_t(row * stride + column) * 2;
+  }
+
+  // products[tile][n][.]: rows of the tiles with slots 16 warp + 8 n .. of the chunk.
+  __device__ __forceinline__ void multiply_keys(uint32_t keys, float (&products)[Shape::kTiles][2][4]) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, matrix = lane / 8;
+    const uint32_t key = lane_address(keys, Shape::kStride, warp * 16 + matrix / 2 * 8 + lane % 8, matrix % 2 * 8);
+    const uint32_t query = lane_address(queries, Shape::kStride, matrix % 2 * 8 + lane % 8, matrix / 2 * 8);
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) products[i][n][e] = 0.f;
+#pragma unroll
+    for (int k = 0; k < Shape::kDim / 16; ++k) {
+      uint32_t b[4];
+      load_matrices(b, key + k * 32);
+#pragma unroll
+      for (int i = 0; i < Shape::kTiles; ++i) {
+        uint32_t a[4];
+        load_matrices(a, query + i * 16 * Shape::kStride * 2 + k * 32);
+        mma(products[i][0], a, b[0], b[1]);
+        mma(products[i][1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Products -> scores in powers of two, -inf where the row (at position limit, -1: none) may not see the slot; maxima of rows.
+  __device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[Shape::kTiles][2],
+                                        float (&products)[Shape::kTiles][2][4]) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float most = -CUDART_INF_F;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& value = products[i][n][2 * r + e];
+            const int slot = first_slot + warp * 16 + n * 8 + lane % 4 * 2 + e;
+            const bool seen = slot <= limit[i][r] && (rule.window == 0 || slot > limit[i][r] - rule.window);
+            value *= rule.inner;
+            if (rule.capped) value = tanhf(value) * rule.outer;
+            value = seen ? value : -CUDART_INF_F;
+            most = fmaxf(most, value);
+          }
+        }
+        most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+        if (lane % 4 == 0) maxima[warp * Shape::kRows + i * 16 + r * 8 + lane / 4] = most;
+      }
+    }
+  }
+
+  // Scores -> weights in shared memory and their sums; what was attended so far comes to the new maximum. factor: by how much.
+  __device__ __forceinline__ void weigh(const float (&scores)[Shape::kTiles][2][4], Attended<Shape>& state,
+                                        float (&factor)[Shape::kTiles][2]) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = i * 16 + r * 8 + lane / 4;
+        float most = state.largest[i][r];
+#pragma unroll
+        for (int w = 0; w < kAttendWarps; ++w) most = fmaxf(most, maxima[w * Shape::kRows + row]);
+        factor[i][r] = weight_of(state.largest[i][r], most);
+        state.largest[i][r] = most;
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint32_t pair = narrowed(weight_of(scores[i][n][2 * r], most), weight_of(scores[i][n][2 * r + 1], most));
+          const float2 taken = widened(pair);  // what the values are multiplied with
+          sum = __fadd_rn(sum, __fadd_rn(taken.x, taken.y));
+          const uint32_t to = lane_address(weights, Shape::kWeightStride, row, warp * 16 + n * 8 + lane % 4 * 2);
+          store_shared(to, pair);
+        }
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 1));
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 2));
+        if (lane % 4 == 0) sums[warp * Shape::kRows + row] = sum;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(uint32_t values, const float (&factor)[Shape::kTiles][2],
+                                                  Attended<Shape>& state) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, matrix = lane / 8;
+    const uint32_t value = lane_address(values, Shape::kStride, matrix % 2 * 8 + lane % 8,
+                                        warp * Shape::kOutTiles * 8 + matrix / 2 * 8);
+    const uint32_t weight = lane_address(weights, Shape::kWeightStride, matrix % 2 * 8 + lane % 8, matrix / 2 * 8);
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = i * 16 + r * 8 + lane / 4;
+        float sum = sums[row];
+#pragma unroll
+        for (int w = 1; w < kAttendWarps; ++w) sum = __fadd_rn(sum, sums[w * Shape::kRows + row]);
+        state.sum[i][r] = fmaf(state.sum[i][r], factor[i][r], sum);
+      }
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state.out[i][n][e] *= factor[i][e / 2];
+    }
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k) {
+      uint32_t a[Shape::kTiles][4];
+#pragma unroll
+      for (int i = 0; i < Shape::kTiles; ++i) load_matrices(a[i], weight + i * 16 * Shape::kWeightStride * 2 + k * 32);
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; n += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(b, value + k * 16 * Shape::kStride * 2 + n * 16);
+#pragma unroll
+        for (int i = 0; i < Shape::kTiles; ++i) {
+          mma(state.out[i][n], a[i], b[0], b[1]);
+          mma(state.out[i][n + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace mlspec
