@@ -9,12 +9,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..nn.architecture import CPU
 from ..nn.packed import PackedLinear
 from ..nn.replace import fingerprint
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..precision import Bits
+from .architecture import CPU
 
 Decoder = TypeVar("Decoder")
 _building = threading.Lock()  # threads that ask for the same decoder get one

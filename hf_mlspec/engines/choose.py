@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..nn.architecture import CPU, UnknownArchitecture, require_known
 from ..nn.state import is_prepared, say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
+from .architecture import CPU, UnknownArchitecture, require_known
 from .built import device_of, up_to_date
 from .cpu.decoder import CpuDecoder
 from .cpu.engine import CpuEngine

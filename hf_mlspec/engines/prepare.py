@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..nn.architecture import UnknownArchitecture
 from ..nn.linear import KernelLinear, is_dense
 from ..nn.state import say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
+from .architecture import UnknownArchitecture
 from .built import up_to_date
 from .choose import ENGINES, required_decoder
 from .cpu.decoder import CpuDecoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from ..nn.architecture import UnknownArchitecture
 from ..nn.packed import PackedLinear
+from .architecture import UnknownArchitecture
 
 Slot = TypeVar("Slot")
 

@@ -11,10 +11,10 @@ from torch import nn
 from warned import forget_warnings
 
 import hf_mlspec
+from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
-from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.linear import Int4Linear, KernelLinear, Mxfp4Linear
 from hf_mlspec.nn.state import is_prepared
 from hf_mlspec.nn.switch import PrecisionSwitch, precision_switch

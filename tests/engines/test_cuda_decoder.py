@@ -12,13 +12,13 @@ from torch import nn
 from warned import forget_warnings
 
 import hf_mlspec
+from hf_mlspec.engines import architecture
+from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.built import capturing
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_bfloat16, require_served
-from hf_mlspec.nn import architecture
-from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import OWN_BITS, Bits

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
+from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.weights import joined
-from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.packed_formats import PACKINGS
 from hf_mlspec.nn.switch import PrecisionSwitch

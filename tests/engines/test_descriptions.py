@@ -12,12 +12,12 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import hf_mlspec
+from hf_mlspec.engines.architecture import KNOWN, Description, UnknownArchitecture
+from hf_mlspec.engines.architecture.description import FIXED, NOT_YET, SEPARATE, WORDS
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
-from hf_mlspec.nn.architecture import KNOWN, Description, UnknownArchitecture
-from hf_mlspec.nn.architecture.description import FIXED, NOT_YET, SEPARATE, WORDS
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")

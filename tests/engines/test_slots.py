@@ -6,12 +6,12 @@ import pytest
 import torch
 from models import packed, tiny
 
+from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu import weights as cpu_weights
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cuda import weights as cuda_weights
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
-from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 

@@ -7,9 +7,9 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from ...nn.architecture import UnknownArchitecture, rotary
 from ...nn.switch import PrecisionSwitch
 from ...ops.compiled_decoder import compiled_decoder, set_linear
+from ..architecture import UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
 

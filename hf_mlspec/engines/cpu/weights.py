@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ...formats import Parts
 from ...formats.mxfp4 import BLOCK
-from ...nn.architecture import UnknownArchitecture, linear_shape, outline, require_format
 from ...nn.linear import Int4Linear, Mxfp4Linear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.planes import PlanesLinear
 from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
 from ...ops.tiles import TILE_OUTPUTS
+from ..architecture import UnknownArchitecture, linear_shape, outline, require_format
 from ..slots import slot_of
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}

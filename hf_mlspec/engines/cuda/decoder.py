@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...nn import architecture
-from ...nn.architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
 from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...ops.compiled_decoder import ACTIVATIONS
 from ...precision import OWN_BITS, Bits
+from .. import architecture
+from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, switches, weights_of
 from .weights import JoinedLinear, joined
 

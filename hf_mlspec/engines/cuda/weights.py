@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...formats import Parts
-from ...nn.architecture import UnknownArchitecture, linear_shape, require_format
 from ...nn.linear import Int4Linear
 from ...nn.nested import NestedLinear
 from ...nn.packed import PackedLinear
@@ -23,6 +22,7 @@ from ...nn.planes import PlanesLinear
 from ...nn.switch import filled
 from ...ops.tiles import cut, is_tiles
 from ...precision import Bits
+from ..architecture import UnknownArchitecture, linear_shape, require_format
 from ..slots import slot_of
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...nn.linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
+from ...nn.nested import NestedEmbedding, NestedLinear
+from ...nn.planes import PlanesLinear
+from ...nn.transforms import NONE
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
-from ..linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
-from ..nested import NestedEmbedding, NestedLinear
-from ..planes import PlanesLinear
-from ..transforms import NONE
 from .description import NORMS, Description, not_served
 from .known import KNOWN
 from .rotary import rope_tables
