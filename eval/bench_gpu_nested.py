@@ -22,7 +22,7 @@ from eval.bench_gpu_findings import Bench, Finding
 from eval.bench_gpu_models import random_model, real_model, without_end
 from eval.bench_gpu_prompts import folders, padded, texts, tokenizer_of
 from eval.bench_gpu_step import KEPT, Case, Step, WrongStep, cache_bytes, read_bytes
-from hf_mlspec.nn.device_decoder import device_decoder
+from hf_mlspec.engines.choose import decoder_of
 
 CHAINS = (
     Chain("word", "code-76m-mxfp4-long", 1, ((6,), (7,), (8,))),
@@ -68,7 +68,7 @@ def _steps(bench: Bench, shape: str, plain: PreTrainedModel, own: PreTrainedMode
 
 
 def _timed(bench: Bench, shape: str, name: str, model: PreTrainedModel, weights: float) -> Iterator[Finding]:
-    decoder = device_decoder(model)
+    decoder = decoder_of(model, "cuda")
     if decoder is None:
         raise WrongStep(f"{name}: there is no decoder for this model here; the warning above says why")
     kept = 24 if bench.quick else KEPT

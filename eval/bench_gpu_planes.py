@@ -16,8 +16,8 @@ from eval.bench_gpu_chain import Chain, few_rows, rate, recorded_trace, tuned
 from eval.bench_gpu_findings import Bench, Finding
 from eval.bench_gpu_models import random_model, random_planes_model
 from eval.bench_gpu_step import KEPT, Case, Step, WrongStep, cache_bytes, read_bytes
+from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.evaluation import reschedule
-from hf_mlspec.nn.device_decoder import device_decoder
 
 PLANES, DRAFT_PLANES = 8, 4
 CHAINS = (
@@ -69,7 +69,7 @@ def _greedy(bench: Bench, model: PreTrainedModel) -> dict[str, float]:
 
 def _steps(bench: Bench, shape: str, name: str, model: PreTrainedModel, count: int = PLANES) -> Iterator[Finding]:
     """Milliseconds, with the share of the bytes that so many planes take."""
-    decoder = device_decoder(model)
+    decoder = decoder_of(model, "cuda")
     if decoder is None:
         raise WrongStep(f"{name}: there is no decoder for this model here; the warning above says why")
     kept = 24 if bench.quick else KEPT

@@ -19,7 +19,8 @@ from eval.bench_gpu_models import random_model
 from eval.bench_gpu_stock import compiled_step, eager_step, graph_step
 from eval.bench_gpu_timing import Timing, capture, synchronize, time_each
 from hf_mlspec import ops
-from hf_mlspec.nn.device_decoder import DeviceDecoder, device_decoder
+from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
 
 KEPT = 512  # tokens in the cache
 UNROLL = 4  # steps in one graph
@@ -49,7 +50,7 @@ class WrongStep(Exception):
 class Step:
     """`UNROLL` steps of a decoder at fixed shapes; `tokens` int32 [UNROLL, batch, width]: what each of them chose."""
 
-    def __init__(self, decoder: DeviceDecoder, case: Case, kept: int):
+    def __init__(self, decoder: CudaDecoder, case: Case, kept: int):
         device, (batch, width) = decoder.device, (case.batch, case.width)
         generator = torch.Generator().manual_seed(0)
         first = torch.randint(decoder.vocab_size, (batch, width), generator=generator, dtype=torch.int32)
@@ -111,7 +112,7 @@ def read_bytes(model: PreTrainedModel) -> int:
     return sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes)
 
 
-def cache_bytes(decoder: DeviceDecoder, case: Case, kept: int) -> int:
+def cache_bytes(decoder: CudaDecoder, case: Case, kept: int) -> int:
     """Bytes of keys and values that a step of this case reads."""
     sizes = decoder.sizes
     return 2 * decoder.num_layers * case.batch * sizes.kv_heads * sizes.head_dim * kept * 2
@@ -120,7 +121,7 @@ def cache_bytes(decoder: DeviceDecoder, case: Case, kept: int) -> int:
 def _ours(
     bench: Bench, model: PreTrainedModel, shape: str, name: str, cases: tuple[Case, ...], kept: int, weights: int
 ) -> Iterator[Finding]:
-    decoder = device_decoder(model)
+    decoder = decoder_of(model, "cuda")
     if decoder is None:
         raise WrongStep(f"{name}: there is no decoder for this model here; the warning above says why")
     for case in cases:

@@ -4,6 +4,7 @@ Importing registers the "mlspec" quantizer and lets `generate` take `assistant_m
 """
 
 from .demo_pair import demo_pair
+from .engines.prepare import prepare, restore
 from .integration.candidates import ChainCandidateGenerator
 from .integration.compare import compare
 from .integration.comparison import Comparison
@@ -14,10 +15,10 @@ from .integration.levels import clear
 from .integration.quantizer import MLSpecConfig
 from .integration.stream import generate_stream
 from .integration.stream_request import Completion, Request
-from .nn.fused import prepare, restore
 from .nn.nest import nest, unnest
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch
+from .speculation.draft import Draft, Drafter
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
 from .speculation.stats import LevelStats, SpeculationStats
@@ -28,6 +29,8 @@ __all__ = [
     "ChainCandidateGenerator",
     "Comparison",
     "Completion",
+    "Draft",
+    "Drafter",
     "LevelStats",
     "MLSpecConfig",
     "NGram",

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_mlspec.nn.device_decoder import DeviceDecoder
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.precision import OWN_BITS, Bits
 
 _SHAPE = {
@@ -71,9 +71,9 @@ def packed_model(name: str = "llama", weights: str = "int4", dtype: torch.dtype 
 
 
 class Lanes:
-    """Rows of a DeviceDecoder that are fed some tokens at a time, over a cache full of old numbers."""
+    """Rows of a CudaDecoder that are fed some tokens at a time, over a cache full of old numbers."""
 
-    def __init__(self, decoder: DeviceDecoder, batch: int, slots: int = 64, rows: int | None = None):
+    def __init__(self, decoder: CudaDecoder, batch: int, slots: int = 64, rows: int | None = None):
         """rows: of the cache, of which the first `batch` are used."""
         self.decoder, self.lengths = decoder, [0] * batch
         self.cache = decoder.new_kv(rows or batch, slots).fill_(1e4)
@@ -97,7 +97,7 @@ class Lanes:
         return torch.tensor(list(numbers), dtype=torch.int32)
 
 
-def capped(logits: torch.Tensor, decoder: DeviceDecoder) -> torch.Tensor:
+def capped(logits: torch.Tensor, decoder: CudaDecoder) -> torch.Tensor:
     """Float64 logits as a model returns them: with the soft cap that choosing applies."""
     cap = decoder.logit_softcap
     return torch.tanh(logits.double() / cap) * cap if cap else logits.double()

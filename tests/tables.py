@@ -7,11 +7,12 @@ import gc
 import torch
 from torch import Tensor
 
+from hf_mlspec.engines.engine import Capabilities
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, Verdict
-from hf_mlspec.speculation.decode import decode
 from hf_mlspec.speculation.draft import Draft, Drafter, Rows
 from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler
 from hf_mlspec.speculation.stats import LevelStats
 
@@ -26,9 +27,9 @@ def table(seed: int, *, sharpness: float = 1.0) -> Tensor:
 
 
 class TableRunner:
-    """Stands in for Runner: the logits after a token are a row of a table; caches hold nothing but lengths."""
+    """Stands in for an engine: the logits after a token are a row of a table; caches hold nothing but lengths."""
 
-    follow = None
+    name, can, follow = "modules", Capabilities(by_module=True), None
 
     def __init__(self, probs: Tensor):
         self.logits, self.model = probs.log(), self

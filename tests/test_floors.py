@@ -16,18 +16,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_mlspec"
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
-FLOORS = ["demo_pair", "precision", "formats", "ops", "nn", "speculation", "integration", "", "evaluation", "cli"]
+FLOORS = [
+    "demo_pair", "precision", "formats", "ops", "nn", "engines", "speculation", "integration", "", "evaluation", "cli"
+]
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
 TRANSFORMERS_ALLOWED = (
-    "integration/", "evaluation/", "nn/decoder.py", "nn/replace.py", "nn/nest.py", "speculation/ragged_cache.py"
+    "integration/", "evaluation/", "nn/replace.py", "nn/nest.py", "engines/modules/"
 )
 # Programs that time ops and decoders or measure formats, which are no public names: how a path begins, which rooms it
 # may enter.
 TIMES_ROOMS = {
     "eval/bench_kernels_contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/nested_quality.py": ("hf_mlspec.formats",),
-    "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
+    "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 40
@@ -174,7 +176,7 @@ BREAKS_A_RULE = {
     "relative import of the package": ("nn/x.py", OPENING + "from .. import cli\n", "stands above"),
     "unknown room": ("attic/x.py", OPENING, "not in the import rule"),
     "transformers in formats": ("formats/x.py", OPENING + "import transformers.utils\n", "only in integration/"),
-    "transformers in the loop": ("speculation/decode.py", OPENING + "import transformers\n", "only in integration/"),
+    "transformers in the loop": ("speculation/loop.py", OPENING + "import transformers\n", "only in integration/"),
     "lm_eval": ("integration/x.py", OPENING + "import lm_eval\n", "lm_eval"),
     "compiled op outside ops": ("nn/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n", "torch.ops.mlspec"),
     "compiled op by getattr": ("nn/x.py", OPENING + "y = getattr(torch.ops, 'mlspec')\n", "torch.ops.mlspec"),
@@ -218,11 +220,11 @@ def test_a_program_entering_a_room_is_found(statement):
 
 
 def test_only_programs_that_time_a_room_enter_it():
-    statement = OPENING + "from hf_mlspec.nn.device_decoder import device_decoder\nfrom hf_mlspec import ops\n"
+    statement = OPENING + "from hf_mlspec.engines.choose import decoder_of\nfrom hf_mlspec import ops\n"
     assert violations(PurePosixPath("eval", "bench_gpu_step.py"), statement) == []
     assert len(violations(PurePosixPath("eval", "bench_kernels_contenders.py"), statement)) == 1
     assert len(violations(PurePosixPath("eval", "bench_decode.py"), statement)) == 2
-    entering = OPENING + "from hf_mlspec.speculation.decode import decode\n"
+    entering = OPENING + "from hf_mlspec.speculation.loop import decode\n"
     assert len(violations(PurePosixPath("eval", "bench_gpu_step.py"), entering)) == 1
 
 

@@ -23,10 +23,10 @@ _HOMES = {
     "ProgramOutcome": "sandbox",
     "TASKS": "tasks",
     "TokenScores": ".integration.scoring",
-    "Trace": ".speculation.trace",
+    "Trace": ".speculation.traces.trace",
     "certify": "certificate_run",
     "level_acceptance": "traces_counts",
-    "read_trace": ".speculation.trace_file",
+    "read_trace": ".speculation.traces.file",
     "record_trace": "traces",
     "replay": "traces_replay",
     "replay_captured": "traces_replay_captured",
@@ -36,7 +36,7 @@ _HOMES = {
     "run_program": "sandbox",
     "run_programs": "sandbox",
     "token_logprobs": ".integration.scoring",
-    "write_trace": ".speculation.trace_file",
+    "write_trace": ".speculation.traces.file",
 }
 __all__ = sorted(_HOMES)
 

@@ -18,16 +18,13 @@ from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
 from .. import __version__
+from ..engines.choose import why_by_module
+from ..engines.engine import Engine
 from ..integration.config import SpeculationConfig, parse_level
 from ..integration.levels import Level
 from ..integration.processing import Prompts
-from ..integration.wiring import AnyRunner, Chain, Wiring
-from ..nn.architecture import require_known
-from ..nn.compiled_weights import UnknownArchitecture
-from ..nn.fused import FusedDecoder, is_prepared
+from ..integration.wiring import Chain, Wiring
 from ..nn.switch import precision_switch
-from ..ops.compiled_decoder import has_compiled_decoder
-from ..speculation.runner import Runner
 from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters
 
 COMPILED, BY_MODULE, LOOKUP = "compiled decoder", "module by module", "lookup"
@@ -121,23 +118,10 @@ def _format(model: PreTrainedModel) -> dict[str, Any] | None:
     return json.loads(json.dumps({**settings, "activation_bits": bits}, default=str))
 
 
-def _decoding(model: PreTrainedModel, runner: AnyRunner, config: SpeculationConfig) -> dict[str, Any]:
-    if not isinstance(runner, Runner):
+def _decoding(model: PreTrainedModel, runner: Engine, config: SpeculationConfig) -> dict[str, Any]:
+    if not runner.can.by_module:
         return {"how": COMPILED, "reason": None}
-    return {"how": BY_MODULE, "reason": _why_by_module(model, config)}
-
-
-def _why_by_module(model: PreTrainedModel, config: SpeculationConfig) -> str:
-    if not config.prepare and not is_prepared(model):
-        return "prepare=False"
-    if not has_compiled_decoder():
-        return "no compiled kernels"
-    try:
-        require_known(model)
-        FusedDecoder(model)
-    except UnknownArchitecture as error:
-        return str(error)
-    return "autocast"
+    return {"how": BY_MODULE, "reason": why_by_module(model, name=config.engine, prepare=config.prepare)}
 
 
 def _drafting(chain: Chain, count: int) -> Iterator[tuple[int, float | None]]:

@@ -21,12 +21,12 @@ from ..integration.suitability import check_model, check_prompt_rows
 from ..integration.wiring import Chain
 from ..nn.switch import precision_switch
 from ..speculation.chain import CheckedDrafter
-from ..speculation.decode import Emit
 from ..speculation.draft import Drafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
-from ..speculation.trace import Trace, TracedLevel, TracedModel, TracedRow
-from ..speculation.trace_file import rows_from_list, rows_to_list
-from ..speculation.trace_recorder import TraceRecorder
+from ..speculation.loop import Emit
+from ..speculation.traces.file import rows_from_list, rows_to_list
+from ..speculation.traces.recorder import TraceRecorder
+from ..speculation.traces.trace import Trace, TracedLevel, TracedModel, TracedRow
 from .journal import Journal
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..speculation.stats import LevelStats
-from ..speculation.trace import Round, Trace
+from ..speculation.traces.trace import Round, Trace
 
 
 @dataclass(frozen=True)

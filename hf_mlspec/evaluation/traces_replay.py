@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
+from ..engines.modules.attention import ragged_attention_on
 from ..integration.comparison import accumulate
 from ..integration.config import SpeculationConfig
 from ..integration.levels import Level, resolve
 from ..integration.suitability import check_model, vocab_size
-from ..integration.wiring import Chain, Wiring, reach
-from ..speculation.decode import decode
-from ..speculation.ragged_attention import ragged_attention_on
+from ..integration.wiring import Chain, Wiring
+from ..speculation.loop import decode
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats
-from ..speculation.trace import Trace, TracedRow, longest
-from ..speculation.trace_script import NEVER_STOPS, ScriptedChecker, scripted
+from ..speculation.traces.script import NEVER_STOPS, ScriptedChecker, scripted
+from ..speculation.traces.trace import Trace, TracedRow, longest
 
 
 @dataclass
@@ -90,20 +90,30 @@ def replay(
     Raises ValueError, before anything is computed, for as many levels as the trace does not have, rows it does not
     have, a batch larger than the rows, more new tokens than were recorded, and models with too few positions.
     """
-    trace = selected(trace, rows, batch_size, max_new_tokens)
+    return replayed(_StepByStep, model, trace, levels, batch_size, max_new_tokens, rows, speculation_config, name)
+
+
+class Batches(Protocol):
+    """A way to replay the batches of a trace. fused_rounds: as in `ReplayResult`."""
+
+    fused_rounds: bool
+
+    def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:
+        """Decode one batch from its prompts to the end of its last row, and add what it took."""
+
+
+def replayed(
+    way: Callable[..., Batches], model: PreTrainedModel, trace: Trace, levels: Sequence[Any], batch_size: int,
+    max_new_tokens: int | None, rows: Sequence[int] | None, given: SpeculationConfig | dict | None, name: str | None,
+) -> ReplayResult:  # fmt: skip
+    """Check what `replay` was asked for, and replay all batches; way: called as `ReplayedChain`."""
+    trace = _selected(trace, rows, batch_size, max_new_tokens)
     check_model(model, "the target")
-    check_level_count(trace, levels)
-    run = _StepByStep(model, trace, list(levels), config_of(speculation_config, trace), max_new_tokens)
-    return result_of(run, trace, levels, batch_size, name)
-
-
-def result_of(
-    run: Replaying, trace: Trace, levels: Sequence[Any], batch_size: int, name: str | None, *, in_rounds: bool = False
-) -> ReplayResult:
-    """What all batches of the trace took."""
+    _check_level_count(trace, levels)
+    run = way(model, trace, list(levels), _config_of(given, trace), max_new_tokens, batch_size)
     words = [level if isinstance(level, str) else type(level).__name__ for level in levels]
     result = ReplayResult(f"{name or words} (replayed)", trace.data, batch_size, len(trace.rows))
-    result.fused_rounds = in_rounds
+    result.fused_rounds = run.fused_rounds
     for start in range(0, len(trace.rows), batch_size):
         run.batch(trace.rows[start : start + batch_size], result)
     for level in result.stats.levels:
@@ -111,20 +121,16 @@ def result_of(
     return result
 
 
-class Replaying:
+class ReplayedChain:
     """What every batch of a replay runs on."""
 
     def __init__(self, model: PreTrainedModel, trace: Trace, levels: list, config: SpeculationConfig,
-                 max_new_tokens: int | None):
-        self.model, self.trace, self.config = model, trace, config
+                 max_new_tokens: int | None, batch_size: int):
+        self.model, self.trace, self.config, self.batch_size = model, trace, config, batch_size
         self.most = trace.max_new_tokens if max_new_tokens is None else max_new_tokens
         self.levels = resolve(model, levels, None, config)
         self.capacity = max(longest(row, self.most) for row in trace.rows) + 1
         self._check_fit(self._chain())
-
-    def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:
-        """Decode one batch, and add what it took."""
-        raise NotImplementedError
 
     def _chain(self) -> Chain:
         return _ReplayWiring(self.model, self.config, self.levels, self.capacity).build(self.levels)
@@ -142,7 +148,7 @@ class Replaying:
         for name, runner in zip(
             ("the target", *(level.name for level in chain.levels)), (chain.target.runner, *chain.runners), strict=True
         ):
-            most = reach(runner) if runner is not None else None
+            most = runner.max_positions if runner is not None else None
             needed = max(self.capacity - 1, 2 * drafted)
             if most is not None and most < needed:
                 raise ValueError(
@@ -158,8 +164,10 @@ class Replaying:
             )
 
 
-class _StepByStep(Replaying):
+class _StepByStep(ReplayedChain):
     """Every pass by itself, every check overruled."""
+
+    fused_rounds = False
 
     def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:
         """From its first round to its last."""
@@ -197,7 +205,7 @@ class _ReplayWiring(Wiring):
         return True
 
 
-def selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new_tokens: int | None) -> Trace:
+def _selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new_tokens: int | None) -> Trace:
     """The rows to be replayed; ValueError for some that are not there, and for counts out of range."""
     if rows is not None:
         trace = trace.of_rows(list(rows))
@@ -213,7 +221,7 @@ def selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new_
     return trace
 
 
-def check_level_count(trace: Trace, levels: Sequence[Any]) -> None:
+def _check_level_count(trace: Trace, levels: Sequence[Any]) -> None:
     """ValueError unless there is a level for each of the trace's."""
     if len(levels) != len(trace.levels):
         recorded = ", ".join(level.name for level in trace.levels) or "none"
@@ -223,7 +231,7 @@ def check_level_count(trace: Trace, levels: Sequence[Any]) -> None:
         )
 
 
-def config_of(given: SpeculationConfig | dict | None, trace: Trace) -> SpeculationConfig:
+def _config_of(given: SpeculationConfig | dict | None, trace: Trace) -> SpeculationConfig:
     """The user's way to build levels, with the trace's draft lengths."""
     given = SpeculationConfig.of(given)
     if given.num_draft_tokens is not None or given.confidence_threshold is not None:

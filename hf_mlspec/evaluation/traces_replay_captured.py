@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engines.rows import up_to_growth
 from ..integration.comparison import accumulate
 from ..integration.config import SpeculationConfig
-from ..integration.suitability import check_model
-from ..speculation.captured import CapturedDecoding
-from ..speculation.captured_caches import adopt
-from ..speculation.captured_chain import BUCKETS, CapturedChain, bucket_of
-from ..speculation.captured_plan import NotCaptured, round_levels
-from ..speculation.fused_cache import up_to_growth
-from ..speculation.trace import Round, Trace, TracedRow, rounds_at
-from .traces_replay import Replaying, ReplayResult, check_level_count, config_of, result_of, selected
+from ..speculation.loop import Loop
+from ..speculation.rounds.caches import adopt
+from ..speculation.rounds.captured import CapturedRounds
+from ..speculation.rounds.chain import BUCKETS, CapturedChain, bucket_of
+from ..speculation.rounds.plan import NotCaptured, round_levels
+from ..speculation.traces.trace import Round, Trace, TracedRow, rounds_at
+from .traces_replay import ReplayedChain, ReplayResult, replayed
 
 
 def replay_captured(
@@ -48,19 +48,17 @@ def replay_captured(
     prefill as well.
     Raises ValueError as `replay` does, for rounds that do not fit, and for models that no device decoder runs.
     """
-    trace = selected(trace, rows, batch_size, max_new_tokens)
-    check_model(model, "the target")
-    check_level_count(trace, levels)
-    run = _Captured(model, trace, list(levels), config_of(speculation_config, trace), max_new_tokens, batch_size)
-    return result_of(run, trace, levels, batch_size, name, in_rounds=True)
+    return replayed(_Captured, model, trace, levels, batch_size, max_new_tokens, rows, speculation_config, name)
 
 
-class _Captured(Replaying):
+class _Captured(ReplayedChain):
     """One captured chain, in which every batch of a replay runs."""
+
+    fused_rounds = True
 
     def __init__(self, model: PreTrainedModel, trace: Trace, levels: list, config: SpeculationConfig,
                  max_new_tokens: int | None, batch_size: int):
-        super().__init__(model, trace, levels, config, max_new_tokens)
+        super().__init__(model, trace, levels, config, max_new_tokens, batch_size)
         self.chain = self._chain()
         try:
             found = round_levels(self.chain.target, self.chain.drafter, num_draft_tokens=self.chain.num_draft_tokens,
@@ -89,11 +87,10 @@ class _Captured(Replaying):
             return
         prompts = self._prompts(rows, heads)
         adopt(self.captured, self.chain.target, self.chain.drafter, len(going))
-        loop = CapturedDecoding(
-            self.captured, self.chain.target, self.chain.drafter, num_draft_tokens=self.chain.num_draft_tokens,
-            stop=lambda number, row, tokens: (len(tokens), False), emit=lambda numbers, kept, verdict: None,
-            script=self._script([rows[r] for r in going]),
-        )
+        script = self._script([rows[r] for r in going])
+        rounds = CapturedRounds(self.captured, self.chain.target, self.chain.drafter, script=script)
+        loop = Loop(rounds, stop=lambda number, row, tokens: (len(tokens), False),
+                    emit=lambda numbers, kept, verdict: None)
         try:
             with torch.inference_mode():
                 self._run(loop, [prompts[r] for r in going], [budgets[r] for r in going], result)
@@ -101,7 +98,7 @@ class _Captured(Replaying):
             self.captured.finish()
         accumulate(result.stats, self.chain.finish(loop.stats))
 
-    def _run(self, loop: CapturedDecoding, rows: list[list[int]], budgets: list[int], result: ReplayResult) -> None:
+    def _run(self, loop: Loop, rows: list[list[int]], budgets: list[int], result: ReplayResult) -> None:
         """Round by round; the first one waits for the prompts to be read, so that decoding is what comes after it."""
         begin = time.perf_counter()
         loop.start(rows, budgets)

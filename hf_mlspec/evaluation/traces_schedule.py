@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..speculation.trace import Round, Trace, TracedRow
+from ..speculation.traces.trace import Round, Trace, TracedRow
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator, LogitsProcessorList
 
+from ..engines.modules.attention import ragged_attention_on
 from ..speculation.draft import Draft
-from ..speculation.ragged_attention import ragged_attention_on
 from .config import SpeculationConfig
 from .levels import resolve
 from .processing import Prompts

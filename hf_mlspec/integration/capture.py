@@ -9,14 +9,15 @@ from dataclasses import replace
 import torch
 from transformers.generation import EtaLogitsWarper, LogitsProcessorList
 
-from ..nn.prepared import say
-from ..speculation.captured_caches import NoRoom, adopt
-from ..speculation.captured_chain import CapturedChain, borrowed
-from ..speculation.captured_plan import NotCaptured, round_levels
-from ..speculation.captured_round import RoundLevel
-from ..speculation.decode import Decoding, Emit, Stop
-from ..speculation.device_runner import DeviceRunner
+from ..nn.state import say_once
 from ..speculation.draft import Rows
+from ..speculation.loop import Emit, Loop, Stop
+from ..speculation.rounds.caches import adopt
+from ..speculation.rounds.chain import CapturedChain, borrowed
+from ..speculation.rounds.host import HostRounds
+from ..speculation.rounds.plan import NotCaptured, round_levels
+from ..speculation.rounds.program import RoundLevel
+from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .comparison import accumulate
 from .processing import WARPERS
@@ -57,10 +58,11 @@ def captured(
 def go_on(chain: Chain, reason: NoRoom, stop: Stop, emit: Emit, device: torch.device) -> SpeculationStats:
     """Decode step by step what captured rounds had to leave, whose memory is free by now; the counts of both."""
     left = reason.left
-    say(f"{type(chain.target.runner.model).__name__} goes on step by step: {reason}")
+    model = chain.target.runner.model
+    say_once(model, f"{type(model).__name__} goes on step by step: {reason}")
     chain.target.start(len(left.rows), device)
-    how = {"num_draft_tokens": chain.num_draft_tokens, "stop": stop, "emit": emit, "device": device}
-    loop, total = Decoding(chain.target, chain.drafter, **how), chain.finish(left.stats)
+    rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+    loop, total = Loop(rounds, stop=stop, emit=emit), chain.finish(left.stats)
     loop.start(left.rows, left.budgets)
     loop.numbers = left.numbers
     while going := loop.round():
@@ -74,7 +76,7 @@ def go_on(chain: Chain, reason: NoRoom, stop: Stop, emit: Emit, device: torch.de
 
 def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: int) -> list[RoundLevel] | None:
     target = chain.target
-    if not isinstance(target.runner, DeviceRunner):
+    if not target.runner.can.capturable:
         return None
     try:
         _require_no_wait(processors)
@@ -82,7 +84,8 @@ def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: 
             target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, batch=batch, longest=longest
         )
     except NotCaptured as reason:
-        say(f"{type(target.runner.model).__name__} decodes step by step, waiting for the device in each: {reason}")
+        model = target.runner.model
+        say_once(model, f"{type(model).__name__} decodes step by step, waiting for the device in each: {reason}")
         return None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,9 @@ from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, 
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 _SHOWN = 4  # names in a message
 _OF_SEVERAL = ("nested", "planes")
+_MOST_DAMAGED = 2  # characters in which a damaged key still shows what it was
+_INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
+_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "max_position_embeddings")
 
 
 @dataclass
@@ -55,10 +59,51 @@ class Checkpoint:
 
 
 def _checksums_of(file: Path, metadata: dict[str, str]) -> dict[str, str]:
+    for key in metadata:
+        if key != CHECKSUMS_KEY and _nearly(key, CHECKSUMS_KEY):
+            raise ValueError(
+                f"{file} is damaged: its metadata has {key!r} where {CHECKSUMS_KEY!r} was saved; download or write "
+                "the checkpoint again"
+            )
     try:
         return dict(json.loads(metadata.get(CHECKSUMS_KEY, "{}")))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: its checksums cannot be read ({error})") from error
+
+
+def _nearly(key: str, known: str) -> bool:
+    return len(key) == len(known) and sum(a != b for a, b in zip(key, known, strict=True)) <= _MOST_DAMAGED
+
+
+def require_own_shards(*folders: str | Path) -> None:
+    """Every index in ``folders`` sends its tensors to weight files of its folder. ValueError naming index, tensor and
+    entry where one is absolute, climbs out of the folder or is of another kind, and for an index that cannot be read.
+
+    A hub name, which is no folder here, passes: the hub serves a repository's own files only.
+    """
+    for index in sorted({file for folder in folders for kind in _INDEXES for file in Path(folder).glob(kind)}):
+        try:
+            entries = json.loads(index.read_bytes())["weight_map"].items()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{index} is damaged: it holds no weight_map that can be read ({error!r})") from error
+        kind = ".bin" if ".bin." in index.name else ".safetensors"
+        for name, entry in entries:
+            path = PurePath(entry) if isinstance(entry, str) else PurePath()
+            if path.is_absolute() or ".." in path.parts or path.suffix != kind:
+                raise ValueError(
+                    f"{index} says that {name} lies in {entry!r}: a weight_map names {kind} files in the folder of "
+                    "the index; restore the index that was saved with them"
+                )
+
+
+def require_plain(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """The tensors that are stored as they are have the shapes that config.json gives them in ``model``, which has no
+    packed modules yet; ValueError with tensor, file, both shapes and the setting. Asked first because packed modules
+    of wrong sizes say less."""
+    expected = model.state_dict()
+    held = {name: tensor for name, tensor in checkpoint.tensors.items() if name in expected}
+    plain = {name: t for name, t in held.items() if t.dtype is not None and t.dtype.is_floating_point}
+    _require_fit([(tensor, expected[name], False) for name, tensor in plain.items()], model)
 
 
 def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[str]) -> None:
@@ -68,22 +113,22 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
     file and numbers for tensors that are missing, unknown, of another shape or dtype, whose bytes have another
     checksum, or with scales and zero points that no quantizer writes, and for files of different saves. Where the
     checkpoint was saved from another class (a base model without its head), only the packed tensors must be complete,
-    as transformers has it.
+    as transformers has it. One warning for tensors that no file lists a checksum of: every save lists all.
     """
-    _require_one_save(checkpoint)
+    sums = _require_one_save(checkpoint)
     expected = model.state_dict()
     stored, merged = _by_name_in_model(checkpoint, model, expected)
     same_class = type(model).__name__ in (model.config.architectures or [type(model).__name__])
     _require_complete(checkpoint, stored, model, expected.keys() if same_class else packed)
     if same_class:
         _require_nothing_else(stored, model, expected.keys())
-    for name, tensor in stored.items():
-        if name in expected and name not in merged:
-            _require_fit(tensor, expected[name], name in packed)
-    for file, sums in checkpoint.checksums.items():
+    fitting = [name for name in stored if name in expected and name not in merged]
+    _require_fit([(stored[name], expected[name], name in packed) for name in fitting], model)
+    for file in checkpoint.checksums:
         require_checksums(file, checkpoint.of(file), sums)
     _require_packed_values(stored, packed)
     _require_whole_weights(stored, model)
+    _warn_of_unchecked(checkpoint, sums)
 
 
 def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set[str]) -> None:
@@ -92,12 +137,12 @@ def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set
     expected = model.state_dict()
     stored, merged = _by_name_in_model(checkpoint, model, expected)
     _require_complete(checkpoint, stored, model, sources)
-    for name in sources - merged:
-        if name in stored:
-            _require_fit(stored[name], expected[name], False)
+    held = [name for name in stored if name in sources - merged]
+    _require_fit([(stored[name], expected[name], False) for name in held], model)
 
 
-def _require_one_save(checkpoint: Checkpoint) -> None:
+def _require_one_save(checkpoint: Checkpoint) -> dict[str, str]:
+    """The checksums that the files agree on."""
     # Shards of another model may fit, each whole in itself; but every file lists the checksums of all tensors.
     lists = {file: sums for file, sums in checkpoint.checksums.items() if sums}
     first = next(iter(lists), None)
@@ -108,6 +153,18 @@ def _require_one_save(checkpoint: Checkpoint) -> None:
                 f"{file} and {first} are of different saves: the checksums they list differ for {differ} of "
                 f"{len(sums)} tensors; restore the files that were saved together"
             )
+    return lists.get(first, {})
+
+
+def _warn_of_unchecked(checkpoint: Checkpoint, sums: dict[str, str]) -> None:
+    unknown = [tensor for tensor in checkpoint.tensors.values() if tensor.name not in sums]
+    if unknown:
+        warnings.warn(
+            f"the metadata of {checkpoint.place} has no CRC-32 ({CHECKSUMS_KEY}) of {len(unknown)} of its "
+            f"{len(checkpoint.tensors)} tensors, the first is {unknown[0].place}: whether their bytes are those that "
+            "were saved was not checked; quantize the model again or, if you trust the files, save what was loaded",
+            stacklevel=2,
+        )
 
 
 def _by_name_in_model(
@@ -157,16 +214,44 @@ def _pattern(patterns: Iterable[str] | None) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")  # (?!) matches nothing
 
 
-def _require_fit(stored: StoredTensor, expected: torch.Tensor, packed: bool) -> None:
-    if stored.shape != tuple(expected.shape):
+def _require_fit(found: list[tuple[StoredTensor, torch.Tensor, bool]], model: PreTrainedModel) -> None:
+    """Stored tensors, what ``model`` expects, and whether it is packed."""
+    wrong = [entry for entry in found if entry[0].shape != tuple(entry[1].shape)]
+    if len(wrong) == 1 and wrong[0][2]:
+        stored, expected, _ = wrong[0]
         fewer = len(stored.shape) == expected.ndim and stored.shape < tuple(expected.shape)
-        raise ValueError(
-            f"{stored.place} has shape {list(stored.shape)}, config.json makes it {list(expected.shape)}: it is "
-            f"{'truncated' if fewer else 'of another model, or config.json is'}; restore the files saved together"
+        raise _misfit(stored, expected, f"it is {'truncated' if fewer else 'of another model, or config.json is'}")
+    if wrong:
+        explained = ((one, _settings_behind(*one[:2], model)) for one in wrong)
+        (stored, expected, _), settings = next((entry for entry in explained if entry[1]), (wrong[0], ""))
+        raise _misfit(
+            stored, expected, f"{settings}{len(wrong)} of {len(found)} tensors differ, config.json is of another model"
         )
-    floats = stored.dtype is not None and stored.dtype.is_floating_point and expected.is_floating_point()
-    if stored.dtype != expected.dtype and (packed or not floats):
-        raise TypeError(f"{stored.place} is {stored.dtype}, config.json makes it {expected.dtype}")
+    for stored, expected, packed in found:
+        floats = stored.dtype is not None and stored.dtype.is_floating_point and expected.is_floating_point()
+        if stored.dtype != expected.dtype and (packed or not floats):
+            raise TypeError(f"{stored.place} is {stored.dtype}, config.json makes it {expected.dtype}")
+
+
+def _misfit(stored: StoredTensor, expected: torch.Tensor, why: str) -> ValueError:
+    return ValueError(
+        f"{stored.place} has shape {list(stored.shape)}, config.json makes it {list(expected.shape)}: {why}; restore "
+        "the files saved together"
+    )
+
+
+def _settings_behind(stored: StoredTensor, expected: torch.Tensor, model: PreTrainedModel) -> str:
+    """The settings of config.json that give ``expected`` a size which is not the stored one, as in "hidden_size is 64
+    there, "; empty where none does."""
+    config = model.config.get_text_config()
+    sizes = {name: getattr(config, name, None) for name in _SIZES}
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        count, width = getattr(config, heads, None), getattr(config, "head_dim", None)
+        sizes[f"{heads} x head_dim"] = count * width if count and width else None
+    pairs = zip(stored.shape, expected.shape, strict=False)
+    wanted = {size for held, size in pairs if held != size and size > 1}
+    names = [name for name, size in sizes.items() if size in wanted]
+    return f"{' or '.join(names)} is {sizes[names[0]]} there, " if names else ""
 
 
 def _require_packed_values(stored: dict[str, StoredTensor], packed: set[str]) -> None:

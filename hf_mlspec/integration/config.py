@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ..engines.choose import ENGINES
 from ..formats.bitplanes import CASTS
 from ..formats.mxfp4 import require_rule
 from ..nn.switch import CHOICES
@@ -52,6 +53,11 @@ class SpeculationConfig:
         GPU the same sampled ones for the same seed. There a round of all levels is one CUDA graph where no level is a
         lookup or speaks another vocabulary and no logits processor reads tokens; what it needs is kept for the next
         call (`hf_mlspec.clear` frees it). False: module by module, except models given to `hf_mlspec.prepare`.
+    engine: what runs target and levels: None, the fastest that serves the model where it is; "modules", the model's
+        own modules; "cpu", one compiled call per step; "cuda", kernels that a CUDA graph can hold (over a model on the
+        CPU the same steps, by the CPU's ops). KernelError or ValueError where the named one cannot run the target; a
+        level that it cannot run goes module by module, said once. None for a target that was prepared with
+        `hf_mlspec.prepare(model, engine=...)`: that one.
     common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their
         probabilities (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling,
         by text when greedy.
@@ -68,6 +74,7 @@ class SpeculationConfig:
     ngram_order: int = 4
     common_vocabulary: bool | None = None
     prepare: bool = True
+    engine: str | None = None
 
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):
@@ -82,6 +89,8 @@ class SpeculationConfig:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "common_vocabulary"):
                 raise TypeError(f"{name} is {value!r}, it must be True or False")
+        if self.engine is not None and self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
         require_rule(self.cast_rule)
         bits = self.cast_activation_bits
         if bits is not None and (not _is_count(bits, 1) or bits not in CHOICES["mxfp4"]):

@@ -10,21 +10,28 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
-from ..speculation.captured import CapturedDecoding
-from ..speculation.captured_caches import NoRoom
-from ..speculation.captured_chain import CapturedChain
-from ..speculation.decode import Decoding, Emit, Stop, decode_all
+from ..engines.modules.attention import ragged_attention_on
 from ..speculation.draft import Rows
-from ..speculation.ragged_attention import ragged_attention_on
+from ..speculation.loop import Emit, Loop, Stop
+from ..speculation.rounds.captured import CapturedRounds
+from ..speculation.rounds.chain import CapturedChain
+from ..speculation.rounds.host import HostRounds
+from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .capture import captured, go_on
 from .config import SpeculationConfig
 from .levels import resolve
-from .processing import Prompts, Stopping, split_processors
+from .processing import Prompts, calls_like, split_processors
 from .record import Record
 from .request import check_prompts, check_request, check_streamer, check_target
+from .stopping import Stopping
 from .suitability import check_length
 from .wiring import Chain, Wiring
 
@@ -101,17 +108,19 @@ class Call:
 
     @property
     def new_tokens(self) -> int:
-        """The most a row may gain."""
-        return int(self.settings.max_length) - self.input_ids.shape[1]
+        """The most a row may gain; stock generate asks a length of the user's after the first token only."""
+        width = self.input_ids.shape[1]
+        own = [c.max_length - width for c in self.criteria if calls_like(c, (MaxLengthCriteria,))]
+        return min([int(self.settings.max_length) - width, *(max(room, 1) for room in own)])
 
 
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
     prompts = check(model, call)
-    stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
+    stop = Stopping(call.criteria, prompts)
     chain = _chain(model, call, prompts, stop)
     record = Record(call.settings, call.streamer, len(prompts.rows))
-    rows = [list(row) for row in prompts.rows]
+    rows = prompts.grown
     keep_stats(model, SpeculationStats([level.stats for level in chain.levels]))  # a streamer may watch them grow
     emit = record if call.watch is None else call.watch(chain, record)
     with ragged_attention_on(chain.models):
@@ -126,12 +135,21 @@ def check(model: PreTrainedModel, call: Call) -> Prompts:
     """The prompts of a call that can be served; ValueError for any other, before anything is computed."""
     check_request(call.input_ids, call.settings, call.model_kwargs)
     check_streamer(call.streamer, len(call.input_ids))
-    prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"))
+    prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
     _check_filled(call.model_kwargs.get("past_key_values"), prompts)
     split_processors(call.processors, prompts)  # refuses those that keep state
     return prompts
+
+
+def _filler(settings: GenerationConfig) -> int:
+    """The token that stands behind the end of a row."""
+    for name in ("_pad_token_tensor", "_eos_token_tensor"):
+        value = getattr(settings, name, None)
+        if value is not None:
+            return int(value.flatten()[0])
+    return 0
 
 
 def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping) -> Chain:
@@ -164,20 +182,23 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
                     chain.target.start(len(rows), device)
                 if cached:  # the target's cache takes over what a user's holds of a single prompt
                     chain.target.runner.cache.load(given, cached)
-                stats = decode_all(_loop(chain, rounds, stop, emit, device), rows, budgets, cached)
+                stats = _loop(chain, rounds, stop, emit, device).decode(rows, budgets, cached)
+                stats.new_tokens -= stop.cut(rows)
             return chain.finish(stats), _return_cache(chain, given, cached, rows) if wanted else None
     except NoRoom as error:
         reason = NoRoom(str(error), error.left)  # without the frames that hold the chain
     with torch.inference_mode():
         stats = go_on(chain, reason, stop, emit, device)
+        stats.new_tokens -= stop.cut(rows)
     return stats, _return_cache(chain, given, cached, rows) if wanted else None
 
 
-def _loop(chain: Chain, rounds: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Decoding:
-    how = {"num_draft_tokens": chain.num_draft_tokens, "stop": stop, "emit": emit}
-    if rounds is not None:
-        return CapturedDecoding(rounds, chain.target, chain.drafter, **how)
-    return Decoding(chain.target, chain.drafter, **how, device=device)
+def _loop(chain: Chain, captured: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Loop:
+    if captured is not None:
+        rounds = CapturedRounds(captured, chain.target, chain.drafter)
+    else:
+        rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+    return Loop(rounds, stop=stop, emit=emit)
 
 
 def _is_plain(cache) -> bool:

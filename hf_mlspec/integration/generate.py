@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..nn.fused import is_prepared
+from ..nn.state import is_prepared
 from . import saving
 from .config import SpeculationConfig
 from .decoding import Call, check, run

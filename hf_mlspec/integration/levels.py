@@ -8,17 +8,17 @@ from pathlib import Path
 
 from torch import nn
 
+from ..engines.built import drop_outdated
+from ..engines.choose import move_weights
 from ..nn.castable import is_nested
-from ..nn.device_decoder import device_decoder, device_of
 from ..nn.nest import nest
 from ..nn.packed import PackedModule
-from ..nn.prepared import drop_outdated, is_prepared
 from ..nn.replace import direct_cast, early_exit, fingerprint
 from ..precision import Bits, Precision
-from ..speculation.captured_chain import let_go
 from ..speculation.draft import Drafter
 from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
+from ..speculation.rounds.chain import let_go
 from .config import SpeculationConfig, Word, parse_level
 from .load import read_model, read_tokenizer
 from .lower_precision import check_descent, lower_precision
@@ -93,8 +93,7 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
 def _move_weights_first(target: nn.Module, config: SpeculationConfig) -> None:
     """A decoder on a GPU puts weights side by side, and the first product puts nested ones in tiles; views built
     before that would be built anew in the next call."""
-    if (config.prepare or is_prepared(target)) and device_of(target).type == "cuda":
-        device_decoder(target)
+    move_weights(target, name=config.engine, prepare=config.prepare)
     for module in target.modules():
         if isinstance(module, PackedModule):
             module.prepack_()

@@ -9,6 +9,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from .checkpoint import require_own_shards
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of from_pretrained, for what is no checkpoint; RuntimeError: weights that cannot be converted.
 LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
@@ -36,6 +38,7 @@ def require_folder(path: str) -> None:
 def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transformers.PreTrainedModel:
     """The causal language model of a folder or hub name, on the CPU, loaded with these options of from_pretrained.
     ValueError, in one line, where there is none."""
+    require_own_shards(path)
     try:
         # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
         model, found = transformers.AutoModelForCausalLM.from_pretrained(

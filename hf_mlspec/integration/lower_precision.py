@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..nn.prepared import switches
+from ..engines.built import switches
 from ..nn.switch import CHOICES, FAMILIES, PrecisionSwitch, precision_switch
 from ..precision import Bits, Precision
 from .config import (

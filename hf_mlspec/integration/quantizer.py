@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..nn.nest import unnest
 from ..nn.packed import PackedLinear, PackedModule
-from .checkpoint import Checkpoint, require_packed, require_sources
+from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import (
     escapes_of,
@@ -77,6 +78,8 @@ class MLSpecQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
+        if checkpoint_files:
+            require_own_shards(model.name_or_path, *(Path(file).parent for file in checkpoint_files))
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
         if self.pre_quantized:
@@ -94,6 +97,8 @@ class MLSpecQuantizer(HfQuantizer):
 
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
+        if checkpoint is not None:
+            require_plain(checkpoint, model)
         kept = set(config.modules_to_not_convert)
         if self._nests:
             kept |= tied_to_tables(model)  # nested once they are loaded: on disk such a pair is one plain tensor

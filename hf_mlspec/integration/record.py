@@ -34,9 +34,8 @@ class Record:
     def result(self, prompts: Prompts, rows: Rows, stats: SpeculationStats, cache):
         new = [row[n:] for row, n in zip(rows, prompts.lengths, strict=True)]
         width = max(map(len, new))
-        filler = self._filler()
         tail = torch.tensor(
-            [line + [filler] * (width - len(line)) for line in new],
+            [line + [prompts.filler] * (width - len(line)) for line in new],
             dtype=prompts.input_ids.dtype,
             device=prompts.input_ids.device,
         ).view(len(new), width)
@@ -45,24 +44,20 @@ class Record:
             return sequences
         out = GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=_by_step(self.scores, width),
-            logits=_by_step(self.logits, width),
+            scores=_by_step(self.scores, new),
+            logits=_by_step(self.logits, new),
             past_key_values=cache,
         )
         out.speculation = stats
         return out
 
-    def _filler(self) -> int:
-        for name in ("_pad_token_tensor", "_eos_token_tensor"):
-            value = getattr(self.settings, name, None)
-            if value is not None:
-                return int(value.flatten()[0])
-        return 0
 
-
-def _by_step(store: list[list[Tensor]] | None, width: int) -> tuple[Tensor, ...] | None:
+def _by_step(store: list[list[Tensor]] | None, new: Rows) -> tuple[Tensor, ...] | None:
     """Per new token one `[batch, vocab]`; rows that had stopped hold zeros."""
     if store is None:
         return None
     blank = torch.zeros_like(next(line[0] for line in store if line))
-    return tuple(torch.stack([line[t] if t < len(line) else blank for line in store]) for t in range(width))
+    lines = list(zip(store, map(len, new), strict=True))
+    return tuple(
+        torch.stack([line[t] if t < count else blank for line, count in lines]) for t in range(max(map(len, new)))
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from .processing import Prompts
+from .processing import Prompts, check_mask
 from .suitability import check_model, sliding_window
 
 # What stock generate hands to every decoding method and our loop makes for itself.
@@ -77,6 +77,7 @@ def check_request(input_ids: Tensor, settings: GenerationConfig, model_kwargs: d
                 f"{option} and assistant_models were both given: leave {option} out, levels like 'prompt_lookup' and "
                 "'early_exit:4' do the same"
             )
+    _check_mask(input_ids, settings, model_kwargs)
     _check_cache(settings, model_kwargs)
     extra = sorted(k for k, v in model_kwargs.items() if k not in _OURS and v is not None)
     if extra:
@@ -84,6 +85,15 @@ def check_request(input_ids: Tensor, settings: GenerationConfig, model_kwargs: d
             f"model inputs {', '.join(extra)} are not supported with assistant_models: only input_ids and "
             "attention_mask are"
         )
+
+
+def _check_mask(input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
+    """transformers drops a mask of ones, since 5.23, and keeps its width."""
+    mask, width = model_kwargs.get("attention_mask"), getattr(settings, "_mask_length", None)
+    if mask is not None:
+        check_mask(list(mask.shape), input_ids)
+    elif width is not None:
+        check_mask([len(input_ids), width], input_ids)
 
 
 def _check_cache(settings: GenerationConfig, model_kwargs: dict) -> None:

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engines.choose import engine_of
+from ..engines.engine import Engine
+from ..engines.modules.attention import ragged_attention_on
 from ..nn.switch import precision_switch
 from ..precision import Bits
 from ..speculation.checker import nan_error
 from ..speculation.drafters.agreement import common_prefix
-from ..speculation.fused_runner import FusedRunner
-from ..speculation.ragged_attention import ragged_attention_on
-from ..speculation.runner import Runner
-from .suitability import check_length, check_model, vocab_size
-from .wiring import runner_of
+from .suitability import check_length, check_model, max_positions, vocab_size
 
 _FED = 1024  # tokens that one call feeds, over all rows: larger matrix products gain nothing
 _LOGITS = 2**25  # entries of the logits of one call: 128 MiB in float32, and as much again for their logarithms
@@ -116,7 +115,9 @@ class _Scoring:
     def finished(self) -> Iterator[tuple[int, TokenScores]]:
         """The loop: every call feeds a chunk of the row that each slot is at."""
         with self._computing(None):
-            runner = runner_of(self.model, prepare=self.prepare, capacity=self.capacity)
+            runner = engine_of(
+                self.model, prepare=self.prepare, capacity=self.capacity, num_positions=max_positions(self.model)
+            )
             runner.start(len(self.queues), self.model.device)
         while self.queues:
             with self._computing(runner):
@@ -125,7 +126,7 @@ class _Scoring:
                 self._leave(runner)
             yield from ((task.index, task.scores()) for task in done)
 
-    def _feed(self, runner: Runner | FusedRunner) -> None:
+    def _feed(self, runner: Engine) -> None:
         """One call: the next tokens of every row, and the scores of those whose turn it is."""
         size = vocab_size(self.model)
         most_fed = max(1, _FED // len(self.queues))
@@ -144,7 +145,7 @@ class _Scoring:
             if tokens:
                 queue[0].parts.append(_scores(own, greedy, tokens, self.model.dtype))
 
-    def _advance(self, runner: Runner | FusedRunner, slot: int) -> _Task:
+    def _advance(self, runner: Engine, slot: int) -> _Task:
         """The slot's row is finished: its cache keeps what the next one begins with."""
         queue = self.queues[slot]
         task = queue.popleft()
@@ -154,20 +155,20 @@ class _Scoring:
             runner.rollback(keep)
         return task
 
-    def _leave(self, runner: Runner | FusedRunner) -> None:
+    def _leave(self, runner: Engine) -> None:
         """Slots without another row are given up."""
         going = [slot for slot, queue in enumerate(self.queues) if queue]
         if 0 < len(going) < len(self.queues):
             runner.select(going)
         self.queues = [self.queues[slot] for slot in going]
 
-    def _computing(self, runner: Runner | FusedRunner | None) -> ExitStack:
+    def _computing(self, runner: Engine | None) -> ExitStack:
         """No gradients, the activation bits that were asked for, and attention over ragged rows."""
         stack = ExitStack()
         stack.enter_context(torch.inference_mode())
         if self.bits is not None:
             stack.enter_context(precision_switch(self.model).at(self.bits))
-        if isinstance(runner, Runner):
+        if runner is not None and runner.can.by_module:
             stack.enter_context(ragged_attention_on([self.model]))
         return stack
 
@@ -206,10 +207,10 @@ def _deal(tasks: list[_Task], slots: int) -> list[deque[_Task]]:
     return [queue for queue in queues if queue]
 
 
-def _logits(runner: Runner | FusedRunner, rows: list[list[int]], guesses: list[list[int]]) -> tuple[Tensor, Tensor]:
+def _logits(runner: Engine, rows: list[list[int]], guesses: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Feed rows and guesses: float32 `[sum of kept, vocab]`, rows behind each other, and int64 `[sum of kept]`, the
     greedy token of each position."""
-    if isinstance(runner, FusedRunner):
+    if runner.can.greedy_rounds:
         scores = runner.score(rows, guesses, want_logits=True)
         return scores.logits, torch.tensor([token for line in scores.best for token in line])
     width = max(map(len, guesses))

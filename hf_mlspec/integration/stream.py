@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..engines.modules.attention import ragged_attention_on
 from ..speculation.checker import Verdict
-from ..speculation.decode import Decoding
 from ..speculation.draft import Rows
-from ..speculation.ragged_attention import ragged_attention_on
+from ..speculation.loop import Loop
+from ..speculation.rounds.host import HostRounds
 from ..speculation.row_sampling import RowRule
 from ..speculation.stats import LevelStats, SpeculationStats
 from .config import SpeculationConfig
@@ -47,7 +48,8 @@ def generate_stream(
 
     requests: any iterable of Request, or of what makes one: a list of ids, a tensor, a string, a dict of arguments. It
         is asked for the next one only when a slot is free, between two rounds: what blocks there blocks decoding. It
-        may yield None for "nothing yet" and is asked again after the next round.
+        may yield None for "nothing yet" and is asked again after the next round. An Exception that it raises is raised
+        here once the requests in flight have completed.
     max_batch: rows decoded at a time.
     assistant_models, assistant_tokenizers, speculation_config: as in `model.generate`; no levels: the target alone.
     tokenizer: the target's, for prompts and stop strings; completions then carry their text.
@@ -97,15 +99,10 @@ class _Stream:
         self.rules, self.max_batch, self.exhausted, self.admitted = rules, max_batch, False, 0
         self.live: dict[int, Admitted] = {}  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
+        self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
-        self.loop = Decoding(
-            chain.target,
-            chain.drafter,
-            num_draft_tokens=chain.num_draft_tokens,
-            stop=self._stop,
-            emit=self._emit,
-            device=device,
-        )
+        rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+        self.loop = Loop(rounds, stop=self._stop, emit=self._emit)
         chain.target.start(0, device)
         self.loop.start([], [])
 
@@ -121,6 +118,7 @@ class _Stream:
                     if ended is not None:
                         yield ended
                 if self.exhausted and not going and not joining:
+                    self._raise_failure()
                     return
                 self._place(going, joining)
                 if self.loop.rows:
@@ -143,7 +141,18 @@ class _Stream:
             return next(self.source)
         except StopIteration:
             self.exhausted = True
-            return None
+        except Exception as error:  # of the caller's own source; an interrupt goes through at once
+            self.exhausted, self.failure = True, error
+        return None
+
+    def _raise_failure(self) -> None:
+        """What ended the source, if it was an error."""
+        error, self.failure = self.failure, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback knows this frame
 
     def _join(self, item: Any, joining: list[int]) -> Completion | None:
         """Prepare a request for the next round; the completion of one that never gets there."""

@@ -16,7 +16,8 @@ from ..speculation.row_sampling import GumbelNoise, RowRule
 from ..speculation.stats import SpeculationStats
 from .decoding import Call, check
 from .generate import prepare_call
-from .processing import Prompts, Stopping, split_processors
+from .processing import Prompts, split_processors
+from .stopping import Stopping
 
 _OWN = ("seed", "streamer", "id")
 _LENGTHS = ("max_length", "max_new_tokens")
@@ -165,7 +166,7 @@ class Preparation:
                 )
         call = self._call(ids, options)
         prompts = check(self.model, call)
-        stop = Stopping(call.criteria, getattr(call.settings, "_eos_token_tensor", None), prompts)
+        stop = Stopping(call.criteria, prompts)
         row = list(prompts.rows[0])
         rule = self._rule(call, prompts, frozenset(stop.eos), request.seed)
         return Admitted(request, prompts, row, call.new_tokens, stop, rule, began, SpeculationStats())

@@ -7,20 +7,17 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from transformers.generation import LogitsProcessorList
 
-from ..nn.decoder import bare_forward
-from ..nn.device_decoder import device_decoder
-from ..nn.fused import fused_decoder, is_prepared
+from ..engines.choose import engine_of
+from ..engines.engine import Engine
+from ..nn.state import state_of
 from ..speculation.chain import CheckedDrafter
 from ..speculation.checker import Checker
-from ..speculation.device_runner import DeviceRunner
 from ..speculation.draft import Drafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.drafters.ngram import NGram
 from ..speculation.drafters.prompt_lookup import PromptLookup
 from ..speculation.drafters.self_precision import at_lower_precision
-from ..speculation.fused_runner import FusedRunner
-from ..speculation.runner import Runner
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats
 from .config import (
@@ -37,9 +34,6 @@ from .processing import Prompts, split_processors, warp_of
 from .suitability import max_positions, vocab_size
 from .vocabulary import same_vocabulary
 
-AnyRunner = Runner | FusedRunner | DeviceRunner
-_as_on_device = False  # tests let models on the CPU take the way of those on a GPU
-
 
 @dataclass
 class Chain:
@@ -53,7 +47,7 @@ class Chain:
     drafter: Drafter | None = None
     num_draft_tokens: int = 0
     levels: list[Drafter] = field(default_factory=list)
-    runners: list[AnyRunner | None] = field(default_factory=list)
+    runners: list[Engine | None] = field(default_factory=list)
     level_models: list[nn.Module] = field(default_factory=list)
 
     @property
@@ -77,7 +71,7 @@ class _Above:
     tokenizer: object | None
     vocab_size: int
     is_targets: bool  # its vocabulary is the target's
-    runner: AnyRunner
+    runner: Engine
     in_target_cache: bool
 
 
@@ -103,7 +97,7 @@ class Wiring:
         self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
 
     def build(self, levels: list[Level]) -> Chain:
-        runner = self._runner(self.model)
+        runner = self._runner(self.model, required=True)
         target = Checker(runner, self._sampler(True), "the target", keep_logits=self.keep_logits)
         chain = Chain(target)
         self.count = len(levels)
@@ -125,7 +119,7 @@ class Wiring:
         runner = self._runner(level.model)
         if level.bits is not None:
             runner = at_lower_precision(runner, level.bits)
-        if shares and type(runner) is type(above.runner):
+        if shares and runner.name == above.runner.name:
             runner.follow = above.runner
         chain.level_models += _by_module(runner)
         sampler = self._sampler(above.is_targets and same, above.vocab_size if same else size)
@@ -133,7 +127,7 @@ class Wiring:
         place = len(chain.levels)
         chain.levels.append(None)
         chain.runners.append(runner)
-        most = None if level.shape_of_target else reach(runner)
+        most = None if level.shape_of_target else runner.max_positions
         if last:
             drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold, max_positions=most)
         else:
@@ -180,8 +174,16 @@ class Wiring:
             name=level.name,
         )
 
-    def _runner(self, model: nn.Module) -> AnyRunner:
-        return runner_of(model, prepare=self.config.prepare, capacity=self.capacity)
+    def _runner(self, model: nn.Module, required: bool = False) -> Engine:
+        """required: whether the engine that the config names is a must; levels may run module by module."""
+        return engine_of(
+            model,
+            name=self.config.engine or state_of(self.model).engine,
+            prepare=self.config.prepare,
+            required=required and self.config.engine is not None,
+            capacity=self.capacity,
+            num_positions=max_positions(model),
+        )
 
     def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
         """Levels in another vocabulary take the processors that look at no token ids."""
@@ -217,32 +219,6 @@ class Wiring:
         return default if given is None else given
 
 
-def runner_of(model: nn.Module, *, prepare: bool = True, capacity: int = 0) -> AnyRunner:
-    """A compiled decoder over the model where there is one, else its modules.
-
-    prepare: as in SpeculationConfig. capacity: slots a row of the cache has at first.
-    """
-    if prepare or is_prepared(model):
-        on_device = _as_on_device or next(model.parameters()).is_cuda
-        decoder = device_decoder(model) if on_device else fused_decoder(model)
-        if decoder is not None:
-            return (DeviceRunner if on_device else FusedRunner)(model, decoder, capacity=capacity)
-    return Runner(
-        model,
-        forward=bare_forward(model),
-        capacity=capacity,
-        num_embeddings=model.get_input_embeddings().num_embeddings,
-        num_positions=max_positions(model),
-    )
-
-
-def reach(runner: AnyRunner) -> int | None:
-    """Tokens a model attends to: its positions, and compiled only those before its rotation changes."""
-    decoder = None if isinstance(runner, Runner) else runner.decoder
-    bounds = (max_positions(runner.model), decoder and decoder.max_positions)
-    return min((bound for bound in bounds if bound is not None), default=None)
-
-
-def _by_module(runner: AnyRunner) -> list[nn.Module]:
+def _by_module(runner: Engine) -> list[nn.Module]:
     """The models whose attention has to be switched while the chain runs."""
-    return [runner.model] if isinstance(runner, Runner) else []
+    return [runner.model] if runner.can.by_module else []

@@ -107,6 +107,20 @@ class KernelLinear(nn.Linear):
     is not contiguous; under autograd or autocast) it is its parent.
     """
 
+    @classmethod
+    def over(cls, linear: nn.Linear) -> KernelLinear:
+        """One that takes the place of ``linear``: it shares its parameters and hooks, and keeps it for `given_up`."""
+        own = cls.__new__(cls)
+        vars(own).update(vars(linear), replaced=(linear,))  # in a tuple: a module among modules would be saved twice
+        return own
+
+    def given_up(self) -> nn.Linear:
+        """The linear whose place this one took, as it would be now; where there was none, a new one."""
+        state = dict(vars(self))
+        (linear,) = state.pop("replaced", None) or (nn.Linear.__new__(nn.Linear),)
+        vars(linear).update(state)
+        return linear
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` -> ``[..., out]`` in x.dtype."""
         weight = self.weight

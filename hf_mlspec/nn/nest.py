@@ -20,8 +20,8 @@ from .nest_plan import Plan, nothing_to_nest, plan_of
 from .nest_swap import Swap, nested_swaps, undone
 from .nested import NestedLinear
 from .packed import PackedModule
-from .prepared import drop_decoders
 from .replace import attach_quantizer, detach_quantizer
+from .state import state_of
 from .switch import PrecisionSwitch
 
 MOST_ESCAPED_ROWS = 0.01  # of a weight's rows: they are kept whole beside the planes, and read by every exact product
@@ -105,7 +105,7 @@ def nest_planned(
     model: nn.Module, plan: Plan, codebook: str, switch: PrecisionSwitch, samples: list[Tensor] | None = None
 ) -> None:
     """Nest what the plan holds; what stays after all is noted in it. Whatever is raised, the model is as it was."""
-    drop_decoders(model)  # compiled over the plain weights, and holding them; the next call builds anew
+    state_of(model).drop_engines()  # compiled over the plain weights, and holding them; the next call builds anew
     groups = [[name] for name in _largest_first(model, plan)] if samples is None else _groups(model, plan)
     # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
     bar = logging.tqdm(total=len(plan.paths), desc="Nesting", unit="tensor", leave=False)

@@ -11,6 +11,7 @@ from accelerate.hooks import add_hook_to_module
 from torch import nn
 
 from .castable import is_nested
+from .linear import KernelLinear
 from .nested import NestedEmbedding, NestedLinear
 
 _HOOKS = (
@@ -59,9 +60,8 @@ class Swap:
         linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         weight = layer.dequantized(self.dtype)
         linear.weight, linear.bias = nn.Parameter(weight, requires_grad=self.requires_grad), layer.bias
-        linear.__class__ = self.kind  # a prepared model's linears are a class of their own
         _take_over(layer, linear)
-        return linear
+        return KernelLinear.over(linear) if self.kind is KernelLinear else linear
 
 
 @contextmanager

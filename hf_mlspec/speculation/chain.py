@@ -5,20 +5,16 @@ ML-SpecQD, section 3: the quantized draft of the target is itself sped up by a s
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ..nn.state import say_once
 from .checker import Checker, Verdict, nan_error
 from .draft import Draft, Drafter, Rows
 from .drafters.model import ModelDrafter
 from .stats import LevelStats
-
-logger = logging.getLogger(__name__)
-_said: weakref.WeakSet = weakref.WeakSet()  # models whose rest was mentioned
 
 
 class CheckedDrafter:
@@ -76,8 +72,8 @@ class CheckedDrafter:
         self.checker.runner.sync()
         self.stats.rounds += 1
         limits = self._rested(rows, limits)
-        if self._runs_fused(rows, limits):
-            return self._propose_fused(rows, limits)
+        if self._runs_in_engine(rows, limits):
+            return self._propose_in_engine(rows, limits)
         settled: Rows = [[] for _ in rows]
         probs: list[Tensor] = []  # rounds of [batch, 1 + k, vocab]
         alive = [limit > 0 for limit in limits]
@@ -104,18 +100,18 @@ class CheckedDrafter:
         draft.probs = _gather(probs, places, draft) if probs else None
         return draft
 
-    def _runs_fused(self, rows: Rows, limits: list[int]) -> bool:
-        """Whether both levels are compiled decoders that decide greedily: then all rounds are one call."""
+    def _runs_in_engine(self, rows: Rows, limits: list[int]) -> bool:
+        """Whether the engines of both levels decide greedily themselves: then all rounds are one call."""
         inner = self.inner
         return (
-            self.checker.fused_greedy
+            self.checker.in_engine
             and isinstance(inner, ModelDrafter)
-            and inner.fused_greedy
+            and inner.in_engine
             and any(limits)
             and inner.whole(rows, limits)
         )
 
-    def _propose_fused(self, rows: Rows, limits: list[int]) -> Draft:
+    def _propose_in_engine(self, rows: Rows, limits: list[int]) -> Draft:
         inner, runner = self.inner, self.checker.runner
         inner.runner.sync()
         settled, checks, rounds = runner.draft_checked(
@@ -127,12 +123,12 @@ class CheckedDrafter:
             threshold=self.threshold,
         )
         if any(-1 in row for row in settled):
-            raise nan_error(f"level {self.name}", runner.decoder.dtype)
-        inner.settle_fused([])
+            raise nan_error(f"level {self.name}", runner.dtype)
+        inner.settle_in_engine([])
         inner.stats.rounds += rounds
         inner.stats.settle(checks[::2], checks[1::2])
         if self.checker.on_check is not None:
-            for check in _fused_checks(settled, checks):
+            for check in engine_checks(settled, checks):
                 self.checker.on_check(*check)
         self.stats.forwards, self.stats.seconds = runner.forwards, runner.seconds
         return Draft.from_lists(settled)
@@ -149,11 +145,10 @@ class CheckedDrafter:
         fits = [len(row) + limit <= self.max_positions for row, limit in zip(rows, limits, strict=True)]
         if all(fits):
             return limits
-        if self.checker.runner.model not in _said:
-            _said.add(self.checker.runner.model)
-            logger.warning(
-                "level %s reaches %d tokens only: it rests on longer rows (said once)", self.name, self.max_positions
-            )
+        say_once(
+            self.checker.runner.model,
+            f"level {self.name} reaches {self.max_positions} tokens only: it rests on longer rows (said once)",
+        )
         return [limit if ok else 0 for limit, ok in zip(limits, fits, strict=True)]
 
     def _round(self, seen: Rows, limits: list[int], alive: list[bool]) -> Verdict:
@@ -178,8 +173,8 @@ class CheckedDrafter:
         return [min(line[:n], default=1.0) >= self.threshold for line, n in zip(each, tokens.lengths, strict=True)]
 
 
-def _fused_checks(settled: Rows, checks: list[int]) -> Iterator[tuple[list[int], list[int], list[bool]]]:
-    """The rounds inside one compiled call, as `OnCheck` is told of them.
+def engine_checks(settled: Rows, checks: list[int]) -> Iterator[tuple[list[int], list[int], list[bool]]]:
+    """The rounds inside one call of an engine, as `OnCheck` is told of them.
 
     checks: (drafted, accepted) of every row and round behind each other; a row takes part until what it settled, one
     token more than it accepted in each round, is all that was handed up.

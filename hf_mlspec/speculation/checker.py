@@ -1,4 +1,4 @@
-"""Given a draft, which tokens does one level settle? A runner scores, a sampler reads, acceptance decides."""
+"""Given a draft, which tokens does one level settle? An engine scores, a sampler reads, acceptance decides."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..engines.engine import Engine
 from .acceptance import accept_greedy, accept_sampled
 from .draft import Draft, Rows
-from .fused_runner import FusedRunner
-from .runner import Runner
 from .sampling import Sampler
 
 # (per row: tokens drafted, tokens accepted, whether it was checked at all)
@@ -26,9 +25,10 @@ class Verdict:
         the row rested).
     accepted: per row how many of them were drafted.
     probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each settled position; None when greedy.
-    logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a fused greedy
-        check that was not asked for them.
-    confidence: per row the checker's probabilities of the settled tokens, where a fused check was asked for them.
+    logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a greedy
+        check inside the engine that was not asked for them.
+    confidence: per row the checker's probabilities of the settled tokens, where a check inside the engine was
+        asked for them.
     """
 
     tokens: Rows
@@ -43,17 +43,17 @@ class Checker:
     """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
     keep_logits: verdicts carry logits and scores even where nothing of the check needs them.
-    on_check: told of every check, also of those inside one compiled call; None: nobody listens.
+    on_check: told of every check, also of those inside the engine; None: nobody listens.
     """
 
     on_check: OnCheck | None = None
 
-    def __init__(self, runner: Runner | FusedRunner, sampler: Sampler, name: str, *, keep_logits: bool = True):
+    def __init__(self, runner: Engine, sampler: Sampler, name: str, *, keep_logits: bool = True):
         self.runner, self.sampler, self.name, self.keep_logits = runner, sampler, name, keep_logits
 
     @property
-    def fused_greedy(self) -> bool:
-        """Whether a compiled step takes the very tokens this level settles."""
+    def in_engine(self) -> bool:
+        """Whether the engine itself takes the very tokens this level settles."""
         return runner_is_greedy(self.runner, self.sampler)
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -89,8 +89,8 @@ class Checker:
         return verdict
 
     def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
-        if self.fused_greedy and not self.keep_logits:
-            return self._check_fused(rows, draft, want_confidence, alive)
+        if self.in_engine and not self.keep_logits:
+            return self._check_in_engine(rows, draft, want_confidence, alive)
         guess = draft.tokens if draft.tokens.shape[1] else None
         logits = self.runner.feed(rows, guess, draft.lengths, alive)
         scores = self.sampler.scores(logits, rows, guess, draft.lengths, alive)
@@ -109,15 +109,15 @@ class Checker:
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, probs, logits, scores)
 
-    def _check_fused(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
-        """Greedy without processors: the compiled step hands up its argmax, and no logits leave it."""
+    def _check_in_engine(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
+        """Greedy without processors: the engine hands up its argmax, and no logits leave it."""
         guesses = draft.rows()
         scores = self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
         accepted = [_agreement(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
         for r, line in enumerate(tokens):
             if -1 in line:
-                self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, self.runner.decoder.dtype))
+                self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, self.runner.dtype))
         self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, None, None, None, scores.confidence)
 
@@ -136,11 +136,9 @@ class Checker:
         return torch.cat([_nan_seen(probs[..., 0]), accepted[:, None], tokens], dim=1), probs
 
 
-def runner_is_greedy(runner: Runner | FusedRunner, sampler: Sampler) -> bool:
-    """Whether the greedy tokens of a compiled step are those the sampler would take."""
-    if not isinstance(runner, FusedRunner) or not sampler.is_greedy:
-        return False
-    return runner.decoder.vocab_size <= sampler.vocab_size
+def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:
+    """Whether the greedy tokens that the engine itself takes are those the sampler would take."""
+    return runner.can.greedy_rounds and sampler.is_greedy and runner.vocab_size <= sampler.vocab_size
 
 
 def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:

@@ -8,9 +8,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..engines.engine import Rows
 from .stats import LevelStats
 
-Rows = list[list[int]]
+__all__ = ["Draft", "Drafter", "Rows"]
 
 
 @dataclass

@@ -125,8 +125,7 @@ class Sampler:
             processed = self.process(prefixes, scores[r_index, j_index], [self.row_ids[r] for r in r_index])
             scores[r_index, j_index] = processed
             guess = [guesses[r][j] if j < reach[r] else 0 for r, j in places]
-            forbidden = processed[range(len(places)), guess].isneginf().tolist()
-            for (r, j), token, never in zip(places, guess, forbidden, strict=True):
+            for (r, j), token, never in zip(places, guess, _forbidden(processed, guess), strict=True):
                 if never or token in self.ends:
                     reach[r] = min(reach[r], j)
         return scores
@@ -149,3 +148,11 @@ class Sampler:
         probs = self.probabilities(scores)
         tokens = torch.multinomial(probs, 1)
         return tokens[:, 0], probs, probs.gather(1, tokens)[:, 0]
+
+
+def _forbidden(scores: Tensor, guess: list[int]) -> list[bool]:
+    """Which guesses have a score of -inf in `[n, vocab]`; where all tokens have, the first of them is taken."""
+    never = scores[range(len(guess)), guess].isneginf()
+    if never.any():
+        never &= scores.argmax(dim=-1) != torch.tensor(guess, device=scores.device)
+    return never.tolist()

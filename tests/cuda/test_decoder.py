@@ -8,7 +8,7 @@ import pytest
 import torch
 from decoders import CONFIGS, Lanes, capped, packed_model, random_model
 
-from hf_mlspec.nn.device_decoder import DeviceDecoder
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.nn.switch import precision_switch
 
 # Head sizes and inputs that the kernels take; 200 tokens reach into a second chunk of 128 keys.
@@ -24,7 +24,7 @@ def on_gpu(name: str, **options):
     return random_model(name, torch.bfloat16, **{**SHAPE, **options}).cuda()
 
 
-def lanes(decoder: DeviceDecoder, batch: int, slots: int = 256, **options) -> Lanes:
+def lanes(decoder: CudaDecoder, batch: int, slots: int = 256, **options) -> Lanes:
     return Lanes(decoder, batch, slots=slots, **options)
 
 
@@ -34,7 +34,7 @@ def test_within_three_times_the_error_of_the_modules(name):
     model, ids = on_gpu(name), random_ids(2)
     with torch.no_grad():
         stock = model(torch.tensor(ids).cuda()).logits.double()
-    decoder = DeviceDecoder(model)
+    decoder = CudaDecoder(model)
     out = capped(torch.stack(lanes(decoder, 2).feed(ids)), decoder)
     with torch.no_grad():
         exact = model.double()(torch.tensor(ids).cuda()).logits
@@ -49,7 +49,7 @@ def test_within_three_times_the_error_of_the_modules(name):
 )
 def test_bits_do_not_depend_on_the_grouping(name, options):
     """One by one, in chunks, alone, beside 32 other rows, in another cache, behind padding: the same bits."""
-    decoder, ids = DeviceDecoder(on_gpu(name, **options)), random_ids(33)
+    decoder, ids = CudaDecoder(on_gpu(name, **options)), random_ids(33)
     few = ids[:3]
     together = torch.stack(lanes(decoder, 3).feed(few))
     single = lanes(decoder, 3)
@@ -76,7 +76,7 @@ def test_packed_weights_give_what_they_give_on_the_cpu(name, weights, settings):
     ids = random_ids(2, 40)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     there = copy.deepcopy(model).cuda()
-    cpu, gpu = DeviceDecoder(model), DeviceDecoder(there)
+    cpu, gpu = CudaDecoder(model), CudaDecoder(there)
     for bits in precision_switch(model).bit_choices:
         expected = torch.stack(Lanes(cpu, 2).feed(ids, bits=bits)).float()
         out = torch.stack(lanes(gpu, 2).feed(ids, bits=bits))
@@ -93,7 +93,7 @@ def test_packed_weights_give_what_they_give_on_the_cpu(name, weights, settings):
 
 def test_a_captured_step_is_the_step():
     """Captured once, replayed at other lengths, with other tokens: the bits of plain calls. Nothing waits."""
-    decoder, rows = DeviceDecoder(on_gpu("qwen3")), random_ids(4, 60)
+    decoder, rows = CudaDecoder(on_gpu("qwen3")), random_ids(4, 60)
     eager = lanes(decoder, 4)
     eager.feed([row[:20] for row in rows])
     kv = eager.kv.clone()

@@ -10,12 +10,12 @@ import torch
 from decoders import Lanes, random_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from warned import forget_warnings
 
 import hf_mlspec
-from hf_mlspec.nn import prepared
-from hf_mlspec.nn.device_decoder import device_decoder
+from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.nn.linear import KernelLinear
-from hf_mlspec.nn.prepared import is_prepared
+from hf_mlspec.nn.state import is_prepared
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 176, "head_dim": 32}
 IDS = [[5, 9, 3, 77, 120]]
@@ -23,7 +23,7 @@ IDS = [[5, 9, 3, 77, 120]]
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    prepared._said.clear()
+    forget_warnings()
 
 
 def small():
@@ -31,7 +31,7 @@ def small():
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    return Lanes(device_decoder(model), 1).feed(IDS)[0]
+    return Lanes(decoder_of(model, "cuda"), 1).feed(IDS)[0]
 
 
 def allocated() -> int:
@@ -66,7 +66,7 @@ def test_no_second_copy_of_packed_weights(large):
     size = allocated() - start
     assert size < 0.3 * hf_mlspec.resident_bytes(large)
     torch.cuda.reset_peak_memory_stats()
-    decoder = device_decoder(cast)
+    decoder = decoder_of(cast, "cuda")
     assert decoder.extra_bytes == 0
     assert allocated() - start < 1.01 * size + 2**21  # and rotary tables
     assert torch.cuda.max_memory_allocated() - start - size < 2**29  # one group, and what its tiling needs at once
@@ -94,10 +94,10 @@ def test_saved_and_loaded(tmp_path):
 
 def test_changes_and_moves_are_noticed():
     model = hf_mlspec.prepare(small())
-    first, before = device_decoder(model), logits(model)
-    assert device_decoder(model) is first
+    first, before = decoder_of(model, "cuda"), logits(model)
+    assert decoder_of(model, "cuda") is first
     model.cpu().cuda()
-    assert device_decoder(model) is not first
+    assert decoder_of(model, "cuda") is not first
     assert torch.equal(logits(model), before)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.mul_(2)
@@ -112,7 +112,7 @@ def test_other_dtypes_are_refused(dtype, caplog):
     model = small().to(dtype)
     with pytest.raises(ValueError, match=f"weight is {dtype} on cuda:0, where the kernels take bfloat16: load"):
         hf_mlspec.prepare(model)
-    assert device_decoder(model) is None
+    assert decoder_of(model, "cuda") is None
     assert f"runs module by module: its weights are {dtype}, on cuda:0 load it in bfloat16" in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_a_model_on_two_devices_is_refused(caplog):
     model.model.layers[1].cpu()
     with pytest.raises(ValueError, match="the model is on cuda:0 and cpu; a compiled decoder needs it on one device"):
         hf_mlspec.prepare(model)
-    assert device_decoder(model) is None
+    assert decoder_of(model, "cuda") is None
     assert "it is on cuda:0 and cpu" in caplog.text
 
 

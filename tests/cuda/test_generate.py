@@ -9,14 +9,14 @@ import pytest
 import torch
 from models import near, packed, prompts, tiny
 from transformers import DynamicCache
+from warned import forget_warnings
 
 import hf_mlspec
+from hf_mlspec.engines.cuda.steps import CudaSteps
 from hf_mlspec.integration import decoding
-from hf_mlspec.nn import prepared
-from hf_mlspec.speculation import captured_chain
-from hf_mlspec.speculation.captured_chain import CapturedChain
-from hf_mlspec.speculation.captured_graphs import RoundGraphs
-from hf_mlspec.speculation.device_steps import DeviceSteps
+from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.speculation.rounds.chain import CapturedChain
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
@@ -39,7 +39,7 @@ def draft(target):
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    prepared._said.clear()
+    forget_warnings()
 
 
 @pytest.fixture
@@ -284,19 +284,19 @@ def test_what_is_not_captured_runs_step_by_step_and_says_why_once(launched, targ
 
 
 def test_steps_that_come_again_are_captured(monkeypatch, target, draft):
-    captures, capture = [], DeviceSteps._capture
+    captures, capture = [], CudaSteps._capture
 
     def counted(self, shape, *operands):
         capture(self, shape, *operands)
         captures.append(shape)
 
-    monkeypatch.setattr(DeviceSteps, "_capture", counted)
+    monkeypatch.setattr(CudaSteps, "_capture", counted)
     inputs, slow = asked([9, 4]), {**OPTIONS, "repetition_penalty": 1.3, "max_new_tokens": 300}
     alone = target.generate(**inputs, **slow, assistant_models=[])
     assert captures == [(2, 1, None)]
     assert torch.equal(target.generate(**inputs, **slow, assistant_models=["mxfp4", draft]), alone)
     assert len(captures) > 2
-    monkeypatch.setattr("hf_mlspec.speculation.device_steps._AFTER", 10**6)
+    monkeypatch.setattr("hf_mlspec.engines.cuda.steps._AFTER", 10**6)
     captures.clear()
     assert torch.equal(target.generate(**inputs, **slow, assistant_models=[]), alone)
     assert torch.equal(target.generate(**inputs, **slow, assistant_models=["mxfp4", draft]), alone)

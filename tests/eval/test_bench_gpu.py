@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_captured_step_that_chooses_other_tokens_is_found(monkeypatch):
     """On a CPU the replay is the work itself, so that a second run in a changed state stands for a bad capture."""
     step = program("bench_gpu_step")
     model = program("bench_gpu_models").random_model("tiny", torch.device("cpu"))
-    decoder = step.device_decoder(model)
+    decoder = step.decoder_of(model, "cuda")
     case = step.Case("batch 2", 2, 1, None)
     assert step.Step(decoder, case, 16).timed().median > 0
     one = step.Step(decoder, case, 16)
@@ -258,10 +259,7 @@ def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
 def test_chains_are_replayed(monkeypatch, captured):
     chain = program("bench_gpu_chain")
     if captured:
-        from hf_mlspec.integration import wiring
-
-        monkeypatch.setattr(wiring, "_as_on_device", True)
-        monkeypatch.setattr(chain, "replay", chain.replay_captured)
+        monkeypatch.setattr(chain, "replay", partial(chain.replay_captured, speculation_config={"engine": "cuda"}))
     found = list(chain.chain(bench()))
     whats = {line.what for line in found}
     assert whats == {f"{name}, {data}, batch {batch} (replayed)" for data in ("HumanEval", "GSM8K")
@@ -293,10 +291,9 @@ def test_every_target_of_a_chain_is_measured():
 
 
 def test_a_replay_in_captured_rounds_from_the_shell(monkeypatch, tmp_path, capsys):
-    from hf_mlspec.integration import wiring
-
-    monkeypatch.setattr(wiring, "_as_on_device", True)
     out, shell = tmp_path / "out.jsonl", program("replay")
+    on_cuda = partial(shell.replay_captured, speculation_config={"engine": "cuda"})
+    monkeypatch.setattr(shell, "replay_captured", on_cuda)
     asked = ["--quick", "--device", "cpu", "--captured", "6,2", "--prompt-tokens", "9", "--json", str(out)]
     assert shell.main(asked) == 0
     alone, chain = (json.loads(line) for line in out.read_text().splitlines())

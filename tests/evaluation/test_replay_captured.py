@@ -9,23 +9,18 @@ import pytest
 import torch
 from models import near, tiny
 
+import hf_mlspec
 from hf_mlspec.evaluation import level_acceptance, replay, replay_captured, reschedule
-from hf_mlspec.integration import wiring
-from hf_mlspec.speculation.trace import Round, Trace, TracedLevel, TracedModel, TracedRow
-from hf_mlspec.speculation.trace_script import ScriptedChecker
+from hf_mlspec.speculation.traces.script import ScriptedChecker
+from hf_mlspec.speculation.traces.trace import Round, Trace, TracedLevel, TracedModel, TracedRow
 
 ONE = (((0, 0), (3, 3), (3, 0), (3, 2), (3, 3)), ((0, 0), (3, 1), (3, 1), (3, 3), (3, 2), (3, 0)),
        ((0, 0), (3, 0), (3, 0), (3, 0), (3, 0), (3, 1), (3, 2), (3, 3)))  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def on_device(monkeypatch):
-    monkeypatch.setattr(wiring, "_as_on_device", True)
-
-
 @pytest.fixture(scope="module")
 def target():
-    return tiny(dtype=torch.float32)
+    return hf_mlspec.prepare(tiny(dtype=torch.float32), engine="cuda")
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +120,9 @@ def test_rescheduled_traces_fit(target, draft):
         assert found.stats.row_passes == sum(len(row.rounds) - 1 for row in again.rows)
 
 
-def test_tokens_a_pass_are_those_of_the_step_by_step_replay(target, monkeypatch):
+def test_tokens_a_pass_are_those_of_the_step_by_step_replay(target):
     trace = single()
     captured = replay_captured(target, trace, ["mxfp4"]).stats
-    monkeypatch.setattr(wiring, "_as_on_device", False)
     stepped = replay(target, trace, ["mxfp4"]).stats
     assert captured.row_passes == stepped.row_passes - len(trace.rows)
     assert captured.new_tokens == stepped.new_tokens - len(trace.rows)
@@ -145,10 +139,9 @@ def test_rounds_too_large_for_the_shape_are_refused(target, draft):
         replay_captured(target, many, ["mxfp4", draft])
 
 
-def test_models_without_a_device_decoder_are_refused(target, monkeypatch):
-    monkeypatch.setattr(wiring, "_as_on_device", False)
+def test_models_on_another_engine_are_refused():
     with pytest.raises(ValueError, match=r"these rounds cannot be captured: .* runs module by module; replay"):
-        replay_captured(target, single(), ["mxfp4"])
+        replay_captured(tiny(dtype=torch.float32), single(), ["mxfp4"])
 
 
 @pytest.mark.parametrize(("asked", "named"), [({"batch_size": 4}, "a batch of 4"), ({"rows": [7]}, "no row 7"),

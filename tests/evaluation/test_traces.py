@@ -15,7 +15,7 @@ from hf_mlspec.evaluation import Journal, Trace, level_acceptance, read_trace, r
 from hf_mlspec.evaluation import traces as recording
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
-from hf_mlspec.speculation.trace_file import trace_from_dict, trace_to_dict
+from hf_mlspec.speculation.traces.file import trace_from_dict, trace_to_dict
 
 LENGTHS = [5, 3, 9]
 
@@ -117,11 +117,11 @@ def test_recording_changes_no_token(target, draft):
 def test_rounds_inside_one_call_are_those_step_by_step(target, draft, monkeypatch):
     settings = {"max_new_tokens": 24, "batch_size": 3, "speculation_config": {"confidence_threshold": [0.3, 0.2]}}
     levels, ways = ["mxfp4", draft], []
-    run_fused = CheckedDrafter._propose_fused
-    monkeypatch.setattr(CheckedDrafter, "_propose_fused", lambda *args: ways.append(1) or run_fused(*args))
+    run_fused = CheckedDrafter._propose_in_engine
+    monkeypatch.setattr(CheckedDrafter, "_propose_in_engine", lambda *args: ways.append(1) or run_fused(*args))
     fused = record_trace(target, None, rows_of(), levels, **settings)
     assert ways
-    monkeypatch.setattr(CheckedDrafter, "_runs_fused", lambda *args: False)
+    monkeypatch.setattr(CheckedDrafter, "_runs_in_engine", lambda *args: False)
     assert record_trace(target, None, rows_of(), levels, **settings).rows == fused.rows
 
 

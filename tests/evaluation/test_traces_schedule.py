@@ -9,7 +9,7 @@ import pytest
 
 from hf_mlspec.evaluation import Trace, level_acceptance, read_trace
 from hf_mlspec.evaluation.traces_schedule import agreement_rates, agreements, reschedule
-from hf_mlspec.speculation.trace import Round, TracedLevel, TracedModel, TracedRow
+from hf_mlspec.speculation.traces.trace import Round, TracedLevel, TracedModel, TracedRow
 
 COMMITTED = Path(__file__).resolve().parents[2] / "eval" / "traces"
 NEW = 60

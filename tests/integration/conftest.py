@@ -1,18 +1,18 @@
-"""What do the tests of generate watch: what was said already, and which runner was wired?"""
+"""What do the tests of generate watch: what was said already, and which engine was wired?"""
 
 from __future__ import annotations
 
 import pytest
+from warned import forget_warnings
 
 from hf_mlspec.integration import generate as hook
 from hf_mlspec.integration.wiring import Wiring
-from hf_mlspec.nn import prepared
 
 
 @pytest.fixture
 def nothing_said_yet():
     """Messages that are said once come again."""
-    prepared._said.clear()
+    forget_warnings()
     hook._said.clear()
 
 
@@ -21,8 +21,8 @@ def runners(monkeypatch):
     """Names of the classes that score tokens, in the order in which chains were wired."""
     made, make = [], Wiring._runner
 
-    def counted(self, model):
-        runner = make(self, model)
+    def counted(self, model, **options):
+        runner = make(self, model, **options)
         made.append(type(runner).__name__)
         return runner
 

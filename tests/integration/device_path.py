@@ -1,4 +1,4 @@
-"""How do tests on the CPU take the way of models on a GPU, and what does the same model return step by step?"""
+"""How does a model on the CPU run on the engine of GPUs, and what does the same model return step by step?"""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 
-from hf_mlspec.integration import decoding, wiring
-from hf_mlspec.speculation.captured import CapturedDecoding
+import hf_mlspec
+from hf_mlspec.integration import decoding
+from hf_mlspec.speculation.rounds.captured import CapturedRounds
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
 
 
+def on_cuda(model: nn.Module) -> nn.Module:
+    """The model, whose chains run on the CUDA engine from now on, by the CPU's ops."""
+    return hf_mlspec.prepare(model, engine="cuda")
+
+
 @pytest.fixture
-def on_device(monkeypatch):
-    """Models take the way of those on a GPU; the rows that every round was launched for, in order."""
-    rounds = []
-    play = CapturedDecoding.round
+def rounds(monkeypatch):
+    """The rows that every captured round was launched for, in order."""
+    launched = []
+    play = CapturedRounds.run
 
-    def counted(self):
-        rounds.append(self._bucket)
-        return play(self)
+    def counted(self, *args):
+        launched.append(self.bucket)
+        return play(self, *args)
 
-    monkeypatch.setattr(CapturedDecoding, "round", counted)
-    monkeypatch.setattr(wiring, "_as_on_device", True)
-    return rounds
+    monkeypatch.setattr(CapturedRounds, "run", counted)
+    return launched
 
 
 @contextmanager

@@ -63,6 +63,14 @@ PROMPTS = {
         r"prompt 1 of the batch has no token",
     ),
     "a mask too short": ({**PAIR, "attention_mask": PAIR["attention_mask"][:, 1:]}, r"\[2, 5\] .*\[2, 6\].*one flag"),
+    "a mask of ones, too short": (
+        {**PAIR, "attention_mask": torch.ones(2, 5, dtype=torch.long)},
+        r"attention_mask has shape \[2, 5\] and input_ids \[2, 6\]: one flag",
+    ),
+    "a mask of ones, too long": (
+        {**PAIR, "attention_mask": torch.ones(2, 7, dtype=torch.long)},
+        r"attention_mask has shape \[2, 7\] and input_ids \[2, 6\]: one flag",
+    ),
     "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"at least one token per row"),
     "beyond the positions": (prompts([520]), r"520 prompt tokens.*512 positions.*shorten the prompt"),
 }

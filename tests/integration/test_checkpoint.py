@@ -47,11 +47,14 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def rewrite(folder: Path, name: str, change, keep_checksums: bool = False) -> Path:
-    """The file that holds ``name``, its tensors changed, as a foreign tool writes it: without checksums."""
+    """The file that holds ``name``, its tensors changed, and the others as a foreign tool writes them: without
+    checksums."""
+    for other in [] if keep_checksums else folder.glob("*.safetensors"):
+        save_file(load_file(other), other, metadata={"format": "pt"})
     file = file_of(folder, name)
     tensors, metadata = load_file(file), read_header(file)[1]
     change(tensors)
-    save_file(tensors, file, metadata=metadata if keep_checksums else {"format": "pt"})
+    save_file(tensors, file, metadata=metadata)
     return file
 
 
@@ -76,7 +79,8 @@ def test_an_intact_checkpoint_loads_with_and_without_checksums(saved, tmp_path, 
     for file in tmp_path.glob("*.safetensors"):
         assert CHECKSUMS_KEY in read_header(file)[1]
         save_file(load_file(file), file, metadata={"format": "pt"})
-    second = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    with pytest.warns(UserWarning, match=r"no CRC-32 \(mlspec_crc32\) of (\d+) of its \1 tensors.* not checked"):
+        second = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[n], second[n]) for n in first)
 
@@ -86,6 +90,38 @@ def test_every_tensor_has_its_checksum(saved):
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as contents:
                 assert {*contents.keys()} <= {*json.loads(contents.metadata()[CHECKSUMS_KEY])}
+
+
+def test_only_a_save_without_checksums_is_warned_of(folder, recwarn):
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert not [warning for warning in recwarn if "CRC-32" in str(warning.message)]
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    save_file(load_file(file), file)  # no metadata at all
+    AutoModelForCausalLM.from_pretrained(folder)
+    said = [str(warning.message) for warning in recwarn if "CRC-32" in str(warning.message)]
+    shards = len([*folder.glob("*.safetensors")]) > 1  # the other files list the checksums of this one
+    assert [text.startswith(f"the metadata of {file} has no CRC-32") for text in said] == ([] if shards else [True])
+
+
+def test_a_shard_that_lost_its_metadata_is_checked_by_the_others(saved, tmp_path):
+    shutil.copytree(saved["int4", "shards"], tmp_path, dirs_exist_ok=True)
+    name = f"{LAYER}.weight_packed"
+    file = rewrite(tmp_path, name, lambda tensors: tensors[name].__setitem__((3, 3), 255), keep_checksums=True)
+    save_file(load_file(file), file)
+    refused(tmp_path, ValueError, f"{name} in {file} is damaged", "have CRC-32", "saved was")
+
+
+def test_every_flipped_bit_of_the_key_of_the_checksums_is_found(folder):
+    file = file_of(folder, f"{LAYER}.weight_packed")
+    whole = file.read_bytes()
+    place = whole.index(CHECKSUMS_KEY.encode())
+    for number in range(8 * len(CHECKSUMS_KEY)):
+        damaged = bytearray(whole)
+        damaged[place + number // 8] ^= 1 << number % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is damaged: its (header of|metadata has .* where 'mlspec_crc32' was)"):
+            Checkpoint.read([file])
+    refused(folder, ValueError, str(file), "is damaged")
 
 
 def test_every_flipped_bit_of_the_data_is_found(folder):
@@ -205,6 +241,20 @@ def test_wrong_shapes_and_dtypes(folder, part, change, words):
     name = f"{LAYER}.{part}"
     file = rewrite(folder, name, lambda tensors: tensors.update({name: change(tensors[name]).contiguous()}))
     refused(folder, (ValueError, TypeError), f"{name} in {file} {words}")
+
+
+@pytest.mark.parametrize(("setting", "value", "words"), [
+    ("hidden_size", 96, "has shape [64, 32], config.json makes it [64, 96]: hidden_size is 96 there, 7 of 7 tensors"),
+    ("hidden_size", 48, "has shape [64, 32], config.json makes it [64, 48]: hidden_size is 48 there, 7 of 7 tensors"),
+    ("vocab_size", 80, "has shape [64, 32], config.json makes it [80, 32]: vocab_size is 80 there, 2 of 7 tensors"),
+    ("intermediate_size", 128, "config.json makes it [128, 1]: intermediate_size is 128 there, "),
+    ("head_dim", 24, "config.json makes it [48, 1]: num_key_value_heads x head_dim is 48 there, "),
+])  # fmt: skip
+def test_a_config_of_other_sizes_is_said(folder, setting, value, words):
+    """Not the files: they are whole."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, setting: value}))
+    refused(folder, ValueError, f" in {folder}", words, "differ, config.json is of another model; restore the files")
 
 
 @pytest.mark.parametrize(("part", "value", "words"), [

@@ -11,24 +11,23 @@ import weakref
 
 import pytest
 import torch
-from device_path import OPTIONS, on_device, stepwise
+from device_path import OPTIONS, on_cuda, rounds, stepwise
 from models import letters, near, prompts, tiny
 from transformers import DynamicCache
 
 import hf_mlspec
+from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.evaluation import record_trace
 from hf_mlspec.integration import levels as levels_module
-from hf_mlspec.integration import wiring
-from hf_mlspec.nn.device_decoder import device_decoder
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation import captured_chain
-from hf_mlspec.speculation.captured_chain import CapturedChain, bucket_of
-from hf_mlspec.speculation.captured_graphs import RoundGraphs
+from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.speculation.rounds.chain import CapturedChain, bucket_of
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
-__all__ = ["on_device"]
+__all__ = ["rounds"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
-    pytest.mark.usefixtures("nothing_said_yet", "on_device"),
+    pytest.mark.usefixtures("nothing_said_yet"),
 ]
 
 ONE, TWO = prompts([9]), prompts([9, 4])
@@ -36,7 +35,7 @@ ONE, TWO = prompts([9]), prompts([9, 4])
 
 @pytest.fixture
 def target():
-    return tiny(seed=2, dtype=torch.bfloat16)
+    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
 
 
 @pytest.fixture
@@ -155,7 +154,7 @@ def test_threads_take_turns(target, draft):
     assert all(torch.equal(got[number], expected[number]) for number in range(3))
 
 
-def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypatch, on_device):
+def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypatch, rounds):
     def full(self, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
 
@@ -165,10 +164,10 @@ def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypat
     assert torch.equal(out, stepwise(target, ONE))
     assert len(said(caplog, "no memory to capture them for 1 rows of 256 tokens")) == 1
     assert not captured_chain._kept.get(target)
-    assert not on_device
+    assert not rounds
 
 
-def test_without_memory_for_fewer_rows_the_larger_rounds_go_on(target, draft, caplog, monkeypatch, on_device):
+def test_without_memory_for_fewer_rows_the_larger_rounds_go_on(target, draft, caplog, monkeypatch, rounds):
     inputs = prompts([3, 17, 1, 9])
     rows = stepwise(target, inputs)[:, 17:].tolist()
     asked = {"eos_token_id": sorted({rows[0][1], rows[1][3], rows[2][5]}), "pad_token_id": 0}
@@ -181,7 +180,7 @@ def test_without_memory_for_fewer_rows_the_larger_rounds_go_on(target, draft, ca
     monkeypatch.setattr(RoundGraphs, "capture", full)
     out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[draft])
     assert torch.equal(out, alone)
-    assert set(on_device) == {4}
+    assert set(rounds) == {4}
     assert said(caplog, "those of 4 rows go on")
 
 
@@ -228,17 +227,17 @@ def test_a_chain_is_handed_on_with_nothing_under_way(target, draft, monkeypatch,
 
 
 @pytest.mark.parametrize("levels", [["mxfp4"], ["early_exit:1"], ["mxfp4", "early_exit:1"]], ids=str)
-def test_views_of_the_target_are_built_once(target, made, monkeypatch, levels):
+def test_views_of_the_target_are_built_once(made, monkeypatch, levels):
     """Although the target's decoder moves the weights that they are views of."""
+    target = tiny(seed=2, dtype=torch.bfloat16)
     built, keep = [], levels_module._keep
 
     def counted(target, key, fingerprint, build):
         return keep(target, key, fingerprint, lambda: built.append(key) or build())
 
     monkeypatch.setattr(levels_module, "_keep", counted)
-    monkeypatch.setattr(levels_module, "device_of", lambda _: torch.device("cuda"))
     for _ in range(3):
-        target.generate(**ONE, **OPTIONS, assistant_models=levels)
+        target.generate(**ONE, **OPTIONS, assistant_models=levels, speculation_config={"engine": "cuda"})
     assert len(built) == len(levels)
     assert len(made) == 1
 
@@ -256,7 +255,7 @@ def test_what_a_call_captures_is_counted_once(target, draft, monkeypatch):
 
 def test_clear_frees_the_weights_that_a_model_left(target, draft):
     target.generate(**ONE, **OPTIONS, assistant_models=[draft])
-    weights = weakref.ref(device_decoder(target)._layers[0].qkv.weight)
+    weights = weakref.ref(decoder_of(target, "cuda")._layers[0].qkv.weight)
     hf_mlspec.clear(target)
     assert weights() is not None  # they are the model's
     target.float()
@@ -275,21 +274,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("asked", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_captured_runs_step_by_step_and_says_why_once(target, draft, asked, words, caplog, on_device):
+def test_what_is_not_captured_runs_step_by_step_and_says_why_once(target, draft, asked, words, caplog, rounds):
     for _ in range(2):
         target.generate(**{**TWO, **OPTIONS, "assistant_models": [draft], **asked})
     (message,) = said(caplog, "step by step")
     assert words in message
     assert "LlamaForCausalLM" in message
-    assert not on_device
+    assert not rounds
 
 
-def test_a_draft_that_sees_fewer_tokens_than_rows_may_have(target, caplog, on_device):
+def test_a_draft_that_sees_fewer_tokens_than_rows_may_have(target, caplog, rounds):
     short = tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=32)
     out = target.generate(**ONE, **OPTIONS, assistant_models=[short])
     assert torch.equal(out, stepwise(target, ONE))
     assert said(caplog, "sees 32 tokens, rows may have 49")
-    assert not on_device
+    assert not rounds
 
 
 @pytest.mark.parametrize("levels", [["prompt_lookup"], ["mxfp4", "prompt_lookup"], ["mxfp4", "early_exit:1"]], ids=str)
@@ -329,21 +328,18 @@ def test_a_stream_of_requests(target, draft):
     assert [one.new_tokens for one in done] == [alone] * 3
 
 
-def test_a_prepared_model_without_levels_decodes_in_rounds(target, monkeypatch, on_device):
-    monkeypatch.setattr(wiring, "_as_on_device", False)
-    hf_mlspec.prepare(target)
-    monkeypatch.setattr(wiring, "_as_on_device", True)
+def test_a_prepared_model_without_levels_decodes_in_rounds(target, rounds):
     out = target.generate(**TWO, **OPTIONS)
-    assert on_device == [2] * 5
+    assert rounds == [2] * 5
     assert torch.equal(out, stepwise(target, TWO))
 
 
 @pytest.mark.parametrize("levels", [[], ["draft"], ["mxfp4", "draft"]], ids=str)
-def test_a_trace_of_captured_rounds_tells_what_they_settled(target, draft, levels, on_device):
+def test_a_trace_of_captured_rounds_tells_what_they_settled(target, draft, levels, rounds):
     levels = [draft if level == "draft" else level for level in levels]
     ids = [ONE["input_ids"][0].tolist(), prompts([4])["input_ids"][0].tolist()]
     trace = record_trace(target, letters(), ids, levels, max_new_tokens=24, batch_size=2)
-    assert on_device
+    assert rounds
     for row in trace.rows:
         assert sum(round.settled for round in row.rounds) >= row.new_tokens == 24
         if len(levels) == 2:

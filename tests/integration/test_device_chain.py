@@ -1,6 +1,6 @@
 """Do captured rounds return what the target alone returns? On the CPU a round runs as it would be captured.
 
-The way of models on a GPU, over the same ops: `wiring._as_on_device` lets models on the CPU take it. What a round
+The engine of GPUs, over the same ops: `prepare(model, engine="cuda")` lets models on the CPU run on it. What a round
 enqueues, how its lengths move, how rows leave and buckets shrink is all here; only graphs and kernels are not.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_path import OPTIONS, on_device, stepwise
+from device_path import OPTIONS, on_cuda, rounds, stepwise
 from models import EOS, near, packed, prompts, tiny
 
 import hf_mlspec
-from hf_mlspec.integration import wiring
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
-__all__ = ["on_device"]
+__all__ = ["rounds"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
     pytest.mark.usefixtures("nothing_said_yet"),
@@ -26,7 +25,7 @@ BATCHES = {"one row": prompts([9]), "three": prompts([3, 17, 1]), "eight": promp
 
 @pytest.fixture
 def target():
-    return tiny(seed=2, dtype=torch.bfloat16)
+    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
 
 
 @pytest.fixture
@@ -59,34 +58,35 @@ CONFIGS = {
 @pytest.mark.parametrize("inputs", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("chain", CHAINS)
-def test_greedy_ids_are_those_of_the_target_alone(on_device, target, draft, chain, config, inputs):
+def test_greedy_ids_are_those_of_the_target_alone(rounds, target, draft, chain, config, inputs):
     alone = stepwise(target, inputs)
     levels = chains(draft)[chain]
     out = target.generate(**inputs, **OPTIONS, assistant_models=levels, speculation_config=CONFIGS[config])
     assert torch.equal(out, alone)
-    assert on_device
+    assert rounds
     stats = hf_mlspec.last_stats(target)
     assert stats.new_tokens == alone[:, inputs["input_ids"].shape[1] :].numel()
     assert all(level.accepted > 0 for level in stats.levels)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"])
-def test_architectures(on_device, kind):
-    target, inputs = tiny(kind, seed=2, dtype=torch.bfloat16), BATCHES["three"]
+def test_architectures(rounds, kind):
+    target, inputs = on_cuda(tiny(kind, seed=2, dtype=torch.bfloat16)), BATCHES["three"]
     alone = stepwise(target, inputs)
     out = target.generate(**inputs, **OPTIONS, assistant_models=["mxfp4", near(target, 0.05)])
     assert torch.equal(out, alone)
-    assert on_device
+    assert rounds
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_ids_are_those_of_the_compiled_decoder_of_the_cpu(on_device, chain, monkeypatch):
+def test_ids_are_those_of_the_engine_of_the_cpu(rounds, chain):
     """In float32, where both round alike."""
     target, inputs = tiny(seed=2, dtype=torch.float32), BATCHES["three"]
     draft = near(target, 0.05)
-    out = target.generate(**inputs, **OPTIONS, assistant_models=chains(draft)[chain])
-    monkeypatch.setattr(wiring, "_as_on_device", False)
-    assert torch.equal(out, target.generate(**inputs, **OPTIONS, assistant_models=chains(draft)[chain]))
+    asked = {**inputs, **OPTIONS, "assistant_models": chains(draft)[chain]}
+    out = target.generate(**asked, speculation_config={"engine": "cuda"})
+    assert rounds
+    assert torch.equal(out, target.generate(**asked, speculation_config={"engine": "cpu"}))
 
 
 QSPEC = [["w4a8"], ["w4a4"], ["qspec"], ["w4a8", "w4a4"], ["w4a8", "early_exit:1"]]
@@ -94,16 +94,16 @@ QSPEC = [["w4a8"], ["w4a4"], ["qspec"], ["w4a8", "w4a4"], ["w4a8", "early_exit:1
 
 @pytest.mark.parametrize("levels", QSPEC, ids=str)
 @pytest.mark.parametrize("inputs", BATCHES.values(), ids=BATCHES)
-def test_a_packed_target_drafts_for_itself(on_device, levels, inputs):
+def test_a_packed_target_drafts_for_itself(rounds, levels, inputs):
     shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    target = packed(tiny(seed=2, dtype=torch.bfloat16, **shape), "int4")
+    target = on_cuda(packed(tiny(seed=2, dtype=torch.bfloat16, **shape), "int4"))
     alone = stepwise(target, inputs)
     assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_models=levels), alone)
-    assert on_device
+    assert rounds
     assert all(level.accepted > 0 for level in hf_mlspec.last_stats(target).levels)
 
 
-def test_a_draft_that_is_the_target_is_always_right(on_device, target):
+def test_a_draft_that_is_the_target_is_always_right(rounds, target):
     """Its own cache lacks nothing when a round begins: neither after full acceptance, nor at depth two."""
     twin, other = near(target, 0.0), near(target, 0.0)
     config = {"num_draft_tokens": [8, 3], "confidence_threshold": 0.0}
@@ -114,7 +114,7 @@ def test_a_draft_that_is_the_target_is_always_right(on_device, target):
             assert level.accepted == level.drafted > 0
 
 
-def test_levels_draft_what_they_draft_step_by_step(on_device, target, draft):
+def test_levels_draft_what_they_draft_step_by_step(rounds, target, draft):
     """Thresholds, limits near the end of a row and what each level accepts, with one inner round for a draft."""
     config = {"num_draft_tokens": [4, 4], "confidence_threshold": [0.3, 0.5]}
     for levels, given in ((["mxfp4"], {"num_draft_tokens": 5, "confidence_threshold": 0.5}), ([draft], {}),
@@ -130,12 +130,12 @@ def test_levels_draft_what_they_draft_step_by_step(on_device, target, draft):
             assert counts[0] == counts[1]
         assert all(0 < accepted <= drafted for drafted, accepted in counts[1])
     target.generate(**BATCHES["three"], **OPTIONS, assistant_models=["mxfp4", draft], speculation_config=config)
-    assert on_device
+    assert rounds
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 8, 9, 10])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_rows_end_at_their_last_token(on_device, target, draft, chain, new_tokens):
+def test_rows_end_at_their_last_token(rounds, target, draft, chain, new_tokens):
     inputs = BATCHES["three"]
     alone = stepwise(target, inputs, max_new_tokens=new_tokens)
     asked = {**OPTIONS, "max_new_tokens": new_tokens}
@@ -145,24 +145,24 @@ def test_rows_end_at_their_last_token(on_device, target, draft, chain, new_token
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_rows_end_with_the_sequence_and_buckets_shrink(on_device, target, draft, chain):
+def test_rows_end_with_the_sequence_and_buckets_shrink(rounds, target, draft, chain):
     """An end may sit inside a block; rows that go on move together when half of the places are idle."""
     inputs = BATCHES["eight"]
     rows = stepwise(target, inputs)[:, 30:].tolist()
     ends = sorted({row[place] for row, place in zip(rows, (1, 5, 9, 11, 17, 22), strict=False)})
     asked = {"eos_token_id": ends, "pad_token_id": 0}
     alone = stepwise(target, inputs, **asked)
-    on_device.clear()
+    rounds.clear()
     out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=chains(draft)[chain])
     assert torch.equal(out, alone)
-    assert on_device[0] == 8
-    assert on_device[-1] < 8
-    assert on_device == sorted(on_device, reverse=True)
+    assert rounds[0] == 8
+    assert rounds[-1] < 8
+    assert rounds == sorted(rounds, reverse=True)
     if chain == "alone":
         assert hf_mlspec.last_stats(target).tokens_per_target_pass == 1.0
 
 
-def test_a_stop_criterion_ends_a_row_inside_a_block(on_device, target):
+def test_a_stop_criterion_ends_a_row_inside_a_block(rounds, target):
     inputs = prompts([9])
     text = stepwise(target, inputs)[0].tolist()
 
@@ -186,7 +186,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("chain", ["alone", "mxfp4", "mxfp4, draft"])
-def test_sampled_ids_are_those_of_the_target_alone_with_the_same_seed(on_device, target, draft, chain, sampler):
+def test_sampled_ids_are_those_of_the_target_alone_with_the_same_seed(rounds, target, draft, chain, sampler):
     inputs = BATCHES["three"]
     asked = {**OPTIONS, "do_sample": True, **SAMPLERS[sampler]}
     texts = []
@@ -195,16 +195,16 @@ def test_sampled_ids_are_those_of_the_target_alone_with_the_same_seed(on_device,
         texts.append(target.generate(**inputs, **asked, assistant_models=levels).tolist())
     assert texts[0] == texts[1] != texts[2]
     assert all(level.accepted > 0 for level in hf_mlspec.last_stats(target).levels)
-    assert len(on_device) > 3
+    assert len(rounds) > 3
 
 
-def test_sampled_frequencies_are_the_targets(on_device, target, draft):
+def test_sampled_frequencies_are_the_targets(rounds, target, draft):
     prompt = prompts([6])["input_ids"].repeat(2000, 1)
     asked = {"max_new_tokens": 2, "do_sample": True, "top_k": 16, "eos_token_id": None, "temperature": 2.0}
     torch.manual_seed(0)
     mask = torch.ones_like(prompt)
     out = target.generate(prompt, attention_mask=mask, **asked, assistant_models=[draft])
-    assert on_device
+    assert rounds
     asked |= {"assistant_models": [], "return_dict_in_generate": True, "output_scores": True}
     expected = target.generate(prompt[:1], attention_mask=mask[:1], **asked).scores[0][0].double().softmax(-1)
     likely, seen = expected > 0, torch.bincount(out[:, 6], minlength=64)
@@ -213,7 +213,7 @@ def test_sampled_frequencies_are_the_targets(on_device, target, draft):
     assert ((seen[likely] - expected) ** 2 / expected).sum() < 37.7  # chi-squared, 15 degrees of freedom: 1 in 1000
 
 
-def test_end_of_sequence_of_the_model_itself(on_device, target, draft):
+def test_end_of_sequence_of_the_model_itself(rounds, target, draft):
     """Without eos_token_id=None the model's own end counts."""
     inputs = prompts([4, 9, 2, 6])
     asked = {"max_new_tokens": 60, "do_sample": False}
@@ -224,25 +224,25 @@ def test_end_of_sequence_of_the_model_itself(on_device, target, draft):
 @pytest.mark.parametrize("new_tokens", [1, 2, 30])
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2, 1]], ids=str)
 @pytest.mark.parametrize("chain", CHAINS)
-def test_prompts_of_one_token(on_device, target, draft, chain, lengths, new_tokens):
+def test_prompts_of_one_token(rounds, target, draft, chain, lengths, new_tokens):
     inputs, asked = prompts(lengths), {**OPTIONS, "max_new_tokens": new_tokens}
     out = target.generate(**inputs, **asked, assistant_models=chains(draft)[chain])
     assert torch.equal(out, stepwise(target, inputs, **asked))
-    assert on_device
+    assert rounds
 
 
-def test_more_rows_than_the_largest_bucket(on_device, target, draft):
+def test_more_rows_than_the_largest_bucket(rounds, target, draft):
     inputs = prompts([3, 9, 1] * 30)
     rows = stepwise(target, inputs)[:, 9:].tolist()
     ends = sorted({rows[row][place] for row, place in ((0, 2), (1, 9), (2, 20), (40, 30))})
     asked = {"eos_token_id": ends, "pad_token_id": 0}
     alone = stepwise(target, inputs, **asked)
     assert torch.equal(target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=["mxfp4", draft]), alone)
-    assert on_device[0] == 128
-    assert on_device[-1] <= 64
+    assert rounds[0] == 128
+    assert rounds[-1] <= 64
 
 
-def test_rows_of_one_prompt_are_sampled_apart_and_the_seed_repeats_them(on_device, target, draft):
+def test_rows_of_one_prompt_are_sampled_apart_and_the_seed_repeats_them(rounds, target, draft):
     asked = {**prompts([5]), **OPTIONS, "do_sample": True, "temperature": 2.0, "num_return_sequences": 3}
     torch.manual_seed(1)
     first = target.generate(**asked, assistant_models=[draft])
@@ -252,11 +252,11 @@ def test_rows_of_one_prompt_are_sampled_apart_and_the_seed_repeats_them(on_devic
     assert len({tuple(row) for row in first.tolist()}) == 3
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert on_device
+    assert rounds
 
 
 @pytest.mark.parametrize("chain", ["draft", "mxfp4, draft", "mxfp4, draft, draft"])
-def test_sampled_rows_that_end_move_and_grow_keep_their_noise(on_device, target, draft, chain, monkeypatch):
+def test_sampled_rows_that_end_move_and_grow_keep_their_noise(rounds, target, draft, chain, monkeypatch):
     inputs = prompts([250, 3, 240, 9, 9, 2, 30, 5])
     asked = {"max_new_tokens": 90, "do_sample": True, "top_k": 20, "temperature": 1.3, "eos_token_id": [5, 9]}
     texts = []
@@ -265,10 +265,10 @@ def test_sampled_rows_that_end_move_and_grow_keep_their_noise(on_device, target,
         torch.manual_seed(3)
         texts.append(target.generate(**inputs, **asked, pad_token_id=0, assistant_models=levels))
     assert torch.equal(*texts)
-    assert on_device[0] == 8 > on_device[-1]
+    assert rounds[0] == 8 > rounds[-1]
 
 
-def test_a_chain_does_not_take_over_the_settings_of_the_call_before(on_device, target, draft):
+def test_a_chain_does_not_take_over_the_settings_of_the_call_before(rounds, target, draft):
     inputs = prompts([5, 3])
     for temperature in (0.5, 2.0, 0.5):
         asked, texts = {**OPTIONS, "do_sample": True, "temperature": temperature}, []
@@ -276,4 +276,4 @@ def test_a_chain_does_not_take_over_the_settings_of_the_call_before(on_device, t
             torch.manual_seed(3)
             texts.append(target.generate(**inputs, **asked, assistant_models=levels))
         assert torch.equal(*texts)
-    assert on_device
+    assert rounds

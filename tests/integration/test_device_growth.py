@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_path import OPTIONS, on_device, stepwise
+from device_path import OPTIONS, on_cuda, rounds, stepwise
 from models import PAD, near, prompts, tiny
 from transformers import DynamicCache
 
 import hf_mlspec
+from hf_mlspec.engines.rows import DecoderCache
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation import captured_chain
-from hf_mlspec.speculation.captured_chain import CapturedChain
-from hf_mlspec.speculation.captured_graphs import RoundGraphs
-from hf_mlspec.speculation.fused_cache import FusedCache
+from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.speculation.rounds.chain import CapturedChain
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
-__all__ = ["on_device"]
+__all__ = ["rounds"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
-    pytest.mark.usefixtures("nothing_said_yet", "on_device"),
+    pytest.mark.usefixtures("nothing_said_yet"),
 ]
 CHAINS = ["alone", "draft", "mxfp4, draft"]
 
 
 @pytest.fixture
 def target():
-    return tiny(seed=2, dtype=torch.bfloat16)
+    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_cache_that_grew_comes_back_whole(target, levels, monkeypatch, chain):
 @pytest.mark.parametrize("where", [(CapturedChain, "grow"), (RoundGraphs, "capture")], ids=["cache", "graph"])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_without_memory_for_more_slots_rows_go_on_step_by_step(
-    target, levels, few_slots, monkeypatch, caplog, on_device, chain, where
+    target, levels, few_slots, monkeypatch, caplog, rounds, chain, where
 ):
     def short_row_is_done(ids, scores, **_):
         """The first row, which is padded there, ends before the others need more slots."""
@@ -77,13 +77,13 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(
     place, name = where
     original = getattr(place, name)
 
-    def small(self, size):
-        return full() if place is CapturedChain or self.state.tokens.shape[1] > 256 else original(self, size)
+    def small(self, *sizes):
+        return full() if place is CapturedChain or self.state.tokens.shape[1] > 256 else original(self, *sizes)
 
     monkeypatch.setattr(place, name, small)
     out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=levels[chain])
     assert torch.equal(out, alone)
-    assert on_device
+    assert rounds
     message = "LlamaForCausalLM goes on step by step: no memory for 512 tokens in each of 4 rows (CUDA out of memory."
     assert caplog.text.count(message) == 1
     assert not captured_chain._kept[target]
@@ -106,7 +106,7 @@ def test_the_cache_of_a_call_that_went_on_step_by_step_comes_back(target, levels
 
 
 def test_other_errors_of_growing_are_the_callers(target, levels, few_slots, monkeypatch):
-    def broken(self, slots):
+    def broken(self, *_):
         raise RuntimeError("an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
@@ -117,7 +117,7 @@ def test_other_errors_of_growing_are_the_callers(target, levels, few_slots, monk
 
 
 def test_a_chain_for_many_rows_and_one_for_many_tokens_are_not_made_one():
-    target = tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=2048)
+    target = on_cuda(tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=2048))
     for lengths in ([3] * 16, [700], [3] * 2):
         target.generate(**prompts(lengths), **OPTIONS, assistant_models=[])
         (chain,) = captured_chain._kept[target]
@@ -125,7 +125,7 @@ def test_a_chain_for_many_rows_and_one_for_many_tokens_are_not_made_one():
 
 
 def test_a_step_by_step_cache_grows_by_less_where_memory_is_short(monkeypatch):
-    cache, sizes = FusedCache(torch.zeros(1, 2, 2, 1, 1024, 4), 2), []
+    cache, sizes = DecoderCache(torch.zeros(1, 2, 2, 1, 1024, 4), 2), []
     pad = torch.nn.functional.pad
 
     def short(kv, more):

@@ -137,7 +137,8 @@ def test_nothing_keeps_the_wide_weights():
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch, kind, stop):
     model = model_of(kind)
-    model.model.layers[0].mlp.up_proj.__class__ = KernelLinear
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = KernelLinear.over(mlp.up_proj)
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     before, modules, tied = bits(model), kinds_of(model), dict(model.all_tied_weights_keys)
     config, learn = model.config.to_dict(), [p.requires_grad for p in model.parameters()]

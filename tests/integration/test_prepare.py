@@ -12,7 +12,7 @@ from transformers import DynamicCache, TextIteratorStreamer
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import hf_mlspec
-from hf_mlspec.nn.fused import is_prepared
+from hf_mlspec.nn.state import is_prepared
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = [
@@ -129,17 +129,17 @@ def test_a_draft_whose_rotation_changes_drafts_past_that_length(target, rope_typ
     asked = {**ONE_ROW, **OPTIONS, "max_new_tokens": 80}
     alone = target.generate(**asked, assistant_models=[])
     assert torch.equal(target.generate(**asked, assistant_models=chains(draft)[levels]), alone)
-    assert set(runners) == {"FusedRunner"}
+    assert set(runners) == {"CpuEngine"}
     assert hf_mlspec.last_stats(target).levels[0].drafted > 0
 
 
 def test_prepare_false_runs_module_by_module(target, runners):
     inputs = BATCHES["one row"]
     target.generate(**inputs, **OPTIONS, assistant_models=["mxfp4"], speculation_config={"prepare": False})
-    assert runners == ["Runner", "Runner"]
+    assert runners == ["ModuleEngine", "ModuleEngine"]
     runners.clear()
     target.generate(**inputs, **OPTIONS, assistant_models=["mxfp4"])
-    assert runners == ["FusedRunner", "FusedRunner"]
+    assert runners == ["CpuEngine", "CpuEngine"]
     assert not is_prepared(target)
     runners.clear()
     target.generate(**inputs, **OPTIONS)
@@ -151,12 +151,12 @@ def test_prepare_and_restore_switch_plain_generate(target, runners, caplog):
     stock = target.generate(**inputs, **OPTIONS)
     assert hf_mlspec.prepare(target) is target
     assert torch.equal(target.generate(**inputs, **OPTIONS), target.generate(**inputs, **OPTIONS, assistant_models=[]))
-    assert runners == ["FusedRunner"] * 2
+    assert runners == ["CpuEngine"] * 2
     target.generate(**inputs, **OPTIONS, assistant_models=[], speculation_config={"prepare": False})
-    assert runners == ["FusedRunner"] * 3  # prepared by hand counts
+    assert runners == ["CpuEngine"] * 3  # prepared by hand counts
     hf_mlspec.restore(target)
     assert torch.equal(target.generate(**inputs, **OPTIONS), stock)
-    assert runners == ["FusedRunner"] * 3
+    assert runners == ["CpuEngine"] * 3
     assert not caplog.records
 
 
@@ -212,7 +212,7 @@ def test_a_streamer_and_stop_strings_are_served(target, runners, caplog):
     out = target.generate(**BATCHES["one row"], **OPTIONS, streamer=streamer)
     assert "".join(streamer) == tokenizer.decode(out[0, 9:])
     target.generate(**BATCHES["one row"], **OPTIONS, tokenizer=tokenizer, stop_strings=["q"])
-    assert runners == ["FusedRunner"] * 2
+    assert runners == ["CpuEngine"] * 2
     assert not caplog.records
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import DynamicCache
 
 import hf_mlspec
-from hf_mlspec.nn.fused import is_prepared
 from hf_mlspec.nn.linear import KernelLinear
+from hf_mlspec.nn.state import is_prepared
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = [
@@ -157,7 +157,7 @@ def test_other_dtypes_run_module_by_module(dtype, runners, caplog):
     target = tiny(seed=2, dtype=dtype)
     level = "mxfp4" if dtype == torch.float16 else "early_exit:1"
     target.generate(**ONE_ROW, **OPTIONS, assistant_models=[level])
-    assert runners == ["Runner", "Runner"]
+    assert runners == ["ModuleEngine", "ModuleEngine"]
     assert f"LlamaForCausalLM runs module by module: its embedding is {dtype}" in caplog.text
 
 
@@ -165,7 +165,7 @@ def test_a_model_that_became_float64_after_prepare_still_decodes(target, runners
     hf_mlspec.prepare(target)
     target.double()
     out = target.generate(**ONE_ROW, **OPTIONS)
-    assert runners == ["Runner"]
+    assert runners == ["ModuleEngine"]
     hf_mlspec.restore(target)
     assert torch.equal(target.generate(**ONE_ROW, **OPTIONS), out)
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from models import alone, near, prompts, tiny
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
 from hf_mlspec import SpeculationConfig
 
@@ -119,3 +124,107 @@ def test_the_middle_level_obeys_the_constraint_too():
     )
     # Unconstrained, the target itself as a level would be refused wherever the constraint bites.
     assert out.speculation.levels[0].acceptance == 1.0
+
+
+FOUR = prompts([8, 5, 11, 7])
+BY_NUMBER = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)) * 4
+
+
+class OfRow(LogitsProcessor):
+    """A bias `[batch, vocab]`, row by row."""
+
+    def __call__(self, input_ids, scores):
+        return scores + BY_NUMBER
+
+
+class OfTheRowsPrompt(LogitsProcessor):
+    """Knows whose prompt stands in which line, and counts on all lines being there."""
+
+    def __init__(self, input_ids):
+        self.prompts = input_ids
+
+    def __call__(self, input_ids, scores):
+        assert torch.equal(input_ids[:, : self.prompts.shape[1]], self.prompts)
+        assert len(scores) == len(self.prompts)
+        return scores.scatter_add(1, self.prompts, torch.full_like(scores, 2.0))
+
+
+class Cooler(TemperatureLogitsWarper):
+    """A warper by its class only: it tells rows apart."""
+
+    def __call__(self, input_ids, scores):
+        return scores / torch.arange(1, 1 + len(input_ids))[:, None] + BY_NUMBER
+
+
+OF_ROWS = {
+    "the prompts' tokens": {"encoder_repetition_penalty": 1.5},
+    "the prompts' n-grams": {"encoder_no_repeat_ngram_size": 2},
+    "a bias of rows": {"logits_processor": LogitsProcessorList([OfRow()])},
+    "prompts of rows": {"logits_processor": LogitsProcessorList([OfTheRowsPrompt(FOUR["input_ids"])])},
+    "a warper's subclass": {"logits_processor": LogitsProcessorList([Cooler(0.5)])},
+    "an ignored length of each row": {
+        "logits_processor": LogitsProcessorList(
+            [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([5, 8, 0, 9]))]
+        )
+    },
+    "several": {"encoder_repetition_penalty": 1.5, "logits_processor": LogitsProcessorList([OfRow(), Ladder()])},
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("ends", [[62], list(range(3, 64, 8))], ids=["together", "one by one"])
+def test_processors_that_tell_rows_apart_see_the_whole_batch(name, chain, ends):
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0, **OF_ROWS[name]}
+    stock = TARGET.generate(**FOUR, **options)
+    assert torch.equal(TARGET.generate(**FOUR, **options, **chain), stock)
+
+
+def test_processors_that_tell_rows_apart_and_num_return_sequences():
+    options = {"max_new_tokens": 12, "num_return_sequences": 2, "do_sample": True, "top_k": 1, "eos_token_id": 62}
+    inputs = prompts([8, 5])
+    options |= {"encoder_repetition_penalty": 1.5, "logits_processor": LogitsProcessorList([OfRow()])}
+    stock = TARGET.generate(**inputs, **options)
+    assert torch.equal(TARGET.generate(**inputs, **options, assistant_models=[NEAR]), stock)
+
+
+def test_what_a_processor_that_tells_rows_apart_is_shown():
+    """All rows, equally long; behind the end of a row, or where it has not come so far, the padding."""
+    seen: list[list[list[int]]] = []
+
+    class Spy(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            assert scores.shape == (3, 64)
+            seen.append(input_ids.tolist())
+            return scores
+
+    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": [FREE[0][2], FREE[1][7]], "pad_token_id": 0}
+    out = TARGET.generate(
+        **INPUTS, **options, logits_processor=LogitsProcessorList([Spy()]), assistant_models=[NEAR]
+    ).tolist()
+    for lines in seen:
+        for line, row in zip(lines, out, strict=True):
+            settled = [t for t in line[11:] if t]
+            assert line[:11] == row[:11]
+            assert not any(line[11 + len(settled) :])
+    for width in range(11, len(out[0])):  # every prefix that stock asks about was asked about
+        for r in range(3):
+            if width == 11 or out[r][width]:
+                assert any(lines[r] == out[r][:width] for lines in seen if len(lines[r]) == width)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_where_every_token_is_forbidden_the_chain_goes_on_as_the_target_alone(chain):
+    """The largest of equal scores, all -inf, is the first token; what follows is asked about like everything else."""
+
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] % 3 == 0:
+                return torch.full_like(scores, float("-inf"))
+            return scores.scatter(1, input_ids[:, -1:], 50.0)
+
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 62, "pad_token_id": 62}
+    options |= {"logits_processor": LogitsProcessorList([Nothing()])}
+    stock = TARGET.generate(**INPUTS, **options)
+    assert torch.equal(TARGET.generate(**INPUTS, **options, **chain), stock)
+    assert (stock[:, 11:] == 0).sum() > 6

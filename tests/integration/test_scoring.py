@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hf_mlspec
+from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.evaluation import score_rows, token_logprobs
 from hf_mlspec.integration import scoring
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.fused_runner import FusedRunner
 
 needs_kernels = pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled decoder is built")
 
@@ -85,7 +85,7 @@ def test_a_compiled_score_is_a_function_of_the_row_alone(dtype, monkeypatch):
 @needs_kernels
 def test_what_rows_begin_with_is_fed_once(monkeypatch):
     model, fed = models.tiny(dtype=torch.float32), []
-    true_score = FusedRunner.score
+    true_score = CpuEngine.score
 
     def score(self, rows, guesses, **options):
         before = list(self.lengths)
@@ -93,7 +93,7 @@ def test_what_rows_begin_with_is_fed_once(monkeypatch):
         fed.append(sum(map(len, rows)) + sum(map(len, guesses)) - sum(before))
         return found
 
-    monkeypatch.setattr(FusedRunner, "score", score)
+    monkeypatch.setattr(CpuEngine, "score", score)
     rows = rows_of([(150, 2)] * 20)
     token_logprobs(model, rows, num_scored=[2] * 20, batch_size=2)
     assert sum(fed) <= 2 * 150 + 20 * 3  # the beginning once per slot, then the ends
@@ -187,13 +187,13 @@ def test_a_stream_keeps_what_requests_begin_with(levels, monkeypatch):
         model.generate(torch.tensor([row]), max_new_tokens=9, do_sample=False, assistant_models=[])[0].tolist()
         for row in rows
     ]
-    true_score = FusedRunner.score
+    true_score = CpuEngine.score
 
     def score(self, rows, guesses, **options):
         fed.append(sum(len(row) - min(n, len(row) - 1) for row, n in zip(rows, self.lengths, strict=True)))
         return true_score(self, rows, guesses, **options)
 
-    monkeypatch.setattr(FusedRunner, "score", score)
+    monkeypatch.setattr(CpuEngine, "score", score)
     done = hf_mlspec.generate_stream(model, [hf_mlspec.Request(row, id=n) for n, row in enumerate(rows)], max_batch=2,
                                      max_new_tokens=9, do_sample=False, assistant_models=levels)
     assert {one.id: one.sequence for one in done} == dict(enumerate(expected))

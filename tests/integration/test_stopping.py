@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from models import alone, letters, near, prompts, tiny
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import hf_mlspec
 from hf_mlspec import SpeculationConfig
@@ -113,6 +113,72 @@ def test_a_criterion_that_answers_with_a_bool():
         **INPUTS, do_sample=False, max_new_tokens=40, stopping_criteria=StoppingCriteriaList([Now()]), **BLOCKS
     )
     assert out.shape[1] == 13
+
+
+FOUR = prompts([8, 5, 11, 7])
+
+
+class Recorded(StoppingCriteria):
+    """Writes down what it is shown, and leaves the answer to `says`, given the new tokens `[batch, n]`."""
+
+    def __init__(self, says):
+        self.says, self.shown = says, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append(input_ids.tolist())
+        return self.says(input_ids[:, 11:])
+
+
+SAYS = {
+    "a bound of its own for each row": lambda new: torch.tensor([new.shape[1] >= n for n in (20, 3, 11, 6)]),
+    "the first row's word": lambda new: torch.tensor([new.shape[1] >= 4, False, False, False]),
+    "what rows wrote": lambda new: new.sum(dim=1) > 150,
+    "a bool for all": lambda new: new.shape[1] >= 9,
+    "one for all as a tensor": lambda new: torch.tensor([new.shape[1] >= 9]),
+    "any row's word": lambda new: bool((new.sum(dim=1) > 250).any()),
+    "every row's word": lambda new: bool((new.sum(dim=1) > 250).all()),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("ends", [[62], list(range(3, 64, 11))], ids=["together", "one by one"])
+@pytest.mark.parametrize("name", SAYS)
+def test_a_criterion_is_asked_about_the_whole_batch_as_in_stock(name, ends, chain):
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    alone_, ours = Recorded(SAYS[name]), Recorded(SAYS[name])
+    stock = TARGET.generate(**FOUR, **options, stopping_criteria=StoppingCriteriaList([alone_]))
+    out = TARGET.generate(**FOUR, **options, stopping_criteria=StoppingCriteriaList([ours]), **chain)
+    assert torch.equal(out, stock)
+    assert ours.shown == alone_.shown
+    written = (out[:, 11:] != 0).sum()
+    assert hf_mlspec.last_stats(TARGET).new_tokens == written
+
+
+def test_scores_of_a_row_that_ended_before_it_was_known():
+    says = SAYS["a bound of its own for each row"]
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": 62, "pad_token_id": 0}
+    out = TARGET.generate(
+        **FOUR, **options, **BLOCKS, stopping_criteria=StoppingCriteriaList([Recorded(says)]),
+        return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    counts = [sum(bool(step[r].any()) for step in out.scores) for r in range(4)]
+    assert counts == [20, 3, 11, 6]
+
+
+def test_an_answer_of_another_shape():
+    criteria = StoppingCriteriaList([Recorded(lambda new: torch.zeros(3, dtype=torch.bool))])
+    with pytest.raises(ValueError, match=r"Recorded answered with shape \[3\] for 4 rows.*one bool, or.*\[batch\]"):
+        TARGET.generate(**FOUR, max_new_tokens=4, stopping_criteria=criteria, **BLOCKS)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_criteria_of_transformers_that_a_user_passes(chain):
+    end = at(6)
+    criteria = StoppingCriteriaList([EosTokenCriteria(end)])
+    options = {"stopping_criteria": criteria, "eos_token_id": at(2)}  # which stock generate then does not stop at
+    assert same(options, chain).shape[1] == FREE.index(end) + 1
+    criteria = StoppingCriteriaList([MaxLengthCriteria(8 + 13)])
+    assert same({"stopping_criteria": criteria, "eos_token_id": None}, chain).shape[1] == 13
 
 
 def test_max_time():

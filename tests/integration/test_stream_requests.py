@@ -252,17 +252,38 @@ def test_models_that_cannot_be_targets_raise_at_once():
         generate_stream(torch.nn.Linear(2, 2), [IDS])
 
 
-def test_a_source_that_fails_is_the_callers():
-    def source():
-        yield Request(IDS, streamer=streamer)
-        raise ConnectionError("no more")
+@pytest.mark.parametrize("levels", [[], [NEAR, "prompt_lookup"]], ids=["alone", "chain"])
+@pytest.mark.parametrize("served", [0, 1, 3])
+def test_a_source_that_fails_costs_no_request(levels, served):
+    """What is in flight completes; then the source's own exception comes, and the stream is over."""
 
-    streamer = FailingStreamer()
-    streamer.put = lambda value: None
-    iterator = generate_stream(TARGET, source(), max_batch=2, **GREEDY)
-    with pytest.raises(ConnectionError, match="no more"):
-        list(iterator)
-    assert streamer.ended == 1
+    def source():
+        yield from requests
+        raise failure
+
+    streamers = [FailingStreamer() for _ in range(served)]
+    for streamer in streamers:
+        streamer.put = lambda value: None
+    requests = [Request([*IDS, 5 + i], id=i, streamer=streamer) for i, streamer in enumerate(streamers)]
+    failure, done = ConnectionError("no more"), []
+    iterator = generate_stream(TARGET, source(), max_batch=2, assistant_models=levels, **GREEDY)
+    with pytest.raises(ConnectionError, match="no more") as raised:
+        list(map(done.append, iterator))
+    assert raised.value is failure
+    assert "source" in [entry.name for entry in raised.traceback]
+    expected = [TARGET.generate(torch.tensor([request.input_ids]), **GREEDY)[0].tolist() for request in requests]
+    assert {one.id: one.sequence for one in done} == dict(enumerate(expected))
+    assert [streamer.ended for streamer in streamers] == [1] * served
+    assert list(iterator) == []
+
+
+def test_an_interrupt_of_the_source_does_not_wait():
+    def source():
+        yield IDS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(generate_stream(TARGET, source(), max_batch=2, **GREEDY))
 
 
 def test_a_disabled_hook_is_said():

@@ -11,21 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import letters, near, tiny
 
-from hf_mlspec.nn.fused import FusedDecoder
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.modules.attention import ragged_attention_on
+from hf_mlspec.engines.modules.engine import ModuleEngine
 from hf_mlspec.nn.replace import direct_cast
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import Decoding
 from hf_mlspec.speculation.draft import Drafter
 from hf_mlspec.speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.drafters.ngram import NGram
 from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
-from hf_mlspec.speculation.fused_runner import FusedRunner
-from hf_mlspec.speculation.ragged_attention import ragged_attention_on
+from hf_mlspec.speculation.loop import Loop
+from hf_mlspec.speculation.rounds.host import HostRounds
 from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
-from hf_mlspec.speculation.runner import Runner
 
 CPU, VOCAB = torch.device("cpu"), 64
 TARGET = tiny(seed=2, dtype=torch.float32)
@@ -36,15 +37,15 @@ PATHS = [
         "compiled", marks=pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
     ),
 ]
-_decoders: dict[str, FusedDecoder] = {}
+_decoders: dict[str, CpuDecoder] = {}
 
 
-def runner(path: str, name: str, follow=None) -> Runner | FusedRunner:
+def runner(path: str, name: str, follow=None) -> ModuleEngine | CpuEngine:
     if path == "modules":
-        return Runner(MODELS[name], follow=follow)
+        return ModuleEngine(MODELS[name], follow=follow)
     if name not in _decoders:
-        _decoders[name] = FusedDecoder(MODELS[name])
-    return FusedRunner(MODELS[name], _decoders[name], follow=follow)
+        _decoders[name] = CpuDecoder(MODELS[name])
+    return CpuEngine(MODELS[name], _decoders[name], follow=follow)
 
 
 def model(path: str, name: str, rules: list, follow=None, **options) -> ModelDrafter:
@@ -84,11 +85,12 @@ class Serving:
         self.written: dict[int, list[int]] = {}
         self.going: list[int] = []
 
-    def decoding(self, target: Checker, drafter: Drafter | None) -> Decoding:
+    def decoding(self, target: Checker, drafter: Drafter | None) -> Loop:
         def stop(number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
             return len(tokens), False
 
-        loop = Decoding(target, drafter, num_draft_tokens=4, stop=stop, emit=self.emit, device=CPU)
+        rounds = HostRounds(target, drafter, num_draft_tokens=4, device=CPU)
+        loop = Loop(rounds, stop=stop, emit=self.emit)
         loop.start([], [])
         return loop
 
@@ -136,14 +138,14 @@ class Serving:
         for level in self.levels():
             assert len(level.lengths) == len(rows)
             assert all(have < len(rows[r]) for r, have in enumerate(level.lengths) if r in self.going)
-            if level.follow is None and isinstance(level, FusedRunner):
+            if level.follow is None and isinstance(level, CpuEngine):
                 assert level.cache.rows == len(rows)
 
     def lengths(self) -> list[int]:
-        return self.loop.target.runner.lengths
+        return self.loop.rounds.target.runner.lengths
 
-    def levels(self) -> list[Runner | FusedRunner]:
-        found, level = [], self.loop.drafter
+    def levels(self) -> list[ModuleEngine | CpuEngine]:
+        found, level = [], self.loop.rounds.drafter
         while isinstance(level, CheckedDrafter):
             found.append(level.checker.runner)
             level = level.inner
@@ -157,8 +159,8 @@ class Serving:
         target = Checker(runner(self.path, "target"), RowSampler(VOCAB, [rule]), "target", keep_logits=False)
         target.start(0, CPU)
         row = list(prompt)
-        loop = Decoding(target, None, num_draft_tokens=0, stop=lambda n, row, tokens: (len(tokens), False),
-                        emit=lambda *_: None, device=CPU)
+        loop = Loop(HostRounds(target, None, num_draft_tokens=0, device=CPU),
+                    stop=lambda n, row, tokens: (len(tokens), False), emit=lambda *_: None)
         loop.start([], [])
         loop.admit([row], [budget], [0])
         while loop.round():
@@ -190,11 +192,11 @@ def test_a_row_joins_in_the_pass_that_checks_the_others(path):
         serving.loop.admit([[5, 6, 7]], [40], [0])
         serving.loop.round()
         serving.loop.round()
-        passes = serving.loop.target.runner.forwards
+        passes = serving.loop.rounds.target.runner.forwards
         serving.rules.append(RowRule(VOCAB, prompt_length=9))
         serving.loop.admit([[8] * 9], [40], [1])
         serving.loop.round()
-        assert serving.loop.target.runner.forwards == passes + 1
+        assert serving.loop.rounds.target.runner.forwards == passes + 1
         assert serving.loop.drafted[0] > 0
         assert serving.loop.drafted[1] == 0  # the cast writes into the target's cache, where the prompt was not yet
         assert len(serving.loop.rows[1]) == 10

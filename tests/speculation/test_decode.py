@@ -7,7 +7,7 @@ import torch
 from tables import CPU, VOCAB, PointMasses, TableRunner
 
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import decode
+from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler
 
 CYCLE = torch.full((VOCAB, VOCAB), 0.1).scatter(1, torch.tensor([[1], [2], [3], [0]]), 0.7)

@@ -14,38 +14,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import packed, tiny
 
-from hf_mlspec.nn.fused import FusedDecoder
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import Bits
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Draft
-from hf_mlspec.speculation.fused_runner import FusedRunner
 from hf_mlspec.speculation.sampling import Sampler
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 
 CPU = torch.device("cpu")
 VOCAB = 64
-_decoders: dict[tuple, FusedDecoder] = {}
+_decoders: dict[tuple, CpuDecoder] = {}
 
 
-def decoder_of(*key) -> FusedDecoder:
+def decoder_of(*key) -> CpuDecoder:
     """dtype, group, symmetric: 256 features, so that every group divides them."""
     if key not in _decoders:
         dtype, group, symmetric = key
         shape = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.05}
         model = packed(tiny("qwen3", dtype=dtype, **shape), group_size=group, symmetric=symmetric)
-        _decoders[key] = FusedDecoder(model)
+        _decoders[key] = CpuDecoder(model)
     return _decoders[key]
 
 
 class Game:
     """A target at 16 bits, a follower at fewer bits in its cache, and what was settled."""
 
-    def __init__(self, decoder: FusedDecoder, bits: int, batch: int, seed: int, plain_bits: int = 16):
+    def __init__(self, decoder: CpuDecoder, bits: int, batch: int, seed: int, plain_bits: int = 16):
         self.decoder, self.rng, self.plain_bits = decoder, random.Random(seed), plain_bits
-        self.target = FusedRunner(None, decoder, bits=Bits(4, 16))
-        self.drafter = FusedRunner(None, decoder, follow=self.target, bits=Bits(4, bits))
+        self.target = CpuEngine(None, decoder, bits=Bits(4, 16))
+        self.drafter = CpuEngine(None, decoder, follow=self.target, bits=Bits(4, bits))
         self.rows = [[self.rng.randrange(3, VOCAB) for _ in range(self.rng.randrange(1, 14))] for _ in range(batch)]
         self.checker = Checker(self.target, Sampler(VOCAB), "target", keep_logits=False)
         self.checker.start(batch, CPU)
@@ -57,7 +57,7 @@ class Game:
         self.drafter.sync()
         kind = self.rng.randrange(3)
         if kind == 0:
-            tiny = FusedRunner(None, self.decoder, follow=self.target, bits=Bits(4, 4))
+            tiny = CpuEngine(None, self.decoder, follow=self.target, bits=Bits(4, 4))
             tiny.start(len(self.rows), CPU)
             tiny.sync()
             options = {"num_draft_tokens": 2, "tiny_threshold": threshold, "threshold": threshold}
@@ -81,7 +81,7 @@ class Game:
     def compare(self) -> None:
         """Every row, alone and fed at once, writes the very bits the shared cache holds."""
         for r, row in enumerate(self.rows):
-            alone = FusedRunner(None, self.decoder, bits=Bits(4, self.plain_bits))
+            alone = CpuEngine(None, self.decoder, bits=Bits(4, self.plain_bits))
             alone.start(1, CPU)
             alone.feed([row])
             true = slice(0, self.target.lengths[r])
@@ -91,12 +91,12 @@ class Game:
         """What the target says of a row does not depend on the rows beside it."""
         logits = self.target.feed(self.rows)
         for row, line in zip(self.rows, logits, strict=True):
-            alone = FusedRunner(None, self.decoder, bits=Bits(4, self.plain_bits))
+            alone = CpuEngine(None, self.decoder, bits=Bits(4, self.plain_bits))
             alone.start(1, CPU)
             assert torch.equal(alone.feed([row])[0], line)
 
 
-def play(decoder: FusedDecoder, bits: int, batch: int, rounds: int, seed: int) -> Game:
+def play(decoder: CpuDecoder, bits: int, batch: int, rounds: int, seed: int) -> Game:
     game = Game(decoder, bits, batch, seed)
     for _ in range(rounds):
         game.round()
@@ -149,12 +149,12 @@ def test_one_decoder_is_both_levels_of_a_round():
     decoder = decoder_of(torch.bfloat16, 64, True)
     rows, limits = [[5, 9, 12], [7], [20, 21, 22, 23, 24]], [6, 0, 9]
     options = {"num_draft_tokens": 3, "tiny_threshold": 0.0, "threshold": 0.0}
-    plain = FusedRunner(None, decoder, bits=Bits(4, 16))
+    plain = CpuEngine(None, decoder, bits=Bits(4, 16))
     plain.start(3, CPU)
     expected = plain.draft(rows, limits, 0.0)
     for shared in (True, False):
-        upper = FusedRunner(None, decoder, bits=Bits(4, 16))
-        lower = FusedRunner(None, decoder, bits=Bits(4, 4), follow=upper if shared else None)
+        upper = CpuEngine(None, decoder, bits=Bits(4, 16))
+        lower = CpuEngine(None, decoder, bits=Bits(4, 4), follow=upper if shared else None)
         upper.start(3, CPU)
         lower.start(3, CPU)
         settled, checks, rounds = upper.draft_checked(lower, rows, limits, **options)

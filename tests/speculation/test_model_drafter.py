@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import near, tiny
 
-from hf_mlspec.nn.decoder import bare_forward
+from hf_mlspec.engines.modules.attention import ragged_attention_on
+from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
 from hf_mlspec.nn.replace import early_exit
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Drafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
-from hf_mlspec.speculation.ragged_attention import ragged_attention_on
-from hf_mlspec.speculation.runner import Runner
 from hf_mlspec.speculation.sampling import Sampler
 
 CPU = torch.device("cpu")
@@ -24,8 +23,8 @@ OTHER = near(MODEL, 0.1)
 VIEW = early_exit(OTHER, 1)
 
 
-def runner(model, follow=None) -> Runner:
-    return Runner(model, follow=follow, forward=bare_forward(model))
+def runner(model, follow=None) -> ModuleEngine:
+    return ModuleEngine(model, follow=follow, forward=bare_forward(model))
 
 
 def one_model() -> Drafter:

@@ -9,21 +9,22 @@ from torch import nn
 from transformers.generation import LogitsProcessorList
 
 import hf_mlspec
+from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.integration import wiring
 from hf_mlspec.integration.levels import resolve
 from hf_mlspec.integration.processing import Prompts
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import Bits
-from hf_mlspec.speculation.captured import CapturedDecoding
-from hf_mlspec.speculation.fused_runner import FusedRunner
+from hf_mlspec.speculation.rounds.captured import CapturedRounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 INPUTS = prompts([9, 4, 17])
 OPTIONS = {"max_new_tokens": 32, "eos_token_id": None, "pad_token_id": EOS}
 compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
-WAYS = ["modules", pytest.param("compiled", marks=compiled), pytest.param("device", marks=compiled)]
+WAYS = ["modules", pytest.param("cpu", marks=compiled), pytest.param("cuda", marks=compiled)]
 CHAINS = {
     "nested": ["nested"],
     "nested4": ["nested4"],
@@ -53,12 +54,11 @@ def of(chain: str) -> tuple[object, list]:
 
 @pytest.fixture
 def run(request, monkeypatch):
-    """How to generate along a way; on the device's, with what its captured rounds were."""
-    config = {"prepare": False} if request.param == "modules" else {}
-    if request.param == "device":
-        rounds, play = [], CapturedDecoding.round
-        monkeypatch.setattr(CapturedDecoding, "round", lambda self: rounds.append(1) or play(self))
-        monkeypatch.setattr(wiring, "_as_on_device", True)
+    """How to generate along a way; on the CUDA engine's, with what its captured rounds were."""
+    config = {"engine": request.param}
+    if request.param == "cuda":
+        rounds, play = [], CapturedRounds.run
+        monkeypatch.setattr(CapturedRounds, "run", lambda self, *args: rounds.append(1) or play(self, *args))
 
     def generate(model, levels, inputs=INPUTS, **options) -> torch.Tensor:
         options = {**OPTIONS, "do_sample": False, "speculation_config": config, **options}
@@ -97,7 +97,7 @@ def test_architectures(run, kind, weights):
 
 
 @compiled
-@pytest.mark.parametrize("run", ["device"], indirect=True)
+@pytest.mark.parametrize("run", ["cuda"], indirect=True)
 @pytest.mark.parametrize("chain", [chain for chain in CHAINS if "text" not in chain])
 def test_sampled_ids_are_those_of_the_target_alone_at_the_same_seed(run, chain):
     """Captured rounds draw with noise that all levels share."""
@@ -136,14 +136,14 @@ def test_sampled_streams_are_those_of_the_target_alone_at_the_same_seed(chain):
 def test_a_checked_cache_is_that_of_the_target_alone(weights):
     """What the draft wrote is overwritten, bit for bit."""
     model, levels = target(weights), [Bits(4, 16)] if weights == "planes" else [Bits(4, 8), Bits(4, 16)]
-    decoder = wiring.runner_of(model).decoder
+    decoder = decoder_of(model, "cpu")
     rows, limits = [[5, 9, 12], [7], [20, 21, 22, 23, 24]], [6, 3, 9]
-    alone = FusedRunner(None, decoder)
+    alone = CpuEngine(None, decoder)
     alone.start(3, torch.device("cpu"))
     expected = alone.draft(rows, limits, 0.0)
     for bits in levels:
-        upper = FusedRunner(None, decoder)
-        lower = FusedRunner(None, decoder, follow=upper, bits=bits)
+        upper = CpuEngine(None, decoder)
+        lower = CpuEngine(None, decoder, follow=upper, bits=bits)
         upper.start(3, torch.device("cpu"))
         lower.start(3, torch.device("cpu"))
         options = {"num_draft_tokens": 3, "tiny_threshold": 0.0, "threshold": 0.0}

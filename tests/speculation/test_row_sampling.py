@@ -11,9 +11,10 @@ from tables import CPU, VOCAB, PointMasses, TableRunner, counts, exact, table
 
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import Decoding
 from hf_mlspec.speculation.draft import Drafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.loop import Loop
+from hf_mlspec.speculation.rounds.host import HostRounds
 from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
 
 TARGET, FIRST, SECOND = (table(seed) for seed in range(3))
@@ -48,13 +49,10 @@ def write(name: str, rules: Rules) -> torch.Tensor:
     """The tokens of every rule's row after token 0: int64 `[rows, TOKENS]`."""
     rows, rules = [[0] for _ in rules], list(rules)
     target, below = Checker(TableRunner(TARGET), RowSampler(VOCAB, rules), "target"), CHAINS[name](rules)
-    loop = Decoding(
-        target,
-        below,
-        num_draft_tokens=3,
+    loop = Loop(
+        HostRounds(target, below, num_draft_tokens=3, device=CPU),
         stop=lambda number, row, tokens: (len(tokens), False),
         emit=lambda numbers, kept, verdict: None,
-        device=CPU,
     )
     target.start(len(rows), CPU)
     loop.start(rows, [TOKENS] * len(rows))

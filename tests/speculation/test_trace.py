@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import CPU, VOCAB, PointMasses, TableRunner
 
-from hf_mlspec.speculation.chain import CheckedDrafter, _fused_checks
+from hf_mlspec.speculation.chain import CheckedDrafter, engine_checks
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.decode import decode
+from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler
-from hf_mlspec.speculation.trace import SCHEMA, Round, Trace, TracedLevel, TracedModel, TracedRow, longest
-from hf_mlspec.speculation.trace_file import (
+from hf_mlspec.speculation.traces.file import (
     read_trace,
     rows_from_list,
     rows_to_list,
@@ -24,8 +23,9 @@ from hf_mlspec.speculation.trace_file import (
     trace_to_dict,
     write_trace,
 )
-from hf_mlspec.speculation.trace_recorder import TraceRecorder
-from hf_mlspec.speculation.trace_script import ScriptedChecker, scripted
+from hf_mlspec.speculation.traces.recorder import TraceRecorder
+from hf_mlspec.speculation.traces.script import ScriptedChecker, scripted
+from hf_mlspec.speculation.traces.trace import SCHEMA, Round, Trace, TracedLevel, TracedModel, TracedRow, longest
 
 MOST = 6  # tokens a draft of these traces may hold
 
@@ -145,7 +145,7 @@ def test_rounds_inside_one_call_are_told_apart(accepted):
     """accepted: per row, of each of its rounds. Pairs of finished rows are not there."""
     width = max(map(len, accepted))
     checks = [n for i in range(width) for row in accepted if i < len(row) for n in (row[i] + 1, row[i])]
-    found = list(_fused_checks([[0] * (sum(row) + len(row)) for row in accepted], checks))
+    found = list(engine_checks([[0] * (sum(row) + len(row)) for row in accepted], checks))
     assert len(found) == width
     heard = [[a for _, line, alive in found for a in line[r:r + 1] if alive[r]] for r in range(len(accepted))]
     assert heard == accepted

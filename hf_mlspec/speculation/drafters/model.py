@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-
 import torch
 from torch import Tensor
 
+from ...engines.engine import Engine
+from ...nn.state import say_once
 from ..checker import nan_error, runner_is_greedy
 from ..draft import Draft, Rows
-from ..fused_runner import FusedRunner
-from ..runner import Runner
 from ..sampling import Sampler
 from ..stats import LevelStats
-
-logger = logging.getLogger(__name__)
-_said: weakref.WeakSet = weakref.WeakSet()  # models whose window was mentioned
 
 
 class ModelDrafter:
@@ -30,7 +24,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        runner: Runner | FusedRunner,
+        runner: Engine,
         sampler: Sampler,
         name: str,
         *,
@@ -81,8 +75,8 @@ class ModelDrafter:
             limits = [min(limit, self.max_positions // 2) for limit in limits]
         if not any(limits):
             return Draft.from_lists([[] for _ in rows], self.runner.device)
-        if self.fused_greedy:
-            return self._propose_fused(self._window(rows, limits), limits)
+        if self.in_engine:
+            return self._propose_in_engine(self._window(rows, limits), limits)
         logits = self.runner.feed(self._window(rows, limits), alive=[limit > 0 for limit in limits])
         if self._fresh:
             self._refuse_nan(logits)
@@ -91,19 +85,19 @@ class ModelDrafter:
         return draft
 
     @property
-    def fused_greedy(self) -> bool:
-        """Whether a whole draft is one compiled call."""
+    def in_engine(self) -> bool:
+        """Whether the engine makes a whole draft in one call."""
         return self.allowed is None and runner_is_greedy(self.runner, self.sampler)
 
-    def _propose_fused(self, rows: Rows, limits: list[int]) -> Draft:
+    def _propose_in_engine(self, rows: Rows, limits: list[int]) -> Draft:
         drafted = self.runner.draft(rows, limits, self.threshold)
-        self.settle_fused(drafted)
+        self.settle_in_engine(drafted)
         return Draft.from_lists(drafted)
 
-    def settle_fused(self, drafted: Rows) -> None:
-        """Count a draft made in compiled code; FloatingPointError if its logits were NaN."""
+    def settle_in_engine(self, drafted: Rows) -> None:
+        """Count a draft that the engine made; FloatingPointError if its logits were NaN."""
         if any(-1 in row for row in drafted):
-            raise nan_error(f"level {self.name}", self.runner.decoder.dtype)
+            raise nan_error(f"level {self.name}", self.runner.dtype)
         self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
 
     def whole(self, rows: Rows, limits: list[int]) -> bool:
@@ -151,14 +145,11 @@ class ModelDrafter:
             if seen < 1 or seen + limit > self.max_positions:
                 self.dropped[r] = max(len(row) - max(self.max_positions // 2, 1), 0)
                 self.runner.lengths[r] = 0
-                if self.runner.model not in _said:
-                    _said.add(self.runner.model)
-                    logger.warning(
-                        "level %s sees at most %d tokens: it drafts from a window over the end of longer "
-                        "rows (said once)",
-                        self.name,
-                        self.max_positions,
-                    )
+                say_once(
+                    self.runner.model,
+                    f"level {self.name} sees at most {self.max_positions} tokens: it drafts from a window over the "
+                    "end of longer rows (said once)",
+                )
         return [row[d:] if d else row for row, d in zip(rows, self.dropped, strict=True)]
 
     def _refuse_nan(self, logits: Tensor) -> None:

@@ -1,6 +1,6 @@
 """How does a model draft for itself? On fewer bits of its weights, or times coarser activations, in the same cache.
 
-What drafts is a runner like any other, over the target's decoder, called at other bits. Its check at the target's bits
+What drafts is an engine like any other, over the target's weights, at other bits. Its check at the target's bits
 overwrites every drafted slot of the cache, so that after each round the cache holds what the target alone would have
 put there. Weights and cache are there once.
 
@@ -16,34 +16,11 @@ A level like this may stand under a `ModelDrafter`, or under a `Checker` in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
-from torch import nn
-
-from ...nn.switch import precision_switch
+from ...engines.engine import Engine
 from ...precision import Bits
-from ..device_runner import DeviceRunner
-from ..fused_runner import FusedRunner
-from ..runner import Runner
-
-AnyRunner = TypeVar("AnyRunner", Runner, FusedRunner, DeviceRunner)
 
 
-def at_lower_precision(runner: AnyRunner, bits: Bits) -> AnyRunner:
-    """`runner`, not yet started, with every packed layer of its model called at `bits` (see PrecisionSwitch)."""
-    if isinstance(runner, Runner):
-        runner.forward = _switched(runner.forward, runner.model, bits)
-    else:
-        runner.bits = bits
-    return runner
-
-
-def _switched(forward: Callable, model: nn.Module, bits: Bits) -> Callable:
-    switch = precision_switch(model)
-
-    def switched(*args):
-        with switch.at(bits):
-            return forward(*args)
-
-    return switched
+def at_lower_precision(engine: Engine, bits: Bits) -> Engine:
+    """`engine`, not yet started, with every packed layer of its model called at `bits` (see PrecisionSwitch)."""
+    engine.bits = bits
+    return engine

@@ -1,0 +1,147 @@
+"""Which engine does a model get? The fastest that serves it, or the one that was asked for.
+
+Why it did not get a faster one is said once for each model; `why_by_module` says it again to who asks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..nn.architecture import CPU, UnknownArchitecture, require_known
+from ..nn.state import is_prepared, say_once, state_of
+from ..ops.compiled_decoder import has_compiled_decoder
+from .built import device_of, up_to_date
+from .cpu.decoder import CpuDecoder
+from .cpu.engine import CpuEngine
+from .cuda.decoder import CudaDecoder
+from .cuda.engine import CudaEngine
+from .engine import Engine
+from .modules.engine import ModuleEngine, bare_forward
+
+ENGINES = ("modules", "cpu", "cuda")
+_DECODERS = {"cpu": CpuDecoder, "cuda": CudaDecoder}
+_OVER_DECODERS = {"cpu": CpuEngine, "cuda": CudaEngine}
+
+
+def engine_of(
+    model: nn.Module,
+    *,
+    name: str | None = None,
+    prepare: bool = True,
+    required: bool = True,
+    capacity: int = 0,
+    num_positions: int | None = None,
+) -> Engine:
+    """An engine over the model, not yet started.
+
+    name: one of ENGINES, None: the fastest. prepare: whether a model that was not given to `hf_mlspec.prepare` gets a
+    decoder, too. required: whether the named engine is a must; else its place is taken by the modules, said once.
+    capacity: slots that a row of the cache has at first. num_positions: positions that the model knows, None: any.
+    KernelError or ValueError, which say why, where the named engine is required and cannot serve.
+    """
+    word = word_of(model, name=name, prepare=prepare)
+    if name in _DECODERS and required:
+        decoder = required_decoder(model, name)
+    else:
+        decoder = None if word == "modules" else decoder_of(model, word)
+    if decoder is not None:
+        return _OVER_DECODERS[word](model, decoder, capacity=capacity, num_positions=num_positions)
+    return ModuleEngine(
+        model,
+        forward=bare_forward(model),
+        capacity=capacity,
+        num_embeddings=model.get_input_embeddings().num_embeddings,
+        num_positions=num_positions,
+    )
+
+
+def word_of(model: nn.Module, *, name: str | None = None, prepare: bool = True) -> str:
+    """The engine that a model gets if that serves it: the named one, else the one that `hf_mlspec.prepare` was asked
+    for, else the fastest where the model is."""
+    if name is not None:
+        return name
+    if state_of(model).engine is not None:
+        return state_of(model).engine
+    if not prepare and not is_prepared(model):
+        return "modules"
+    return "cuda" if device_of(model).type == "cuda" else "cpu"
+
+
+def decoder_of(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder | None:
+    """The model's decoder for the "cpu" or "cuda" engine, built when first asked for and again when weights changed.
+
+    None where there is none: no kernels for it, autocast, a model elsewhere, or one that the decoder does not know.
+    The last is said once; that kernels of the CPU are missing is said by ops.
+    """
+    reason = _unserved(model, word)
+    if reason is None and (word == "cuda" or is_prepared(model) or _is_whole(model)):
+        try:
+            return _built(model, word)
+        except UnknownArchitecture as error:
+            reason = error
+    if isinstance(reason, UnknownArchitecture):
+        state_of(model).drop_engines()
+        say_once(model, f"{type(model).__name__} runs module by module: {reason}")
+    return None
+
+
+def required_decoder(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder:
+    """The model's decoder for the "cpu" or "cuda" engine; KernelError without kernels, ValueError where it cannot
+    serve the model as it stands."""
+    if word == "cpu" and not has_compiled_decoder():
+        raise ops.KernelError(f"engine 'cpu' needs the compiled kernels: {ops.why_not_compiled()}")
+    reason = _unserved(model, word)
+    if reason is None:
+        try:
+            return _built(model, word)
+        except UnknownArchitecture as error:
+            reason = error
+    raise ValueError(
+        f"engine {word!r} cannot run this {type(model).__name__}: {reason}; leave out engine= for the fastest that can"
+    )
+
+
+def move_weights(model: nn.Module, *, name: str | None, prepare: bool) -> None:
+    """Build the CUDA decoder now where the model is to get one: it puts weights side by side, and views of them that
+    were made before would be out of date."""
+    if word_of(model, name=name, prepare=prepare) == "cuda":
+        decoder_of(model, "cuda")
+
+
+def why_by_module(model: nn.Module, *, name: str | None, prepare: bool) -> str:
+    """Why `engine_of` runs a model module by module."""
+    word = word_of(model, name=name, prepare=prepare)
+    if word == "modules":
+        return "prepare=False" if name is None and not is_prepared(model) else "engine='modules'"
+    if word == "cpu" and not has_compiled_decoder():
+        return "no compiled kernels"
+    try:
+        _built(model, word)
+    except UnknownArchitecture as error:
+        return str(error)
+    return str(_unserved(model, word) or "autocast")
+
+
+def _unserved(model: nn.Module, word: str) -> UnknownArchitecture | str | None:
+    """Why no decoder for this engine can be asked of the model at all; as an error where the user is to be told."""
+    device = device_of(model)
+    if torch.is_autocast_enabled("cpu" if word == "cpu" else device.type):
+        return "autocast"
+    if word == "cpu":
+        if CpuDecoder not in state_of(model).decoders and not has_compiled_decoder():
+            return "no compiled kernels"
+        return f"it is on {device}, and the CPU decoder runs on the CPU" if device.type == "cuda" else None
+    reason = ops.why_no_cuda_kernels(device) if device.type == "cuda" else None
+    return None if reason is None else UnknownArchitecture(reason)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether all of a model is on the CPU; a decoder elsewhere is built for those only who asked."""
+    return all(parameter.is_cpu for parameter in model.parameters())
+
+
+def _built(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder:
+    require_known(model, CPU if word == "cpu" else device_of(model))
+    return up_to_date(model, _DECODERS[word])

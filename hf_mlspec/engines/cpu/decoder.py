@@ -1,0 +1,66 @@
+"""How does a whole model become one compiled call per step, on the very tensors it has?"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.architecture import UnknownArchitecture, rotary
+from ...nn.switch import PrecisionSwitch
+from ...ops.compiled_decoder import compiled_decoder, set_linear
+from ..built import bit_choices, switches
+from . import weights
+
+
+class CpuDecoder:
+    """A model in compiled code: `handle` has one call per step (kernels_ext/bindings_decoder.cpp).
+
+    vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
+    rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
+    bit_choices: what its calls may ask of the packed weights, () where it has none.
+    """
+
+    def __init__(self, model: nn.Module):
+        """UnknownArchitecture where it cannot run the model; KernelError without kernels."""
+        found = weights.read(model)
+        self.sizes, self.dtype = found.sizes, found.dtype
+        self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
+        self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
+        self.max_positions, self.positions = rotary.rotary_border(model), 0
+        self._growing = threading.Lock()
+        self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm)
+        self.reserve_positions(rotary.FIRST_POSITIONS)
+        for layer in found.layers:
+            self.handle.add_layer(layer.norms, layer.window, layer.rope_table)
+            for name, weight in layer.linears.items():
+                set_linear(self.handle, name, weight)
+        set_linear(self.handle, "head", found.head)
+        self.bit_choices = bit_choices(model)
+        self.handle.set_dequantize(_multiply(switches(model)) == "dequant")
+
+    def reserve_positions(self, count: int) -> None:
+        """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
+        if count <= self.positions:
+            return
+        with self._growing:
+            positions = rotary.grown_positions(count, self.positions, self.max_positions)
+            if positions == self.positions:
+                return
+            for index, table in enumerate(rotary.rope_tables(self._rotary, self._kinds, positions)):
+                self.handle.set_rope(index, *table)
+            self.positions = positions  # last: other threads look at it
+
+    def new_kv(self, batch: int, slots: int) -> Tensor:
+        """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]`, zeros."""
+        sizes = self.sizes
+        shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
+        return torch.zeros(shape, dtype=self.dtype)
+
+
+def _multiply(found: list[PrecisionSwitch]) -> str:
+    ways = {switch.multiply for switch in found}
+    if len(ways) > 1:
+        raise UnknownArchitecture(f"its packed layers multiply in {len(ways)} ways: {', '.join(sorted(ways))}")
+    return ways.pop() if ways else "fused"

@@ -1,0 +1,170 @@
+"""How does a model score tokens in one compiled call on the CPU, and draft and check greedily without leaving it?"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from ..engine import Capabilities, Rows, Scores
+from ..rows import DecoderRows
+from .decoder import CpuDecoder
+
+
+class CpuEngine(DecoderRows):
+    """A CPU decoder over its rows. See `Engine`."""
+
+    name = "cpu"
+    can = Capabilities(greedy_rounds=True, bit_exact=True)
+    decoder: CpuDecoder
+    device = torch.device("cpu")
+
+    def feed(
+        self,
+        rows: Rows,
+        draft: Tensor | None = None,
+        drafted: list[int] | None = None,
+        alive: list[bool] | None = None,
+    ) -> Tensor:
+        """Score rows and drafts as `Engine.feed` does: logits `[batch, k + 1, vocab]`, zeros where nothing was fed."""
+        drafted, alive = drafted or [0] * len(rows), alive or [True] * len(rows)
+        width = draft.shape[1] if draft is not None else 0
+        guesses = [line[:n] for line, n in zip(draft.tolist(), drafted, strict=True)] if width else [[]] * len(rows)
+        logits = self.score(rows, guesses, want_logits=True, alive=alive).logits
+        return _padded(logits, [n + 1 if on else 0 for n, on in zip(drafted, alive, strict=True)], width + 1)
+
+    def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
+        """Feed tokens `[batch, q]` behind what the cache holds; logits of the last `kept`, as `Engine.step`.
+
+        A row whose count is 0 is inactive.
+        """
+        width = tokens.shape[1]
+        self._reserve(max(self.lengths) + width)
+        if not set(counts) <= {0, width} or {f + kept for f in first} != {width}:
+            raise ValueError(f"a step of the CPU decoder takes whole rows: {counts} of {width} tokens, {kept} kept")
+        flat = [token for line, count in zip(tokens.tolist(), counts, strict=True) for token in line[:count]]
+        asked = [kept if count else 0 for count in counts]
+        begin = time.perf_counter()
+        _, _, logits = self.decoder.handle.score(
+            self.cache.kv, flat, counts, self.lengths, asked, False, True, *self.bits
+        )
+        self._count(1, time.perf_counter() - begin)
+        self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
+        return _padded(logits, asked, kept)
+
+    def score(
+        self,
+        rows: Rows,
+        guesses: Rows,
+        *,
+        want_confidence: bool = False,
+        want_logits: bool = False,
+        alive: list[bool] | None = None,
+    ) -> Scores:
+        """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token.
+
+        alive: False for inactive rows: nothing of theirs is fed, kept or said.
+        """
+        alive = alive or [True] * len(rows)
+        starts = self._starts(rows)
+        fed = [r[n:] + g if on else [] for r, n, g, on in zip(rows, starts, guesses, alive, strict=True)]
+        kept = [len(guess) + 1 if on else 0 for guess, on in zip(guesses, alive, strict=True)]
+        tokens, counts = _flat(fed)
+        self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
+        begin = time.perf_counter()
+        best, confidence, logits = self.decoder.handle.score(
+            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self.bits
+        )
+        self._count(1, time.perf_counter() - begin)
+        self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        return Scores(
+            _split(best.tolist(), kept),
+            _split(confidence.tolist(), kept) if want_confidence else None,
+            logits if want_logits else None,
+        )
+
+    def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
+        """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`.
+
+        Rows of limit 0 are inactive.
+        """
+        starts = self._starts(rows)
+        tokens, counts = _flat(_busy(rows, starts, limits))
+        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
+        begin = time.perf_counter()
+        drafted, forwards, _ = self.decoder.handle.draft(
+            self.cache.kv, tokens, counts, starts, limits, threshold, *self.bits
+        )
+        self._count(forwards, time.perf_counter() - begin)
+        self.lengths = [
+            len(row) + len(new) - 1 if new else have
+            for row, new, have in zip(rows, drafted, self.lengths, strict=True)
+        ]
+        return drafted
+
+    def draft_checked(
+        self,
+        tiny: CpuEngine,
+        rows: Rows,
+        limits: list[int],
+        *,
+        num_draft_tokens: int,
+        tiny_threshold: float,
+        threshold: float,
+    ) -> tuple[Rows, list[int], int]:
+        """Rounds of `tiny` drafting and this engine checking, in one call (ML-SpecQD, section 3).
+
+        Returns the settled tokens of every row, (drafted, accepted) of every row and round behind each other, and the
+        number of rounds.
+        """
+        own, small = self._starts(rows), tiny._starts(rows)
+        bases = [min(pair) for pair in zip(own, small, strict=True)]
+        tokens, counts = _flat(_busy(rows, bases, limits))
+        end = max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit)
+        self._reserve(end)
+        tiny._reserve(end)
+        begin = time.perf_counter()
+        caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
+        options = num_draft_tokens, tiny_threshold, threshold, *self.bits, *tiny.bits
+        settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
+            self.decoder.handle.draft_checked(*caches, tokens, counts, bases, limits, *options)
+        )
+        tiny._count(tiny_forwards, tiny_seconds)
+        self._count(forwards, time.perf_counter() - begin - tiny_seconds)
+        return settled, checks, rounds
+
+    def _starts(self, rows: Rows) -> list[int]:
+        """Per row the tokens that need no feeding: its last one is always scored."""
+        return [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+
+    def _count(self, forwards: int, seconds: float) -> None:
+        self.forwards += forwards
+        self.seconds += seconds
+
+
+def _flat(rows: Rows) -> tuple[list[int], list[int]]:
+    return [token for row in rows for token in row], [len(row) for row in rows]
+
+
+def _busy(rows: Rows, starts: list[int], limits: list[int]) -> Rows:
+    """What has to be fed of the rows that may gain a token."""
+    return [row[start:] if limit else [] for row, start, limit in zip(rows, starts, limits, strict=True)]
+
+
+def _padded(logits: Tensor, counts: list[int], width: int) -> Tensor:
+    """Logits of rows behind each other `[sum of counts, vocab]` -> `[batch, width, vocab]`, zeros in between."""
+    if all(count == width for count in counts):
+        return logits.view(len(counts), width, -1)
+    out = logits.new_zeros(len(counts), width, logits.shape[-1])
+    for lane, own in zip(out, logits.split(counts), strict=True):
+        lane[: len(own)] = own
+    return out
+
+
+def _split(values: list, counts: list[int]) -> list[list]:
+    out, first = [], 0
+    for count in counts:
+        out.append(values[first : first + count])
+        first += count
+    return out

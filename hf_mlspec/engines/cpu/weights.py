@@ -1,0 +1,152 @@
+"""How does the CPU decoder read the weights of a model, where they lie?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...formats.mxfp4 import BLOCK
+from ...nn.architecture import UnknownArchitecture, linear_shape, outline, require_format
+from ...nn.bit_planes import BitPlaneLinear
+from ...nn.linear import Int4Linear, Mxfp4Linear
+from ...nn.nested import NestedEmbedding, NestedLinear
+from ...nn.packed import PackedLinear
+from ...nn.packed_formats import Parts
+from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
+from ...ops.tiles import TILE_OUTPUTS
+from ..slots import slot_of
+
+_DENSE = {torch.bfloat16: BF16, torch.float32: F32}
+
+
+@dataclass
+class Layer:
+    """Linears by name (q, k, v, o, gate, up, down), norms as in Block."""
+
+    linears: dict[str, Weight]
+    norms: list[Tensor | None]
+    window: int
+    rope_table: int
+
+
+@dataclass
+class Architecture:
+    """Everything the CPU decoder needs of a model but its rotary tables."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    embedding: Tensor | NestedTable
+    final_norm: Tensor
+    head: Weight
+    layers: list[Layer]
+    rope_kinds: list[str | None]
+
+
+def read(model: nn.Module) -> Architecture:
+    """The architecture of a model, its weights shared. UnknownArchitecture names the first thing that does not fit."""
+    found = outline(model)
+    layers = [
+        Layer(_linears(block.modules, found.sizes), block.norms, block.window, block.rope_table)
+        for block in found.blocks
+    ]
+    head = read_weight(found.head, "lm_head")
+    table = read_table(found.embedding) if isinstance(found.embedding, NestedEmbedding) else found.embedding
+    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, found.rope_kinds)
+
+
+def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
+    """Every linear by itself, as the decoder of the CPU takes them."""
+    if "qkv" in modules:
+        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        q, k, v = cut_weight(modules["qkv"], [queries, keys, keys], "qkv_proj")
+        gate, up = cut_weight(modules["gate_up"], [sizes.intermediate] * 2, "gate_up_proj")
+    else:
+        q, k, v, gate, up = (read_weight(modules[name], name) for name in ("q", "k", "v", "gate", "up"))
+    linears = {"q": q, "k": k, "v": v, "o": read_weight(modules["o"], "o"), "gate": gate, "up": up}
+    linears["down"] = read_weight(modules["down"], "down")
+    for group in (("q", "k", "v"), ("gate", "up")):
+        if len({(linears[n].format, linears[n].group_size, linears[n].bits) for n in group}) > 1:
+            raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
+    return linears
+
+
+def read_weight(linear: nn.Module, name: str) -> Weight:
+    """A linear's weight where it lies; a packed one is put in tiles. UnknownArchitecture names what does not fit."""
+    in_features, out_features = linear_shape(linear, name)
+    bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
+    if isinstance(linear, PackedLinear):
+        return _packed(linear, bias, name)
+    require_format(linear.weight, name)
+    return Weight(_DENSE[linear.weight.dtype], linear.weight.detach(), in_features, out_features, bias=bias)
+
+
+def read_table(table: NestedEmbedding) -> NestedTable:
+    """A nested table where it lies, in tiles."""
+    (draft, exponents, low, _), escapes = table.tiles()
+    return NestedTable(draft, exponents, low, **escapes)
+
+
+def _packed(linear: PackedLinear, bias: Tensor | None, name: str) -> Weight:
+    slot = slot_of(SLOTS, linear, name, "CPU")
+    shape = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": bias}
+    return slot(linear, linear.prepack_().parts("weight"), {**shape, "bits": linear.switch.bits})
+
+
+def _nested(linear: NestedLinear, parts: Parts, shape: dict[str, Any]) -> Weight:
+    draft, exponents, low, _, codebook, escape_rows, escape_weight = parts
+    escapes = {"escape_rows": escape_rows, "escape_weight": escape_weight}
+    return Weight(NESTED, draft, scale=exponents, low=low, codebook=codebook, group_size=BLOCK, **escapes, **shape)
+
+
+def _planes(linear: BitPlaneLinear, parts: Parts, shape: dict[str, Any]) -> Weight:
+    own = {"group_size": linear.group_size, "zero_doubled": linear.zero_doubled}
+    return Weight(PLANES, parts[0], scale=parts[1], **own, **shape)
+
+
+def _mxfp4(linear: Mxfp4Linear, parts: Parts, shape: dict[str, Any]) -> Weight:
+    return Weight(MXFP4, parts[0], scale=parts[1], group_size=BLOCK, **shape)
+
+
+def _int4(linear: Int4Linear, parts: Parts, shape: dict[str, Any]) -> Weight:
+    return Weight(INT4, parts[0], scale=parts[1], zero=parts[2], group_size=linear.group_size, **shape)
+
+
+# Of each format: (linear, its tiles, its shape, bias and bits as fields of a Weight) -> how the CPU decoder reads it.
+SLOTS: dict[str, Callable[[Any, Parts, dict[str, Any]], Weight]] = {
+    "mxfp4": _mxfp4,
+    "int4": _int4,
+    "nested": _nested,
+    "planes": _planes,
+}
+
+
+def cut_weight(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:
+    """The parts of a linear that computes several at once (Phi-3), as views."""
+    whole = read_weight(linear, name)
+    packed = whole.format not in (BF16, F32)
+    if packed and any(size % TILE_OUTPUTS for size in sizes):
+        raise UnknownArchitecture(f"its {name} is cut at {sizes}, packed weights only at multiples of {TILE_OUTPUTS}")
+    parts, first = [], 0
+    for size in sizes:
+        parts.append(_cut(whole, first, size, TILE_OUTPUTS if packed else 1))
+        first += size
+    return parts
+
+
+def _cut(whole: Weight, first: int, size: int, height: int) -> Weight:
+    """Outputs ``first`` to ``first + size`` of a weight whose rows hold ``height`` outputs each."""
+    outputs, rows = slice(first, first + size), slice(first // height, (first + size) // height)
+    weight = whole.weight[:, rows] if whole.format == PLANES else whole.weight[rows]
+    scale, zero, low = (None if part is None else part[rows] for part in (whole.scale, whole.zero, whole.low))
+    bias = None if whole.bias is None else whole.bias[outputs]
+    own = replace(whole, weight=weight, out_features=size, scale=scale, zero=zero, low=low, bias=bias)
+    if whole.escape_rows is None:
+        return own
+    inside = (whole.escape_rows >= first) & (whole.escape_rows < first + size)
+    if not inside.any():
+        return replace(own, escape_rows=None, escape_weight=None)
+    return replace(own, escape_rows=whole.escape_rows[inside] - first, escape_weight=whole.escape_weight[inside])

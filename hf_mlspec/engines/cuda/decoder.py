@@ -1,0 +1,233 @@
+"""How does a whole model run on a device as a fixed list of kernels that only enqueues?
+
+One step of all layers over rows whose lengths are read on the device, so that a CUDA graph can hold it. On the CPU the
+same list runs through the same ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...nn import architecture
+from ...nn.architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ...nn.linear import is_dense
+from ...nn.nested import NestedEmbedding
+from ...nn.switch import filled
+from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
+from ...ops.compiled_decoder import ACTIVATIONS
+from ...precision import OWN_BITS, Bits
+from ..built import bit_choices, device_of, switches, weights_of
+from .weights import JoinedLinear, joined
+
+_ROW_BYTES = 16  # what the kernels load at once
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table."""
+
+    qkv: JoinedLinear
+    o: JoinedLinear
+    gate_up: JoinedLinear
+    down: JoinedLinear
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    attention_out: Tensor | None
+    mlp_out: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int
+    rope: int
+
+
+class CudaDecoder:
+    """A model's layers as calls of ops, on the weights the model has.
+
+    q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
+    what could not be shared so (packed weights whose outputs do not fill their tiles). vocab_size: entries of its
+    logits. dtype: of keys, values and logits. max_positions: the length past which the model's rotation changes for
+    the whole row; None where it never does. positions: for how many there are rotary tables. bit_choices: what
+    calls may ask of the packed weights, () where it has none. logit_softcap: what
+    ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
+    """
+
+    def __init__(self, model: nn.Module):
+        """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
+        device = device_of(model)
+        architecture.require_known(model, device)
+        if device.type != "cpu":
+            require_bfloat16(model, device)
+        found = architecture.outline(model, device)
+        if device.type != "cpu":
+            require_served(found)
+            torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
+        self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
+        self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
+        self.logit_softcap = found.sizes.logit_softcap
+        self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
+        self.max_positions, self.positions = rotary.rotary_border(model), 0
+        self._growing = threading.Lock()
+        self._ropes, self._outgrown = [], []
+        self.reserve_positions(rotary.FIRST_POSITIONS)
+        self._final_norm = found.final_norm
+        self._layers = [_layer(block) for block in found.blocks]
+        self._head = joined([found.head], "lm_head")
+        nested = isinstance(found.embedding, NestedEmbedding)
+        self._embedding = found.embedding.tiles() if nested else found.embedding
+        self._activation = ACTIVATIONS[found.sizes.activation]
+        self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
+        linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self.extra_bytes = sum(linear.extra_bytes for linear in linears)
+        self._weights = weights_of(model)
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)  # other streams may read them from now on
+            torch.cuda.empty_cache()  # what weights moved from is of other sizes than what comes next
+
+    @property
+    def fingerprint(self) -> tuple:
+        """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
+        return self._weights, self.positions
+
+    def reserve_positions(self, count: int) -> None:
+        """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
+
+        New tables mean a new fingerprint. The old ones, half as long at most, stay: a captured call holds their
+        addresses, and a step on another stream may be reading them.
+        """
+        with self._growing, torch.inference_mode(False), torch.no_grad():
+            positions = rotary.grown_positions(count, self.positions, self.max_positions)
+            if positions > self.positions:
+                tables = rotary.rope_tables(self._rotary, self._kinds, positions)
+                self._outgrown.append(self._ropes)
+                self._ropes = [(cos.to(self.device), sin.to(self.device)) for cos, sin in tables]
+                self.positions = positions  # last: other threads look at it
+
+    def new_kv(self, batch: int, slots: int) -> Tensor:
+        """Keys and values ``[layers, 2, batch, kv_heads, slots, head_dim]``, zeros."""
+        sizes = self.sizes
+        shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def forward(
+        self,
+        ids: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        kv: Tensor,
+        *,
+        pick: Tensor | None = None,
+        bits: Bits = OWN_BITS,
+    ) -> Tensor:
+        """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
+
+        Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
+        ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
+        rows. pick: int64 ``[m]``, indices into the flattened ids, None: all. bits: one of bit_choices, 0: what the
+        model's switch says. Only enqueues. ValueError for operands that do not fit.
+        """
+        self._require(ids, kv, bits)
+        eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts)
+        caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
+        total = self._embed(ids.reshape(-1))
+        added = None  # what the next norm adds to the residual stream first
+        for index, layer in enumerate(self._layers):
+            normed, total = _norm(total, added, layer.attention_norm, eps)
+            added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
+            if layer.attention_out is not None:
+                added, _ = ops.rms_norm(added, layer.attention_out, eps)
+            normed, total = ops.rms_norm(added, layer.mlp_norm, eps, total)
+            added = layer.down(ops.gated(layer.gate_up(normed, bits), self._activation), bits)
+            if layer.mlp_out is not None:
+                added, _ = ops.rms_norm(added, layer.mlp_out, eps)
+        normed, _ = _norm(total, added, self._final_norm, eps)
+        return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if isinstance(self._embedding, Tensor):
+            return ops.embed_rows(ids, self._embedding, self.sizes.embedding_scale)
+        tiles, escapes = self._embedding
+        return ops.nested_rows(ids, *tiles, self.sizes.embedding_scale, **escapes)
+
+    def _attend(
+        self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
+    ) -> Tensor:
+        """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts."""
+        batch, width, starts, counts = lanes
+        sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
+        qkv = layer.qkv(normed, bits).view(batch, width, -1)
+        norms = layer.q_norm, layer.k_norm, sizes.norm_eps
+        q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
+        scale, softcap = sizes.attention_scale, sizes.attention_softcap
+        mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, scale, layer.window, softcap)
+        return layer.o(mixed.view(batch * width, -1), bits)
+
+    def _require(self, ids: Tensor, kv: Tensor, bits: Bits) -> None:
+        sizes = self.sizes
+        if ids.ndim != 2:
+            raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
+        expected = (self.num_layers, 2, len(ids), sizes.kv_heads, kv.shape[4] if kv.ndim == 6 else "slots")
+        expected += (sizes.head_dim,)
+        if tuple(kv.shape) != expected:
+            raise ValueError(f"kv has shape {list(kv.shape)}, {len(ids)} rows of this model take {list(expected)}")
+        if kv.dtype != self.dtype or kv.device != self.device:
+            raise ValueError(f"kv is {kv.dtype} on {kv.device}, the model is {self.dtype} on {self.device}")
+        if bits != OWN_BITS and not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
+            choices = ", ".join(map(str, map(tuple, self.bit_choices)))
+            way = f"choose one of {choices}, or 0 for the layers' own" if choices else "and no weights are packed"
+            raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
+
+
+def require_bfloat16(model: nn.Module, device: torch.device) -> None:
+    """UnknownArchitecture for a model in another dtype than the kernels of a GPU take."""
+    dtype = table_dtype(model.model.embed_tokens)
+    if dtype != torch.bfloat16:
+        raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
+
+
+def require_served(found: Outline) -> None:
+    """UnknownArchitecture where the kernels of a GPU do not take a model's sizes."""
+    sizes = found.sizes
+    if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
+        raise UnknownArchitecture(
+            f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
+            f"up to {CUDA_MAX_HEAD_DIM}"
+        )
+    modules = [item for block in found.blocks for item in block.modules.items()] + [("lm_head", found.head)]
+    for name, module in modules:
+        inputs = linear_shape(module, name)[0]
+        if inputs * 2 % _ROW_BYTES:
+            raise UnknownArchitecture(f"its {name} has {inputs} inputs, the GPU kernels take multiples of 8")
+        if is_dense(module) and module.weight.data_ptr() % _ROW_BYTES:
+            raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
+
+
+def _norm(total: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed sum of both, and the sum."""
+    return ops.rms_norm(total, weight, eps) if added is None else ops.rms_norm(added, weight, eps, total)
+
+
+def _layer(block: Block) -> Layer:
+    modules = block.modules
+    qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
+    gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
+    attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
+    return Layer(
+        qkv=joined(qkv, "q, k, v"),
+        o=joined([modules["o"]], "o"),
+        gate_up=joined(gate_up, "gate, up"),
+        down=joined([modules["down"]], "down"),
+        attention_norm=attention,
+        mlp_norm=mlp,
+        attention_out=attention_out,
+        mlp_out=mlp_out,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        window=block.window,
+        rope=block.rope_table,
+    )

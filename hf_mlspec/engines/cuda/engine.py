@@ -1,0 +1,147 @@
+"""How does a model score tokens on a device whose kernels are only enqueued, and how does a prompt get into its cache?
+
+Step by step, wherever whole rounds cannot be captured. Prompts go in bounded chunks, several rows together.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...precision import OWN_BITS, Bits
+from ..engine import Capabilities, Rows
+from ..rows import DecoderRows
+from .decoder import CudaDecoder
+from .steps import CudaSteps
+
+CHUNK = 512  # tokens of a step: where a GPU's linear layers stop getting cheaper per token, and memory stays small
+_LEAD = 4  # tokens a row may lack and still be fed in one step with its draft; more of them are a prefill
+
+
+class CudaEngine(DecoderRows):
+    """A CUDA decoder over its rows; over a model on the CPU its ops run there. See `Engine`.
+
+    seconds: until the forward passes were launched; the device may still be at them.
+    """
+
+    name = "cuda"
+    can = Capabilities(capturable=True, bit_exact=True)
+    decoder: CudaDecoder
+
+    def __init__(self, model: nn.Module, decoder: CudaDecoder, **options: Any):
+        """options: those of `DecoderRows`."""
+        super().__init__(model, decoder, **options)
+        self.device = decoder.device
+        self._steps = CudaSteps(model, decoder)
+
+    def feed(
+        self,
+        rows: Rows,
+        draft: Tensor | None = None,
+        drafted: list[int] | None = None,
+        alive: list[bool] | None = None,
+    ) -> Tensor:
+        """Score rows and drafts as `Engine.feed` does: float32 logits `[batch, k + 1, vocab]`.
+
+        A row that lacks a token or two is fed them with its draft, and its neighbours are fed as many, which their
+        cache may hold already: it writes the same bits again (law 3).
+        """
+        alive, drafted = alive or [True] * len(rows), drafted or [0] * len(rows)
+        width = draft.shape[1] if draft is not None else 0
+        reach = max(len(row) + n for row, n, on in zip(rows, drafted, alive, strict=True) if on)
+        self._reserve(reach)
+        lead = self._fill(rows, alive)
+        starts = [len(row) - lead if on else 0 for row, on in zip(rows, alive, strict=True)]
+        last = [row[-lead:] if on else [] for row, on in zip(rows, alive, strict=True)]
+        ids = int32(padded(last, lead), self.decoder)
+        if width:
+            ids = torch.cat([ids, draft.to(ids)], dim=1)
+        counts = [lead + n if on else 0 for n, on in zip(drafted, alive, strict=True)]
+        logits = self._forward(ids, starts, counts, [lead - 1] * len(rows), width + 1)
+        self.lengths = [
+            start + count if on else have
+            for start, count, have, on in zip(starts, counts, self.lengths, alive, strict=True)
+        ]
+        return logits
+
+    def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
+        """One forward pass behind what the cache holds, as `Engine.step`; a row whose count is 0 is inactive."""
+        self._reserve(max(have + count for have, count in zip(self.lengths, counts, strict=True)))
+        starts = [have if count else 0 for have, count in zip(self.lengths, counts, strict=True)]
+        logits = self._forward(tokens.to(self.device, torch.int32), starts, counts, first, kept)
+        self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
+        return logits
+
+    def _fill(self, rows: Rows, alive: list[bool]) -> int:
+        """Bring the cache of every row that is alive to all but its last tokens; how many are left of each."""
+        going = [row for row, on in zip(rows, alive, strict=True) if on]
+        missing = [len(row) - min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+        most = max(n for n, on in zip(missing, alive, strict=True) if on)
+        # A follower must not write again what its leader wrote.
+        if most <= min(_LEAD, *map(len, going)) and (most == 1 or self.follow is None):
+            return most
+        begin = time.perf_counter()
+        lines = [row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)]
+        self.forwards += prefill(self.decoder, self._kv(len(rows)), lines, self.lengths, self.bits)
+        self.seconds += time.perf_counter() - begin
+        return 1
+
+    def _forward(self, ids: Tensor, starts: list[int], counts: list[int], first: list[int], kept: int) -> Tensor:
+        """Float32 logits `[batch, kept, vocab]` of the positions from first[r] on, soft cap applied."""
+        begin = time.perf_counter()
+        batch, width = ids.shape
+        pick = None
+        if kept < width:
+            rows = torch.arange(batch)[:, None] * width
+            wanted = torch.tensor(first)[:, None] + torch.arange(kept)
+            pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
+        operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
+        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, bits=self.bits)
+        self.forwards += 1
+        self.seconds += time.perf_counter() - begin
+        return soft_capped(logits.float(), self.decoder.logit_softcap).view(batch, kept, -1)
+
+    def _kv(self, batch: int) -> Tensor:
+        """The cache's first rows, and as many of its layers as the decoder has: an early exit has fewer."""
+        return self.cache.kv[: self.decoder.num_layers, :, :batch]
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), float32, or the logits where cap is 0."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def prefill(decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits = OWN_BITS) -> int:
+    """Write keys and values of tokens starts[r] .. of every row into `kv`, whose first rows are these; -> steps run.
+
+    Rows in order of falling length need the fewest steps: a step covers the rows between the first and the last that
+    still lack tokens. The caller has reserved slots and positions. Only enqueues.
+    """
+    done, steps = list(starts), 0
+    while busy := [r for r, row in enumerate(rows) if done[r] < len(row)]:
+        first, end = busy[0], busy[-1] + 1
+        missing = [len(row) - n for row, n in zip(rows[first:end], done[first:end], strict=True)]
+        width = min(max(1, CHUNK // (end - first)), max(missing))
+        counts = [min(max(n, 0), width) for n in missing]
+        ids = [row[n : n + width] for row, n in zip(rows[first:end], done[first:end], strict=True)]
+        begins = [n if count else 0 for n, count in zip(done[first:end], counts, strict=True)]
+        # One position is asked for: nobody reads its logits, but a step has an output.
+        pick = torch.zeros(1, dtype=torch.int64, device=decoder.device)
+        operands = int32(padded(ids, width), decoder), int32(begins, decoder), int32(counts, decoder)
+        decoder.forward(*operands, kv[:, :, first:end], pick=pick, bits=bits)
+        done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]
+        steps += 1
+    return steps
+
+
+def int32(values: list, decoder: CudaDecoder) -> Tensor:
+    """A list, or a list of lists, on the decoder's device."""
+    return torch.tensor(values, dtype=torch.int32).to(decoder.device, non_blocking=True)
+
+
+def padded(rows: Rows, width: int) -> Rows:
+    """Rows of one width, zeros behind their tokens."""
+    return [row + [0] * (width - len(row)) for row in rows]

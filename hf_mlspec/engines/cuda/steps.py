@@ -1,0 +1,118 @@
+"""How does a step whose shape comes again run without Python between its kernels? As a graph, from the third time on.
+
+Where whole rounds cannot be captured, single forward passes can: their operands are copied to fixed addresses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.state import say_once
+from ...precision import Bits
+from ..built import capturing
+from .decoder import CudaDecoder
+
+_AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
+_BACKOFF = 4  # as many times more before each further time: to capture a shape takes as long as several steps of it
+_MOST_TOKENS = 128  # larger steps keep the device busy while Python launches the next kernel
+_KEPT = 8  # graphs, those used last
+
+
+@dataclass
+class _Step:
+    """A captured step, what it reads and what it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    operands: tuple[Tensor, ...]
+    logits: Tensor
+
+
+class CudaSteps:
+    """Forward passes of a decoder, of one engine and its cache."""
+
+    def __init__(self, model: nn.Module, decoder: CudaDecoder):
+        self.model, self.decoder = model, decoder
+        self._seen: Counter[tuple] = Counter()  # steps of a shape since it last had a graph
+        self._captured: Counter[tuple] = Counter()
+        self._steps: OrderedDict[tuple, _Step] = OrderedDict()
+        self._addresses: tuple | None = None
+        self._captures = decoder.device.type == "cuda"
+
+    def forward(
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, bits: Bits
+    ) -> Tensor:
+        """As `CudaDecoder.forward`; the logits hold until the next step."""
+        operands = (ids, starts, counts, *(() if pick is None else (pick,)))
+        shape = (*ids.shape, None if pick is None else len(pick))
+        step = self._step(shape, operands, kv, bits)
+        if step is None:
+            return self.decoder.forward(ids, starts, counts, kv, pick=pick, bits=bits)
+        for fixed, given in zip(step.operands, operands, strict=True):
+            fixed.copy_(given)
+        step.graph.replay()
+        return step.logits
+
+    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> _Step | None:
+        """The graph of a shape that came often enough, over this cache."""
+        if not self._captures or operands[0].numel() > _MOST_TOKENS:
+            return None
+        addresses = kv.data_ptr(), kv.stride(), self.decoder.positions
+        if addresses != self._addresses:  # the cache, or the rotary tables, have moved
+            for lost in list(self._steps):
+                self._let_go(lost)
+            self._addresses = addresses
+        self._seen[shape] += 1
+        if shape not in self._steps and self._seen[shape] > _AFTER * _BACKOFF ** self._captured[shape]:
+            self._capture(shape, operands, kv, bits)
+        if shape in self._steps:
+            self._steps.move_to_end(shape)
+        return self._steps.get(shape)
+
+    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> None:
+        if len(self._steps) == _KEPT:
+            self._let_go(next(iter(self._steps)))
+        self._captured[shape] += 1
+        fixed = tuple(operand.clone() for operand in operands)
+        pick = fixed[3] if len(fixed) > 3 else None
+        results: list[Tensor] = []
+
+        def run() -> None:
+            results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, bits=bits))
+
+        try:
+            self._steps[shape] = _Step(recorded(run, self.decoder.device), fixed, results[0])
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._captures = False
+            say_once(self.model, f"steps of {shape[0]} rows are launched kernel by kernel: no memory to capture them")
+
+    def _let_go(self, shape: tuple) -> None:
+        del self._steps[shape]
+        self._seen[shape] = 0
+
+
+def recorded(run: Callable[[], None], device: torch.device, pool=None) -> torch.cuda.CUDAGraph:
+    """What `run` enqueues, as a graph, captured on a stream of its own; the device has run the like before."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    # A capture that fails at its end leaves its stream the current one: the caller's is put back here.
+    callers = torch.cuda.stream(torch.cuda.current_stream(device))
+    with capturing, torch.cuda.device(device), callers, torch.cuda.graph(graph, **how):
+        run()
+    return graph
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether a device had no memory left: torch reports it in several ways while a graph is being captured, also as
+    a capture that failed for an error before."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,264 @@
+"""How does the CUDA decoder call a linear, and how do several become one without a second copy of their weights?
+
+Dense weights are put one behind the other in one tensor, of which the modules' parameters become views; packed ones
+are put in tiles together, and their parameters become views of those tiles where every linear but the last fills its
+tiles. Where it does not, the group keeps tiles of its own beside the modules' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...nn.architecture import UnknownArchitecture, linear_shape, require_format
+from ...nn.bit_planes import BitPlaneLinear
+from ...nn.linear import Int4Linear
+from ...nn.nested import NestedLinear
+from ...nn.packed import PackedLinear
+from ...nn.packed_formats import Parts, as_one
+from ...nn.switch import filled
+from ...ops.tiles import cut, is_tiles
+from ...precision import Bits
+from ..slots import slot_of
+
+
+class DenseLinear:
+    """``weight`` ``[out, in]``, bfloat16 or float32, ``bias`` float32 ``[out]`` or None."""
+
+    __slots__ = ("bias", "multiply", "weight")
+    extra_bytes = 0
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight, self.bias = weight, bias
+        self.multiply = ops.bf16_linear if weight.dtype == torch.bfloat16 else ops.f32_linear
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]``; bits mean nothing to a dense weight."""
+        return self.multiply(x, self.weight, self.bias)
+
+
+class FourBitLinear:
+    """4-bit tiles of ``ops.prepack_*``; own: what the modules' switch said when it was read."""
+
+    __slots__ = ("bias", "dequantize", "extra_bytes", "group_size", "out_features", "own", "tiles")
+
+    def __init__(self, module: PackedLinear, tiles: Parts, out_features: int, bias: Tensor | None):
+        self.tiles, self.out_features, self.bias, self.extra_bytes = tiles, out_features, bias, 0
+        self.own = module.switch.bits
+        self.group_size = module.group_size if isinstance(module, Int4Linear) else None  # None: MXFP4
+        self.dequantize = module.switch.multiply == "dequant"
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]`` at 16, 8 or 4 activation bits, 0: the switch's."""
+        width = bits.activation or self.own.activation
+        if self.group_size is None:
+            return ops.mxfp4_linear(x, *self.tiles, self.out_features, self.bias, width)
+        if width == 16 and self.dequantize:
+            return ops.bf16_linear(x, ops.int4_dequantize(*self.tiles, self.out_features, self.group_size), self.bias)
+        return ops.int4_linear(
+            x, *self.tiles, self.out_features, self.bias, group_size=self.group_size, activation_bits=width
+        )
+
+
+class NestedTilesLinear:
+    """Tiles of ``ops.prepack_nested``, exact or as the draft.
+
+    drafts: what the draft multiplies, (tiles, codebook, out_features, bias) of all modules, or where their codebooks
+    differ of each one.
+    """
+
+    __slots__ = ("bias", "drafts", "escapes", "extra_bytes", "out_features", "own", "tiles")
+
+    def __init__(self, module: NestedLinear, tiles: Parts, out_features: int, bias: Tensor | None):
+        draft, exponents, low, _, codebook, escape_rows, escape_weight = tiles
+        self.tiles, self.out_features, self.bias, self.extra_bytes = (draft, exponents, low), out_features, bias, 0
+        self.escapes = {"escape_rows": escape_rows, "escape_weight": escape_weight}
+        self.drafts = [(self.tiles, codebook, out_features, bias)]
+        self.own = module.switch.bits
+
+    def draft_apart(self, modules: Sequence[NestedLinear]) -> None:
+        """Each module's draft by itself, from the tiles that it holds: their codebooks differ."""
+        biases = [None] * len(modules) if self.bias is None else self.bias.split([m.out_features for m in modules])
+        self.drafts = []
+        for module, bias in zip(modules, biases, strict=True):
+            draft, exponents, low, _, codebook, _, _ = module.prepack_().parts("weight")
+            self.drafts.append(((draft, exponents, low), codebook, module.out_features, bias))
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]`` at (16, 16), (4, 16) or (4, 8) bits, 0: the switch's."""
+        weight_bits, width = filled(bits, self.own)
+        if weight_bits == 16:
+            how = {"weight_bits": 16, "activation_bits": width, **self.escapes}
+            return ops.nested_linear(x, *self.tiles, self.drafts[0][1], self.out_features, self.bias, **how)
+        parts = [
+            ops.nested_linear(x, *tiles, codebook, count, bias, weight_bits=weight_bits, activation_bits=width)
+            for tiles, codebook, count, bias in self.drafts
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class PlanesLinear:
+    """Tiles of ``ops.prepack_planes``, of which a call reads the first few."""
+
+    __slots__ = ("bias", "extra_bytes", "how", "out_features", "own", "tiles")
+
+    def __init__(self, module: BitPlaneLinear, tiles: Parts, out_features: int, bias: Tensor | None):
+        self.tiles, self.out_features, self.bias, self.extra_bytes = tiles[:2], out_features, bias, 0
+        self.how = {"group_size": module.group_size, "zero_doubled": module.zero_doubled}
+        self.own = module.switch.bits
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]`` with as many planes as bits.weight says, 0: the switch's."""
+        count = bits.weight or self.own.weight
+        return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how, num_planes=count)
+
+
+JoinedLinear = DenseLinear | FourBitLinear | NestedTilesLinear | PlanesLinear
+# Of each format: (one of the modules, tiles of all of them, their outputs, bias) -> how the CUDA decoder calls them.
+SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], JoinedLinear]] = {
+    "mxfp4": FourBitLinear,
+    "int4": FourBitLinear,
+    "nested": NestedTilesLinear,
+    "planes": PlanesLinear,
+}
+
+
+@torch.no_grad()
+def joined(modules: Sequence[nn.Module], name: str) -> JoinedLinear:
+    """One linear whose outputs are those of ``modules``, in order.
+
+    Moves the modules' weights (never what they hold). UnknownArchitecture when their weights do not go together.
+    """
+    for module in modules:
+        linear_shape(module, name)
+    bias = _joined_bias(modules)
+    with torch.inference_mode(False):  # a tensor made in that mode could not be used outside of it
+        if any(isinstance(module, PackedLinear) for module in modules):
+            _require_one_format(modules, name)
+            return _joined_packed(modules, slot_of(SLOTS, modules[0], name, "CUDA"), bias)
+        for module in modules:
+            require_format(module.weight, name)
+        return DenseLinear(_joined_dense([module.weight for module in modules], name), bias)
+
+
+def _joined_bias(modules: Sequence[nn.Module]) -> Tensor | None:
+    if all(module.bias is None for module in modules):
+        return None
+    parts = []
+    for module in modules:
+        zeros = next(module.parameters()).new_zeros(linear_shape(module, "")[1], dtype=torch.float32)
+        parts.append(zeros if module.bias is None else module.bias.detach().float())
+    return torch.cat(parts)
+
+
+def _require_one_format(modules: Sequence[nn.Module], name: str) -> None:
+    told = "group_size", "symmetric", "num_planes", "zero_doubled"
+    kinds = {
+        (type(m).__name__, id(getattr(m, "switch", None)), *(getattr(m, name, None) for name in told)) for m in modules
+    }
+    if len(kinds) > 1:
+        raise UnknownArchitecture(
+            f"its {name} projections are {len(modules)} weights of {len(kinds)} kinds (format, group size, zero "
+            "points, planes, switch), and they are multiplied as one"
+        )
+
+
+def _joined_dense(weights: list[nn.Parameter], name: str) -> Tensor:
+    if len({weight.dtype for weight in weights}) > 1:
+        kinds = ", ".join(str(weight.dtype) for weight in weights)
+        raise UnknownArchitecture(f"its {name} projections are {kinds}, and they are multiplied as one")
+    whole = _neighbours([weight.detach() for weight in weights])
+    if whole is None:
+        whole = torch.cat([weight.detach() for weight in weights])
+        _make_views(weights, whole)
+    return whole
+
+
+def _make_views(weights: list[nn.Parameter], whole: Tensor) -> None:
+    first = 0
+    for weight in weights:
+        weight.data = whole[first : first + len(weight)]
+        first += len(weight)
+
+
+def _neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over several that lie one behind the other in one piece of memory, else None."""
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == end
+        if not same or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+            return None
+        end += tensor.nbytes
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def _joined_packed(
+    modules: Sequence[PackedLinear], slot: Callable[..., JoinedLinear], bias: Tensor | None
+) -> JoinedLinear:
+    out_features, extra_bytes = sum(module.out_features for module in modules), 0
+    tiles = modules[0].prepack_().parts("weight") if len(modules) == 1 else _tiles_as_one(modules)
+    if tiles is None:
+        disk = [_on_disk(module) for module in modules]
+        tiles = modules[0].packing.prepack(*as_one(modules[0].format, disk))
+        if not _share_tiles(modules, disk, tiles):
+            extra_bytes = sum(part.nbytes for part in tiles if part is not None)
+    linear = slot(modules[0], tiles, out_features, bias)
+    linear.extra_bytes = extra_bytes
+    if isinstance(linear, NestedTilesLinear) and _codebooks_differ(modules):
+        linear.draft_apart(modules)
+    return linear
+
+
+def _on_disk(module: PackedLinear) -> Parts:
+    weight = module.packed_weight()
+    return tuple([getattr(weight, f"weight_{part}") for part in module.packing.parts])
+
+
+def _codebooks_differ(modules: Sequence[PackedLinear]) -> bool:
+    first = modules[0].weight_codebook
+    return any(not torch.equal(module.weight_codebook, first) for module in modules[1:])
+
+
+def _share_tiles(modules: Sequence[PackedLinear], disk: list[Parts], tiles: Parts) -> bool:
+    """Let the modules, which are as on disk, hold their part of the group's tiles, where those can be cut."""
+    shares = cut(tiles, [module.out_features for module in modules])
+    if shares is None:
+        return False
+    for module, own, share in zip(modules, disk, shares, strict=True):
+        beside = module.packing.beside(*own) if module.packing.beside else (None,) * len(tiles)
+        held = [one if part is None else part for part, one in zip(share, beside, strict=True)]
+        module.hold_tiles_(tuple(held))
+    return True
+
+
+def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
+    """The tiles of a group whose modules hold views of them already."""
+    if not all(module.is_prepacked for module in modules):
+        return None
+    held = [module.parts("weight") for module in modules]
+    whole = []
+    for parts in zip(*held, strict=True):
+        if not is_tiles(parts[0]):
+            whole.append(parts[0])
+            continue
+        shared = len({part.data_ptr() for part in parts}) == 1 and len({part.shape for part in parts}) == 1
+        one = parts[0] if shared else _neighbours(parts)
+        if one is None:
+            return None
+        whole.append(one)
+    return _with_escapes(modules, held, whole) if modules[0].format == "nested" else tuple(whole)
+
+
+def _with_escapes(modules: Sequence[PackedLinear], held: list[Parts], whole: list[Tensor | None]) -> Parts:
+    """The parts of a nested group, with the rows of all of them that have escapes."""
+    rows, weights, first = [], [], 0
+    for module, parts in zip(modules, held, strict=True):
+        if parts[5] is not None:
+            rows.append(parts[5] + first)
+            weights.append(parts[6])
+        first += module.out_features
+    return *whole[:5], torch.cat(rows) if rows else None, torch.cat(weights) if weights else None

@@ -1,0 +1,142 @@
+"""What must every engine be able to do, and what may a caller expect of the one it was given?
+
+An engine runs one model over the rows of one call: it feeds tokens, writes keys and values to a cache, and knows how
+many slots of each row are valid. There are three: the model's own modules (modules/), one compiled call per step on
+the CPU (cpu/), and kernels that only enqueue, on a GPU (cuda/). choose.py decides which one a model gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..precision import Bits
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What callers may ask of an engine.
+
+    by_module: it runs the model's modules, so the model's attention has to be switched while it runs
+        (modules/attention.py). greedy_rounds: it has `score`, `draft` and `draft_checked`, whole greedy rounds in one
+        call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
+        logits depend on the tokens before it and on nothing else of the call (law 3), so that slots of a cache may be
+        used again for a row with the same beginning.
+    """
+
+    by_module: bool = False
+    greedy_rounds: bool = False
+    capturable: bool = False
+    bit_exact: bool = False
+
+
+@dataclass
+class Scores:
+    """What an engine said of the last kept positions of every row.
+
+    best: per row the greedy successor of each position, -1 where the logits hold NaN. confidence: per row their
+    probabilities, None unless asked for. logits: float32 `[sum of kept, vocab]`, rows behind each other, or None.
+    """
+
+    best: Rows
+    confidence: list[list[float]] | None
+    logits: Tensor | None
+
+
+class Engine(Protocol):
+    """A model over the rows of a call.
+
+    name: "modules", "cpu" or "cuda". dtype: of its logits. vocab_size: entries of its logits. max_positions: tokens of
+    a row that it can attend to, None where nothing bounds them. lengths: per row, the valid slots of the cache.
+    follow: the engine whose cache this one writes into, or None for a cache of its own (law 4). bits: what its packed
+    weights are read and multiplied at, OWN_BITS: what the model's switch says; set before it starts. cache: keys and
+    values, None before `start`. cache_bytes: those it holds itself. forwards, seconds: forward passes so far and their
+    time on the host.
+    """
+
+    name: str
+    can: Capabilities
+    model: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_positions: int | None
+    lengths: list[int]
+    follow: Engine | None
+    bits: Bits
+    cache: Any
+    cache_bytes: int
+    forwards: int
+    seconds: float
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with these rows only, in this order."""
+
+    def admit(self, count: int) -> None:
+        """Append `count` rows that hold nothing yet."""
+
+    def forget(self, row: int) -> None:
+        """Give the slots of `row` to a new sequence."""
+
+    def shrink(self, slots: int) -> None:
+        """Give memory back where rows of `slots` slots, at least what each holds, need half of what there is."""
+
+    def rollback(self, lengths: list[int]) -> None:
+        """No more than `lengths[r]` slots of row r are valid."""
+
+    def sync(self) -> None:
+        """A follower's lengths are its leader's."""
+
+    def feed(
+        self,
+        rows: Rows,
+        draft: Tensor | None = None,
+        drafted: list[int] | None = None,
+        alive: list[bool] | None = None,
+    ) -> Tensor:
+        """Score what the cache lacks of every row, followed by its draft: logits `[batch, k + 1, vocab]`.
+
+        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. alive: False for inactive rows.
+        Position j follows row r and its first j drafted tokens (beyond drafted[r], and of inactive rows: meaningless).
+        The cache then holds all of it.
+        """
+
+    def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
+        """One forward pass over tokens `[batch, q]`, counts[r] of them valid; logits of `kept` from first[r] on."""
+
+    # With `can.greedy_rounds` only:
+
+    def score(
+        self,
+        rows: Rows,
+        guesses: Rows,
+        *,
+        want_confidence: bool = False,
+        want_logits: bool = False,
+        alive: list[bool] | None = None,
+    ) -> Scores:
+        """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token."""
+
+    def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
+        """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`."""
+
+    def draft_checked(
+        self,
+        tiny: Engine,
+        rows: Rows,
+        limits: list[int],
+        *,
+        num_draft_tokens: int,
+        tiny_threshold: float,
+        threshold: float,
+    ) -> tuple[Rows, list[int], int]:
+        """Rounds of `tiny` drafting and this engine checking: the tokens settled for every row, (drafted, accepted) of
+        every row and round behind each other, and the number of rounds."""

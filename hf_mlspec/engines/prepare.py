@@ -1,0 +1,119 @@
+"""How is a model made to decode through compiled steps from now on, and how is that undone?
+
+Most modules stay as they are: a decoder reads BF16 and float32 weights in place, and packed weights are put into the
+kernels' order in place. Only the linears of a model that no decoder knows give their place to others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..nn.architecture import UnknownArchitecture
+from ..nn.linear import KernelLinear, is_dense
+from ..nn.state import say_once, state_of
+from ..ops.compiled_decoder import has_compiled_decoder
+from .built import up_to_date
+from .choose import ENGINES, required_decoder
+from .cpu.decoder import CpuDecoder
+from .cuda.decoder import CudaDecoder
+
+
+def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
+    """Let `model` decode through compiled steps, batch-invariant: a token's bits never depend on the rest of the call.
+
+    Returns the model. No weight is copied. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one
+    compiled call per step, on a GPU as kernels that a CUDA graph can hold; of other architectures each linear runs
+    through its kernel, said once. From then on plain `model.generate` decodes this way too where it can (greedy and
+    sampling); a call that it cannot serve runs in transformers' own loop, which is said once. A later change of the
+    weights, or of what a PrecisionSwitch says, is noticed (a cast of them made before a change through `.data` is not
+    made anew: it drafts worse, no token changes; on a GPU norms and biases changed through `.data` go unnoticed).
+    A deep copy is not prepared. engine: None, or what is to run the model, as in SpeculationConfig: "cpu", "cuda", or
+    "modules", whose linears then run through their kernels one by one. The weights of q, k, v and of gate, up move
+    together for the engine "cuda", as views of one tensor.
+    KernelError when no kernels are built (with the command that builds them), TypeError for what is no model,
+    ValueError when the model is on several devices or on one that has no kernels, when its weights are neither
+    bfloat16 nor, on the CPU, float32, or when the engine asked for cannot run it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare takes a model, not a {type(model).__name__}")
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"prepare: engine is {engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
+    device = _one_device(model)
+    if device.type == "cpu" and engine != "cuda" and not has_compiled_decoder():
+        raise ops.KernelError(f"prepare needs the compiled kernels: {ops.why_not_compiled()}")
+    if device.type == "cuda":
+        _require_gpu_serves(model, device)
+    if engine == "modules":
+        _serve_linears(model, "that engine was asked for")
+    elif engine is not None:
+        required_decoder(model, engine)
+    else:
+        try:
+            up_to_date(model, CpuDecoder if device.type == "cpu" else CudaDecoder)
+        except UnknownArchitecture as error:
+            _serve_linears(model, str(error))
+    state = state_of(model)
+    state.prepared, state.engine = True, engine
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `prepare`, also in a copy of a prepared model; ValueError where there is nothing to undo."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"restore takes a model, not a {type(model).__name__}")
+    state = state_of(model)
+    served = {id(module): module for module in model.modules() if type(module) is KernelLinear}
+    if not state.prepared and not state.decoders and not served:
+        raise ValueError(f"restore: this {type(model).__name__} is not prepared")
+    _replace(model, {key: module.given_up() for key, module in served.items()})
+    state.prepared, state.engine = False, None
+    state.drop_engines()
+    return model
+
+
+def _one_device(model: nn.Module) -> torch.device:
+    """Where the model is; ValueError for several devices, or one that no kernels exist for."""
+    places = list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+    if len(places) > 1:
+        raise ValueError(
+            f"prepare: the model is on {places[0]} and {places[1]}; a compiled decoder needs it on one device, "
+            "load it without device_map, or with device_map={'': 0}"
+        )
+    device = places[0] if places else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"prepare: the model is on {device}; there are compiled decoders for the CPU and for CUDA")
+    return device
+
+
+def _require_gpu_serves(model: nn.Module, device: torch.device) -> None:
+    reason = ops.why_no_cuda_kernels(device)
+    if reason is not None:
+        raise ops.KernelError(f"prepare needs the CUDA kernels: {reason}")
+    for name, module in model.named_modules():
+        if (is_dense(module) or isinstance(module, nn.Embedding)) and module.weight.dtype != torch.bfloat16:
+            raise ValueError(
+                f"prepare: {name}.weight is {module.weight.dtype} on {device}, where the kernels take bfloat16: load "
+                "the model with dtype=torch.bfloat16"
+            )
+
+
+def _serve_linears(model: nn.Module, reason: str) -> None:
+    linears = [m for m in model.modules() if is_dense(m)]
+    odd = next((m for m in linears if m.weight.dtype not in (torch.bfloat16, torch.float32)), None)
+    if odd is not None:
+        raise ValueError(f"prepare: weights are {odd.weight.dtype}; load the model in bfloat16 or float32")
+    if model in linears:
+        raise ValueError(f"prepare: a single {type(model).__name__} is no model: give prepare the model it is part of")
+    _replace(model, {id(linear): KernelLinear.over(linear) for linear in linears if type(linear) is nn.Linear})
+    count = f"the {len(linears)} linear layers of {type(model).__name__}"
+    say_once(model, f"{count} run through the kernels one by one: {reason}")
+
+
+def _replace(model: nn.Module, others: dict[int, nn.Module]) -> None:
+    """Put another module in every place where a module of one of these ids stands."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children() leaves out a second name
+            if id(child) in others:
+                setattr(parent, name, others[id(child)])

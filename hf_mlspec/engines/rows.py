@@ -1,0 +1,219 @@
+"""Which slots of a cache are valid, row by row, and where do the rows of a decoder live?
+
+What engines share without computing: `CachedRows` of all three, `DecoderCache` and `DecoderRows` of the two decoders.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..precision import OWN_BITS, Bits
+
+GROWTH = 256  # slots; a cache grows by half, to a multiple of this
+
+
+class Decoder(Protocol):
+    """What rows need of a whole decoder; see `CpuDecoder` and `CudaDecoder`."""
+
+    dtype: torch.dtype
+    vocab_size: int
+    max_positions: int | None
+
+    def new_kv(self, batch: int, slots: int) -> Tensor:
+        """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]`, zeros."""
+
+    def reserve_positions(self, count: int) -> None:
+        """Rotary tables for at least `count` positions."""
+
+
+class CachedRows:
+    """The rows of an engine's cache.
+
+    lengths: per row, how many slots of the cache are valid. follow: the engine whose cache this one writes into, or
+    None for a cache of its own (law 4).
+    """
+
+    lengths: list[int]
+    follow: CachedRows | None
+    cache: Any
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values this engine holds itself."""
+        return 0 if self.follow or self.cache is None else self.cache.nbytes
+
+    def sync(self) -> None:
+        """A follower's lengths are its leader's: what the leader checked, it also wrote."""
+        if self.follow:
+            self.lengths = list(self.follow.lengths)
+
+    def rollback(self, lengths: list[int]) -> None:
+        """No more than `lengths[r]` slots of row r are valid."""
+        self.lengths = [min(have, valid) for have, valid in zip(self.lengths, lengths, strict=True)]
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with these rows only. A follower's cache is its leader's business."""
+        self.lengths = [self.lengths[r] for r in keep]
+        if not self.follow:
+            self.cache.select(keep)
+
+    def admit(self, count: int) -> None:
+        """Append `count` rows that hold nothing yet. A follower is told after its leader, who grew the cache."""
+        self.lengths = self.lengths + [0] * count
+        if not self.follow:
+            self.cache.extend_rows(count)
+
+    def shrink(self, slots: int) -> None:
+        """Give memory back where rows of `slots` slots, at least what each holds, need half of what there is."""
+        if not self.follow:
+            self.cache.shrink(slots)
+
+    def forget(self, row: int) -> None:
+        """Give the slots of `row` to a new sequence."""
+        self.lengths[row] = 0
+
+
+class DecoderCache:
+    """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
+
+    The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`.
+    """
+
+    def __init__(self, kv: Tensor, rows: int):
+        self.kv, self.rows = kv, rows
+
+    @classmethod
+    def new(cls, decoder: Decoder, batch: int, capacity: int) -> DecoderCache:
+        """An empty cache for `batch` rows of `capacity` slots or a few more."""
+        return cls(decoder.new_kv(batch, up_to_growth(capacity)), batch)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots a row, and for half as many again as there were where there is memory for those.
+
+        torch.OutOfMemoryError names rows and slots where a GPU has none.
+        """
+        have = self.kv.shape[4]
+        if slots <= have:
+            return
+        try:
+            self._grow(up_to_growth(max(slots, have + have // 2)))
+        except torch.OutOfMemoryError:
+            self._grow_barely(up_to_growth(slots))
+
+    def _grow(self, slots: int) -> None:
+        self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, slots - self.kv.shape[4]))
+
+    def _grow_barely(self, slots: int) -> None:
+        try:
+            self._grow(slots)
+        except torch.OutOfMemoryError as error:
+            gib = self.nbytes / 2**30
+            raise torch.OutOfMemoryError(
+                f"no memory for {slots} tokens in each of {self.rows} rows beside a cache of {gib:.2f} GiB, "
+                f"{self.kv.shape[4]} so far: ask for fewer new tokens or rows, or free what else is on the device "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
+    def select(self, keep: list[int]) -> None:
+        """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and the
+        memory of the others stays for `extend_rows`."""
+        moves = [(place, row) for place, row in enumerate(keep) if place != row]
+        if all(row > place for place, row in moves):  # then none is overwritten before it is read
+            for place, row in moves:
+                self.kv[:, :, place] = self.kv[:, :, row]
+        else:
+            self.kv[:, :, : len(keep)] = self.kv[:, :, keep]
+        self.rows = len(keep)
+
+    def extend_rows(self, count: int) -> None:
+        """Append `count` rows. What their slots hold is nobody's: a query sees the slots of its own row only, and of
+        them those that were written before it."""
+        missing = self.rows + count - self.kv.shape[2]
+        if missing > 0:
+            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, 0, 0, 0, 0, missing))
+        self.rows += count
+
+    def shrink(self, slots: int) -> None:
+        """Copy the rows to memory for `slots` slots of each, where that halves it or better."""
+        slots = min(up_to_growth(slots), self.kv.shape[4])
+        if 2 * self.rows * slots <= self.kv.shape[2] * self.kv.shape[4]:
+            self.kv = self.kv[:, :, : self.rows, :, :slots].clone(memory_format=torch.contiguous_format)
+
+    def load(self, other, length: int) -> None:
+        """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
+        self.reserve(length)
+        for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
+            keys[: self.rows, :, :length] = layer.keys[:, :, :length]
+            values[: self.rows, :, :length] = layer.values[:, :, :length]
+
+    def extend(self, other, start: int, end: int) -> None:
+        """Append slots `start` .. `end` of every layer to a plain transformers cache (batch 1)."""
+        for index, (keys, values) in enumerate(self.kv):
+            own = slice(0, self.rows)
+            other.update(keys[own, :, start:end].clone(), values[own, :, start:end].clone(), index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.kv.nbytes
+
+
+class DecoderRows(CachedRows):
+    """Rows of a decoder in a cache of its own, or in its leader's (`follow`, law 4).
+
+    capacity: tokens a row is expected to hold. bits: what every call reads of the weights, and multiplies them by,
+    one of `decoder.bit_choices`; OWN_BITS: what the model says. A follower of the same decoder at fewer bits is the
+    target drafting for itself (speculation/drafters/self_precision.py). num_positions: positions the model knows, None
+    for no bound.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decoder: Decoder,
+        *,
+        follow: DecoderRows | None = None,
+        capacity: int = 0,
+        bits: Bits = OWN_BITS,
+        num_positions: int | None = None,
+    ):
+        self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
+        self.bits, self._num_positions = bits, num_positions
+        self.cache: DecoderCache | None = None
+        self.lengths: list[int] = []
+        self.forwards, self.seconds = 0, 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the decoder's logits."""
+        return self.decoder.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the decoder's logits."""
+        return self.decoder.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """The model's positions, and of those only the ones before its rotation changes."""
+        bounds = self._num_positions, self.decoder.max_positions
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
+        self.lengths = [0] * batch
+        self.forwards, self.seconds = 0, 0.0
+        capacity = max(self.capacity, GROWTH)
+        self.cache = self.follow.cache if self.follow else DecoderCache.new(self.decoder, batch, capacity)
+
+    def _reserve(self, slots: int) -> None:
+        self.cache.reserve(slots)
+        self.decoder.reserve_positions(slots)
+
+
+def up_to_growth(slots: int) -> int:
+    """`slots`, or the next multiple of what caches grow by."""
+    return slots - slots % -GROWTH

@@ -1,0 +1,156 @@
+"""The loop of decoding: rows join, gain tokens round by round, and leave; rounds/ says how a round runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .checker import Checker, Verdict
+from .draft import Drafter, Rows
+from .drafters.agreement import common_prefix
+from .rounds.host import HostRounds
+from .rounds.rounds import NoRoom, Rounds, Unfinished
+from .stats import SpeculationStats
+
+# (row number, row before, accepted tokens) -> (how many of them count, whether the row is finished)
+Stop = Callable[[int, list[int], list[int]], tuple[int, bool]]
+# (row numbers, the tokens that counted, the verdict they came from)
+Emit = Callable[[list[int], Rows, Verdict], None]
+
+
+def decode(
+    target: Checker,
+    drafter: Drafter | None,
+    rows: Rows,
+    budgets: list[int],
+    *,
+    num_draft_tokens: int,
+    stop: Stop,
+    emit: Emit,
+    device: torch.device,
+    cached: int = 0,
+) -> SpeculationStats:
+    """Extend every row until `stop` says so, in rounds of the host; `rows` grow in place.
+
+    budgets: tokens each row may still gain. num_draft_tokens: the most a draft may hold. cached: leading tokens of
+    a single row whose keys and values the target's cache, started by the caller, already holds.
+    """
+    rounds = HostRounds(target, drafter, num_draft_tokens=num_draft_tokens, device=device)
+    return Loop(rounds, stop=stop, emit=emit).decode(rows, budgets, cached)
+
+
+class Loop:
+    """The rows a chain is working on, and the rounds in which they gain tokens.
+
+    rows, numbers, ends: of every row its tokens, the number that `stop` and `emit` know it by, and the length it may
+    reach.
+    """
+
+    def __init__(self, rounds: Rounds, *, stop: Stop, emit: Emit):
+        self.rounds, self.stop, self.emit = rounds, stop, emit
+        self.rows: Rows = []
+        self.numbers: list[int] = []
+        self.ends: list[int] = []
+        self.stats = SpeculationStats()
+
+    @property
+    def drafted(self) -> list[int]:
+        """Tokens drafted for each row in the last round."""
+        return self.rounds.drafted
+
+    def decode(self, rows: Rows, budgets: list[int], cached: int = 0) -> SpeculationStats:
+        """Start with these rows and go on until every one has stopped; see `decode`."""
+        self.start(rows, budgets, cached)
+        while going := self.round():
+            self.select(going)
+        return self.stats
+
+    def start(self, rows: Rows, budgets: list[int], cached: int = 0) -> None:
+        """These rows from the beginning, in a cache of the target's that the caller started; see `decode`."""
+        begin = time.perf_counter()
+        self._append(rows, budgets, list(range(len(rows))))
+        self.rounds.start(rows, self.ends, self.numbers, cached)
+        self.stats.seconds += time.perf_counter() - begin
+
+    def admit(self, rows: Rows, budgets: list[int], numbers: list[int]) -> None:
+        """These rows join behind the others. ValueError, before anything changes, for one that the rounds refuse."""
+        begin = time.perf_counter()
+        ends = [len(row) + budget for row, budget in zip(rows, budgets, strict=True)]
+        self._require_accepted(ends)
+        self._append(rows, budgets, numbers)
+        with self._leaving_rows():
+            self.rounds.admit(rows, ends, numbers)
+        self.stats.seconds += time.perf_counter() - begin
+
+    def replace(self, r: int, row: list[int], budget: int, number: int) -> None:
+        """Another row takes the place, and the slots of the caches, of row r, which ended.
+
+        What both begin with, such as the examples of a few-shot prompt, may stay in the target's cache. ValueError as
+        of `admit`.
+        """
+        begin = time.perf_counter()
+        end = len(row) + budget
+        self._require_accepted([end])
+        common = common_prefix(self.rows[r], row)
+        self.rows[r], self.numbers[r], self.ends[r] = row, number, end
+        with self._leaving_rows():
+            self.rounds.replace(r, row, end, number, common)
+        self.stats.seconds += time.perf_counter() - begin
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with the rows of these indices only, in this order."""
+        if keep == list(range(len(self.rows))):
+            return
+        lines = self.rows, self.numbers, self.ends
+        self.rows, self.numbers, self.ends = ([line[r] for r in keep] for line in lines)
+        self.rounds.select(keep)
+
+    def round(self) -> list[int]:
+        """One round of all rows; the indices of those that have not stopped."""
+        begin = time.perf_counter()
+        with self._leaving_rows():
+            verdict = self.rounds.run(self.rows, self.stats)
+        going = self._commit(verdict)
+        self.stats.seconds += time.perf_counter() - begin
+        self.rounds.account(self.stats)
+        return going
+
+    def _append(self, rows: Rows, budgets: list[int], numbers: list[int]) -> None:
+        self.rows += rows
+        self.numbers += numbers
+        self.ends += [len(row) + budget for row, budget in zip(rows, budgets, strict=True)]
+
+    def _require_accepted(self, ends: list[int]) -> None:
+        """ValueError for rows of which the rounds say that they cannot join."""
+        for end in ends:
+            if reason := self.rounds.refusal(end):
+                raise ValueError(f"a row that may reach {end} tokens cannot join: {reason}")
+
+    @contextmanager
+    def _leaving_rows(self) -> Iterator[None]:
+        """Where there is no room to go on, the error says with what."""
+        try:
+            yield
+        except NoRoom as error:
+            budgets = [end - len(row) for end, row in zip(self.ends, self.rows, strict=True)]
+            error.left = Unfinished(self.rows, self.numbers, budgets, self.stats)
+            raise
+
+    def _commit(self, verdict: Verdict) -> list[int]:
+        """Append what counts of every row's accepted tokens; the indices of the rows that go on."""
+        going, kept = [], []
+        for r, (row, tokens) in enumerate(zip(self.rows, verdict.tokens, strict=True)):
+            tokens = tokens[: self.ends[r] - len(row)]
+            # A row that was not part of the round has nothing to be stopped for.
+            count, finished = self.stop(self.numbers[r], row, tokens) if tokens else (0, False)
+            kept.append(tokens[:count])
+            row += tokens[:count]
+            if not finished and len(row) < self.ends[r]:
+                going.append(r)
+        self.stats.new_tokens += sum(map(len, kept))
+        self.rounds.commit(self.rows, [len(tokens) for tokens in kept], going, self.stats)
+        self.emit(self.numbers, kept, verdict)
+        return going

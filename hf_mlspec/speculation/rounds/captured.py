@@ -1,0 +1,272 @@
+"""How does a round run where it is one replay? Launch, wait, and read what the device reports."""
+
+from __future__ import annotations
+
+import torch
+
+from ...engines.cuda.engine import prefill
+from ...engines.cuda.steps import out_of_memory
+from ...engines.rows import up_to_growth
+from ...nn.state import say_once
+from ..checker import Checker, Verdict, nan_error
+from ..draft import Drafter, Rows
+from ..stats import SpeculationStats
+from ..traces.recorder import checkers
+from .caches import adopt, disown, drafters
+from .chain import CapturedChain, bucket_of
+from .plan import too_long
+from .program import CHECK_FIELDS, NOT_CHECKED, RoundLevel
+from .rounds import NoRoom
+
+_NO_SEED = 0
+
+
+class CapturedRounds:
+    """Rounds of a borrowed chain; the host waits once for each. See `Rounds`.
+
+    bucket: rows that a round is launched for. places: of every row its line in the chain's state, below the bucket.
+    seed: of the noise all levels share, drawn from torch's generator unless given. script: int32
+    ``[levels - 1, rows, rounds, 2]``: (drafted, accepted) of every check to come for the rows that start, of the
+    target first, given instead of found; the chain was made for as many script_rounds. Rows that join later have none:
+    nothing is drafted for them.
+    Seconds of levels cannot be told apart inside a graph: target_seconds of the stats is the device's time for whole
+    rounds, those of levels are 0.
+    """
+
+    def __init__(
+        self,
+        chain: CapturedChain,
+        target: Checker,
+        drafter: Drafter | None,
+        *,
+        seed: int | None = None,
+        script: torch.Tensor | None = None,
+    ):
+        self.chain, self.target, self.drafter, self.script = chain, target, drafter, script
+        self.seed = _NO_SEED if not chain.program.sampled else _drawn_seed() if seed is None else seed
+        self.checkers, self.drafters = checkers(target, drafter), drafters(drafter)
+        self.bucket, self.places, self.drafted = 0, [], []
+        self._ends: list[int] = []
+        # Per row what a round reported that ended before the loop asked for it; None: the row was not part of it.
+        self._reported: list[list[int] | None] | None = None
+        self._first = True
+
+    def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
+        """Prefill the caches of all levels with all but the last token of every row; see `Rounds.start`."""
+        self.bucket = bucket_of(len(rows))
+        self._seconds_before = self.chain.graphs.seconds
+        self.chain.state.clear(self.seed)
+        for drafter in self.drafters:
+            drafter.stats.reset()
+        self._ends = list(ends)
+        self.places = self._join(rows, ends, numbers, list(range(len(rows))), cached)
+        if self.script is not None:
+            levels, _, rounds, _ = self.script.shape
+            table = self.chain.state.script
+            table[:levels, self.places, :rounds] = self.script.to(table)
+
+    def refusal(self, end: int) -> str:
+        """A captured level drafts for every row, or there is another chain."""
+        return next(filter(None, (too_long(drafter, end) for drafter in self.drafters)), "")
+
+    def admit(self, rows: Rows, ends: list[int], numbers: list[int]) -> None:
+        """Prefill these rows in free places, behind the round under way."""
+        self._end_round()
+        self._make_room_for(len(self.places) + len(rows), max(map(len, rows), default=0))
+        taken = set(self.places)
+        free = [place for place in range(self.bucket) if place not in taken]
+        self.places += self._join(rows, ends, numbers, free, 0)
+        self._ends += ends
+        if self._reported is not None:
+            self._reported += [None] * len(rows)
+
+    def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
+        """Prefill a row in the place of another; the target keeps what they have in common (law 3)."""
+        self._end_round()
+        self._make_room_for(len(self.places), len(row))
+        # The last token of a row is in no cache yet.
+        self._join([row], [end], [number], [self.places[r]], min(max(common - 1, 0), len(row) - 1))
+        self._ends[r] = end
+        if self._reported is not None:
+            self._reported[r] = None
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with these rows; where half of the places would be idle, rows move to the first ones."""
+        self._end_round()
+        self.places, self._ends = ([line[r] for r in keep] for line in (self.places, self._ends))
+        if self._reported is not None:
+            self._reported = [self._reported[r] for r in keep]
+        bucket = bucket_of(len(keep))
+        if keep and bucket < self.bucket and self._captured(bucket):
+            self._gather(bucket)
+        self._let_go_on()
+
+    def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
+        """Replay, unless a round is under way, and wait for it."""
+        if self._reported is None:
+            if not self.chain.graphs.batch:
+                self._make_room(rows)
+                self.chain.graphs.launch(self.bucket)
+            self._end_round()
+        apart = [0] + [NOT_CHECKED] * (self.chain.program.fields - 1)
+        report = [line or apart for line in self._reported]
+        self._reported = None
+        self._refuse_nan(report)
+        return self._verdict(report, stats)
+
+    def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:
+        """The device works on while the host streams what was accepted."""
+        if not self.drafters:
+            self._count_steps(gained, stats)
+        if len(going) == len(rows) and not self._lacks_room(rows):
+            self.chain.graphs.launch(self.bucket)
+
+    def account(self, stats: SpeculationStats) -> None:
+        """The first round is prefill, too."""
+        stats.target_seconds = self.chain.graphs.seconds - self._seconds_before
+        stats.capture_seconds = self.chain.graphs.capture_seconds - self.chain.captured_before
+        if self._first:
+            stats.prefilled(stats.seconds, stats.target_seconds)
+            self._first = False
+
+    def _end_round(self) -> None:
+        """Wait for the round under way, if one is; `run` takes its report."""
+        if self.chain.graphs.batch:
+            lines = self.chain.graphs.wait()
+            self._reported = [lines[place] for place in self.places]
+
+    def _join(self, rows: Rows, ends: list[int], numbers: list[int], free: list[int], cached: int) -> list[int]:
+        """Load rows into free places, the target's cache holding `cached` tokens of each there; the place of each."""
+        if not rows:
+            return []
+        # Prompts in order of falling length take the fewest steps to prefill.
+        order = sorted(range(len(rows)), key=lambda r: -len(rows[r]))
+        places, lines = free[: len(rows)], [rows[r] for r in order]
+        until = [min(ends[r], self.chain.slots) for r in order]
+        self.chain.state.load(places, lines, until, [numbers[r] for r in order])
+        for index, level in enumerate(self.chain.levels):
+            if level.own_cache:
+                steps = _prefilled(level, places, [row[:-1] for row in lines], 0 if index else cached)
+                if index:
+                    self.drafters[index - 1].stats.forwards += steps
+        return [places[order.index(r)] for r in range(len(rows))]
+
+    def _end(self, r: int) -> int:
+        """The length row r may reach in the chain as it is now."""
+        return min(self._ends[r], self.chain.slots)
+
+    def _lacks_room(self, rows: Rows) -> bool:
+        return any(len(row) >= self._end(r) for r, row in enumerate(rows))
+
+    def _make_room(self, rows: Rows) -> None:
+        """Where a row has filled its slots and may go on, all rows get more; NoRoom where there is no memory."""
+        if self._lacks_room(rows):
+            self._grow(self.chain.batch, up_to_growth(min(2 * self.chain.slots, max(self._ends))))
+
+    def _make_room_for(self, rows: int, longest: int) -> None:
+        """Have a place for each of so many rows, and slots for one of this length; NoRoom where there is no memory."""
+        self.bucket = max(self.bucket, bucket_of(rows))
+        batch, slots = max(self.chain.batch, self.bucket), self.chain.slots
+        self._grow(batch, slots if longest < slots else up_to_growth(longest + 1))
+
+    def _grow(self, batch: int, slots: int) -> None:
+        """Have that many places and slots, and a graph for the bucket."""
+        grows = (batch, slots) != (self.chain.batch, self.chain.slots)
+        try:
+            if grows:
+                disown(self.target, self.drafter)
+                self.chain.grow(batch, slots)
+            self.chain.graphs.capture(self.bucket)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise NoRoom(
+                f"no memory for {slots} tokens in each of {batch} rows ({str(error).splitlines()[0]})"
+            ) from error
+        if grows:
+            adopt(self.chain, self.target, self.drafter, len(self.places))
+            self._let_go_on()
+
+    def _let_go_on(self) -> None:
+        self.chain.state.let_go_on(self.places, [self._end(r) for r in range(len(self.places))])
+
+    def _captured(self, bucket: int) -> bool:
+        """Whether there is a graph for fewer rows; where there is no memory for one, the larger one goes on."""
+        try:
+            self.chain.graphs.capture(bucket)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            say_once(
+                self.target.runner.model,
+                f"rounds of {bucket} rows are not captured, no memory: those of {self.bucket} rows go on",
+            )
+            return False
+        return True
+
+    def _gather(self, bucket: int) -> None:
+        places = sorted(self.places)
+        self.chain.move(places)
+        self.places = [places.index(place) for place in self.places]
+        self.bucket = bucket
+
+    def _refuse_nan(self, report: list[list[int]]) -> None:
+        level = max((line[0] for line in report), default=0)
+        if level:
+            found = self.chain.levels[level - 1]
+            raise nan_error(found.name, found.decoder.dtype)
+
+    def _verdict(self, report: list[list[int]], stats: SpeculationStats) -> Verdict:
+        """What the target accepted of every row, every check counted and told on the way."""
+        program = self.chain.program
+        tokens: Rows = [[] for _ in report]
+        accepted = [0] * len(report)
+        self.drafted = [0] * len(report)
+        for check in program.checks:
+            column = check.column
+            pairs = [line[column : column + CHECK_FIELDS] for line in report]
+            alive = [drafted != NOT_CHECKED for drafted, _ in pairs]
+            drafted, kept = ([max(pair[i], 0) for pair in pairs] for i in range(CHECK_FIELDS))
+            if check.level == 0:
+                self.drafted, accepted = drafted, kept
+                for line, own, on, count in zip(tokens, report, alive, kept, strict=True):
+                    line += own[column + CHECK_FIELDS : column + CHECK_FIELDS + count + 1] if on else []
+            if self.drafters and any(alive):
+                if check.level == 0:
+                    stats.count_pass(sum(alive))
+                self.drafters[check.level].stats.settle(drafted, kept)
+                self._tell(check.level, drafted, kept, alive)
+        for index, drafter in enumerate(self.drafters, start=1):
+            drafter.stats.rounds += program.drafts(index)
+            drafter.stats.forwards += program.forwards(index)
+        return Verdict(tokens, accepted, None, None, None)
+
+    def _count_steps(self, gained: list[int], stats: SpeculationStats) -> None:
+        """Without levels each token took a pass; what ran behind the end of a row is no one's."""
+        for step in range(max(gained, default=0)):
+            alive = [count > step for count in gained]
+            stats.count_pass(sum(alive))
+            self._tell(0, [0] * len(gained), [0] * len(gained), alive)
+
+    def _tell(self, level: int, drafted: list[int], accepted: list[int], alive: list[bool]) -> None:
+        checker = self.checkers[level]
+        if checker.on_check is not None:
+            checker.on_check(drafted, accepted, alive)
+
+
+def _prefilled(level: RoundLevel, places: list[int], rows: Rows, cached: int) -> int:
+    """Write keys and values of the rows, but their first `cached` tokens, into rising places; -> steps run."""
+    steps, first = 0, 0
+    while first < len(rows):
+        last = first + 1
+        while last < len(rows) and places[last] == places[last - 1] + 1:
+            last += 1
+        kv = level.kv[:, :, places[first] : places[last - 1] + 1]
+        steps += prefill(level.decoder, kv, rows[first:last], [cached] * (last - first), level.bits)
+        first = last
+    return steps
+
+
+def _drawn_seed() -> int:
+    """From torch's generator, so that torch.manual_seed repeats a call."""
+    return int(torch.randint(1 << 62, (1,)))

@@ -1,0 +1,250 @@
+"""Which captured chains are kept, for whom, and when do they give their memory back?
+
+A chain's caches, state and graphs outlive a call: the next call of the same chain on the same weights finds them. One
+call at a time may have them; a second thread waits.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ...engines.cuda.steps import out_of_memory
+from ...engines.rows import up_to_growth
+from ...nn.state import say_once
+from .graphs import RoundGraphs
+from .program import RoundLevel, RoundProgram
+from .state import RoundState
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+_KEPT = 2  # chains of a target: one with levels, and the target alone
+_kept: weakref.WeakKeyDictionary[nn.Module, list[CapturedChain]] = weakref.WeakKeyDictionary()
+_keeping = threading.RLock()
+
+
+class CapturedChain:
+    """Levels with their caches, and rounds over them, for up to `batch` rows of `slots` tokens."""
+
+    def __init__(self, levels: list[RoundLevel], key: tuple, batch: int, slots: int, *, sampled: bool = False,
+                 warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0):
+        self.levels, self.key, self.batch, self.slots = levels, key, batch, slots
+        self.script_rounds = script_rounds
+        self.program = RoundProgram(levels, sampled, warp)
+        self.lock, self.holder, self.dropped = threading.Lock(), 0, False
+        self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
+        self._allocate()
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.levels[0].decoder.device
+
+    def fits(self, batch: int, slots: int) -> bool:
+        """Whether that many rows of that many tokens have room, on the weights of today."""
+        return batch <= self.batch and slots <= self.slots and self._fingerprints == _fingerprints(self.levels)
+
+    def grow(self, batch: int, slots: int) -> None:
+        """More rows, or more slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are
+        made anew."""
+        seconds = self.graphs.seconds, self.graphs.capture_seconds
+        old, self.graphs = self.state, None  # graphs give their memory back first
+        self.batch, self.slots = batch, slots
+        self._allocate()
+        self.state.take_over(old)
+        self.graphs.seconds, self.graphs.capture_seconds = seconds
+
+    def move(self, places: list[int]) -> None:
+        """Put the rows of these places, which rise, first: in every cache and in the state."""
+        for level in self.levels:
+            for place, row in enumerate(places if level.own_cache else ()):
+                if place != row:  # then row > place: none is overwritten before it is read
+                    level.kv[:, :, place] = level.kv[:, :, row]
+        self.state.move(places)
+
+    def finish(self) -> None:
+        """Wait for what the caller's stream does, be it a round that nobody asked about: then tensors may be freed, or
+        used on another stream."""
+        if self.graphs is not None:  # there are none where there was no memory for larger ones
+            self.graphs.batch = 0
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _allocate(self) -> None:
+        for level in self.levels:
+            level.decoder.reserve_positions(self.slots)
+            level.kv = self._larger(level) if level.own_cache else self.levels[0].kv
+        self._fingerprints = _fingerprints(self.levels)
+        fields, count = self.program.fields, len(self.levels)
+        self.state = RoundState.new(self.batch, self.slots, count, fields, self.device, self.script_rounds)
+        self.graphs = RoundGraphs(self.program, self.state)
+        self.finish()  # whoever has it first may be on another stream
+
+    def _larger(self, level: RoundLevel) -> Tensor:
+        """Keys and values for all rows and slots, those that there are copied: one level's at a time are there
+        twice."""
+        kv = level.decoder.new_kv(self.batch, self.slots)
+        if level.kv is not None:
+            rows, slots = level.kv.shape[2], level.kv.shape[4]
+            kv[:, :, :rows, :, :slots] = level.kv
+        return kv
+
+
+def bucket_of(rows: int) -> int:
+    """The number of rows that graphs are made for."""
+    return next((bucket for bucket in BUCKETS if rows <= bucket), rows - rows % -BUCKETS[-1])
+
+
+@contextmanager
+def borrowed(
+    models: list[nn.Module],
+    levels: list[RoundLevel],
+    *,
+    rows: int,
+    slots: int,
+    sampled: bool = False,
+    warp: Callable[[Tensor], Tensor] | None = None,
+    warp_key: str = "",
+) -> Iterator[CapturedChain | None]:
+    """A chain for one call, its first graph captured; None, with the reason said once, where there is no memory for
+    it, or where the call was made from inside another one on the same chain.
+
+    models: those of the levels, the target first; kept chains are let go of with any of them. warp_key: what `warp`
+    does, in words.
+    """
+    key = (id(levels[0].decoder), sampled, warp_key, *(_key(level) for level in levels))
+
+    def build(batch: int, slots: int) -> CapturedChain:
+        own = [replace(level) for level in levels]  # the caches of a failed attempt go with it
+        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp)
+
+    chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build)
+    if chain is None:
+        yield None
+        return
+    try:
+        yield chain
+    except BaseException:  # who knows how far it came: the next call starts anew
+        _drop(models[0], chain)
+        raise
+    finally:
+        try:
+            chain.finish()
+        finally:
+            chain.holder = 0
+            chain.lock.release()
+
+
+def let_go(model: nn.Module) -> None:
+    """Free what is kept for calls with this target."""
+    with _keeping:
+        _kept.pop(model, None)
+
+
+def _drop(model: nn.Module, chain: CapturedChain) -> None:
+    """No other call gets this chain, and its memory goes when this one ends."""
+    with _keeping:
+        chain.dropped = True
+        if model in _kept:
+            _kept[model] = [one for one in _kept[model] if one is not chain]
+
+
+def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
+    """A chain that is this call's alone, with a graph for so many rows. Where memory is short, all that is kept for
+    the target is freed first."""
+    problem = ""
+    for _ in range(2):
+        try:
+            while (chain := _find(models, key, bucket, slots, build)) is not None:
+                chain.lock.acquire()
+                if not chain.dropped:  # by the call that was waited for
+                    break
+                chain.lock.release()
+            if chain is None:
+                return None
+            return _with_graph(chain, bucket)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            problem = str(error).splitlines()[0]
+        chain = None
+        let_go(models[0])
+        gc.collect()
+        torch.cuda.empty_cache()
+    say_once(
+        models[0],
+        f"rounds run step by step: no memory to capture them for {bucket} rows of {slots} tokens ({problem}); ask for "
+        "fewer new tokens or rows, or free what else is on the device"
+    )
+    return None
+
+
+def _with_graph(chain: CapturedChain, bucket: int) -> CapturedChain:
+    """The locked chain; unlocked again where its graph fails."""
+    chain.captured_before = chain.graphs.capture_seconds
+    try:
+        with torch.inference_mode():
+            chain.graphs.capture(bucket)
+    except BaseException:
+        chain.dropped = True
+        chain.lock.release()
+        raise
+    chain.holder = threading.get_ident()
+    return chain
+
+
+def _find(models, key, batch, slots, build) -> CapturedChain | None:
+    """The kept chain of this key where rows and slots fit it, else a new one; None inside a call on the chain."""
+    with _keeping, torch.inference_mode():
+        kept = _kept.setdefault(models[0], [])
+        kept[:] = [one for one in kept if not one.dropped and one.key[0] == key[0]]  # the target's weights of today
+        chain = next((chain for chain in kept if chain.key == key), None)
+        if chain is not None and chain.holder == threading.get_ident():
+            say_once(models[0], "rounds are not captured: generate was called inside a call of the same chain")
+            return None
+        kept[:] = [one for one in kept if one is not chain]
+        if chain is not None and not chain.fits(batch, slots):
+            batch, slots = _for_both(chain, batch, slots)
+            chain = None  # frees it before the next one is made
+        if chain is None:
+            del kept[: max(0, len(kept) + 1 - _KEPT)]
+            chain = build(batch, slots)
+            _watch(models)
+        kept.append(chain)  # the newest last
+        return chain
+
+
+def _for_both(chain: CapturedChain, batch: int, slots: int) -> tuple[int, int]:
+    """Rows and slots that serve these calls and those the chain was for, unless that is twice what either takes."""
+    most = max(batch, chain.batch), max(slots, chain.slots)
+    fair = 2 * max(batch * slots, chain.batch * chain.slots)
+    return most if most[0] * most[1] <= fair else (batch, slots)
+
+
+def _watch(models: list[nn.Module]) -> None:
+    """Kept chains hold the weights of their levels: let them go with the level's model."""
+    target = weakref.ref(models[0])
+    for model in models[1:]:
+        if model is not models[0]:
+            weakref.finalize(model, _forget, target).atexit = False
+
+
+def _forget(target: weakref.ref) -> None:
+    model = target()
+    if model is not None:
+        let_go(model)
+
+
+def _key(level: RoundLevel) -> tuple:
+    own = level.own_cache, level.bits, level.vocab_size, level.threshold, level.most
+    return (id(level.decoder), level.name, *own)
+
+
+def _fingerprints(levels: list[RoundLevel]) -> list[tuple]:
+    return [level.decoder.fingerprint for level in levels]

@@ -1,0 +1,92 @@
+"""Can the rounds of a chain be captured, and as which levels? Each no says why."""
+
+from __future__ import annotations
+
+from ..chain import CheckedDrafter
+from ..checker import Checker
+from ..draft import Drafter
+from ..drafters.model import ModelDrafter
+from ..sampling import Sampler
+from .program import RoundLevel
+
+# Rows from which padding is no longer free: a draft in the middle is then made in a single round.
+_MANY_ROWS = 16
+# Forward passes of one graph: each is some hundreds of kernels, which take milliseconds to capture.
+_MOST_PASSES = 256
+
+
+class NotCaptured(ValueError):
+    """The rounds of this chain run step by step; the message says why."""
+
+
+def round_levels(
+    target: Checker, drafter: Drafter | None, *, num_draft_tokens: int, batch: int, longest: int
+) -> list[RoundLevel]:
+    """The levels of a round, the target first, without their keys and values.
+
+    longest: tokens that a row of the batch may reach. NotCaptured names the first thing that stands against it.
+    """
+    if target.keep_logits:
+        raise NotCaptured("scores or logits are returned")
+    levels = [_level(target.runner, target.sampler, target.name)]
+    wanted = num_draft_tokens
+    while drafter is not None:
+        if not isinstance(drafter, (ModelDrafter, CheckedDrafter)):
+            raise NotCaptured(f"level {drafter.name} is no model that reads the target's tokens")
+        level = _below(drafter, longest)
+        if isinstance(drafter, ModelDrafter):
+            level.most, drafter = wanted, None
+        else:
+            level.most = 1 if batch >= _MANY_ROWS else _rounds(drafter, wanted)
+            wanted, drafter = drafter.num_draft_tokens, drafter.inner
+        levels.append(level)
+    _require_few(levels)
+    return levels
+
+
+def too_long(drafter: ModelDrafter | CheckedDrafter, longest: int) -> str:
+    """Why a level cannot draft for rows that may reach `longest` tokens; "" where it can."""
+    if drafter.max_positions is None or longest <= drafter.max_positions:
+        return ""
+    return f"level {drafter.name} sees {drafter.max_positions} tokens, rows may have {longest}"
+
+
+def _require_few(levels: list[RoundLevel]) -> None:
+    passes, drafts = 1, 1
+    for level in levels[1:]:
+        drafts *= level.most
+        passes += drafts
+    if passes > _MOST_PASSES:
+        raise NotCaptured(f"a round has {passes} passes, at most {_MOST_PASSES} are captured: lower num_draft_tokens")
+
+
+def _rounds(drafter: CheckedDrafter, wanted: int) -> int:
+    """Rounds of the level below after which a draft has at least `wanted` tokens, if all of them are kept."""
+    inner = drafter.inner
+    each = drafter.num_draft_tokens
+    if isinstance(inner, CheckedDrafter):
+        each = _rounds(inner, each) * (inner.num_draft_tokens + 1)
+    return -(-wanted // (each + 1))
+
+
+def _below(drafter: ModelDrafter | CheckedDrafter, longest: int) -> RoundLevel:
+    checks = isinstance(drafter, CheckedDrafter)
+    judge = drafter.checker if checks else drafter
+    if not checks and drafter.allowed is not None:
+        raise NotCaptured(f"level {drafter.name} may draft some tokens only")
+    if reason := too_long(drafter, longest):
+        raise NotCaptured(reason)
+    level = _level(judge.runner, judge.sampler, f"level {drafter.name}")
+    level.threshold = drafter.threshold
+    return level
+
+
+def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
+    if not runner.can.capturable:
+        raise NotCaptured(f"{name} runs module by module")
+    if type(sampler) is not Sampler:
+        raise NotCaptured("rows have rules of their own")
+    if sampler.reads_tokens:
+        raise NotCaptured("logits processors read the tokens before a position")
+    own = runner.follow is None
+    return RoundLevel(name, runner.decoder, own, runner.bits, sampler.vocab_size)

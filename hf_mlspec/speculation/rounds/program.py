@@ -1,0 +1,175 @@
+"""What is enqueued in one round of a chain, at fixed shapes and without the host?
+
+Every level drafts for the one above it: the last by steps, one in the middle by rounds of its own (draft, check). Rows
+that are done early are fed padding. How far each row got is known on the device only, so a level is fed its last
+tokens anew where it may lack them: one that was checked at its own level and every level up to `since` lacks at most
+one token for each. What it has already is written again with the same bits (law 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ... import ops
+from ...engines.cuda.decoder import CudaDecoder
+from ...engines.cuda.engine import soft_capped
+from ...precision import Bits
+from .state import RoundState
+
+UNROLLED = 8  # tokens a target without levels decodes for one wait of the host
+CHECK_FIELDS = 2  # drafted, accepted
+NOT_CHECKED = -1  # in both of them: the row took no part
+
+
+@dataclass
+class RoundLevel:
+    """A level of a captured chain.
+
+    kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own. most: steps of the last level's draft;
+    of a level in the middle the rounds that make one. vocab_size: tokens the level above knows.
+    """
+
+    name: str
+    decoder: CudaDecoder
+    own_cache: bool
+    bits: Bits
+    vocab_size: int
+    threshold: float = 0.0
+    most: int = 1
+    kv: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of a round: which level's, where in a row's report it stands, how many tokens it may have accepted."""
+
+    level: int
+    column: int
+    judged: int
+
+
+class RoundProgram:
+    """The steps of a round over `levels`, the target first.
+
+    sampled: tokens are those of logits plus the noise that all levels share (row_sampling.py); warp: what is done to
+    float32 logits ``[n, vocab]`` before, None for nothing.
+    """
+
+    def __init__(
+        self, levels: list[RoundLevel], sampled: bool = False, warp: Callable[[Tensor], Tensor] | None = None
+    ):
+        self.levels, self.sampled, self.warp = levels, sampled, warp
+        self.checks: list[Check] = []
+        self.fields = 1
+        if len(levels) == 1:
+            for _ in range(UNROLLED):
+                self._plan(0, 1)
+        else:
+            self._plan_draft(1)
+            self._plan(0, self.handed_up(1) + 1)
+
+    def handed_up(self, index: int) -> int:
+        """The most tokens a level below the target drafts for a check."""
+        level = self.levels[index]
+        return level.most if index + 1 == len(self.levels) else level.most * (self.handed_up(index + 1) + 1)
+
+    def drafts(self, index: int) -> int:
+        """How often a level below the target drafts in a round."""
+        return sum(check.level == index - 1 for check in self.checks)
+
+    def forwards(self, index: int) -> int:
+        """Forward passes of a level in a round."""
+        if index and index + 1 == len(self.levels):
+            return self.levels[index].most * self.drafts(index)
+        return sum(check.level == index for check in self.checks)
+
+    def enqueue(self, state: RoundState) -> None:
+        """One round: `state` moves on, its report says how."""
+        checks = iter(self.checks)
+        if len(self.levels) == 1:
+            for check in checks:
+                self._check(state, check, 0)
+        else:
+            self._draft(state, 1, 0, checks)
+            self._check(state, next(checks), 0)
+        state.report[:, 0] = state.failed
+
+    def _plan_draft(self, index: int) -> None:
+        if index + 1 < len(self.levels):
+            for _ in range(self.levels[index].most):
+                self._plan_draft(index + 1)
+                self._plan(index, self.handed_up(index + 1) + 1)
+
+    def _plan(self, level: int, judged: int) -> None:
+        self.checks.append(Check(level, self.fields, judged))
+        self.fields += CHECK_FIELDS + (judged if level == 0 else 0)
+
+    def _draft(self, state: RoundState, index: int, since: int, checks) -> None:
+        """Level `index` drafts for the one above; since: the highest level that checked since it was fed last."""
+        script = None if state.script is None else state.script[index - 1]
+        cursor = None if state.cursor is None else state.cursor[index - 1]
+        above, own = _marks(state, index - 1), _marks(state, index)
+        ops.round_open(*above, self.handed_up(index), script, cursor, *own)
+        if index + 1 == len(self.levels):
+            self._steps(state, index, since)
+            return
+        for _ in range(self.levels[index].most):
+            self._draft(state, index + 1, since, checks)
+            self._check(state, next(checks), since)
+            since = index
+
+    def _steps(self, state: RoundState, index: int, since: int) -> None:
+        level = self.levels[index]
+        lengths, active, ends = _marks(state, index)
+        lead = self._lead(index, since)
+        ids, starts, counts, pick, _ = ops.round_window(state.tokens, lengths, lengths, active, lead, 1)
+        for step in range(level.most):
+            logits = self._forward(level, ids, starts, counts, pick if step == 0 and lead > 1 else None)
+            chosen, confidence = self._choose(level, state, logits, lengths)
+            operands = state.tokens, lengths, active, ends, chosen, confidence, level.threshold, state.failed
+            ids, starts, counts = ops.round_push(*operands, index + 1)
+
+    def _check(self, state: RoundState, check: Check, since: int) -> None:
+        level, index = self.levels[check.level], check.level
+        base, active, ends = _marks(state, index)
+        lengths = state.lengths[index + 1] if index + 1 < len(self.levels) else base
+        lead = self._lead(index, since)
+        window = ops.round_window(state.tokens, base, lengths, active, lead, check.judged)
+        ids, starts, counts, pick, positions = window
+        logits = self._forward(level, ids, starts, counts, pick if lead > 1 else None)
+        chosen, confidence = self._choose(level, state, logits, positions)
+        scripted = state.script is not None and len(self.levels) > 1
+        width = CHECK_FIELDS + (check.judged if index == 0 else 0)
+        ops.round_settle(
+            state.tokens, base, lengths, active, ends, chosen, confidence, level.threshold,
+            state.script[index] if scripted else None, state.cursor[index] if scripted else None,
+            state.report[:, check.column : check.column + width], state.failed, index + 1,
+        )  # fmt: skip
+
+    def _lead(self, index: int, since: int) -> int:
+        """Accepted tokens a level is fed: the last, and one more for each level that checked it since."""
+        return index - since + 1 if self.levels[index].own_cache else 1
+
+    def _forward(self, level: RoundLevel, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None) -> Tensor:
+        kv = level.kv[: level.decoder.num_layers, :, : len(ids)]
+        logits = level.decoder.forward(ids, starts, counts, kv, pick=pick, bits=level.bits)
+        return logits if logits.shape[1] <= level.vocab_size else logits[:, : level.vocab_size].contiguous()
+
+    def _choose(
+        self, level: RoundLevel, state: RoundState, logits: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cap = level.decoder.logit_softcap
+        if self.warp is not None:
+            logits, cap = self.warp(soft_capped(logits.float(), cap)), 0.0
+        if not self.sampled:
+            return ops.choose_rows(logits, cap)
+        each = len(positions) // len(state.streams)
+        streams = state.streams[:, None].expand(-1, each).reshape(-1).contiguous()
+        return ops.choose_rows(logits, cap, state.seed, streams, positions)
+
+
+def _marks(state: RoundState, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    return state.lengths[index], state.active[index], state.ends[index]

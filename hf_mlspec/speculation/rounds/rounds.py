@@ -1,0 +1,69 @@
+"""What must every kind of round be able to do, and what does one say that has no memory to go on?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..checker import Verdict
+from ..draft import Rows
+from ..stats import SpeculationStats
+
+
+class Rounds(Protocol):
+    """How the rounds of a chain run: on the host (host.py), or captured on a device (captured.py).
+
+    The loop owns the rows. Rounds are told, when a row joins, the length it may reach (`ends`) and what the loop knows
+    it by (`numbers`).
+    drafted: tokens drafted for each row in the last round.
+    """
+
+    drafted: list[int]
+
+    def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
+        """Forget every earlier row and start with these; the target's cache holds `cached` tokens of each."""
+
+    def refusal(self, end: int) -> str:
+        """Why a row that may reach `end` tokens cannot join those that started; "" where it can."""
+
+    def admit(self, rows: Rows, ends: list[int], numbers: list[int]) -> None:
+        """These rows join behind the others. NoRoom where there is no memory for them."""
+
+    def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
+        """Another row takes the place of row r; the first `common` tokens of both are the same. NoRoom as `admit`."""
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with the rows of these indices only, in this order."""
+
+    def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
+        """One round: propose, check, roll back. Passes are counted in `stats`; `rows` comes back unchanged.
+
+        A row that joined while a round was under way is not part of it: its verdict holds no tokens.
+        """
+
+    def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:
+        """The rows have grown by `gained` tokens of the last verdict, `going` go on, and nobody has been told yet."""
+
+    def account(self, stats: SpeculationStats) -> None:
+        """Write down where the seconds of the rounds so far went; `stats.seconds` is up to date."""
+
+
+@dataclass
+class Unfinished:
+    """What is left of a call: rows that may go on, their numbers, the tokens each may gain, the counts so far."""
+
+    rows: Rows
+    numbers: list[int]
+    budgets: list[int]
+    stats: SpeculationStats
+
+
+class NoRoom(RuntimeError):
+    """Rows need more slots, or more rows need slots, and there is no memory for them beside captured rounds.
+
+    left: what the loop leaves to be decoded in another way.
+    """
+
+    def __init__(self, message: str, left: Unfinished | None = None):
+        super().__init__(message)
+        self.left = left

@@ -1,0 +1,126 @@
+"""What does a captured chain keep on the device from round to round? Integers at fixed addresses, one line per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class RoundState:
+    """int32 tensors of `batch` rows; what they mean: ops/round.py.
+
+    tokens ``[batch, slots]``. lengths, active, ends ``[levels, batch]``: of the target (level 0) how many tokens it
+    has settled, whether the row goes on and the length it may reach; of a level below it the same for its guesses.
+    failed, streams ``[batch]``: the level (from 1) whose logits held NaN; the number of the row's noise. report
+    ``[batch, fields]``: what the host reads, failed first. seed int64 ``[1]``. script ``[levels, batch, rounds, 2]``
+    and cursor ``[levels, batch]``: verdicts to be given instead of found, None to find them.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    active: Tensor
+    ends: Tensor
+    failed: Tensor
+    streams: Tensor
+    report: Tensor
+    seed: Tensor
+    script: Tensor | None = None
+    cursor: Tensor | None = None
+
+    @classmethod
+    def new(
+        cls, batch: int, slots: int, levels: int, fields: int, device: torch.device, script_rounds: int = 0
+    ) -> RoundState:
+        """Zeros; no script unless it has rounds."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros(batch, slots),
+            *(zeros(levels, batch) for _ in range(3)),
+            *(zeros(batch) for _ in range(2)),
+            zeros(batch, fields),
+            zeros(1, dtype=torch.int64),
+            zeros(levels, batch, script_rounds, 2) if script_rounds else None,
+            zeros(levels, batch) if script_rounds else None,
+        )
+
+    def of_rows(self, batch: int) -> RoundState:
+        """The first `batch` rows, in the same memory."""
+        script, cursor = self.script, self.cursor
+        return RoundState(
+            self.tokens[:batch],
+            *(vector[:, :batch] for vector in (self.lengths, self.active, self.ends)),
+            *(vector[:batch] for vector in (self.failed, self.streams, self.report)),
+            self.seed,
+            None if script is None else script[:, :batch],
+            None if cursor is None else cursor[:, :batch],
+        )
+
+    def clear(self, seed: int) -> None:
+        """No row takes part, and those to come draw from noise of this seed."""
+        for tensor in (self.lengths, self.active, self.ends, self.failed, self.streams, self.script, self.cursor):
+            if tensor is not None:
+                tensor.zero_()
+        self.seed.fill_(seed)
+
+    def load(
+        self, places: Sequence[int], rows: Sequence[Sequence[int]], ends: Sequence[int], streams: Sequence[int]
+    ) -> None:
+        """Put rows into these places, from their beginning; the script says nothing of them."""
+        device = self.tokens.device
+        index = torch.tensor(places, device=device)
+        width = max(map(len, rows))
+        lines = [[*row, *[0] * (width - len(row))] for row in rows]
+        for tensor, values in (
+            (self.tokens[:, :width], lines),
+            (self.lengths[0], [len(row) for row in rows]),
+            (self.active[0], [int(len(row) < end) for row, end in zip(rows, ends, strict=True)]),
+            (self.ends[0], ends),
+            (self.failed, [0] * len(rows)),
+            (self.streams, streams),
+        ):
+            tensor.index_copy_(0, index, torch.tensor(values, dtype=torch.int32).to(device))
+        for tensor in (self.script, self.cursor):
+            if tensor is not None:
+                tensor.index_fill_(1, index, 0)
+
+    def let_go_on(self, places: Sequence[int], ends: Sequence[int]) -> None:
+        """Only rows in these places take part from now on, up to these lengths."""
+        batch = len(self.streams)
+        going, until = [0] * batch, [0] * batch
+        for place, end in zip(places, ends, strict=True):
+            going[place], until[place] = 1, end
+        self.active[0] = _line(going, batch)
+        self.ends[0] = _line(until, batch)
+
+    def take_over(self, other: RoundState) -> None:
+        """What a smaller state holds, its rows in the same places."""
+        rows, slots = other.tokens.shape
+        self.tokens[:rows, :slots] = other.tokens
+        self.seed.copy_(other.seed)
+        for mine, theirs in ((self.failed, other.failed), (self.streams, other.streams)):
+            mine[:rows] = theirs
+        for name in ("lengths", "active", "ends", "script", "cursor"):  # of every level
+            if (theirs := getattr(other, name)) is not None:
+                getattr(self, name)[:, :rows] = theirs
+
+    def move(self, places: Sequence[int]) -> None:
+        """Put the rows of these places first, in this order."""
+        index = torch.tensor(places, device=self.tokens.device)
+        for tensor, axis in (
+            (self.tokens, 0), (self.lengths, 1), (self.active, 1), (self.ends, 1), (self.failed, 0), (self.streams, 0),
+            (self.script, 1), (self.cursor, 1),
+        ):  # fmt: skip
+            if tensor is not None:
+                tensor.narrow(axis, 0, len(places)).copy_(tensor.index_select(axis, index))
+
+
+def _line(values: Sequence[int], batch: int) -> Tensor:
+    """int32 ``[batch]``, zeros behind the values."""
+    return torch.tensor([*values, *[0] * (batch - len(values))], dtype=torch.int32)

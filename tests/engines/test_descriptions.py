@@ -1,0 +1,246 @@
+"""Does the description of an architecture say what its class computes, and is what it says what the decoders do?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from decoders import CONFIGS, Lanes, capped, random_model
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import hf_mlspec
+from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.nn.architecture import KNOWN, Description, UnknownArchitecture
+from hf_mlspec.nn.architecture.description import FIXED, NOT_YET, SEPARATE, WORDS
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+
+pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+
+LENGTH = 31
+LLAMA = KNOWN["LlamaForCausalLM"]
+
+
+class MadeUpForCausalLM(LlamaForCausalLM):
+    """Of no package that a decoder knows."""
+
+
+@pytest.fixture
+def describe(monkeypatch):
+    """Put an entry into the table for one test."""
+    return lambda entry: monkeypatch.setitem(KNOWN, entry.class_name, entry)
+
+
+def made_up(dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = random_model("llama", dtype)
+    model.__class__ = MadeUpForCausalLM
+    return model
+
+
+def by_the_cpu(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    runner = CpuEngine(model, CpuDecoder(model), capacity=LENGTH + 1)
+    runner.start(1, torch.device("cpu"))
+    return runner.feed([ids[0, :1].tolist()], ids[:, 1:], [ids.shape[1] - 1])[0].double()
+
+
+def by_a_device(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    decoder = CudaDecoder(model)
+    return capped(Lanes(decoder, 1).feed(ids.tolist())[0], decoder)
+
+
+DECODERS = {"cpu": by_the_cpu, "device": by_a_device}
+
+
+def differences(model: nn.Module) -> list[float]:
+    """How far both decoders' logits are from those of the modules, as a part of the largest."""
+    ids = torch.randint(1, 199, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        stock = model(ids).logits[0].double()
+    return [float((decode(model, ids) - stock).abs().max() / stock.abs().max()) for decode in DECODERS.values()]
+
+
+def test_every_entry_has_a_model_that_both_decoders_are_compared_with():
+    assert {type(random_model(name, torch.float32)).__name__ for name in CONFIGS} == set(KNOWN)
+    assert all(name == entry.class_name for name, entry in KNOWN.items())
+
+
+def swapped(places: dict[str, str], one: str, other: str) -> dict[str, str]:
+    return {**places, one: places[other], other: places[one]}
+
+
+def without(places: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: place for name, place in places.items() if name not in names}
+
+
+CAP_OF_LOGITS = {"final_logit_softcapping": 3.0}
+CAPS = {"attn_logit_softcapping": 2.0, **CAP_OF_LOGITS}
+CHANGES: dict[str, tuple[str, dict, Callable[[Description], Description]]] = {
+    "llama, 1 + weight": ("llama", {}, lambda d: replace(d, norm="rms plus one")),
+    "llama, norms swapped": ("llama", {}, lambda d: replace(d, norms=swapped(d.norms, "attention", "mlp"))),
+    "llama, gate and up swapped": ("llama", {}, lambda d: replace(d, linears=swapped(d.linears, "gate", "up"))),
+    "llama, eps": ("llama", {"more": 0.5}, lambda d: replace(d, norm_eps="more")),
+    "llama, activation": ("llama", {"more": "relu"}, lambda d: replace(d, activation="more")),
+    "llama, final norm": ("llama", {}, lambda d: replace(d, final_norm="model.layers.0.input_layernorm")),
+    "llama, head": ("llama", {}, lambda d: replace(d, head="model.embed_tokens_as_linear")),
+    "llama, a cap": ("llama", {"more": 1.0}, lambda d: replace(d, logit_softcap="more")),
+    "llama, scale of attention": ("llama", {}, lambda d: replace(d, attention_scale="attention_dropout")),
+    "mistral, no windows": ("mistral", {}, lambda d: replace(d, windows="none")),
+    "phi3, no windows": ("phi3", {"sliding_window": 9}, lambda d: replace(d, windows="none")),
+    "qwen2, windows": ("qwen2-windows", {}, lambda d: replace(d, windows="every layer")),
+    "qwen3, no norms of heads": ("qwen3", {}, lambda d: replace(d, norms=without(d.norms, "q", "k"))),
+    "gemma2, weight": ("gemma2", {}, lambda d: replace(d, norm="rms")),
+    "gemma2, norms behind": ("gemma2", {}, lambda d: replace(d, norms=without(d.norms, "attention_out"))),
+    "gemma2, no norm behind": ("gemma2", {}, lambda d: replace(d, norms=without(d.norms, "mlp_out"))),
+    "gemma2, windows": ("gemma2", {}, lambda d: replace(d, windows="every layer")),
+    "gemma2, scale": ("gemma2", {}, lambda d: replace(d, embedding_scale="none")),
+    "gemma2, no cap": ("gemma2", CAPS, lambda d: replace(d, attention_softcap=None)),
+    "gemma2, no cap of logits": ("gemma2", CAPS, lambda d: replace(d, logit_softcap=None)),
+    "gemma3, weight": ("gemma3", {}, lambda d: replace(d, norm="rms")),
+    "gemma3, no norms of heads": ("gemma3", {}, lambda d: replace(d, norms=without(d.norms, "q", "k"))),
+    "gemma3, scale": ("gemma3", {}, lambda d: replace(d, embedding_scale="none")),
+    "gemma3, no cap of logits": ("gemma3", CAP_OF_LOGITS, lambda d: replace(d, logit_softcap=None)),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "change"), CHANGES.values(), ids=CHANGES)
+def test_what_an_entry_says_is_what_the_class_does(describe, name, options, change):
+    """With the entry both decoders compute what the modules do; with one field changed neither does."""
+    model = random_model(name, torch.float32, **options)
+    model.model.embed_tokens_as_linear = nn.Linear(64, 199, bias=False).eval()
+    assert max(differences(model)) < 1e-4
+    describe(change(KNOWN[type(model).__name__]))
+    assert min(differences(model)) > 1e-3
+
+
+STRAY = {
+    "a cap in a Gemma 3": ("gemma3", {"attn_logit_softcapping": 1.0}),
+    "kinds of layers in a Mistral": ("mistral", {"layer_types": ["full_attention"] * 3}),
+    "kinds of layers in a Phi-3": ("phi3", {"sliding_window": 9, "layer_types": ["full_attention"] * 3}),
+    "another activation in a Llama": ("llama", {"hidden_activation": "relu"}),
+    "a cap of logits in a Qwen3": ("qwen3", {"final_logit_softcapping": 1.0}),
+}
+
+
+@pytest.mark.parametrize(("name", "options"), STRAY.values(), ids=STRAY)
+def test_what_a_class_does_not_read_in_its_config_no_decoder_does(name, options):
+    model = random_model(name, torch.float32, **options)
+    assert max(differences(model)) < 1e-4
+    prompt = torch.randint(3, 199, (1, 14), generator=torch.Generator().manual_seed(4))
+    stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    hf_mlspec.prepare(model)
+    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20), stock)
+
+
+def test_a_window_that_only_the_cache_of_a_class_knows_is_kept():
+    """Llama's layers read none; generate windows one whose config has it, for its cache does."""
+    model = random_model("llama", torch.float32, sliding_window=5)
+    prompt = torch.randint(3, 199, (1, 3), generator=torch.Generator().manual_seed(4))
+    stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    hf_mlspec.prepare(model)
+    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20), stock)
+
+
+def test_a_table_of_rotations_by_layer_type_is_each_layers_own():
+    decoder = CudaDecoder(random_model("gemma3", torch.float32))
+    assert [layer.rope for layer in decoder._layers] == [0, 0, 0]  # three layers are all of one kind
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    model = random_model("gemma3", torch.float32, layer_types=kinds)
+    assert [layer.rope for layer in CudaDecoder(model)._layers] == [0, 1, 0]
+    assert max(differences(model)) < 1e-4
+
+
+def test_a_class_without_an_entry_is_refused_by_name(caplog):
+    model = made_up()
+    for word in ("cpu", "cuda"):
+        assert decoder_of(model, word) is None
+    assert caplog.text.count("MadeUpForCausalLM runs module by module: the compiled decoder does not know") == 1
+
+
+def test_a_class_of_the_same_name_from_elsewhere_is_not_the_one_described():
+    model = random_model("llama", torch.float32)
+    model.__class__ = type("LlamaForCausalLM", (LlamaForCausalLM,), {})
+    for decoder in (CpuDecoder, CudaDecoder):
+        with pytest.raises(UnknownArchitecture, match="the compiled decoder does not know this class"):
+            decoder(model)
+
+
+def refused_by_both(model: nn.Module, words: str) -> None:
+    for decoder in (CpuDecoder, CudaDecoder):
+        with pytest.raises(UnknownArchitecture) as error:
+            decoder(model)
+        assert str(error.value) == words
+    for word in ("cpu", "cuda"):
+        assert decoder_of(model, word) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norms": {**LLAMA.norms, "mlp": "norm_2"}}, "norm_2, which its LlamaDecoderLayer does not have"),
+        ({"linears": {**SEPARATE, "o": "self_attn.out"}}, "self_attn.out, which its LlamaDecoderLayer does not have"),
+        ({"layers": "model.blocks"}, "model.blocks, which its LlamaForCausalLM does not have"),
+        ({"head": "score"}, "score, which its LlamaForCausalLM does not have"),
+        ({"attention": "attn"}, "attn, which its LlamaDecoderLayer does not have"),
+        ({"activation": "act"}, "act as activation, which its LlamaConfig does not have"),
+        ({"attention_scale": "scale"}, "scale as attention_scale, which its LlamaAttention does not have"),
+    ],
+)
+def test_what_a_description_names_and_is_not_there_is_one_error(describe, caplog, change, words):
+    describe(replace(LLAMA, **change))
+    model = random_model("llama", torch.float32)
+    refused_by_both(model, f"its description names {words}")
+    assert caplog.text.count(f"LlamaForCausalLM runs module by module: its description names {words}") == 1
+
+
+LATER = [(field, word) for field, (_, later) in WORDS.items() for word in later]
+LATER += [(field, "some_name") for field in (*NOT_YET, *FIXED)]
+LATER += [
+    ("norms", {"attention_out": "input_layernorm", "mlp_out": "post_attention_layernorm"}),
+    ("norms", {**LLAMA.norms, "q": "self_attn.q_norm"}),
+    ("linears", {**without(SEPARATE, "gate", "up"), "gate_up": "mlp.gate_up_proj"}),
+]
+
+
+@pytest.mark.parametrize(("field", "word"), LATER, ids=[f"{field}-{i}" for i, (field, _) in enumerate(LATER)])
+def test_a_field_that_no_decoder_has_is_refused_by_its_name(describe, field, word):
+    describe(replace(LLAMA, **{field: word}))
+    said = ", ".join(sorted(word)) if isinstance(word, dict) else repr(word)
+    model = random_model("llama", torch.float32)
+    for decoder in (CpuDecoder, CudaDecoder):
+        with pytest.raises(UnknownArchitecture, match=f"its description says {field} {said}; the compiled decoder "):
+            decoder(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norm": "rsm"}, "LlamaForCausalLM: norm says 'rsm', choose from 'rms', 'rms plus one', 'layer'"),
+        ({"norms": {"before": "x"}}, "LlamaForCausalLM: norms says 'before', choose from 'attention', 'mlp', "),
+        ({"linears": {"fc": "x"}}, "LlamaForCausalLM: linears says 'fc', choose from 'q', 'k', 'v', 'o', "),
+    ],
+)
+def test_a_word_that_does_not_exist_is_an_error_where_it_is_written(change, words):
+    with pytest.raises(ValueError, match=words):
+        replace(LLAMA, **change)
+
+
+def test_an_entry_is_all_that_another_class_needs(describe):
+    """Both decoders serve it, and write the ids that its modules write."""
+    model = made_up()
+    prompt = torch.randint(3, 199, (1, 9), generator=torch.Generator().manual_seed(4))
+    stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    describe(replace(LLAMA, class_name="MadeUpForCausalLM", package=__name__))
+    assert max(differences(model)) < 1e-4
+    lanes, fed, written = Lanes(CudaDecoder(model), 1), prompt.tolist(), []
+    while len(written) < 20:
+        written.append(int(lanes.feed(fed)[0][-1].argmax()))
+        fed = [written[-1:]]
+    assert [*prompt[0].tolist(), *written] == stock[0].tolist()
+    hf_mlspec.prepare(model)
+    assert isinstance(decoder_of(model, "cpu"), CpuDecoder)
+    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20), stock)

@@ -1,0 +1,50 @@
+"""Is a packed format that a decoder has no slot for refused politely, by both decoders?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import packed, tiny
+
+from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cpu import weights as cpu_weights
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cuda import weights as cuda_weights
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.nn.architecture import UnknownArchitecture
+from hf_mlspec.nn.linear import Int4Linear
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+
+cpu = pytest.param("cpu", marks=pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled kernels"))
+DECODERS = {"cpu": CpuDecoder, "cuda": CudaDecoder}
+NAMES = {"cpu": "CPU", "cuda": "CUDA"}
+
+
+@pytest.fixture
+def model():
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    return packed(tiny(seed=2, dtype=torch.bfloat16, **shape), "int4")
+
+
+def test_both_decoders_read_the_same_formats():
+    assert set(cpu_weights.SLOTS) == set(cuda_weights.SLOTS) == {"mxfp4", "int4", "nested", "planes"}
+
+
+@pytest.mark.parametrize("name", [cpu, "cuda"])
+def test_a_format_without_a_slot_is_refused(model, name, monkeypatch, caplog):
+    monkeypatch.setattr(Int4Linear, "format", "toy")
+    words = f"linears are toy, which the {NAMES[name]} decoder does not read"
+    with pytest.raises(UnknownArchitecture, match=words):
+        DECODERS[name](model)
+    assert decoder_of(model, name) is None
+    assert f"LlamaForCausalLM runs module by module: its q{', k, v' if name == 'cuda' else ''} {words}" in caplog.text
+
+
+@pytest.mark.parametrize("name", [cpu, "cuda"])
+def test_a_layer_that_transforms_its_input_is_refused(model, name):
+    model.model.layers[1].self_attn.o_proj.transform = "hadamard"
+    words = f"its o linears transform their input .hadamard., which the {NAMES[name]} decoder does not do"
+    with pytest.raises(UnknownArchitecture, match=words):
+        DECODERS[name](model)
+    model.model.layers[1].self_attn.o_proj.transform = None
+    assert DECODERS[name](model).num_layers == len(model.model.layers)
