@@ -15,7 +15,9 @@ from eval import bench_gpu_products as products
 from eval.bench_gpu_findings import Bench, Finding
 from eval.bench_gpu_products import Product, WrongResult
 from hf_mlspec import ops
-from hf_mlspec.formats import bitplanes, codebooks, nested
+from hf_mlspec.formats import nested
+from hf_mlspec.formats import planes as bitplanes
+from hf_mlspec.formats.nested import codebooks
 
 PLANES, GROUP = 8, 128
 COUNTS = (8, 4, 3, 2)  # all planes first: what fewer may take follows from their time

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hf_mlspec.formats import activations, codebooks, int4, mxfp4, nested
+from hf_mlspec.formats import activations, int4, mxfp4, nested
+from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda
 
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_mlspec
 from eval.replay import of_shape
-from hf_mlspec.formats.weights import BitPlaneWeight, Int4Weight
-from hf_mlspec.nn.bit_planes import BitPlaneLinear
+from hf_mlspec.formats import Int4Weight, PlanesWeight
 from hf_mlspec.nn.linear import Int4Linear
+from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
 
 GROUP = 128  # elements of int4 weights that share a scale; 32 in tiny shapes
@@ -55,7 +55,7 @@ def random_planes_model(shape: str, device: torch.device, num_planes: int = 8) -
     return model
 
 
-def _random_planes(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> BitPlaneLinear:
+def _random_planes(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> PlanesLinear:
     (out_features, in_features), device, count = linear.weight.shape, linear.weight.device, switch.num_planes
     group = 32 if in_features % GROUP else GROUP
     planes = torch.randint(0, 256, (count, out_features, in_features // 8), dtype=torch.uint8, device=device)
@@ -63,7 +63,7 @@ def _random_planes(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> Bit
     step = 0.02 * 12**0.5 / 2**count
     scale = torch.full((out_features, in_features // group), step, dtype=torch.float16, device=device)
     zero = torch.tensor([2**count], dtype=torch.int32, device=device)
-    return BitPlaneLinear(BitPlaneWeight(planes, scale, zero, name), linear.bias, switch).eval()
+    return PlanesLinear(PlanesWeight(planes, scale, zero, name), linear.bias, switch).eval()
 
 
 def real_model(folder: Path, device: torch.device, quantized: bool = False) -> PreTrainedModel:

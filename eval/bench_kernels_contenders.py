@@ -18,7 +18,9 @@ from eval.peers.ggml_linear import GgmlLinear
 from eval.peers.openvino_linear import OpenVinoInt4
 from eval.peers.torch_linear import TorchBf16, TorchInt4
 from hf_mlspec import ops
-from hf_mlspec.formats import bitplanes, codebooks, int4, mxfp4, nested, packing
+from hf_mlspec.formats import int4, mxfp4, nested, packing
+from hf_mlspec.formats import planes as bitplanes
+from hf_mlspec.formats.nested import codebooks
 
 SLAB = 64  # rows; a multiple of every interleaving of rows that a peer uses
 LARGEST_ERROR = 0.25  # relative, root mean square; 4 bits cost 0.1, a misread weight costs 1 or more

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from eval.results import Results
-from hf_mlspec.formats import codebooks, mxfp4, nested
+from hf_mlspec.formats import mxfp4, nested
+from hf_mlspec.formats.nested import codebooks
 
 CODEBOOKS = (*codebooks.CODEBOOKS, codebooks.FITTED)
 CAST = "MXFP4 cast"

@@ -1,4 +1,7 @@
-"""What do the ops of a captured round compute, said row by row in plain Python, and do they on random states?"""
+"""What do the ops of a captured round write down, said row by row in plain Python, and do they on random states?
+
+What a check keeps is acceptance_cases.py's; this is about the books around it: scripts, ends, who takes part.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
+from hf_mlspec.speculation.acceptance import accept_row
 
 NAN = -1
 
@@ -86,10 +90,7 @@ def settled(s: dict, threshold: float, script=None, cursor=None) -> list[tuple]:
             continue
         own, sure = (s[name][r * judged : (r + 1) * judged] for name in ("chosen", "confidence"))
         guesses = row[base : s["lengths"][r]]
-        if script is None:
-            accepted = next((j for j, (a, b) in enumerate(zip(guesses, own, strict=False)) if a != b), len(guesses))
-        else:
-            accepted = min(_round(script, cursor, r)[1], len(guesses))
+        accepted = accept_row(guesses, own) if script is None else min(_round(script, cursor, r)[1], len(guesses))
         mine = own[accepted]
         row[base + accepted] = max(mine, 0)
         kept = [*guesses[:accepted], max(mine, 0)]

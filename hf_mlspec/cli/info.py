@@ -13,9 +13,11 @@ import torch
 from rich.console import Console
 
 from .. import ops
+from ..formats import FORMATS, Format
 from ..integration.generate import enabled
 from ..nn.architecture import KNOWN
 from ..ops.compiled_decoder import has_compiled_decoder
+from ..precision import Precision
 from .tables import show
 
 VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS")
@@ -35,6 +37,7 @@ def run_info(args: argparse.Namespace) -> int:
              "kernels": [{"op": op, "device": device, "kernel": kernel} for op, device, kernel in kernels],
              "kernels_problem": problem,
              "cuda_problem": ops.why_no_cuda_kernels(),
+             "formats": {record.written: _precisions(record) for record in FORMATS.values()},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "hook": "on" if enabled() else "off",
              **{name: os.environ.get(name, "not set") for name in VARIABLES}}
@@ -47,12 +50,18 @@ def run_info(args: argparse.Namespace) -> int:
     rows = [(f"{op} on {device}", kernel) for op, device, kernel in kernels]
     problems = [("problem", problem), ("problem on cuda", found["cuda_problem"])]
     show(console, "kernels", ("", "kernel"), [*rows, *(row for row in problems if row[1])])
+    show(console, "weight formats", ("", "read at"), list(found["formats"].items()))
     decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
     state = [("whole decoders compiled", decoder or "none"),
              ("generate takes assistant_models", found["hook"]),
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
     return 0
+
+
+def _precisions(record: Format) -> str:
+    """The words for what can be read of weights in a format, the finest first."""
+    return ", ".join(str(Precision(record.family, *bits)) for bits in record.bit_choices(record.stored_bits()))
 
 
 def _kernels() -> tuple[list[tuple[str, str, str]], str | None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..formats import FORMATS, Option, options
 from ..integration.load import DTYPES, hide_progress_bars
 from ..integration.mlspec_config import MLSpecConfig
 from ..integration.quantize_folder import Quantized, quantize_folder
@@ -23,15 +24,10 @@ def add_quantize(commands: Any) -> None:
                                              "save it with its tokenizer.")
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("out", help="folder to write to")
-    parser.add_argument("--format", choices=["int4", "mxfp4", "nested-bf16", "bitplanes"], default="int4",
-                        help="default %(default)s")
-    parser.add_argument("--group-size", type=int, metavar="N",
-                        help="int4, bitplanes: 32, 64 or 128 weights that share a scale (default 128)")
-    parser.add_argument("--asymmetric", action="store_true", help="int4: a zero point for every group as well")
-    parser.add_argument("--rule", help="mxfp4: ocp_floor, even_bump or ceil (default ocp_floor)")
-    parser.add_argument("--num-planes", type=_planes, metavar="N",
-                        help="bitplanes: 1 to 8, or int3, int2, ternary (default 8)")
-    parser.add_argument("--codebook", help="nested-bf16: lloyd_max, mxfp4 or fitted (default lloyd_max)")
+    names = dict.fromkeys(name for record in FORMATS.values() for name in (record.written, record.word))
+    parser.add_argument("--format", choices=list(names), default="int4", help="default %(default)s")
+    for option in options().values():
+        _add_option(parser, option)
     parser.add_argument("--activation-bits", type=int, default=16, metavar="N",
                         help="what the layers compute with unless told otherwise: 16, 8, or for int4 also 4 "
                              "(default %(default)s)")
@@ -48,8 +44,7 @@ def add_quantize(commands: Any) -> None:
 
 
 def run_quantize(args: argparse.Namespace) -> int:
-    settings = {"group_size": args.group_size, "rule": args.rule, "symmetric": False if args.asymmetric else None,
-                "num_planes": args.num_planes, "codebook": args.codebook}
+    settings = {name: getattr(args, name) for name in options()}
     config = MLSpecConfig(args.format, activation_bits=args.activation_bits, skip_modules=args.skip,
                           **{name: value for name, value in settings.items() if value is not None})
     if args.json or not sys.stderr.isatty():
@@ -82,8 +77,15 @@ def _show(console: Console, args: argparse.Namespace, config: MLSpecConfig, foun
     say(console, f"written to {args.out}")
 
 
-def _planes(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
+    """None where it is not given."""
+    having = ", ".join(record.written for record in FORMATS.values() if option.name in record.option_names)
+    if option.off:
+        parser.add_argument(f"--{option.off}", dest=option.name, action="store_const", const=False,
+                            help=f"{having}: {option.meaning}")
+    else:
+        parser.add_argument(f"--{option.name.replace('_', '-')}", type=option.read,
+                            help=f"{having}: {option.meaning} (default {option.default})")
 
 
 def _size(text: str) -> str:

@@ -60,13 +60,11 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `prepare`, also in a copy of a prepared model; ValueError where there is nothing to undo."""
+    """Undo `prepare`, also in a copy of a prepared model; one that is not prepared is left as it is."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore takes a model, not a {type(model).__name__}")
     state = state_of(model)
     served = {id(module): module for module in model.modules() if type(module) is KernelLinear}
-    if not state.prepared and not state.decoders and not served:
-        raise ValueError(f"restore: this {type(model).__name__} is not prepared")
     _replace(model, {key: module.given_up() for key, module in served.items()})
     state.prepared, state.engine = False, None
     state.drop_engines()

@@ -14,13 +14,9 @@ Slot = TypeVar("Slot")
 def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder: str) -> Slot:
     """What reads the weight of ``linear``, which is ``name`` in its model, in the decoder of these ``slots``.
 
-    UnknownArchitecture for a format without a slot, and for a layer that transforms its input first.
+    UnknownArchitecture for a format without a slot.
     """
     slot = slots.get(linear.format)
     if slot is None:
         raise UnknownArchitecture(f"its {name} linears are {linear.format}, which the {decoder} decoder does not read")
-    if getattr(linear, "transform", None) is not None:
-        raise UnknownArchitecture(
-            f"its {name} linears transform their input ({linear.transform}), which the {decoder} decoder does not do"
-        )
     return slot

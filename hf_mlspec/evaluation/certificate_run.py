@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..integration.compare import OnItem, compare
 from ..integration.comparison import Comparison, Item
 from ..integration.config import SpeculationConfig
-from ..integration.levels import resolve
+from ..integration.levels import as_words, resolve
 from .certificate import Certificate
 from .certificate_identity import kernels
 from .certificate_schema import SCHEMA, result_of
@@ -59,7 +59,8 @@ def attest(
 ) -> Certificate:
     """The certificate of comparisons that were made: batch size -> what `compare` found; the rest as `certify`."""
     config = SpeculationConfig.of(speculation_config)
-    resolved = resolve(model, list(levels), assistant_tokenizers, config)
+    levels = as_words(levels)
+    resolved = resolve(model, levels, assistant_tokenizers, config)
     chain = chain_of(model, tokenizer, config, resolved)
     entries = level_entries(levels, resolved, chain, config)
     described = [_run(size, found, tolerate_ties or 0.0, [entry["name"] for entry in entries])

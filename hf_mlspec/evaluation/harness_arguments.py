@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import MLSpecConfig, SpeculationConfig
 from ..integration.config import parse_level
+from ..integration.levels import as_words
 from ..integration.load import DTYPES
 from ..integration.packing import switch_of
 
@@ -117,10 +118,11 @@ def parse_levels(levels: str | list[Any] | tuple[Any, ...] | None) -> list[Any]:
         levels = [levels] if Path(levels).is_dir() else levels.split("+")
     if not isinstance(levels, (list, tuple)):
         raise ValueError(f'levels is {levels!r}, it must be words joined by "+", as in mxfp4+PATH, or a list')
+    levels = as_words(levels)
     for level in levels:
         if isinstance(level, str):
             parse_level(level)
-    return list(levels)
+    return levels
 
 
 def _per_level(options: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import precision_switch
+from ..formats import FORMATS
 from ..integration.config import parse_level
 from ..integration.load import DTYPES, read_model, read_tokenizer, require_folder
 from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters, kernels
@@ -44,8 +45,9 @@ def _check_precision(model: PreTrainedModel, precision: str) -> None:
     try:
         switch = precision_switch(model)
     except ValueError as error:
-        raise ValueError(f"precision={precision} is what is read of packed weights: add format=int4, mxfp4, "
-                         f"nested-bf16 or bitplanes ({error})") from error
+        *others, last = [record.written for record in FORMATS.values()]
+        raise ValueError(f"precision={precision} is what is read of packed weights: add format={', '.join(others)} or "
+                         f"{last} ({error})") from error
     switch.bits_of(precision)
 
 

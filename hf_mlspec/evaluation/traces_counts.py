@@ -16,7 +16,7 @@ class LevelAcceptance:
     level_index: 0 for the level below the target. by_position: of the tokens at each place of a draft (0: the first)
     how many were reached by a check, all before them being accepted, and how many of these were kept.
     draft_lengths: how many drafts held so many tokens; index 0 counts rounds in which nothing was drafted.
-    tokens_per_pass: tokens settled in a pass of the level above; the target's pass that reads the prompt is one of
+    tokens_per_pass: tokens committed in a pass of the level above; the target's pass that reads the prompt is one of
     them, as in `hf_mlspec.last_stats`. Programs that time decoding (eval/bench_decode.py, eval/replay.py) leave that
     pass and its token out, so that their number is the larger one.
     """

@@ -54,7 +54,7 @@ class ReplayResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the whole batch, decode-only; None where the first passes settled all there was."""
+        """Of the whole batch, decode-only; None where the first passes wrote all there was."""
         tokens = self.tokens - self.stats.prefill_tokens
         return tokens / self.decode_seconds if tokens else None
 

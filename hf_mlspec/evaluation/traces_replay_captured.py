@@ -42,7 +42,7 @@ def replay_captured(
 
     A round always runs at its full width. Rounds of the trace that draft less are padded, and cost what full ones do;
     ones that a captured round cannot hold are refused. `reschedule` makes traces whose rounds fill it. The token that
-    the pass over the prompt settles, where nothing was drafted before it, is part of the prompt here. A last round
+    the pass over the prompt writes, where nothing was drafted before it, is part of the prompt here. A last round
     drafts no further than its row goes. Graphs of all batch sizes that a batch shrinks to are captured before any
     second is counted; `prefill_seconds` of the stats end with the first round of a batch, whose tokens count as
     prefill as well.
@@ -137,7 +137,7 @@ class _Captured(ReplayedChain):
 
 
 def _read_with_prompt(row: TracedRow) -> int:
-    """Tokens that the pass over the prompt settled before anything was drafted: 1 or 0."""
+    """Tokens that the pass over the prompt wrote before anything was drafted: 1 or 0."""
     return int(row.rounds[0].drafted == 0)
 
 

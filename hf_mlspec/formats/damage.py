@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from . import int4, mxfp4
+from .packing import LARGEST_CODE
+
+NAN_SCALE = 255  # of E8M0
 
 
 def require_values(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
@@ -19,9 +21,9 @@ def require_values(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta or not tensor_name.endswith(("_scale", "_zero")):
         return
     if tensor_name.endswith("_zero"):
-        wrong, what = tensor > int4.LARGEST_CODE, f"zero points above {int4.LARGEST_CODE}"
+        wrong, what = tensor > LARGEST_CODE, f"zero points above {LARGEST_CODE}"
     elif tensor.dtype == torch.uint8:
-        wrong, what = tensor == mxfp4.NAN_SCALE, f"NaN codes ({mxfp4.NAN_SCALE})"
+        wrong, what = tensor == NAN_SCALE, f"NaN codes ({NAN_SCALE})"
     else:
         wrong, what = ~(tensor.isfinite() & (tensor > 0)), "values that are NaN, Inf, zero or negative"
     require_none(wrong, name, tensor_name, tensor, what, "it was written from NaN weights")

@@ -21,17 +21,29 @@ On Gaussian weights this removes 19, 21 and 25 % of the squared error of amax / 
 
 Sources: round-to-nearest over groups as in GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978); a searched clipping
 ratio as in AWQ's implementation.
+
+On disk:
+
+    X.weight_packed  uint8    [out, in / 2]      two codes 0..15 a byte, low nibble first
+    X.weight_scale   float16  [out, in / group]  step of each group of 32, 64 or 128 along ``in``, above 0
+    X.weight_zero    uint8    [out, in / group]  the code that means 0; absent when it is 8 everywhere
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 
-from .packing import pack_nibbles, unpack_nibbles
+from ..precision import Bits, Family
+from .damage import require_size, require_values
+from .packing import LARGEST_CODE, pack_nibbles, unpack_nibbles
+from .record import Format, Option
+from .weight import PackedWeight
 
 GROUP_SIZES = (32, 64, 128)
 SYMMETRIC_ZERO = 8
-LARGEST_CODE = 15
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _SYMMETRIC_DIVISORS = (7.0, 7.5, 8.0, 8.5, 9.0)
@@ -188,3 +200,128 @@ def _require_arrays(packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Ten
         raise TypeError(f"zeros is {zeros.dtype}, int4 stores zero points as torch.uint8")
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zeros has shape {list(zeros.shape)}, one per scale was expected: {list(scales.shape)}")
+
+
+class Int4Parts(NamedTuple):
+    """uint8 codes, float16 scales, uint8 zero points or None (8 everywhere); in tiles, or as on disk."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Int4Weight(PackedWeight):
+    """One linear layer's int4 weight, as saved. ``weight_zero`` None: symmetric. ``name`` is only used in messages."""
+
+    PARTS = Int4Parts
+    weight_packed: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_zero: torch.Tensor | None = None
+    name: str = "weight"
+
+    @classmethod
+    def from_dense(
+        cls, weight: torch.Tensor, group_size: int = 128, symmetric: bool = True, name: str = "weight"
+    ) -> Int4Weight:
+        """Quantize ``[out, in]`` floats; ValueError naming the tensor and the row for NaN, Inf or a scale beyond
+        float16."""
+        try:
+            return cls(*quantize(weight, group_size, symmetric), name)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    @property
+    def out_features(self) -> int:
+        return self.weight_packed.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight_packed.shape[1] * 2
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share a scale: 32, 64 or 128."""
+        return self.in_features // self.weight_scale.shape[1]
+
+    @property
+    def symmetric(self) -> bool:
+        return self.weight_zero is None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``[out, in]`` in ``dtype``."""
+        return dequantize(self.weight_packed, self.weight_scale, self.weight_zero, dtype)
+
+    def validate(
+        self, out_features: int | None = None, in_features: int | None = None, group_size: int | None = None
+    ) -> Int4Weight:
+        """Itself, or one specific error: TypeError for a dtype, ValueError for a shape, a truncated tensor, a scale
+        that is NaN, Inf, zero or negative, or a zero point beyond 15. Without ``group_size`` the shapes tell it."""
+        self.require_dtypes((torch.uint8, torch.float16, torch.uint8), "int4")
+        packed, scale = list(self.weight_packed.shape), list(self.weight_scale.shape)
+        if len(packed) != 2 or len(scale) != 2 or not scale[1]:
+            raise ValueError(
+                f"{self.name}: weight_packed has shape {packed} and weight_scale {scale}, both must have two axes, "
+                "[out, in / 2] and [out, in / group]"
+            )
+        expected = [out_features or packed[0], (in_features or packed[1] * 2) // 2]
+        require_size(self.name, "weight_packed", self.weight_packed, expected)
+        group = group_size or packed[1] * 2 // scale[1]
+        if group not in GROUP_SIZES or packed[1] * 2 % group:
+            raise ValueError(
+                f"{self.name}: {scale[1]} scales a row for in_features {packed[1] * 2}: int4 needs in_features / 32, "
+                "/ 64 or / 128 of them"
+            )
+        require_size(self.name, "weight_scale", self.weight_scale, [packed[0], packed[1] * 2 // group])
+        if self.weight_zero is not None:
+            require_size(self.name, "weight_zero", self.weight_zero, scale)
+        require_values(self.name, "weight_scale", self.weight_scale)
+        if self.weight_zero is not None:
+            require_values(self.name, "weight_zero", self.weight_zero)
+        return self
+
+
+def zeros(
+    shape: tuple[int, ...], device: torch.device, group_size: int = 128, symmetric: bool = True, **options: Any
+) -> Int4Parts:
+    """The parts on disk of a weight ``[..., out, in]`` whose values are all 0."""
+    *outer, in_features = shape
+    code = SYMMETRIC_ZERO * 0x11 if symmetric else 0
+    packed = torch.full((*outer, in_features // 2), code, dtype=torch.uint8, device=device)
+    scale = torch.ones(*outer, in_features // group_size, dtype=torch.float16, device=device)
+    return Int4Parts(packed, scale, None if symmetric else torch.zeros_like(scale, dtype=torch.uint8))
+
+
+GROUP_OPTION = Option(
+    "group_size", 128, "32, 64 or 128 weights that share a scale", GROUP_SIZES, shapes=True, read=int
+)
+FORMAT = Format(
+    word="int4",
+    title="int4",
+    weight=Int4Weight,
+    zeros=zeros,
+    group=lambda group_size=128, **options: group_size,
+    require_group=require_group_size,
+    bits_per_weight=lambda group_size=128, symmetric=True, **options: 4 + (16 if symmetric else 24) / group_size,
+    families=(
+        Family(
+            "w",
+            tuple([(bits, activations) for bits in range(1, 9) for activations in (4, 8, 16)]),
+            tells_activations=True,
+            examples=("w4a16", "w4a8", "w4a4"),
+        ),
+    ),
+    bit_choices=lambda stored: (Bits(4, 16), Bits(4, 8), Bits(4, 4)),
+    weights_called="4-bit weights",
+    remedy=(
+        "load it with from_pretrained(..., quantization_config=hf_mlspec.MLSpecConfig(format='int4')), or draft with "
+        "'mxfp4', its cast"
+    ),
+    level_examples=("w4a8", "w4a4"),
+    options=(
+        GROUP_OPTION,
+        Option("symmetric", True, "a zero point for every group too", (True, False), shapes=True, off="asymmetric"),
+    ),
+    multiplies=("fused", "dequant"),
+    experts=True,
+)

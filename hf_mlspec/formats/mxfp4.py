@@ -19,19 +19,29 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3.3, 5.4.1 and 6.3. The s
     ceil        smallest power of two >= amax / 6               away from zero  triton_kernels (gpt-oss on the fly)
 
 All keep the sign of zero. A NaN or an Inf anywhere makes its block NaN: scale byte 255, all codes 0.
+
+On disk, under the names that compressed-tensors uses ("mxfp4-pack-quantized"):
+
+    X.weight_packed  uint8  [out, in / 2]    two codes a byte, low nibble first
+    X.weight_scale   uint8  [out, in / 32]   E8M0 byte of each block of 32 along ``in``
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from ..precision import Bits, Family
+from .damage import NAN_SCALE, require_size, require_values
 from .packing import pack_nibbles
+from .record import CastWord, Format, Option
+from .weight import PackedWeight
 
 BLOCK = 32
-NAN_SCALE = 255
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -173,3 +183,91 @@ def scale_values(dtype: torch.dtype = torch.float32, device: torch.device | str 
     bits = torch.arange(256, dtype=torch.int32, device=device) << _MANTISSA_BITS
     bits[0], bits[NAN_SCALE] = 1 << (_MANTISSA_BITS - 1), _INFINITY_BITS | (1 << (_MANTISSA_BITS - 1))
     return bits.view(torch.float32).to(dtype)
+
+
+class Mxfp4Parts(NamedTuple):
+    """uint8 codes and scales; in tiles, or as on disk."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Mxfp4Weight(PackedWeight):
+    """One linear layer's MXFP4 weight, as saved. ``name`` is only used in messages."""
+
+    PARTS = Mxfp4Parts
+    weight_packed: torch.Tensor
+    weight_scale: torch.Tensor
+    name: str = "weight"
+
+    @classmethod
+    def from_dense(cls, weight: torch.Tensor, rule: str = "ocp_floor", name: str = "weight") -> Mxfp4Weight:
+        """Quantize ``[out, in]`` floats; ValueError naming the tensor when it holds NaN or Inf."""
+        packed, scales = quantize(weight, rule)
+        bad = int((scales == NAN_SCALE).sum())
+        if bad:
+            raise ValueError(
+                f"{name}: {bad} of its {scales.numel()} blocks of {BLOCK} hold NaN or Inf, which MXFP4 cannot "
+                "draft with: repair the checkpoint or exclude this layer"
+            )
+        return cls(packed, scales, name)
+
+    @property
+    def out_features(self) -> int:
+        return self.weight_packed.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight_packed.shape[1] * 2
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``[out, in]`` in ``dtype``."""
+        return dequantize(self.weight_packed, self.weight_scale, dtype)
+
+    def validate(self, out_features: int | None = None, in_features: int | None = None) -> Mxfp4Weight:
+        """Itself, or one specific error: TypeError for a dtype, ValueError for a shape, a truncated tensor or a NaN
+        scale."""
+        self.require_dtypes((torch.uint8, torch.uint8), "MXFP4")
+        packed, scale = list(self.weight_packed.shape), list(self.weight_scale.shape)
+        if len(packed) != 2 or len(scale) != 2:
+            raise ValueError(
+                f"{self.name}: weight_packed has shape {packed} and weight_scale {scale}, both must have two axes, "
+                f"[out, in / 2] and [out, in / {BLOCK}]"
+            )
+        expected = [out_features or packed[0], (in_features or packed[1] * 2) // 2]
+        require_size(self.name, "weight_packed", self.weight_packed, expected)
+        require_size(self.name, "weight_scale", self.weight_scale, [packed[0], packed[1] // (BLOCK // 2)])
+        if packed[1] % (BLOCK // 2):
+            raise ValueError(f"{self.name}: in_features is {packed[1] * 2}, MXFP4 needs a multiple of {BLOCK}")
+        require_values(self.name, "weight_scale", self.weight_scale)
+        return self
+
+
+def zeros(shape: tuple[int, ...], device: torch.device, **options: Any) -> Mxfp4Parts:
+    """The parts on disk of a weight ``[..., out, in]`` whose values are all 0."""
+    *outer, in_features = shape
+    packed = torch.zeros(*outer, in_features // 2, dtype=torch.uint8, device=device)
+    return Mxfp4Parts(packed, torch.zeros(*outer, in_features // BLOCK, dtype=torch.uint8, device=device))
+
+
+FORMAT = Format(
+    word="mxfp4",
+    title="MXFP4",
+    weight=Mxfp4Weight,
+    zeros=zeros,
+    group=lambda **options: BLOCK,
+    bits_per_weight=lambda **options: 4 + 8 / BLOCK,
+    families=(Family("mxfp4", ((4, 4), (4, 8), (4, 16)), {"mxfp4": 4}, examples=("mxfp4",)),),
+    bit_choices=lambda stored: (Bits(4, 16), Bits(4, 8)),
+    weights_called="4-bit weights",
+    remedy=(
+        "load it with from_pretrained(..., quantization_config=hf_mlspec.MLSpecConfig(format='int4')), or draft with "
+        "'mxfp4', its cast"
+    ),
+    level_examples=("mxfp4a8",),
+    options=(Option("rule", "ocp_floor", "ocp_floor, even_bump or ceil", require=require_rule),),
+    casts=(CastWord("mxfp4"),),
+    cast_activations=lambda device: 8 if device == "cpu" else 16,  # the paper's kernel
+    experts=True,
+)

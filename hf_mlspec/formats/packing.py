@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+LARGEST_CODE = 15
+
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """uint8 codes 0..15 ``[..., n]`` -> uint8 bytes ``[..., n / 2]``; ValueError when n is odd."""

@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..formats.weights import require_values
+from ..formats.damage import require_values
 from ..nn.packed import PackedLinear
 from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 
 # Buffers of older checkpoints that transformers drops without a word.
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 _SHOWN = 4  # names in a message
-_OF_SEVERAL = ("nested", "planes")
 _MOST_DAMAGED = 2  # characters in which a damaged key still shows what it was
 _INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "max_position_embeddings")
@@ -272,11 +271,11 @@ def _require_packed_values(stored: dict[str, StoredTensor], packed: set[str]) ->
 def _require_whole_weights(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:
     """Of formats whose tensors say more together than each by itself: planes, codebooks, escapes."""
     for path, module in model.named_modules():
-        if not isinstance(module, PackedLinear) or module.format not in _OF_SEVERAL:
+        if not isinstance(module, PackedLinear) or not module.record.stays_whole:
             continue
-        held = {f"weight_{part}": stored.get(f"{path}.weight_{part}") for part in module.packing.parts}
+        held = {f"weight_{part}": stored.get(f"{path}.weight_{part}") for part in module.record.parts}
         try:
-            weight = module.packing.weight(**{name: _read(tensor) for name, tensor in held.items()}, name=path)
+            weight = module.record.weight(**{name: _read(tensor) for name, tensor in held.items()}, name=path)
             weight.validate(module.out_features, module.in_features)
         except ValueError as error:
             files = sorted({str(tensor.file) for tensor in held.values() if tensor is not None})

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..engines.choose import ENGINES
-from ..formats.bitplanes import CASTS
+from ..formats import FORMATS, casts
 from ..formats.mxfp4 import require_rule
-from ..nn.switch import CHOICES
-from ..precision import Precision
+from ..precision import Precision, Spelled, spelled
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
 CONFIDENCE_THRESHOLD = 0.4
 CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS = 0.65
 QSPEC_ACTIVATION_BITS = 8  # 4 bits cost the same in every kernel there is, and draft worse
-CAST_FORMATS = ("mxfp4", *CASTS)
-WORDS = (
-    *CAST_FORMATS, "nested", "planes1 ... planes8", "qspec", "w4a8", "w4a4", "mxfp4a8", "PATH", "PATH@mxfp4",
-    "prompt_lookup", "ngram", "early_exit:N"
-)  # fmt: skip
+_OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
 
 
 @dataclass
@@ -93,7 +87,7 @@ class SpeculationConfig:
             raise ValueError(f"engine is {self.engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
         require_rule(self.cast_rule)
         bits = self.cast_activation_bits
-        if bits is not None and (not _is_count(bits, 1) or bits not in CHOICES["mxfp4"]):
+        if bits is not None and (not _is_count(bits, 1) or bits not in FORMATS["mxfp4"].activations):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")
 
     @classmethod
@@ -147,11 +141,12 @@ def parse_level(text: str) -> Word:
     """
     if text in ("prompt_lookup", "ngram"):
         return Word(text)
-    if text in CAST_FORMATS:
+    if text in casts():
         return Word("cast", cast=text)
     if text == "qspec":
         return Word("precision")
-    if re.fullmatch(r"(w\d+|mxfp4)a\d+|planes\d+(a\d+)?|nested(4(a\d+)?)?", text):
+    found = spelled(text)
+    if found is not None and found.family.levels and _says_enough(found):
         return Word("precision", precision=Precision.parse(text))
     if text.startswith("early_exit:"):
         number = text.removeprefix("early_exit:")
@@ -159,11 +154,23 @@ def parse_level(text: str) -> Word:
             raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
         return Word("early_exit", layers=int(number))
     path, at, suffix = text.rpartition("@")
-    cast = suffix if at and suffix in CAST_FORMATS else None
+    cast = suffix if at and suffix in casts() else None
     path = path if cast else text
     if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
         return Word("load", path=path, cast=cast)
-    raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(WORDS)}")
+    raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(_words())}")
+
+
+def _says_enough(found: Spelled) -> bool:
+    """Whether a word names a level: "w4" alone is a model's weights."""
+    return found.activation_bits is not None or not found.family.tells_activations
+
+
+def _words() -> list[str]:
+    """Every word for a level, for messages."""
+    parts_first = sorted(FORMATS.values(), key=lambda record: not record.reads_part)
+    told = [word for record in parts_first for word in record.level_examples]
+    return [*casts(), *told, *_OTHER_WORDS]
 
 
 def _as_list(value) -> list:

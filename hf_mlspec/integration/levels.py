@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -43,6 +46,25 @@ class Level:
     bits: Bits | None = None
 
 
+def as_words(levels: Iterable[Any]) -> list[Any]:
+    """The levels, path objects among them as the words that name their folders, everything else as it is.
+
+    A path object is a folder whatever it is called: one named "mxfp4" is no cast. ValueError where there is none; a
+    word or a hub name is a string.
+    """
+    return [_folder_word(level) if isinstance(level, os.PathLike) else level for level in levels]
+
+
+def _folder_word(path: os.PathLike) -> str:
+    text = os.fsdecode(path)
+    if not Path(text).is_dir():
+        raise ValueError(
+            f"level {path!r} is no existing folder; a word or a hub name is a string, as in 'mxfp4' or 'PATH@mxfp4'"
+        )
+    text = text if "/" in text else f"./{text}"  # no word has a slash, and none of "PATH@mxfp4" ends with one
+    return f"{text}/" if "@" in text else text
+
+
 def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: SpeculationConfig) -> list[Level]:
     """The levels a user named, checked, in order from the one below the target."""
     if isinstance(levels, (str, nn.Module)) or not isinstance(levels, (list, tuple)):
@@ -60,6 +82,7 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
     for index, tokenizer in enumerate(tokenizers):
         if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
             raise TypeError(f"assistant_tokenizers[{index}] is a {type(tokenizer).__name__}, not a tokenizer or None")
+    levels = as_words(levels)
     words = [parse_level(level) if isinstance(level, str) else None for level in levels]  # before anything is built
     _check_order(levels, words)
     if any(word is not None and word.kind in ("cast", "early_exit") for word in words):

@@ -6,7 +6,8 @@ from __future__ import annotations
 from torch import nn
 
 from ..engines.built import switches
-from ..nn.switch import CHOICES, FAMILIES, PrecisionSwitch, precision_switch
+from ..formats import FORMATS, Format
+from ..nn.switch import PrecisionSwitch, precision_switch
 from ..precision import Bits, Precision
 from .config import (
     CONFIDENCE_THRESHOLD,
@@ -15,16 +16,7 @@ from .config import (
     QSPEC_ACTIVATION_BITS,
 )
 
-# What holds the weights that a family of words drafts with, and how a model comes by them.
-_REMEDIES = {
-    "nested": ("nested weights", "nest it with hf_mlspec.nest(model), or load it with from_pretrained(..., "
-               "quantization_config=hf_mlspec.MLSpecConfig(format='nested-bf16'))"),
-    "planes": ("bit-planes", "load it with from_pretrained(..., "
-               "quantization_config=hf_mlspec.MLSpecConfig(format='bitplanes'))"),
-    "4-bit": ("4-bit weights", "load it with from_pretrained(..., "
-              "quantization_config=hf_mlspec.MLSpecConfig(format='int4')), or draft with 'mxfp4', its cast"),
-}  # fmt: skip
-_NAMES = {"int4": "int4", "mxfp4": "MXFP4", "nested": "nested BF16", "planes": "bit-planes"}
+_QSPEC = "int4"  # whose weights the word "qspec" is meant for
 
 
 def lower_precision(target: nn.Module, word: str, precision: Precision | None) -> Bits:
@@ -35,27 +27,28 @@ def lower_precision(target: nn.Module, word: str, precision: Precision | None) -
     a target without packed weights, or with weights of another format, or bits they do not take.
     """
     switch = _switch(target, word, precision)
-    family = FAMILIES[switch.weights]
-    if precision is None and switch.weights in CHOICES:
-        return Bits(4, QSPEC_ACTIVATION_BITS)
-    if precision is None or precision.family != family or (family == "w" and precision.weight_bits != 4):
+    record, finest = switch.record, switch.bit_choices[0]
+    coarse = Bits(finest.weight, QSPEC_ACTIVATION_BITS)
+    if precision is None and not record.reads_part and coarse in switch.bit_choices:
+        return coarse
+    other_bits = not record.reads_part and precision is not None and precision.weight_bits != finest.weight
+    if precision is None or precision.family != record.family or other_bits:
         raise ValueError(
             f"level {word!r} drafts with the target's own weights, and those of this {type(target).__name__} are "
-            f"{_NAMES[switch.weights]}: its levels are called {_fitting(switch)}"
+            f"{record.title}: its levels are called {_fitting(switch)}"
         )
-    if precision == Precision("nested", 16):
-        return Bits(4, 8 if next(target.parameters()).device.type == "cpu" else 16)
-    if family == "planes" and precision.weight_bits > switch.num_planes:
+    bits = record.as_level(precision.bits, next(target.parameters()).device.type)
+    if bits.weight > finest.weight:
         raise ValueError(
-            f"level {word!r}: the weights of this {type(target).__name__} have {switch.num_planes} bit-planes; its "
+            f"level {word!r}: the weights of this {type(target).__name__} have {finest.weight} {record.title}; its "
             f"levels are called {_fitting(switch)}"
         )
-    if precision.bits not in switch.bit_choices:
+    if bits not in switch.bit_choices:
         raise ValueError(
-            f"level {word!r}: {_NAMES[switch.weights]} weights take activations of {_listed(switch.choices)} bits, "
-            f"not {precision.activation_bits}"
+            f"level {word!r}: {record.title} weights take activations of {_listed(switch.choices)} bits, not "
+            f"{precision.activation_bits}"
         )
-    return precision.bits
+    return bits
 
 
 def check_descent(target: nn.Module, bits: list[Bits | None], levels: list) -> None:
@@ -93,36 +86,41 @@ def _switch(target: nn.Module, word: str, precision: Precision | None) -> Precis
     found = switches(target)
     if len(found) == 1:
         return found[0]
-    held, remedy = _REMEDIES.get(precision.family if precision else "4-bit", _REMEDIES["4-bit"])
+    wanted = _record_of(precision) if precision else FORMATS[_QSPEC]
     if found:
-        kinds = ", ".join(_NAMES[switch.weights] for switch in found)
+        kinds = ", ".join(switch.record.title for switch in found)
         raise ValueError(
             f"level {word!r} drafts with the target's own weights, and this {type(target).__name__} has those of "
             f"{len(found)} switches ({kinds}): assign one PrecisionSwitch to the `switch` of all its packed layers"
         )
     raise ValueError(
-        f"level {word!r} drafts with the target's own {held} (these are {target.dtype}), and this "
-        f"{type(target).__name__} has none: {remedy}"
+        f"level {word!r} drafts with the target's own {wanted.weights_called} (these are {target.dtype}), and this "
+        f"{type(target).__name__} has none: {wanted.remedy}"
     )
+
+
+def _record_of(precision: Precision) -> Format:
+    """Of the format whose weights are read at a precision."""
+    return next(record for record in FORMATS.values() if precision.family in [own.name for own in record.families])
 
 
 def _fitting(switch: PrecisionSwitch) -> str:
     """The words for levels of these weights."""
-    if switch.weights == "nested":
-        return "'nested', 'nested4' or 'nested4a8'"
-    family, (finest, *coarser) = FAMILIES[switch.weights], switch.bit_choices
+    if switch.record.level_words:
+        return _listed(tuple(map(repr, switch.record.level_words)))
+    family, (finest, *coarser) = switch.record.family, switch.bit_choices
     words = ", ".join(repr(str(Precision(family, *bits))) for bits in coarser)
     return words or f"by no word, {Precision(family, *finest)} is the least there is"
 
 
 def _told(switch: PrecisionSwitch, bits: Bits, again: bool = False) -> str:
     """Bits in words, those of activations where weights are always read whole; again: the same thing was named."""
-    if switch.weights in CHOICES:
+    if not switch.record.reads_part:
         return str(bits.activation) if again else f"{bits.activation}-bit activations"
-    word = Precision(FAMILIES[switch.weights], *bits)
+    word = Precision(switch.record.family, *bits)
     return f"those of {word}" if again else f"the bits of {word}"
 
 
-def _listed(choices: tuple[int, ...]) -> str:
+def _listed(choices: tuple) -> str:
     *first, last = map(str, choices)
     return f"{', '.join(first)} or {last}" if first else last

@@ -7,22 +7,12 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats.bitplanes import cast_of
-from ..formats.codebooks import require_codebook_name
-from ..formats.int4 import GROUP_SIZES
-from ..formats.mxfp4 import require_rule
-from ..nn.switch import CHOICES, require_activation_bits
+from ..formats import FORMATS, Format, format_named, options
+from ..nn.switch import require_activation_bits
+from ..nn.transforms import NONE, transform_named
 
 QUANT_METHOD = "mlspec"
-FORMAT_VERSION = 1  # of what is on disk (formats/weights.py); files that do not say are 1
-_DEFAULTS = {"rule": "ocp_floor", "group_size": 128, "symmetric": True, "codebook": "lloyd_max", "num_planes": 8}
-_OWN = {  # the settings that a format has
-    "mxfp4": ("rule",),
-    "int4": ("group_size", "symmetric"),
-    "nested-bf16": ("codebook",),
-    "bitplanes": ("num_planes", "group_size"),
-}
-WEIGHTS = {"mxfp4": "mxfp4", "int4": "int4", "nested-bf16": "nested", "bitplanes": "planes"}  # of a PrecisionSwitch
+FORMAT_VERSION = 1  # of what is on disk (docs/formats.md); files that do not say are 1
 
 
 class MLSpecConfig(QuantizationConfigMixin):
@@ -42,13 +32,14 @@ class MLSpecConfig(QuantizationConfigMixin):
         scale; 4.13 bits a weight at ``group_size=128``), ``"nested-bf16"`` (16.25 bits: exact BF16 whose first 4.25
         bits are a draft; what ``hf_mlspec.nest`` does, output head and tied embedding included, after the model was
         loaded) or ``"bitplanes"`` (as many bits as planes, and a float16 scale for each group; any number of the first
-        planes is a draft). The bits are drawn in docs/formats.md.
+        planes is a draft). The bits are drawn in docs/formats.md. ``"nested"`` and ``"planes"`` are read as the
+        latter two; another format that was registered has its own word.
     group_size: int4 and bitplanes: 32, 64 or 128 weights along in_features share a scale. It must divide the
         in_features of every layer that is packed (for mxfp4: 32), or loading stops before a tensor is read and names
         the layer. Layers that blocks of 32 do not divide stay BF16 in nested-bf16, which is said.
     symmetric: int4 only: codes mean -8 ... 7 times the scale; False stores a zero point per group as well.
     codebook: nested-bf16 only: the draft's levels, ``"lloyd_max"``, ``"mxfp4"`` or ``"fitted"`` (to each tensor).
-    num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/bitplanes.py).
+    num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/planes/codes.py).
     activation_bits: what the layers compute with by default: 16 (bfloat16), for mxfp4 and int4 also 8, for int4 also 4
         (integers, one scale per token and group). It changes no weight: ``hf_mlspec.precision_switch(model)`` changes
         it at any time.
@@ -57,6 +48,10 @@ class MLSpecConfig(QuantizationConfigMixin):
         transformers keeps by default is kept as well: the output head, what is tied to it, and the last module
         (``hf_mlspec.direct_cast`` can cast the head). A pattern that fits no module is an error.
     rule: mxfp4 only: the rounding rule, ``"ocp_floor"``, ``"even_bump"`` or ``"ceil"`` (formats/mxfp4.py).
+
+    transform: what the layers do to their inputs first (nn/transforms.py); there is ``"none"``. A model whose layers
+        have another one is saved and loaded with it; it cannot be chosen while a model is quantized.
+    others: the options of formats that were registered beside these.
 
     In config.json are also ``format_version`` and ``modules_to_not_convert``, the full names of the linear layers and
     experts that were kept: loading packs all others and takes no part in the choice again.
@@ -68,62 +63,61 @@ class MLSpecConfig(QuantizationConfigMixin):
     def __init__(
         self,
         format: str = "mxfp4",
-        group_size: int = _DEFAULTS["group_size"],
-        symmetric: bool = _DEFAULTS["symmetric"],
+        group_size: int = 128,
+        symmetric: bool = True,
         activation_bits: int = 16,
         skip_modules: list[str] | None = None,
-        rule: str = _DEFAULTS["rule"],
-        codebook: str = _DEFAULTS["codebook"],
-        num_planes: int | str = _DEFAULTS["num_planes"],
+        rule: str = "ocp_floor",
+        codebook: str = "lloyd_max",
+        num_planes: int | str = 8,
         modules_to_not_convert: list[str] | None = None,
         format_version: int = FORMAT_VERSION,
         quant_method: str = QUANT_METHOD,
-        **unknown: Any,
+        transform: str = NONE.word,
+        **others: Any,
     ) -> None:
-        _require_known(quant_method, format, format_version, unknown)
-        own = {"rule": rule, "group_size": group_size, "symmetric": symmetric}
-        own |= {"codebook": codebook, "num_planes": num_planes}
-        _require_own(format, own)
-        _require_values(format, own)
-        self.quant_method, self.format, self.format_version = quant_method, format, format_version
-        self.group_size, self.symmetric, self.rule = group_size, symmetric, rule
-        self.codebook, self.num_planes = codebook, num_planes
-        self.activation_bits = _require_activations(activation_bits, format)
+        unknown = set(others) - set(options())
+        record = _require_known(quant_method, format, format_version, unknown)
+        given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
+        given |= {"num_planes": num_planes, **others}
+        _require_own(record, given)
+        self.quant_method, self.format, self.format_version = quant_method, record.written, format_version
+        for name, option in options().items():
+            setattr(self, name, given.get(name, option.default))
+        self.activation_bits = _require_activations(activation_bits, record)
+        self.transform = transform_named(transform).word
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
 
     @property
+    def record(self) -> Format:
+        """What the format is."""
+        return format_named(self.format)
+
+    @property
     def format_settings(self) -> dict[str, Any]:
         """The settings that this format has, by name: rule, or group_size and symmetric ..."""
-        return {name: getattr(self, name) for name in _OWN[self.format]}
+        return {name: getattr(self, name) for name in self.record.option_names}
 
     @property
     def bits_per_weight(self) -> float:
         """Bits a packed weight takes, scales and zero points included."""
-        if self.format in ("mxfp4", "nested-bf16"):
-            return (4 if self.format == "mxfp4" else 16) + 8 / 32
-        if self.format == "bitplanes":
-            return self.stored_planes + 16 / self.group_size
-        return 4 + (16 if self.symmetric else 24) / self.group_size
-
-    @property
-    def stored_planes(self) -> int:
-        """Bit-planes of a packed weight (format "bitplanes")."""
-        return cast_of(self.num_planes).num_planes
+        return self.record.bits_per_weight(**self.format_settings)
 
     @property
     def weights(self) -> str:
         """What a PrecisionSwitch and ``PackedModule.format`` call the format."""
-        return WEIGHTS[self.format]
+        return self.record.word
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: without the settings that the format does not have, and those left out."""
-        foreign = set(_DEFAULTS) - set(_OWN[self.format])
-        omitted = foreign | ({"skip_modules"} if self.skip_modules is None else set())
+        omitted = set(options()) - set(self.record.option_names)
+        omitted |= {"skip_modules"} if self.skip_modules is None else set()
+        omitted |= {"transform"} if self.transform == NONE.word else set()
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in omitted}
 
 
-def _require_known(quant_method: str, format: str, version: int, unknown: dict[str, Any]) -> None:
+def _require_known(quant_method: str, format: str, version: int, unknown: set[str]) -> Format:
     if quant_method != QUANT_METHOD:
         raise ValueError(f"MLSpecConfig: quant_method is {quant_method!r}, expected {QUANT_METHOD!r}")
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
@@ -133,45 +127,38 @@ def _require_known(quant_method: str, format: str, version: int, unknown: dict[s
             f"MLSpecConfig: format_version is {version}, this hf_mlspec reads up to {FORMAT_VERSION}: the model was "
             "written by a newer one, upgrade hf_mlspec"
         )
-    if not isinstance(format, str) or format not in _OWN:
-        raise ValueError(f"MLSpecConfig: format {format!r} is unknown to this version, it has {_listed(_OWN)}")
+    record = format_named(format)
+    if record is None:
+        known = _listed([record.written for record in FORMATS.values()])
+        raise ValueError(f"MLSpecConfig: format {format!r} is unknown to this version, it has {known}")
     if unknown:
         raise ValueError(f"MLSpecConfig: unknown settings {sorted(unknown)}; the model may need a newer hf_mlspec")
+    return record
 
 
-def _require_own(format: str, settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        if name not in _OWN[format] and value != _DEFAULTS[name]:
-            owners = " or ".join(f"format={owner!r}" for owner, names in _OWN.items() if name in names)
+def _require_own(record: Format, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        option = options()[name]
+        if name not in record.option_names and value != option.default:
+            having = [owner.written for owner in FORMATS.values() if name in owner.option_names]
+            owners = " or ".join(f"format={written!r}" for written in having)
             raise ValueError(
-                f"MLSpecConfig: {name} is {value!r}, but format {format!r} has no {name}; leave it out, or use "
-                f"{owners}"
+                f"MLSpecConfig: {name} is {value!r}, but format {record.written!r} has no {name}; leave it out, or "
+                f"use {owners}"
             )
+        try:
+            option.check(value, record.written)
+        except ValueError as error:
+            raise ValueError(f"MLSpecConfig: {error}") from error
 
 
-def _require_values(format: str, settings: dict[str, Any]) -> None:
-    require_rule(settings["rule"])
-    if not isinstance(settings["codebook"], str):
-        raise ValueError(f"MLSpecConfig: codebook is {settings['codebook']!r}, expected a name")
-    require_codebook_name(settings["codebook"])
-    group_size, num_planes = settings["group_size"], settings["num_planes"]
-    if type(group_size) is not int or group_size not in GROUP_SIZES:
-        raise ValueError(f"MLSpecConfig: group_size is {group_size!r}, {format} has {_listed(GROUP_SIZES)}")
-    if not isinstance(settings["symmetric"], bool):
-        raise ValueError(f"MLSpecConfig: symmetric is {settings['symmetric']!r}, choose True or False")
-    try:
-        cast_of(num_planes)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"MLSpecConfig: num_planes is {num_planes!r}: {error}") from error
-
-
-def _require_activations(bits: int, format: str) -> int:
-    if format in CHOICES:
-        return require_activation_bits(bits, format)
+def _require_activations(bits: int, record: Format) -> int:
+    if not record.reads_part:
+        return require_activation_bits(bits, record.word)
     if bits != 16:
         raise ValueError(
-            f"MLSpecConfig: activation_bits is {bits!r}, {format} weights are multiplied at 16 (bfloat16); what a "
-            "draft reads of them is said by the level"
+            f"MLSpecConfig: activation_bits is {bits!r}, {record.written} weights are multiplied at 16 (bfloat16); "
+            "what a draft reads of them is said by the level"
         )
     return bits
 

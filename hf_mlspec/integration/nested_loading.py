@@ -26,8 +26,8 @@ def require_nestable(model: PreTrainedModel, config: MLSpecConfig) -> None:
     """Before a tensor is read: ValueError for another dtype than bfloat16, or patterns that fit no module."""
     if model.dtype != torch.bfloat16:
         raise ValueError(
-            f"MLSpecConfig: format 'nested-bf16' nests bfloat16 weights, {type(model).__name__} is to be loaded in "
-            f"{model.dtype}: load it with dtype=torch.bfloat16 (--dtype bfloat16), which rounds its weights"
+            f"MLSpecConfig: format {config.format!r} nests bfloat16 weights, {type(model).__name__} is to be loaded "
+            f"in {model.dtype}: load it with dtype=torch.bfloat16 (--dtype bfloat16), which rounds its weights"
         )
     choose_kept(model, config, [])
 
@@ -97,7 +97,7 @@ def with_plain_tables(
             continue
         if any(table.shares(module) for _, table in tables):
             _drop(state, path)
-        elif config.format != "nested-bf16":
+        elif config.weights != module.format:
             _put_plain(state, path, module.dequantized(torch.bfloat16))
     return state
 

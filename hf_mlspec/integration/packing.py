@@ -13,23 +13,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..formats import int4, mxfp4
-from ..nn.bit_planes import BitPlaneLinear
 from ..nn.expert_modules import ExpertModule, is_experts
 from ..nn.experts import PackedExperts
-from ..nn.linear import Int4Linear, Mxfp4Linear, is_dense
-from ..nn.nested import NestedLinear
-from ..nn.packed import PackedLinear, PackedModule
+from ..nn.linear import is_dense
+from ..nn.packed import PackedModule
+from ..nn.packed_formats import PACKINGS
 from ..nn.switch import PrecisionSwitch
+from ..nn.transforms import NONE, transform_named
 from .mlspec_config import MLSpecConfig
-
-_LINEARS: dict[str, type[PackedLinear]] = {
-    "mxfp4": Mxfp4Linear,
-    "int4": Int4Linear,
-    "nested-bf16": NestedLinear,
-    "bitplanes": BitPlaneLinear,
-}
-_WITH_EXPERTS = ("mxfp4", "int4")
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
@@ -44,14 +35,14 @@ def packed_parameters(model: nn.Module) -> set[str]:
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, PackedModule)
         for name in module.names
-        for part in module.packing.parts
-        if getattr(module, f"{name}_{part}") is not None
+        for part, tensor in zip(module.record.parts, module.held(name), strict=True)
+        if tensor is not None
     }
 
 
 def _packable(model: nn.Module, config: MLSpecConfig) -> Iterator[tuple[str, nn.Module]]:
     """Every path of every module that has a counterpart in the format."""
-    experts = config.format in _WITH_EXPERTS
+    experts = config.record.experts
     for name, module in model.named_modules(remove_duplicate=False):
         if is_dense(module) or (experts and ExpertModule.obstacle(module) is None):
             yield name, module
@@ -84,17 +75,17 @@ def _require_fitting(pattern: str, names: list[str], model: str) -> None:
 
 def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[str]) -> None:
     """ValueError naming the first layer whose in_features the format's groups do not divide, and the remedy."""
-    grouped = "group_size" in config.format_settings
-    group = config.group_size if grouped else mxfp4.BLOCK
+    group = config.record.group(**config.format_settings)
+    choices = next((option.choices for option in config.record.options if option.name == "group_size"), ())
     unfit = {name: n for name, n in _inputs(model, config, kept) if n % group}
     if not unfit:
         return
     name, inputs = next(iter(unfit.items()))
-    sizes = [size for size in int4.GROUP_SIZES if not any(n % size for _, n in _inputs(model, config, kept))]
+    sizes = [size for size in choices if not any(n % size for _, n in _inputs(model, config, kept))]
     ends = sorted({".".join(path.split(".")[-2:]) for path in unfit})
     keep = f"keep them wide with skip_modules={ends[:4]}"
-    remedy = f"use group_size={sizes[-1]}, or {keep}" if sizes and grouped else keep
-    what = f"{config.format} with group_size={group}" if grouped else f"{config.format}, in blocks of {group},"
+    remedy = f"use group_size={sizes[-1]}, or {keep}" if sizes else keep
+    what = f"{config.format} with group_size={group}" if choices else f"{config.format}, in blocks of {group},"
     raise ValueError(
         f"{what} does not divide the in_features of {len(unfit)} layers of {type(model).__name__}, the first is "
         f"{name} with in_features {inputs} = {inputs // group} x {group} + {inputs % group}: {remedy}"
@@ -135,7 +126,7 @@ def put_packed(
             continue
         if id(module) not in done:
             count = next((escapes[path] for path in (name, prefix + name) if escapes and path in escapes), 0)
-            found = {"escapes": count} if config.format == "nested-bf16" else {}
+            found = {"escapes": count} if escapes else {}
             done[id(module)] = packed = _empty(module, name, switch, config, **found)
             for source in packed.names if with_sources else ():
                 packed.register_parameter(source, getattr(module, source))
@@ -149,19 +140,20 @@ def put_packed(
 
 def switch_of(config: MLSpecConfig) -> PrecisionSwitch:
     """A new switch for layers of the config's format."""
-    planes = {"num_planes": config.stored_planes} if config.format == "bitplanes" else {}
-    return PrecisionSwitch(config.weights, config.activation_bits, **planes)
+    stored = config.record.stored_bits(**config.format_settings)
+    return PrecisionSwitch(config.weights, config.activation_bits, num_planes=stored)
 
 
 def _empty(
     module: nn.Module, name: str, switch: PrecisionSwitch, config: MLSpecConfig, **settings: int
 ) -> PackedModule:
-    if config.format in ("int4", "bitplanes"):  # the rounding rule and the codebook leave no trace in shapes
-        settings |= config.format_settings
+    settings |= config.record.shaping(config.format_settings)
     if is_dense(module):
-        packed = _LINEARS[config.format].empty(module, name=name, switch=switch, **settings)
+        packed = PACKINGS[config.weights].linear.empty(module, name=name, switch=switch, **settings)
+        if config.transform != NONE.word:
+            packed.transform_(transform_named(config.transform))
     else:
-        packed = PackedExperts.empty(module, config.format, switch, name, **settings)
+        packed = PackedExperts.empty(module, config.weights, switch, name, **settings)
     packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard
     return packed.train(module.training)
 
@@ -182,7 +174,7 @@ def warn_of_unpackable(model: PreTrainedModel, config: MLSpecConfig, kept: set[s
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
         other_linear = isinstance(module, nn.Linear | Conv1D) and not is_dense(module)
-        unknown = config.format not in _WITH_EXPERTS or ExpertModule.obstacle(module) is not None
+        unknown = not config.record.experts or ExpertModule.obstacle(module) is not None
         if name not in kept and (other_linear or (is_experts(module) and unknown)):
             kinds[type(module).__name__] += 1
     if kinds:

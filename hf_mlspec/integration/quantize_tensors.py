@@ -22,9 +22,7 @@ class QuantizeTensor(ConversionOps):
     what it returns. One object serves a whole load and shows its progress."""
 
     def __init__(self, config: MLSpecConfig, total: int) -> None:
-        self._config, self._settings = config, config.format_settings
-        if "num_planes" in self._settings:
-            self._settings["planes"] = self._settings.pop("num_planes")
+        self._settings = config.format_settings
         # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
         self._bar = logging.tqdm(total=total, desc=f"Quantizing to {config.format}", unit="tensor", leave=False)
 
@@ -59,13 +57,13 @@ class QuantizeTensor(ConversionOps):
     def _quantize(self, module: nn.Module, name: str, wide: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
         try:
             if isinstance(module, PackedExperts):
-                return module.quantized(name, wide, path.removesuffix(f".{name}"), self._config.rule)
+                return module.quantized(name, wide, path.removesuffix(f".{name}"), **self._settings)
             _require_shape(wide, module._parameters[name], path)
-            weight = module.packing.weight.from_dense(wide, **self._settings, name=path)
+            weight = module.record.weight.from_dense(wide, **self._settings, name=path)
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from error
-        parts = {f"{name}_{part}": getattr(weight, f"weight_{part}") for part in module.packing.parts}
-        return {part: tensor for part, tensor in parts.items() if tensor is not None}
+        parts = zip(module.record.parts, weight.parts, strict=True)
+        return {f"{name}_{part}": tensor for part, tensor in parts if tensor is not None}
 
     def close(self) -> None:
         """Take the progress bar away."""

@@ -21,6 +21,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..nn.nest import unnest
 from ..nn.packed import PackedLinear, PackedModule
+from ..nn.transforms import NONE
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .mlspec_config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import (
@@ -82,8 +83,11 @@ class MLSpecQuantizer(HfQuantizer):
             require_own_shards(model.name_or_path, *(Path(file).parent for file in checkpoint_files))
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
+        transform = self.quantization_config.transform
         if self.pre_quantized:
             self._prepare_to_load(model, checkpoint)
+        elif transform != NONE.word:
+            raise ValueError(f"MLSpecConfig: transform is {transform!r}: quantizing chooses none, leave it out")
         elif self._nests:
             require_nestable(model, self.quantization_config)
         else:
@@ -93,7 +97,7 @@ class MLSpecQuantizer(HfQuantizer):
     @property
     def _nests(self) -> bool:
         """Whether the format is one that a model takes on in place, after it was loaded."""
-        return self.quantization_config.format == "nested-bf16"
+        return self.quantization_config.record.in_place
 
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
@@ -134,7 +138,7 @@ class MLSpecQuantizer(HfQuantizer):
                 f"{len(waiting)} weights that were to be quantized were not among what was loaded, the first is "
                 f"{waiting[0]}: give the whole checkpoint"
             )
-        if self.quantization_config.format in ("nested-bf16", "bitplanes"):
+        if self.quantization_config.record.stays_whole:
             require_here(model, self.quantization_config)
         for name, module in packed_modules(model):
             for parameter in (tensor for own in module.names for tensor in module.held(own)):
@@ -210,6 +214,8 @@ def _require_valid(name: str, module: PackedModule) -> None:
 
 
 def _wide_linear(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
+    if layer.transform is not NONE:
+        raise ValueError(f"a layer transforms its inputs ({layer.transform.word}): it cannot be made dense again")
     wide = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     wide.weight, wide.bias = nn.Parameter(layer.dequantized(dtype), requires_grad=False), layer.bias
     return wide

@@ -27,6 +27,7 @@ from .request import check_target
 from .row_wiring import RowWiring
 from .stream_request import Admitted, Completion, Preparation, Request
 from .suitability import vocab_size
+from .vocabulary import require_target_tokenizer
 from .wiring import Chain
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
@@ -48,8 +49,7 @@ def generate_stream(
 
     requests: any iterable of Request, or of what makes one: a list of ids, a tensor, a string, a dict of arguments. It
         is asked for the next one only when a slot is free, between two rounds: what blocks there blocks decoding. It
-        may yield None for "nothing yet" and is asked again after the next round. An Exception that it raises is raised
-        here once the requests in flight have completed.
+        may yield None for "nothing yet" and is asked again after the next round.
     max_batch: rows decoded at a time.
     assistant_models, assistant_tokenizers, speculation_config: as in `model.generate`; no levels: the target alone.
     tokenizer: the target's, for prompts and stop strings; completions then carry their text.
@@ -63,10 +63,10 @@ def generate_stream(
     progress bar wrap it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose
     own processor, criterion or streamer fails, completes with "error", and so does one for which the target's logits
     are NaN (FloatingPointError; those of a level below end the whole stream). Raises TypeError or ValueError at once
-    for arguments of the call itself.
+    for arguments of the call itself, and what `requests` raised once the requests in flight have completed.
     """
     check_target(model, None)
-    _check_call(requests, max_batch)
+    _check_call(requests, max_batch, tokenizer, vocab_size(model))
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults)
     prepare.check_defaults()
     config = SpeculationConfig.of(speculation_config)
@@ -76,11 +76,12 @@ def generate_stream(
     return _Stream(model, chain, rules, prepare, iter(requests), max_batch).completions()
 
 
-def _check_call(requests: Any, max_batch: Any) -> None:
+def _check_call(requests: Any, max_batch: Any, tokenizer: Any, vocabulary: int) -> None:
     if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
         raise ValueError(f"max_batch is {max_batch!r}, it must be a positive integer: the rows decoded at a time")
     if isinstance(requests, (str, Request)) or not isinstance(requests, Iterable):
         raise TypeError(f"requests is a {type(requests).__name__}, it must be an iterable: write [request]")
+    require_target_tokenizer(tokenizer, vocabulary)
 
 
 class _Stream:

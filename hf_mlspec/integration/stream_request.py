@@ -21,6 +21,7 @@ from .stopping import Stopping
 
 _OWN = ("seed", "streamer", "id")
 _LENGTHS = ("max_length", "max_new_tokens")
+_COUNTS = (*_LENGTHS, "min_length", "min_new_tokens")
 # Of generate's arguments those that bring a loop or a cache of their own, and those that ask for more than tokens.
 _REFUSED = ("custom_generate", "past_key_values", "cache_implementation", "assistant_models")
 _UNWRITTEN = ("output_scores", "output_logits")
@@ -147,6 +148,7 @@ class Preparation:
         misplaced = sorted(name for name in (*_OWN, "input_ids", "inputs", "attention_mask") if name in self.defaults)
         if misplaced:
             raise TypeError(f"generate_stream got {', '.join(misplaced)}: these belong to each Request")
+        _check_counts("generate_stream", self.defaults)
         options = self._merged({})
         if not any(getattr(options.get("generation_config"), n, None) or options.get(n) for n in _LENGTHS):
             options["max_new_tokens"] = 1  # transformers says its default once per call: leave that to the requests
@@ -156,6 +158,7 @@ class Preparation:
     def __call__(self, request: Request, began: float) -> Admitted:
         """Raises TypeError or ValueError for what cannot be served, before anything is computed."""
         _check_seed(request.seed)
+        _check_counts(repr(request), request.options)
         options, ids = self._merged(request.options), self._input_ids(request.input_ids)
         if options.get("attention_mask") is not None:
             mask = options["attention_mask"] = _as_row(options["attention_mask"]).to(self.model.device)
@@ -221,6 +224,15 @@ class Preparation:
         above = {name: value for name, value in defaults.items() if getattr(config, name, None) is None}
         keywords = above | {name: value for name, value in options.items() if name != "generation_config"}
         return {**settings.update(**keywords), "generation_config": settings}
+
+
+def _check_counts(whose: str, options: Mapping[str, Any]) -> None:
+    """TypeError, naming whose option it is, for a number of tokens that is none; transformers would compare it."""
+    config = options.get("generation_config")
+    for name in _COUNTS:
+        for place, value in ((name, options.get(name)), (f"generation_config.{name}", getattr(config, name, None))):
+            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+                raise TypeError(f"{whose}: {place} is {value!r}, it must be an integer, a number of tokens")
 
 
 def _check_seed(seed: Any) -> None:

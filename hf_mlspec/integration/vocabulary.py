@@ -1,12 +1,39 @@
-"""Do two levels speak the same vocabulary?"""
+"""Do two levels speak the same vocabulary, and the target that of its tokenizer?"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sized
 from functools import lru_cache
 
 # Models of one family round their vocabulary up differently (Qwen2.5: 151936 and 152064 rows for 151665 tokens).
 _MOST_PADDING_ROWS = 1024
 _MOST_PADDING_SHARE = 0.02
+
+
+def require_target_tokenizer(tokenizer, size: int) -> None:
+    """ValueError for a tokenizer that cannot be the target's; one warning for one that hardly is.
+
+    size: rows of the target's embedding. A tokenizer with more tokens than rows gives ids that the target cannot
+    embed: it is refused. Fewer are the rule, since rows are rounded up, to a multiple of 64 or far beyond; less than
+    half of the rows is no rounding, so it is said once, and goes on, for every id can be computed with. None, and what
+    has no length, is unknown and passes. Tokenizers of levels are not judged: what a level drafts is checked, and ids
+    beyond its rows are read as padding.
+    """
+    if not isinstance(tokenizer, Sized):
+        return
+    tokens = len(tokenizer)
+    if tokens > size:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens and the target's embedding {size} rows, so that ids from {size} on "
+            "cannot be embedded: pass the target's own tokenizer, or resize its embedding (resize_token_embeddings)"
+        )
+    if 2 * tokens < size:
+        warnings.warn(
+            f"the tokenizer has {tokens} tokens and the target's embedding {size} rows, more than twice as many: it "
+            "may be another model's; pass the target's own tokenizer",
+            stacklevel=2,
+        )
 
 
 def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_tokenizer) -> bool:

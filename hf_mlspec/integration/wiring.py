@@ -32,7 +32,7 @@ from .levels import Level
 from .lower_precision import drafting_defaults
 from .processing import Prompts, split_processors, warp_of
 from .suitability import max_positions, vocab_size
-from .vocabulary import same_vocabulary
+from .vocabulary import require_target_tokenizer, same_vocabulary
 
 
 @dataclass
@@ -102,6 +102,7 @@ class Wiring:
         chain = Chain(target)
         self.count = len(levels)
         if levels:
+            require_target_tokenizer(self.tokenizer, self.vocab_size)
             chain.drafter = self._drafter(
                 chain, levels, 0, _Above(self.tokenizer, self.vocab_size, True, runner, True)
             )

@@ -3,73 +3,71 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..formats import bitplanes, mxfp4
-from ..formats.weights import BitPlaneWeight, Mxfp4Weight
-from .bit_planes import BitPlaneLinear
+from ..formats import Format, casts
 from .castable import dense_weight
 from .expert_modules import is_experts
 from .experts import PackedExperts
-from .linear import Mxfp4Linear
 from .packed import PackedLinear
+from .packed_formats import PACKINGS
 from .switch import PrecisionSwitch
 
-FORMATS = ("mxfp4", *bitplanes.CASTS)
 _RULE = "ocp_floor"
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A format to cast to, and the switch that all layers of one draft share."""
+    """A format to cast to with its options, and the switch that all layers of one draft share."""
 
-    format: str
-    rule: str
+    record: Format
+    options: dict[str, Any]
     switch: PrecisionSwitch
 
     @classmethod
-    def of(cls, format: str, rule: str, activation_bits: int | None, device: torch.device) -> Cast:
-        """ValueError for an unknown format or rule, or bits and rules that the format does not have."""
-        if not isinstance(format, str) or format not in FORMATS:
-            raise ValueError(f"direct_cast: format {format!r} is not available, use one of {', '.join(FORMATS)}")
-        mxfp4.require_rule(rule)
-        if format == "mxfp4":
-            default = 8 if device.type == "cpu" else 16
-            bits = default if activation_bits is None else activation_bits
-            return cls(format, rule, PrecisionSwitch("mxfp4", bits))
-        if rule != _RULE:
-            raise ValueError(f"direct_cast: rule is {rule!r}, {format} has none; leave it out")
-        if activation_bits not in (None, 16):
-            raise ValueError(f"direct_cast: activation_bits is {activation_bits!r}, {format} takes 16 (bfloat16)")
-        return cls(format, rule, PrecisionSwitch("planes", num_planes=bitplanes.cast_of(format).num_planes))
+    def of(cls, word: str, rule: str, activation_bits: int | None, device: torch.device) -> Cast:
+        """ValueError for an unknown word or rule, or bits and rules that the format does not have."""
+        known = casts()
+        if not isinstance(word, str) or word not in known:
+            raise ValueError(f"direct_cast: format {word!r} is not available, use one of {', '.join(known)}")
+        record, cast = known[word]
+        options = dict(cast.options)
+        if "rule" in record.option_names:
+            next(option for option in record.options if option.name == "rule").require(rule)
+            options["rule"] = rule
+        elif rule != _RULE:
+            raise ValueError(f"direct_cast: rule is {rule!r}, {word} has none; leave it out")
+        switch = PrecisionSwitch(record.word, num_planes=record.stored_bits(**options))
+        if record.reads_part and activation_bits not in (None, 16):
+            raise ValueError(f"direct_cast: activation_bits is {activation_bits!r}, {word} takes 16 (bfloat16)")
+        switch.activation_bits = record.cast_activations(device.type) if activation_bits is None else activation_bits
+        return cls(record, options, switch)
 
     @property
     def group_size(self) -> int:
         """Weights along ``in`` that share a scale."""
-        return mxfp4.BLOCK if self.format == "mxfp4" else bitplanes.CAST_GROUP
+        return self.record.group(**self.options)
 
     @property
     def experts(self) -> bool:
         """Whether modules of experts can be cast."""
-        return self.format == "mxfp4"
+        return self.record.experts
 
     @property
     def settings(self) -> dict:
         """Those of the MLSpecConfig that describes such a draft."""
-        if self.format == "mxfp4":
-            return {"format": "mxfp4", "rule": self.rule, "activation_bits": self.switch.default_activation_bits}
-        return {"format": "bitplanes", "num_planes": self.format, "group_size": self.group_size}
+        bits = self.switch.default_activation_bits
+        return {"format": self.record.written, **self.options, "activation_bits": bits}
 
     def layer(self, module: nn.Module, name: str) -> nn.Module:
         """The packed layer of an nn.Linear, of a nested one (its exact weight) or of experts; the bias is shared."""
         if is_experts(module):
-            return PackedExperts.from_module(module, "mxfp4", self.switch, name, rule=self.rule)
+            return PackedExperts.from_module(module, self.record.word, self.switch, name, **self.options)
         return self._linear(module, f"{name}.weight").train(module.training)
 
     def _linear(self, linear: nn.Module, name: str) -> PackedLinear:
-        weight = dense_weight(linear)
-        if self.format == "mxfp4":
-            return Mxfp4Linear(Mxfp4Weight.from_dense(weight, self.rule, name), linear.bias, self.switch)
-        return BitPlaneLinear(BitPlaneWeight.from_dense(weight, self.format, name=name), linear.bias, self.switch)
+        weight = self.record.weight.from_dense(dense_weight(linear), name=name, **self.options)
+        return PACKINGS[self.record.word].linear(weight, linear.bias, self.switch)

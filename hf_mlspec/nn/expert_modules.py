@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..formats import FORMATS
+
 _PROJECTIONS = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
 # What transformers' use_experts_implementation sets on every module that keeps its contract: project up, gate, project
 # down, weight by the routing, sum.
@@ -15,9 +17,8 @@ _NOT_CARRIED = {
     *vars(nn.Module()),
     *("forward", "_old_forward", "_hf_hook"),
     "_hf_quantized_needs_local_tp",
-    *("switch", "format", "names", "original", "group_size", "symmetric"),
+    *("switch", "format", "names", "original", "options"),
 }
-_TENSORS = ("", "_packed", "_scale", "_zero", "_dense")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -69,7 +70,8 @@ class ExpertModule:
 
     def carry_over(self, source: nn.Module, target: nn.Module) -> None:
         """Give ``target`` what ``source`` has beside its projections: biases, norms, the gating, every attribute."""
-        own = {f"{key}{tensor}" for key in self.sizes for tensor in _TENSORS}
+        parts = {f"_{part}" for record in FORMATS.values() if record.experts for part in record.parts}
+        own = {f"{key}{tensor}" for key in self.sizes for tensor in {"", "_dense", *parts}}
         vars(target).update({key: value for key, value in vars(source).items() if key not in _NOT_CARRIED})
         for key, module in source._modules.items():
             target.add_module(key, module)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..formats.mxfp4 import BLOCK
+from ..formats import Parts
 from ..ops.products import sliced_linear
 from .expert_modules import ExpertModule
 from .packed import PackedModule, require_switch
-from .packed_formats import Parts, require_fit, zeros
 from .switch import PrecisionSwitch
 
 
 class PackedExperts(PackedModule):
-    """The experts of a layer in MXFP4 or int4; called, like what it replaces, by the model's own routing block.
+    """The experts of a layer in MXFP4, int4 or another format that can hold experts; called, like what it replaces, by
+    the model's own routing block.
 
     For every projection X of transformers' expert modules (gate_up_proj or up_proj, and down_proj), out-major also
     where the dense module was not:
@@ -39,20 +40,18 @@ class PackedExperts(PackedModule):
         format: str = "mxfp4",
         switch: PrecisionSwitch | None = None,
         name: str = "experts",
-        group_size: int = 128,
-        symmetric: bool = True,
+        **options: Any,
     ) -> None:
         """The shape of ``module``, its packed parameters on the meta device: `from_module` and `empty` fill them.
 
-        ValueError naming ``name`` when the module is not understood or a group does not divide its in_features.
+        options: of the format. ValueError naming ``name`` when the module is not understood or a group does not
+        divide its in_features.
         """
         super().__init__(require_switch(switch, format, name))
         self.format, self.original = format, ExpertModule.of(module, name)
-        self.names = tuple(self.original.sizes)
-        self.group_size = BLOCK if format == "mxfp4" else group_size
-        self.symmetric = format == "mxfp4" or symmetric
+        self.names, self.options = tuple(self.original.sizes), options
         for key, (_, in_features) in self.original.sizes.items():
-            require_fit(format, in_features, self.group_size, f"{name}.{key}")
+            self.record.require_fit(in_features, f"{name}.{key}", **options)
             self._register_parts(key, self._zeros(key, torch.device("meta")))
             self.register_buffer(f"{key}_dense", None, persistent=False)
         self.original.carry_over(module, self)
@@ -65,16 +64,14 @@ class PackedExperts(PackedModule):
         format: str = "mxfp4",
         switch: PrecisionSwitch | None = None,
         name: str = "experts",
-        group_size: int = 128,
-        symmetric: bool = True,
-        rule: str = "ocp_floor",
+        **options: Any,
     ) -> PackedExperts:
         """Quantize the experts of ``module``; biases are shared. ValueError naming ``name`` and the expert for NaN or
         Inf, or when the module is not understood."""
-        experts = cls(module, format, switch, name, group_size, symmetric)
+        experts = cls(module, format, switch, name, **options)
         for key in experts.names:
-            tensors = experts.quantized(key, getattr(module, key).detach(), name, rule)
-            experts._register_parts(key, tuple(tensors.get(f"{key}_{part}") for part in experts.packing.parts))
+            tensors = experts.quantized(key, getattr(module, key).detach(), name)
+            experts._register_parts(key, tuple(tensors.get(f"{key}_{part}") for part in experts.record.parts))
         return experts
 
     @classmethod
@@ -84,20 +81,20 @@ class PackedExperts(PackedModule):
         format: str = "mxfp4",
         switch: PrecisionSwitch | None = None,
         name: str = "experts",
-        group_size: int = 128,
-        symmetric: bool = True,
+        **options: Any,
     ) -> PackedExperts:
         """The shape of ``module`` with values of 0 on its device (meta while a checkpoint loads)."""
-        experts = cls(module, format, switch, name, group_size, symmetric)
+        experts = cls(module, format, switch, name, **options)
         for key in experts.names:
             experts._register_parts(key, experts._zeros(key, getattr(module, key).device))
         return experts
 
     def quantized(
-        self, key: str, dense: torch.Tensor, name: str = "experts", rule: str = "ocp_floor"
+        self, key: str, dense: torch.Tensor, name: str = "experts", **options: Any
     ) -> dict[str, torch.Tensor]:
         """The tensors on disk of projection ``key`` by name, from ``dense`` in the original's layout, ``[experts, out,
         in]`` or ``[experts, in, out]``; one expert is in flight at a time.
+        options: of the format, where they are not the module's.
 
         ValueError naming ``name``, the projection and the expert for another shape, NaN, Inf, or a scale that the
         format cannot hold.
@@ -106,28 +103,27 @@ class PackedExperts(PackedModule):
         shape = [self.original.num_experts, *(out_in[::-1] if self.original.transposed else out_in)]
         if list(dense.shape) != shape:
             raise ValueError(f"{name}.{key} has shape {list(dense.shape)}, expected {shape}")
-        settings = (rule,) if self.format == "mxfp4" else (self.group_size, self.symmetric)
+        settings = {**self.options, **options}
 
         def quantize(expert: int, matrix: torch.Tensor) -> Parts:
             matrix = matrix.T.contiguous() if self.original.transposed else matrix
-            weight = self.packing.weight.from_dense(matrix, *settings, f"{name}.{key} of expert {expert}")
-            return tuple(getattr(weight, f"weight_{part}") for part in self.packing.parts)
+            return self.record.weight.from_dense(matrix, name=f"{name}.{key} of expert {expert}", **settings).parts
 
-        parts = zip(self.packing.parts, _stacked(quantize, (dense,)), strict=True)
+        parts = zip(self.record.parts, _stacked(quantize, (dense,)), strict=True)
         return {f"{key}_{part}": tensor for part, tensor in parts if tensor is not None}
 
     def validate(self, name: str = "experts") -> PackedExperts:
-        """Itself, or the error of formats/weights.py for the first expert's weight that is damaged."""
+        """Itself, or the error of the format's weight for the first expert's that is damaged."""
         for key, sizes in self.original.sizes.items():
             parts = self._on_disk(key)
             for expert in range(self.original.num_experts):
-                weight = self.packing.weight(*_of_expert(parts, expert), name=f"{name}.{key} of expert {expert}")
+                weight = self.record.weight(*_of_expert(parts, expert), name=f"{name}.{key} of expert {expert}")
                 weight.validate(*sizes)
         return self
 
     def dequantized(self, key: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Projection ``key`` as ``[experts, out, in]`` in ``dtype``."""
-        return _stacked(lambda _, *parts: (self.packing.weight(*parts).dequantize(dtype),), self._on_disk(key))[0]
+        return _stacked(lambda _, *parts: (self.record.weight(*parts).dequantize(dtype),), self._on_disk(key))[0]
 
     def dequantized_module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The module that was replaced, with the rounded weights in ``dtype`` and in its own layout."""
@@ -181,7 +177,7 @@ class PackedExperts(PackedModule):
             return sliced_linear(x, dense[expert], bias)
         if not self.is_prepacked:
             self.prepack_()
-        return self.packing.multiply(x, _of_expert(self.held(key), expert), self._rows(key), bias, self.switch)
+        return self._product(x, _of_expert(self.held(key), expert), self._rows(key), bias)
 
     def _rows(self, key: str) -> int:
         return self.original.sizes[key][0]
@@ -196,7 +192,7 @@ class PackedExperts(PackedModule):
 
     def _zeros(self, key: str, device: torch.device) -> Parts:
         shape = (self.original.num_experts, *self.original.sizes[key])
-        return zeros(self.format, shape, self.group_size, self.symmetric, device)
+        return self.record.zeros(shape, device, **self.options)
 
     def extra_repr(self) -> str:
         sizes = ", ".join(f"{key}={list(sizes)}" for key, sizes in self.original.sizes.items())
@@ -204,7 +200,8 @@ class PackedExperts(PackedModule):
 
 
 def _of_expert(parts: Parts, expert: int) -> Parts:
-    return tuple([None if part is None else part[expert] for part in parts])
+    cut = [None if part is None else part[expert] for part in parts]
+    return cut if type(parts) is tuple else type(parts)(*cut)
 
 
 def _stacked(convert: Callable[..., Parts], tensors: Parts) -> Parts:

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..formats import mxfp4
-from ..formats.weights import Int4Weight, Mxfp4Weight
+from ..formats import Int4Weight
+from ..formats.int4 import Int4Parts
+from ..formats.mxfp4 import Mxfp4Parts
 from ..ops.cuda_library import serves
+from ..ops.int4 import int4_group_size
 from .packed import PackedLinear
-from .packed_formats import require_fit, zeros
+from .packed_formats import Packing, register_packing
 from .switch import PrecisionSwitch
 
 
@@ -22,25 +24,10 @@ class Mxfp4Linear(PackedLinear):
         weight_scale    [out, in / 32]              [ceil(out / 16), in / 32, 16], also named scale_tiles
 
     On a GPU with kernels tiles have other shapes: ops/tiles_cuda.py.
-    At 16 activation bits x is rounded to bfloat16; at 8 to int8, a scale per row and block.
+    At 16 activation bits x is rounded to bfloat16; at 8 to int8, a scale per row and block. Option: ``rule``.
     """
 
     format = "mxfp4"
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, rule: str = "ocp_floor", name: str = "weight", switch: PrecisionSwitch | None = None
-    ) -> Mxfp4Linear:
-        """Quantize ``linear.weight``; the bias is shared. ValueError for NaN, Inf or in_features no multiple of 32."""
-        layer = cls(Mxfp4Weight.from_dense(linear.weight.detach(), rule, name), linear.bias, switch)
-        return layer.train(linear.training)
-
-    @classmethod
-    def empty(cls, linear: nn.Linear, name: str = "weight", switch: PrecisionSwitch | None = None) -> Mxfp4Linear:
-        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads)."""
-        require_fit("mxfp4", linear.in_features, mxfp4.BLOCK, name)
-        parts = zeros("mxfp4", linear.weight.shape, mxfp4.BLOCK, True, linear.weight.device)
-        return cls(Mxfp4Weight(*parts, name), linear.bias, switch)
 
 
 class Int4Linear(PackedLinear):
@@ -53,6 +40,7 @@ class Int4Linear(PackedLinear):
 
     On a GPU with kernels tiles have other shapes: ops/tiles_cuda.py.
     At 16 activation bits x is rounded to bfloat16; at 8 or 4 to integers, a scale per row and group of the weight.
+    Options: ``group_size``, ``symmetric``.
     """
 
     format = "int4"
@@ -63,34 +51,6 @@ class Int4Linear(PackedLinear):
         super().__init__(weight, bias, switch)
         self.group_size, self.symmetric = weight.group_size, weight.symmetric
 
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        name: str = "weight",
-        switch: PrecisionSwitch | None = None,
-        group_size: int = 128,
-        symmetric: bool = True,
-    ) -> Int4Linear:
-        """Quantize ``linear.weight``; the bias is shared. ValueError naming ``name`` for NaN, Inf, a group that does
-        not divide in_features, or a scale beyond float16."""
-        weight = Int4Weight.from_dense(linear.weight.detach(), group_size, symmetric, name)
-        return cls(weight, linear.bias, switch).train(linear.training)
-
-    @classmethod
-    def empty(
-        cls,
-        linear: nn.Linear,
-        name: str = "weight",
-        switch: PrecisionSwitch | None = None,
-        group_size: int = 128,
-        symmetric: bool = True,
-    ) -> Int4Linear:
-        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads)."""
-        require_fit("int4", linear.in_features, group_size, name)
-        parts = zeros("int4", linear.weight.shape, group_size, symmetric, linear.weight.device)
-        return cls(Int4Weight(*parts, name), linear.bias, switch)
-
     @property
     def zero_tiles(self) -> nn.Parameter | None:
         """uint8, as ``weight_tiles``, None when symmetric; RuntimeError before ``prepack_()``."""
@@ -98,6 +58,26 @@ class Int4Linear(PackedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group_size={self.group_size}, symmetric={self.symmetric}"
+
+
+def _multiply_mxfp4(
+    x: torch.Tensor, tiles: Mxfp4Parts, rows: int, bias: torch.Tensor | None, switch: PrecisionSwitch
+) -> torch.Tensor:
+    return ops.mxfp4_linear(x, *tiles, rows, bias, switch.activation_bits)
+
+
+def _multiply_int4(
+    x: torch.Tensor, tiles: Int4Parts, rows: int, bias: torch.Tensor | None, switch: PrecisionSwitch
+) -> torch.Tensor:
+    bits = switch.activation_bits
+    group_size = int4_group_size(*tiles)
+    if bits == 16 and switch.multiply == "dequant":
+        return ops.bf16_linear(x, ops.int4_dequantize(*tiles, rows, group_size), bias)
+    return ops.int4_linear(x, *tiles, rows, bias, group_size=group_size, activation_bits=bits)
+
+
+register_packing(Packing(Mxfp4Linear, ops.prepack_mxfp4, ops.unprepack_mxfp4, _multiply_mxfp4))
+register_packing(Packing(Int4Linear, ops.prepack_int4, ops.unprepack_int4, _multiply_int4))
 
 
 class KernelLinear(nn.Linear):

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..formats.codebooks import require_codebook_name
-from ..formats.weights import NestedWeight
+from ..formats import NestedWeight
+from ..formats.nested import FORMAT
+from ..formats.nested.codebooks import require_codebook_name
 from .calibration import by_memory, hessians, read_samples
 from .castable import is_nested, listed, require_dense, require_finite_float
 from .linear import is_dense
@@ -32,7 +33,7 @@ def nest(
 ) -> PreTrainedModel:
     """Let every linear weight of ``model`` hold its own 4-bit draft: 16.25 bits for 16, exact, in place.
 
-    Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (formats/nested.py),
+    Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (formats/nested),
     an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters. The model computes what it
     did, bit for bit where the compiled kernels run it, and can now draft for itself:
     ``model.generate(..., assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It moves, is saved and is loaded
@@ -63,7 +64,7 @@ def nest(
     nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
     if not any(map(is_nested, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))
-    settings = {"format": "nested-bf16", "codebook": codebook, "modules_to_not_convert": kept_linears(model, plan)}
+    settings = {"format": FORMAT.written, "codebook": codebook, "modules_to_not_convert": kept_linears(model, plan)}
     attach_quantizer(model, settings)
     tell_kept(model, plan)
     return model

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..formats import codebooks, nested
+from ..formats import nested
+from ..formats.nested import NestedParts, codebooks
 from ..ops.cuda_library import serves
 from ..ops.nested.tiles import LOW_BYTES
 from ..ops.tiles import TILE_BYTES, TILE_OUTPUTS
-from .packed_formats import Parts
 
 _LEAST, _SHARE = 1 << 14, 256  # of so many parts of a weight one is packed at once: some 30 bytes for each element
 
@@ -87,8 +87,8 @@ class NestingInPlace:
         """How many outputs have escapes."""
         return 0 if self._escapes[0] is None else len(self._escapes[0])
 
-    def tiles(self) -> Parts:
-        """The parts of a nested weight in tiles (packed_formats.py), in the weight's memory: the weight is gone."""
+    def tiles(self) -> NestedParts:
+        """The parts of a nested weight in tiles (nn/nested.py), in the weight's memory: the weight is gone."""
         with torch.inference_mode(False), torch.no_grad():
             for number, group in enumerate(self._groups()):
                 parts = nested.split(self._rows[_outputs(group)], self._levels)
@@ -97,7 +97,7 @@ class NestingInPlace:
                 self._low[group] = low
             self._last_quarter.copy_(self._draft)
             high = self._low.new_empty(0)
-            return self._last_quarter, self._exponents, self._low, high, self._levels, *self._escapes
+            return NestedParts(self._last_quarter, self._exponents, self._low, high, self._levels, *self._escapes)
 
     def restore(self) -> None:
         """The weight, bit for bit, back in its memory, whenever ``tiles()`` was left."""

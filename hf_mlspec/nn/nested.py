@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import ops
-from ..formats.weights import NestedWeight
+from ..formats import NestedWeight, Parts
+from ..formats.nested import NestedParts, fields_of
+from ..ops.nested import nested_fits_device
 from .packed import PackedLinear
-from .packed_formats import Parts, nested_zeros, require_fit
+from .packed_formats import Packing, register_packing, stacked
 from .switch import PrecisionSwitch
 
 ESCAPES = ("escape_index", "escape_value")
 
 
 class NestedLinear(PackedLinear):
-    """``y = x W^T + b`` with W in nested BF16: 16.25 bits a weight, of which a draft reads 4.25 (formats/nested.py).
+    """``y = x W^T + b`` with W in nested BF16: 16.25 bits a weight, of which a draft reads 4.25 (formats/nested).
 
         parameter             on disk, in state_dict()    in tiles, from the first forward on (ops/nested/tiles.py)
         weight_packed         [out, in / 2]               draft_tiles
@@ -36,22 +38,8 @@ class NestedLinear(PackedLinear):
     format = "nested"
 
     @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        codebook: str = "lloyd_max",
-        name: str = "weight",
-        switch: PrecisionSwitch | None = None,
-        hessian: torch.Tensor | None = None,
-    ) -> NestedLinear:
-        """Split the bfloat16 ``linear.weight``, exactly; the bias is shared. codebook, hessian and errors as
-        NestedWeight.from_dense."""
-        weight = NestedWeight.from_dense(linear.weight.detach(), codebook, name, hessian)
-        return cls(weight, linear.bias, switch).train(linear.training)
-
-    @classmethod
     def in_tiles(cls, linear: nn.Linear, tiles: Parts, switch: PrecisionSwitch) -> NestedLinear:
-        """Over ``linear``'s weight as tiles for its device (``PackedFormat.parts``); the bias is shared."""
+        """Over ``linear``'s weight as tiles for its device (a ``NestedParts``); the bias is shared."""
         shape = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         layer = cls.empty(shape, switch=switch)
         layer._register_parts("weight", tiles)
@@ -60,15 +48,17 @@ class NestedLinear(PackedLinear):
 
     @classmethod
     def empty(
-        cls, linear: nn.Linear, name: str = "weight", switch: PrecisionSwitch | None = None, escapes: int = 0
+        cls,
+        linear: nn.Linear,
+        name: str = "weight",
+        switch: PrecisionSwitch | None = None,
+        escapes: int = 0,
+        **options: Any,
     ) -> NestedLinear:
-        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads); escapes: for how
-        many there is room."""
-        require_fit("nested", linear.in_features, 0, name)
-        device = linear.weight.device
-        layer = cls(NestedWeight(*nested_zeros(*linear.weight.shape, device), name), linear.bias, switch)
+        """As PackedLinear.empty; escapes: for how many there is room."""
+        layer = super().empty(linear, name, switch, **options)
         if escapes:
-            layer._make_room((escapes,), device)
+            layer._make_room((escapes,), linear.weight.device)
         return layer
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -103,6 +93,58 @@ class NestedLinear(PackedLinear):
         rows = 0 if self.weight_escape_index is None else len(self.weight_escape_index)
         escapes = f", {rows} {'rows with escapes' if self.is_prepacked else 'escapes'}" if rows else ""
         return f"{super().extra_repr()}, weight_bits={self.switch.bits.weight}{escapes}"
+
+
+def _multiply(
+    x: torch.Tensor, tiles: NestedParts, rows: int, bias: torch.Tensor | None, switch: PrecisionSwitch
+) -> torch.Tensor:
+    weight_bits, activation_bits = switch.bits
+    escapes = {"escape_rows": tiles.escape_index, "escape_weight": tiles.escape_value} if weight_bits == 16 else {}
+    return ops.nested_linear(
+        x, tiles.packed, tiles.scale, tiles.low, tiles.codebook, rows, bias,
+        weight_bits=weight_bits, activation_bits=activation_bits, **escapes,
+    )  # fmt: skip
+
+
+def _prepack(*parts: torch.Tensor | None) -> NestedParts:
+    draft, exponents, low = ops.prepack_nested(*parts[:4])
+    return _beside(*parts)._replace(packed=draft, scale=exponents, low=low)
+
+
+def _beside(*parts: torch.Tensor | None) -> NestedParts:
+    """In tiles the high planes are part of the low ones, and escapes are whole rows, which a product overwrites."""
+    disk = NestedParts(*parts)
+    rows, exact = NestedWeight(*disk).escape_rows() or (None, None)
+    return NestedParts(None, None, None, disk.high.new_empty(0), disk.codebook, rows, exact)
+
+
+def _unprepack(*tiles_and_rows: torch.Tensor | int | None) -> NestedParts:
+    *parts, rows = tiles_and_rows
+    tiles = NestedParts(*parts)
+    disk = NestedParts(*ops.unprepack_nested(tiles.packed, tiles.scale, tiles.low, rows), tiles.codebook)
+    if tiles.escape_index is None:
+        return disk
+    # An escape has no field, and is not 0 in the exact row.
+    field = fields_of(disk.low[tiles.escape_index], disk.high[tiles.escape_index])
+    row, column = ((field == 0) & (tiles.escape_value != 0)).nonzero().unbind(1)
+    index = tiles.escape_index[row] * disk.low.shape[1] + column
+    return disk._replace(escape_index=index, escape_value=tiles.escape_value[row, column])
+
+
+def _join(weights: Sequence[NestedParts]) -> NestedParts:
+    first, index, value = 0, [], []
+    for parts in weights:
+        rows, in_features = parts.low.shape
+        if parts.escape_index is not None:
+            index.append(parts.escape_index + first * in_features)
+            value.append(parts.escape_value)
+        first += rows
+    planes = [stacked([getattr(parts, name) for parts in weights]) for name in ("packed", "scale", "low", "high")]
+    escapes = (torch.cat(index), torch.cat(value)) if index else (None, None)
+    return NestedParts(*planes, weights[0].codebook, *escapes)
+
+
+register_packing(Packing(NestedLinear, _prepack, _unprepack, _multiply, nested_fits_device, _beside, _join))
 
 
 class NestedEmbedding(nn.Module):
@@ -157,8 +199,9 @@ class NestedEmbedding(nn.Module):
 
     def tiles(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None]]:
         """What ``ops.nested_rows`` takes behind ids: tiles and their number of rows; and its escapes."""
-        draft, exponents, low, _, _, rows, weight = self.head.prepack_().parts("weight")
-        return (draft, exponents, low, self.num_embeddings), {"escape_rows": rows, "escape_weight": weight}
+        held = self.head.prepack_().parts("weight")
+        tiles = held.packed, held.scale, held.low, self.num_embeddings
+        return tiles, {"escape_rows": held.escape_index, "escape_weight": held.escape_value}
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Integers of any shape -> bfloat16 ``[..., in]``. IndexError on the CPU for an id outside of the table."""

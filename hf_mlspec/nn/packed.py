@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..formats.weights import BitPlaneWeight, Int4Weight, Mxfp4Weight, NestedWeight
+from ..formats import FORMATS, Format, PackedWeight, Parts
 from ..ops.products import sliced_linear
-from .packed_formats import FORMATS, PackedFormat, Parts
+from .packed_formats import PACKINGS, Packing
 from .switch import PrecisionSwitch
+from .transforms import NONE, Transform
 
-Weight = Mxfp4Weight | Int4Weight | NestedWeight | BitPlaneWeight
 _changing_layout = threading.Lock()
 
 
-class PackedModule(nn.Module):
+class PackedModule(nn.Module, ABC):
     """A module with packed parameters ``<name>_<part>`` for each of ``names`` and of its format's parts.
+
+    What one adds says how the parts of a name get into tiles and back, `_in_tiles` and `_on_disk`.
 
     They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles*.py;
     on a GPU with kernels ops/tiles*_cuda.py), told apart by the axes of the scales. A change exchanges the data of the
@@ -35,9 +38,14 @@ class PackedModule(nn.Module):
         self.switch = switch
 
     @property
-    def packing(self) -> PackedFormat:
-        """What the format's tensors are called, and the functions for them."""
+    def record(self) -> Format:
+        """What the format is."""
         return FORMATS[self.format]
+
+    @property
+    def packing(self) -> Packing:
+        """What modules do with the format."""
+        return PACKINGS[self.format]
 
     @property
     def activation_bits(self) -> int:
@@ -47,19 +55,23 @@ class PackedModule(nn.Module):
     @property
     def is_prepacked(self) -> bool:
         """Whether the parameters are in tiles."""
+        if self.packing.prepack is None:
+            return False
         return self._parameters[f"{self.names[-1]}_scale"].dim() > self.disk_axes
 
     def held(self, name: str) -> Parts:
         """The parameters ``<name>_<part>``, in their present layout; None for what the weight does without."""
-        return tuple([self._parameters[f"{name}_{part}"] for part in self.packing.parts])
+        return self.record.weight.PARTS(*[self._parameters[f"{name}_{part}"] for part in self.record.parts])
 
     def parts(self, name: str) -> Parts:
         """The data of ``held(name)``."""
-        return tuple([None if tensor is None else tensor.data for tensor in self.held(name)])
+        return self.record.weight.PARTS(*[None if part is None else part.data for part in self.held(name)])
 
     @torch.compiler.disable
     def prepack_(self) -> PackedModule:
         """Parameters in tiles, as the kernels of their device read them. A second call changes nothing."""
+        if self.packing.prepack is None:
+            return self
         with _changing_layout, torch.inference_mode(False):
             if self.is_prepacked and not self._fit_device():
                 self._hold([self._on_disk(name) for name in self.names])
@@ -77,20 +89,26 @@ class PackedModule(nn.Module):
     def _fit_device(self) -> bool:
         """Whether tiles that were moved without this module's knowledge are those of their device."""
         stacked = self.disk_axes - 2  # axes of experts: any one of them tells
-        codes = [self.held(name)[0].data for name in self.names]
+        codes = [self.parts(name)[0] for name in self.names]
         return all(self.packing.fits(tiles[(0,) * stacked]) for tiles in codes)
 
+    @abstractmethod
     def _in_tiles(self, name: str) -> Parts:
         """The parts of ``name``, which are as on disk, in tiles."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_disk(self, name: str) -> Parts:
         """The parts of ``name`` as on disk: their own memory where they are, else a copy."""
-        raise NotImplementedError
+
+    def _product(self, x: torch.Tensor, parts: Parts, rows: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[..., in]`` times a weight of so many rows, as ``held``."""
+        if self.packing.multiply is None:
+            return sliced_linear(x, self.record.weight(*parts).dequantize(x.dtype), bias)
+        return self.packing.multiply(x, parts, rows, bias, self.switch)
 
     def _register_parts(self, name: str, tensors: Parts) -> None:
         with torch.inference_mode(False):  # a tensor made in that mode could not be sliced outside of it
-            for part, tensor in zip(self.packing.parts, tensors, strict=True):
+            for part, tensor in zip(self.record.parts, tensors, strict=True):
                 if tensor is not None:
                     tensor = nn.Parameter(tensor.clone() if tensor.is_inference() else tensor, requires_grad=False)
                 self.register_parameter(f"{name}_{part}", tensor)
@@ -98,7 +116,7 @@ class PackedModule(nn.Module):
     def _hold(self, tensors: list[Parts]) -> None:
         # The last name's scales come last: other threads look at them to tell the layout.
         for name, parts in zip(self.names, tensors, strict=True):
-            for part, tensor in sorted(zip(self.packing.parts, parts, strict=True), key=lambda own: own[0] == "scale"):
+            for part, tensor in sorted(zip(self.record.parts, parts, strict=True), key=lambda own: own[0] == "scale"):
                 if tensor is not None:
                     getattr(self, f"{name}_{part}").data = tensor
 
@@ -107,7 +125,7 @@ class PackedModule(nn.Module):
         if not self.is_prepacked:
             return
         for name in self.names:
-            for part, tensor in zip(self.packing.parts, self._on_disk(name), strict=True):
+            for part, tensor in zip(self.record.parts, self._on_disk(name), strict=True):
                 if tensor is not None:
                     destination[f"{prefix}{name}_{part}"] = tensor
 
@@ -144,9 +162,28 @@ class PackedLinear(PackedModule):
     disk_axes = 2
     reads_dense = True  # whether a materialized weight is what a call asks for
 
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, name: str = "weight", switch: PrecisionSwitch | None = None, **options: Any
+    ) -> PackedLinear:
+        """Quantize ``linear.weight``; the bias is shared. options: of the format. TypeError and ValueError naming
+        ``name`` as its weight's ``from_dense``."""
+        weight = FORMATS[cls.format].weight.from_dense(linear.weight.detach(), name=name, **options)
+        return cls(weight, linear.bias, switch).train(linear.training)
+
+    @classmethod
+    def empty(
+        cls, linear: nn.Linear, name: str = "weight", switch: PrecisionSwitch | None = None, **options: Any
+    ) -> PackedLinear:
+        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads)."""
+        record = FORMATS[cls.format]
+        record.require_fit(linear.in_features, name, **options)
+        parts = record.zeros(tuple(linear.weight.shape), linear.weight.device, **options)
+        return cls(record.weight(*parts, name=name), linear.bias, switch)
+
     def __init__(
         self,
-        weight: Weight,
+        weight: PackedWeight,
         bias: nn.Parameter | None = None,
         switch: PrecisionSwitch | None = None,
     ) -> None:
@@ -160,23 +197,50 @@ class PackedLinear(PackedModule):
             )
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self._rows = weight.out_features  # fewer where tensor parallelism gave this layer a part of the outputs
-        self._register_parts("weight", tuple(getattr(weight, f"weight_{part}") for part in self.packing.parts))
+        self._register_parts("weight", weight.parts)
         self.register_parameter("bias", bias)
         self.register_buffer("weight_dense", None, persistent=False)
+        self.transform = NONE
+
+    def transform_(self, kind: Transform, tensors: Mapping[str, torch.Tensor] | None = None) -> PackedLinear:
+        """Let inputs go through ``kind`` first, whatever the precision: the weight was made for what comes out.
+
+        tensors: those of the kind, which are saved with the layer; None: as the kind has them. ValueError where their
+        names, shapes or dtypes are others.
+        """
+        own = dict(kind.tensors(self.in_features, next(self.parameters()).device))
+        for name, tensor in (own if tensors is None else tensors).items():
+            if name not in own or (tensor.shape, tensor.dtype) != (own[name].shape, own[name].dtype):
+                raise ValueError(
+                    f"transform {kind.word!r}: {name} is {tensor.dtype} {list(tensor.shape)}, for {self.in_features} "
+                    f"inputs it holds { {key: (value.dtype, list(value.shape)) for key, value in own.items()} }"
+                )
+            own[name] = tensor
+        for name in self._transform_tensors():
+            delattr(self, f"transform_{name}")
+        self.transform = kind
+        for name, tensor in own.items():
+            self.register_buffer(f"transform_{name}", tensor)
+        return self
+
+    def _transform_tensors(self) -> dict[str, torch.Tensor]:
+        """Those of its transform, by name."""
+        held = {name: tensor for name, tensor in self._buffers.items() if name.startswith("transform_")}
+        return {name.removeprefix("transform_"): tensor for name, tensor in held.items()}
 
     @property
     def weight_tiles(self) -> nn.Parameter:
         """uint8, in the tiles of its device (ops/tiles*.py); RuntimeError before ``prepack_()``."""
-        return self._tiles(self.packing.parts[0])
+        return self._tiles(self.record.parts[0])
 
     @property
     def scale_tiles(self) -> nn.Parameter:
         """uint8 or float16, as ``weight_tiles``; RuntimeError before ``prepack_()``."""
         return self._tiles("scale")
 
-    def packed_weight(self) -> Weight:
+    def packed_weight(self) -> PackedWeight:
         """The weight as on disk: the parameters' own memory, or a copy of them where they are in tiles."""
-        return self.packing.weight(*self._on_disk("weight"))
+        return self.record.weight(*self._on_disk("weight"))
 
     def materialize(self, dtype: torch.dtype) -> PackedLinear:
         """Keep W in ``dtype`` next to the codes: for machines without kernels, the memory of a dense layer for its
@@ -189,11 +253,13 @@ class PackedLinear(PackedModule):
         return self
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """W as ``[out, in]`` in ``dtype``."""
+        """W as ``[out, in]`` in ``dtype``: what multiplies transformed inputs."""
         return self.packed_weight().dequantize(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` -> ``[..., out]`` in x.dtype."""
+        if self.transform is not NONE:
+            x = self.transform.apply(x, self._transform_tensors())
         if self.weight_dense is not None and self.reads_dense and self.weight_dense.dtype == x.dtype:
             return sliced_linear(x, self.weight_dense, self.bias)
         if not self.is_prepacked:
@@ -201,7 +267,7 @@ class PackedLinear(PackedModule):
         return self._multiply(x)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self.packing.multiply(x, self.held("weight"), self._rows, self.bias, self.switch)
+        return self._product(x, self.held("weight"), self._rows, self.bias)
 
     def hold_tiles_(self, tiles: Parts) -> None:
         """Take over tiles of this very weight (``ops.prepack_*``) in place of the parameters' present data."""
@@ -216,7 +282,7 @@ class PackedLinear(PackedModule):
 
     def _in_tiles(self, name: str) -> Parts:
         parts = self.parts(name)
-        self._rows = parts[1].shape[0]  # scales have a row for every output in every format
+        self._rows = parts.scale.shape[0]  # a row for every output
         return self.packing.prepack(*parts)
 
     def _on_disk(self, name: str) -> Parts:
@@ -225,9 +291,10 @@ class PackedLinear(PackedModule):
 
     def extra_repr(self) -> str:
         dense = "" if self.weight_dense is None else f", materialized={self.weight_dense.dtype}"
+        transform = "" if self.transform is NONE else f", transform={self.transform.word}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"activation_bits={self.activation_bits}{dense}"
+            f"activation_bits={self.activation_bits}{dense}{transform}"
         )
 
 

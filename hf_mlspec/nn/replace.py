@@ -44,8 +44,8 @@ def direct_cast(
     """A draft of ``model``: its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
 
     format "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts``
-    (4.25 bits a weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``BitPlaneLinear`` (3.25, 2.25, 2.25
-    bits, formats/bitplanes.py), experts are shared. Embeddings, norms and biases are the very tensors of ``model``,
+    (4.25 bits a weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``PlanesLinear`` (3.25, 2.25, 2.25
+    bits, formats/planes/codes.py), experts are shared. Embeddings, norms and biases are the very tensors of ``model``,
     which is not touched. Of a nested model the exact weights are cast. ``cast_head=False`` keeps the output head. A
     head tied to the embedding is cast alone: the draft's config then says ``tie_word_embeddings=False``.
     ``materialize=True`` also keeps the rounded weights in the model's dtype, for machines without kernels. ``rule``:

@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
+from ..formats import FORMATS, Format
 from ..precision import Bits, Precision
 
-CHOICES = {"int4": (16, 8, 4), "mxfp4": (16, 8)}  # activation bits of weights that are always read whole
-NESTED = Bits(16, 16), Bits(4, 16), Bits(4, 8)  # exact, and the draft inside it
 MULTIPLY = ("fused", "dequant")
-FAMILIES = {"int4": "w", "mxfp4": "mxfp4", "nested": "nested", "planes": "planes"}  # of a Precision
 _PLANES = 8
 _MEANING = {16: "16 (bfloat16)", 8: "8 (int8)", 4: "4 (int4)"}
 
@@ -33,10 +31,10 @@ class PrecisionSwitch:
     def __init__(
         self, weights: str, activation_bits: int = 16, multiply: str = "fused", *, num_planes: int = _PLANES
     ) -> None:
-        """weights: "int4", "mxfp4", "nested" or "planes", the format of the layers; num_planes: of the latter, how
-        many there are. ValueError for another, or for other bits."""
-        if weights not in FAMILIES:
-            raise ValueError(f"PrecisionSwitch: weights is {weights!r}, choose one of {', '.join(FAMILIES)}")
+        """weights: "int4", "mxfp4", "nested" or "planes", the format of the layers (a word of FORMATS); num_planes: of
+        planes, how many there are. ValueError for another, or for other bits."""
+        if weights not in FORMATS:
+            raise ValueError(f"PrecisionSwitch: weights is {weights!r}, choose one of {', '.join(FORMATS)}")
         if type(num_planes) is not int or not 1 <= num_planes <= _PLANES:
             raise ValueError(f"PrecisionSwitch: num_planes is {num_planes!r}, choose 1 to {_PLANES}")
         self.weights, self.num_planes, self._override = weights, num_planes, _Override()
@@ -45,13 +43,14 @@ class PrecisionSwitch:
         self.multiply = multiply
 
     @property
+    def record(self) -> Format:
+        """What the format is."""
+        return FORMATS[self.weights]
+
+    @property
     def bit_choices(self) -> tuple[Bits, ...]:
         """What these weights can be called with, the finest first."""
-        if self.weights == "nested":
-            return NESTED
-        if self.weights == "planes":
-            return tuple([Bits(count, 16) for count in range(self.num_planes, 0, -1)])
-        return tuple([Bits(4, bits) for bits in CHOICES[self.weights]])
+        return self.record.bit_choices(self.num_planes)
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -97,14 +96,15 @@ class PrecisionSwitch:
     def multiply(self, how: str) -> None:
         if how not in MULTIPLY:
             raise ValueError(f"PrecisionSwitch: multiply is {how!r}, choose one of {', '.join(MULTIPLY)}")
-        if how == "dequant" and self.weights != "int4":
-            raise ValueError(f"PrecisionSwitch: multiply 'dequant' is for int4 weights, these are {self.weights}")
+        if how not in self.record.multiplies:
+            fitting = ", ".join(word for word, record in FORMATS.items() if how in record.multiplies)
+            raise ValueError(f"PrecisionSwitch: multiply {how!r} is for {fitting} weights, these are {self.weights}")
         self._multiply = how
 
     @property
     def precision(self) -> Precision:
         """The word for what a call in this thread computes with: w4a8, mxfp4a8, nested4 ..."""
-        return Precision(FAMILIES[self.weights], *self.bits)
+        return Precision(self.record.family, *self.bits)
 
     def at(self, precision: str | Precision | Bits | int) -> AbstractContextManager[PrecisionSwitch]:
         """A ``with`` block in which this thread computes at ``precision``: a word, a Precision, Bits or activation
@@ -123,18 +123,18 @@ class PrecisionSwitch:
         if not isinstance(precision, Precision):
             return self._with_activations(precision)
         fitting = {bits.weight for bits in self.bit_choices}
-        if precision.family != FAMILIES[self.weights] or precision.weight_bits not in fitting:
+        if precision.family != self.record.family or precision.weight_bits not in fitting:
             raise ValueError(
                 f"precision {precision}: this model's weights are {self.weights}, choose one of {self.words}"
             )
-        if self.weights in CHOICES:
+        if not self.record.reads_part:
             return self._with_activations(precision.activation_bits)
         return self.require(precision.bits)
 
     @property
     def words(self) -> str:
         """All precisions of these weights, for messages."""
-        return ", ".join(str(Precision(FAMILIES[self.weights], *bits)) for bits in self.bit_choices)
+        return ", ".join(str(Precision(self.record.family, *bits)) for bits in self.bit_choices)
 
     def require(self, bits: Bits) -> Bits:
         """``bits``, the default in place of zeros, or ValueError where these weights cannot be called with them."""
@@ -147,8 +147,8 @@ class PrecisionSwitch:
         return full
 
     def _with_activations(self, activation_bits: int) -> Bits:
-        if self.weights in CHOICES:
-            return Bits(4, require_activation_bits(activation_bits, self.weights))
+        if not self.record.reads_part:
+            return Bits(self.bit_choices[0].weight, require_activation_bits(activation_bits, self.weights))
         if type(activation_bits) is not int:
             raise ValueError(f"activation_bits is {activation_bits!r}: {self.weights} weights take {self.words}")
         return self.require(Bits(activation=activation_bits))
@@ -166,7 +166,7 @@ class PrecisionSwitch:
         return _switch_at, (self.weights, self.num_planes, self._multiply, self._default)
 
     def __repr__(self) -> str:
-        if self.weights in CHOICES:
+        if not self.record.reads_part:
             how = f"activation_bits={self.activation_bits}, multiply={self.multiply!r}"
             return f"PrecisionSwitch({self.weights!r}, {how})"
         return f"PrecisionSwitch({self.weights!r}) at {self.precision}"
@@ -178,8 +178,8 @@ def filled(bits: Bits, own: Bits) -> Bits:
 
 
 def require_activation_bits(activation_bits: int, weights: str) -> int:
-    """``activation_bits``, or ValueError where a format of CHOICES has no such width."""
-    choices = CHOICES[weights]
+    """``activation_bits``, or ValueError where a format whose weights are always read whole has no such width."""
+    choices = FORMATS[weights].activations
     if not isinstance(activation_bits, int) or activation_bits not in choices:
         ways = " or ".join(_MEANING[bits] for bits in choices)
         raise ValueError(f"activation_bits is {activation_bits!r}: choose {ways} for {weights} weights")

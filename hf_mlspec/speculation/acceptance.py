@@ -7,6 +7,8 @@ Speculative Decoding, algorithm 1) and Chen et al. 2023 (Accelerating LLM Decodi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,11 @@ def accept_greedy(tokens: Tensor, lengths: Tensor, best: Tensor) -> Tensor:
     """
     valid = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     return _leading_true((tokens == best[:, :-1]) & valid)
+
+
+def accept_row(guesses: Sequence[int], best: Sequence[int]) -> int:
+    """`accept_greedy` of one row that lies on the host: best holds at least one choice more than there are guesses."""
+    return next((n for n, (guess, own) in enumerate(zip(guesses, best, strict=False)) if guess != own), len(guesses))
 
 
 def accept_sampled(

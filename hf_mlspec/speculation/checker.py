@@ -1,4 +1,4 @@
-"""Given a draft, which tokens does one level settle? An engine scores, a sampler reads, acceptance decides."""
+"""What does a level accept of a draft, and what does it add? An engine scores, a sampler reads, acceptance decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engines.engine import Engine
-from .acceptance import accept_greedy, accept_sampled
+from .acceptance import accept_greedy, accept_row, accept_sampled
 from .draft import Draft, Rows
 from .sampling import Sampler
 
@@ -19,16 +19,15 @@ OnCheck = Callable[[list[int], list[int], list[bool]], None]
 
 @dataclass
 class Verdict:
-    """What a check settled.
+    """What a check decided.
 
     tokens:   per row the accepted drafted tokens and the one the checker put after them (so at least one; none where
-        the row rested).
+        the row was inactive).
     accepted: per row how many of them were drafted.
-    probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each settled position; None when greedy.
+    probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each of their positions; None when greedy.
     logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a greedy
         check inside the engine that was not asked for them.
-    confidence: per row the checker's probabilities of the settled tokens, where a check inside the engine was
-        asked for them.
+    confidence: per row the checker's probabilities of the tokens, where a check inside the engine was asked for them.
     """
 
     tokens: Rows
@@ -53,7 +52,7 @@ class Checker:
 
     @property
     def in_engine(self) -> bool:
-        """Whether the engine itself takes the very tokens this level settles."""
+        """Whether the engine itself takes the very tokens this level takes."""
         return runner_is_greedy(self.runner, self.sampler)
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -77,18 +76,18 @@ class Checker:
     def check(
         self, rows: Rows, draft: Draft, want_confidence: bool = False, alive: list[bool] | None = None
     ) -> Verdict:
-        """Score every row with its draft in one forward pass and settle; the cache keeps what turned out true.
+        """Score every row with its draft in one forward pass and accept; the cache keeps what is valid.
 
-        alive: False for rows that rest: nothing of theirs is fed or settled. Raises FloatingPointError if the logits
+        alive: False for inactive rows: nothing of theirs is fed or accepted. Raises FloatingPointError if the logits
         hold NaN, unless the sampler knows how to end a single row.
         """
         alive = alive or [True] * len(rows)
-        verdict = self._settle(rows, draft, want_confidence, alive)
+        verdict = self._accept(rows, draft, want_confidence, alive)
         if self.on_check is not None:
             self.on_check(draft.lengths, verdict.accepted, alive)
         return verdict
 
-    def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
+    def _accept(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         if self.in_engine and not self.keep_logits:
             return self._check_in_engine(rows, draft, want_confidence, alive)
         guess = draft.tokens if draft.tokens.shape[1] else None
@@ -113,7 +112,7 @@ class Checker:
         """Greedy without processors: the engine hands up its argmax, and no logits leave it."""
         guesses = draft.rows()
         scores = self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
-        accepted = [_agreement(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
+        accepted = [accept_row(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
         for r, line in enumerate(tokens):
             if -1 in line:
@@ -147,14 +146,6 @@ def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:
         f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}; check "
         "the checkpoint, or load it in bfloat16 or float32"
     )
-
-
-def _agreement(guess: list[int], best: list[int]) -> int:
-    """How many leading guesses are what the checker would have said."""
-    for count, (drafted, said) in enumerate(zip(guess, best, strict=False)):
-        if drafted != said:
-            return count
-    return len(guess)
 
 
 def _column(draft: Draft, like: Tensor) -> Tensor:

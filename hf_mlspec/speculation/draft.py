@@ -61,7 +61,7 @@ class Drafter(Protocol):
         """Propose at most `limits[r]` tokens after row r; `rows` comes back unchanged."""
 
     def rollback(self, lengths: list[int]) -> None:
-        """Of row r followed by its proposal, the first `lengths[r]` tokens turned out true."""
+        """Of row r followed by its proposal, the first `lengths[r]` tokens are valid."""
 
     def select(self, keep: list[int]) -> None:
         """Go on with the rows of these indices only, in this order."""

@@ -12,7 +12,8 @@ from linear_cases import DEVICE
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats import activations, codebooks, nested
+from hf_mlspec.formats import activations, nested
+from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.ops import library
 from hf_mlspec.ops.nested import tiles as tiles_nested
 from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats import bitplanes
+from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.ops import library
 from hf_mlspec.ops import planes as plane_ops
 from hf_mlspec.ops.operator import REFERENCES
@@ -31,7 +31,7 @@ LARGE = ((4096, 2048, 128), (8200, 640, 32))
 class Case(NamedTuple):
     """A weight ``[out, in]``, its tiles, and rows to multiply it with."""
 
-    weight: bitplanes.BitPlanes
+    weight: bitplanes.Planes
     tiles: tuple[Tensor, Tensor]
     x: Tensor
     bias: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import round_cases
 import torch
+from acceptance_cases import CASES, play_ops
 from round_cases import ints
 
 from hf_mlspec import ops
@@ -21,20 +22,9 @@ def test_every_op_keeps_the_books(batch, judged):
             check(seed, batch, judged, CUDA)
 
 
-def test_more_guesses_than_lanes_of_a_warp():
-    """77 guesses, of which as many are kept as agree from the first on."""
-    judged, slots = 78, 100
-    for agreeing in (0, 1, 31, 32, 33, 64, 77):
-        tokens = torch.arange(slots, dtype=torch.int32, device=CUDA)[None].clone()
-        chosen = torch.arange(5, 5 + judged, dtype=torch.int32, device=CUDA)
-        chosen[agreeing:] += 500
-        base, active, failed = ints([5], CUDA), ints([1], CUDA), ints([0], CUDA)
-        record = ints([[0] * (2 + judged)], CUDA)
-        operands = tokens, base, ints([82], CUDA), active, ints([100], CUDA), chosen, torch.ones(judged, device=CUDA)
-        ops.round_settle(*operands, 0.0, None, None, record, failed, 1)
-        expected = [77, agreeing, *range(5, 5 + agreeing), 505 + agreeing]
-        assert record[0].tolist() == expected + [-1] * (2 + judged - len(expected))
-        assert (int(base), int(tokens[0, 5 + agreeing])) == (6 + agreeing, 505 + agreeing)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_check_keeps_what_the_table_says(case):
+    play_ops(case, CUDA)
 
 
 def test_a_chain_of_ops_in_a_graph_is_what_it_is_outside():

@@ -227,10 +227,11 @@ def test_prepare_shares_every_weight_and_restore_forgets():
     assert is_prepared(model)
     assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
     assert hf_mlspec.resident_bytes(model) == before
-    hf_mlspec.restore(model)
-    assert not is_prepared(model)
-    with pytest.raises(ValueError, match="not prepared"):
-        hf_mlspec.restore(model)
+    for _ in range(2):  # the second time there is nothing to undo
+        assert hf_mlspec.restore(model) is model
+        assert not is_prepared(model)
+    with pytest.raises(TypeError, match="restore takes a model, not a str"):
+        hf_mlspec.restore("model")
 
 
 def prune(mlp: nn.Module) -> None:

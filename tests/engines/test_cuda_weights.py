@@ -17,7 +17,7 @@ from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.weights import joined
 from hf_mlspec.nn.architecture import UnknownArchitecture
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
-from hf_mlspec.nn.packed_formats import FORMATS
+from hf_mlspec.nn.packed_formats import PACKINGS
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.ops import int4 as int4_tiles
 from hf_mlspec.ops import mxfp4 as mxfp4_tiles
@@ -205,7 +205,7 @@ def test_tiles_of_a_gpu_are_shared_where_pairs_are_full(monkeypatch, weights, sy
         "mxfp4": (mxfp4_tiles.pack_cuda, mxfp4_tiles.unpack_cuda),
         "int4": (int4_tiles.pack_cuda, int4_tiles.unpack_cuda),
     }[weights]
-    monkeypatch.setitem(FORMATS, weights, replace(FORMATS[weights], prepack=pack, unprepack=unpack))
+    monkeypatch.setitem(PACKINGS, weights, replace(PACKINGS[weights], prepack=pack, unprepack=unpack))
     kind = {"mxfp4": Mxfp4Linear, "int4": Int4Linear}[weights]
     settings = {} if weights == "mxfp4" else {"group_size": 32, "symmetric": symmetric}
     switch, dense = PrecisionSwitch(weights), [linear(outputs=first), linear(outputs=72)]
@@ -219,7 +219,7 @@ def test_tiles_of_a_gpu_are_shared_where_pairs_are_full(monkeypatch, weights, sy
         assert module.is_prepacked == shared
     assert (group.extra_bytes == 0) == shared
     whole = unpack(*group.tiles, first + 72)
-    for part, values in zip(FORMATS[weights].parts, whole, strict=True):
+    for part, values in zip(PACKINGS[weights].parts, whole, strict=True):
         if values is not None:
             assert torch.equal(values, torch.cat([one[f"weight_{part}"] for one in before]))
     again = joined(modules, "x")

@@ -44,7 +44,7 @@ def nested(model: nn.Module, codebook: str = "lloyd_max") -> nn.Module:
     switch, head, table = PrecisionSwitch("nested"), model.get_output_embeddings(), model.get_input_embeddings()
     for path, linear in list(model.named_modules()):
         if type(linear) is nn.Linear:
-            layer = NestedLinear.from_linear(linear, codebook, path, switch)
+            layer = NestedLinear.from_linear(linear, path, switch, codebook=codebook)
             model.set_submodule(path, layer)
             if linear is head and table.weight is linear.weight:
                 model.set_input_embeddings(NestedEmbedding(layer, table))

@@ -38,13 +38,3 @@ def test_a_format_without_a_slot_is_refused(model, name, monkeypatch, caplog):
         DECODERS[name](model)
     assert decoder_of(model, name) is None
     assert f"LlamaForCausalLM runs module by module: its q{', k, v' if name == 'cuda' else ''} {words}" in caplog.text
-
-
-@pytest.mark.parametrize("name", [cpu, "cuda"])
-def test_a_layer_that_transforms_its_input_is_refused(model, name):
-    model.model.layers[1].self_attn.o_proj.transform = "hadamard"
-    words = f"its o linears transform their input .hadamard., which the {NAMES[name]} decoder does not do"
-    with pytest.raises(UnknownArchitecture, match=words):
-        DECODERS[name](model)
-    model.model.layers[1].self_attn.o_proj.transform = None
-    assert DECODERS[name](model).num_layers == len(model.model.layers)

@@ -223,6 +223,15 @@ def test_no_levels_are_refused(target):
         certify(*target, PROMPTS, [])
 
 
+def test_a_path_object_is_certified_as_the_folder_it_names(target, saved_model):
+    as_path, as_text = (
+        certify(*target, PROMPTS[:1], [level], max_new_tokens=2).to_dict()["levels"]
+        for level in (saved_model, str(saved_model))
+    )
+    assert as_path == as_text
+    assert as_path[0]["weight_files"]
+
+
 def test_what_decoded_is_told(target, made):
     how = made.to_dict()["target"]["decoding"]
     assert how == ({"how": "compiled decoder", "reason": None} if has_compiled_decoder() else

@@ -52,7 +52,7 @@ def test_a_model_is_needed(given, error, words):
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"precision": "w4a4"}, "precision=w4a4 is what is read of packed weights: add format=int4, mxfp4, nested"),
+    ({"precision": "w4a4"}, "precision=w4a4 is what is read of packed weights: add format=mxfp4, int4, nested"),
     ({"levels": "qspec"}, "level 'qspec' drafts with the target's own 4-bit weights"),
     ({"levels": "early_exit:9"}, "early_exit"),
     ({"max_length": 513}, "max_length is 513, and the model has 512 positions"),
@@ -80,7 +80,7 @@ def test_levels_and_numbers_are_read(tmp_path):
     assert parse_levels(None) == parse_levels("") == []
     assert parse_levels("mxfp4+prompt_lookup") == ["mxfp4", "prompt_lookup"]
     assert parse_levels(str(folder)) == [str(folder)]
-    assert parse_levels([str(folder), "ngram"]) == [str(folder), "ngram"]
+    assert parse_levels([str(folder), "ngram"]) == parse_levels([folder, "ngram"]) == [str(folder), "ngram"]
     asked = Arguments.of({"pretrained": "x/y", "levels": "mxfp4+ngram", "num_draft_tokens": "12+5",
                           "confidence_threshold": "0.2", "max_ngram": 2, "batch_size": "auto:3", "max_batch_size": 5})
     assert asked.speculation == SpeculationConfig(num_draft_tokens=[12, 5], confidence_threshold=0.2, max_ngram=2)

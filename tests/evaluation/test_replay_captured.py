@@ -129,7 +129,7 @@ def test_tokens_a_pass_are_those_of_the_step_by_step_replay(target):
 
 
 def test_no_check_is_decided_on_the_host(target, monkeypatch):
-    monkeypatch.setattr(ScriptedChecker, "_settle", None)
+    monkeypatch.setattr(ScriptedChecker, "_accept", None)
     assert replay_captured(target, single(), ["mxfp4"]).tokens
 
 

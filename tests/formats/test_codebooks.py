@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_mlspec.formats import codebooks, nested
+from hf_mlspec.formats import nested
+from hf_mlspec.formats.nested import codebooks
 
 
 def relative_error(weight: torch.Tensor, codebook: torch.Tensor) -> float:

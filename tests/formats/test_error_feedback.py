@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hf_mlspec.formats import codebooks, nested
-from hf_mlspec.formats.error_feedback import feedback_indices
+from hf_mlspec.formats import NestedWeight, nested
+from hf_mlspec.formats.nested import codebooks
+from hf_mlspec.formats.nested.error_feedback import feedback_indices
 from hf_mlspec.formats.packing import unpack_nibbles
-from hf_mlspec.formats.weights import NestedWeight
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mlspec.formats import int4
+from hf_mlspec.formats import Int4Weight, int4
 from hf_mlspec.formats.packing import pack_nibbles, unpack_nibbles
-from hf_mlspec.formats.weights import INT4_TENSORS, Int4Weight
 
 
 def group_of(*values, size=32) -> torch.Tensor:
@@ -222,10 +221,10 @@ def weight() -> Int4Weight:
 
 
 def test_a_weight_knows_its_sizes(weight):
-    assert [getattr(weight, name).shape for name in INT4_TENSORS] == [(6, 64), (6, 4), (6, 4)]
+    assert [part.shape for part in weight.parts] == [(6, 64), (6, 4), (6, 4)]
     assert weight.validate(6, 128, 32) is weight.validate()
     assert (weight.out_features, weight.in_features, weight.group_size, weight.symmetric) == (6, 128, 32, False)
-    assert torch.equal(weight.dequantize(), int4.dequantize(*(getattr(weight, name) for name in INT4_TENSORS)))
+    assert torch.equal(weight.dequantize(), int4.dequantize(*weight.parts))
     assert Int4Weight.from_dense(randn(6, 128)).validate().symmetric
 
 

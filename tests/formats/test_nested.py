@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mlspec.formats import codebooks, nested
+from hf_mlspec.formats import nested
+from hf_mlspec.formats.nested import codebooks, fields
 from hf_mlspec.formats.packing import unpack_nibbles
 
 LLOYD_MAX = codebooks.codebook_of("lloyd_max")
@@ -173,7 +174,7 @@ def test_strides_chunks_and_no_rows(monkeypatch):
     assert whole.escape_index.tolist() == [99, 30 * 96 + 64, 44 * 96 + 95]
     for other in (weight.T.contiguous().T, torch.cat([weight, weight], 1)[:, :96]):
         assert all(torch.equal(a, b) for a, b in zip(nested.split(other, LLOYD_MAX), whole, strict=True))
-    monkeypatch.setattr(nested, "_CHUNK", 7 * 96)
+    monkeypatch.setattr(fields, "_CHUNK", 7 * 96)
     assert all(torch.equal(a, b) for a, b in zip(nested.split(weight, LLOYD_MAX), whole, strict=True))
     assert torch.equal(nested.join(*whole), weight)
     assert nested.join(*assert_exact(torch.empty(0, 64, dtype=torch.bfloat16))).shape == (0, 64)
@@ -182,7 +183,7 @@ def test_strides_chunks_and_no_rows(monkeypatch):
 
 @pytest.mark.parametrize(("value", "said"), [(torch.nan, "nan"), (torch.inf, "inf"), (-torch.inf, "-inf")])
 def test_nan_and_inf_are_named_with_their_place(value, said, monkeypatch):
-    monkeypatch.setattr(nested, "_CHUNK", 64 * 100)
+    monkeypatch.setattr(fields, "_CHUNK", 64 * 100)
     weight = torch.ones(300, 64, dtype=torch.bfloat16)
     weight[217, 41] = value
     for take in (lambda: nested.split(weight, LLOYD_MAX, "up.w"), lambda: nested.count_fields(weight, "up.w")):

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from hf_mlspec.formats.weights import ESCAPE_TENSORS, NESTED_TENSORS, NestedWeight
+from hf_mlspec.formats import NestedWeight
+from hf_mlspec.formats.nested import ESCAPE_TENSORS
 
 
 def dense() -> torch.Tensor:
@@ -28,8 +29,8 @@ def with_field(weight: NestedWeight, row: int, column: int, field: int) -> Neste
 
 
 def test_names_shapes_and_dtypes(weight):
-    assert NESTED_TENSORS == ("weight_packed", "weight_scale", "weight_low", "weight_high", "weight_codebook")
-    assert [tuple(getattr(weight, name).shape) for name in NESTED_TENSORS] == [(6, 48), (6, 3), (6, 96), (6, 48), (8,)]
+    assert weight.parts._fields[:5] == ("packed", "scale", "low", "high", "codebook")
+    assert [tuple(part.shape) for part in weight.parts[:5]] == [(6, 48), (6, 3), (6, 96), (6, 48), (8,)]
     assert ESCAPE_TENSORS == ("weight_escape_index", "weight_escape_value")
     assert weight.weight_escape_index.tolist() == [1 * 96 + 70, 4 * 96 + 3, 4 * 96 + 90]
     assert weight.weight_escape_value.dtype == torch.bfloat16
@@ -56,7 +57,7 @@ def test_without_escapes_there_are_no_tensors_of_them():
 
 def test_bytes_are_at_most_two_percent_more():
     weight = NestedWeight.from_dense((torch.randn(64, 512) * 0.02).bfloat16())
-    stored = sum(getattr(weight, name).nbytes for name in NESTED_TENSORS)
+    stored = sum(part.nbytes for part in weight.parts[:5])
     assert stored <= 1.017 * 64 * 512 * 2
 
 
@@ -149,5 +150,5 @@ def test_of_another_layer(weight):
 
 
 def test_shapes_alone_are_checked_without_storage(weight):
-    meta = {name: getattr(weight, name).to("meta") for name in (*NESTED_TENSORS, *ESCAPE_TENSORS)}
+    meta = {f"weight_{name}": part.to("meta") for name, part in weight.parts._asdict().items()}
     assert NestedWeight(**meta).validate(6, 96).in_features == 96

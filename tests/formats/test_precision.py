@@ -59,7 +59,7 @@ def test_bits_out_of_range(word, message):
 
 
 def test_an_unknown_family_is_named():
-    with pytest.raises(ValueError, match="family 'fp': choose one of mxfp4, w, planes, nested, int, ternary"):
+    with pytest.raises(ValueError, match="family 'fp': choose one of mxfp4, w, nested, planes, int, ternary"):
         Precision("fp", 8)
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from hf_mlspec.formats import mxfp4
-from hf_mlspec.formats.weights import MXFP4_TENSORS, Int4Weight, Mxfp4Weight, require_values
+from hf_mlspec.formats import Int4Weight, Mxfp4Weight, mxfp4
+from hf_mlspec.formats.damage import require_values
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def weight() -> Mxfp4Weight:
 
 
 def test_names_shapes_and_dtypes(weight):
-    assert MXFP4_TENSORS == ("weight_packed", "weight_scale")
-    assert [getattr(weight, name).shape for name in MXFP4_TENSORS] == [(6, 32), (6, 2)]
+    assert weight.parts._fields == ("packed", "scale")
+    assert [part.shape for part in weight.parts] == [(6, 32), (6, 2)]
     assert weight.validate(6, 64) is weight
     assert (weight.out_features, weight.in_features) == (6, 64)
     assert torch.equal(weight.dequantize(), mxfp4.dequantize(weight.weight_packed, weight.weight_scale))

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import hf_mlspec
 from hf_mlspec import NGram, PromptLookup, SpeculationConfig
 from hf_mlspec.integration import levels as levels_module
 from hf_mlspec.integration.config import NUM_DRAFT_TOKENS, Word, parse_level
+from hf_mlspec.integration.levels import as_words
 from hf_mlspec.precision import Precision
 
 INPUTS = prompts([8])
@@ -74,6 +76,38 @@ def test_folders_are_words_too(tmp_path):
     odd.mkdir()
     with pytest.raises(ValueError, match="neither an existing folder"):
         parse_level(f"{tmp_path}/nothing@mxfp4")
+
+
+def test_a_path_object_is_a_folder_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = ["a-model", "mxfp4", "ngram", "early_exit:x", "org/name", "org/a@mxfp4"]
+    for name in named:
+        Path(name).mkdir(parents=True)
+    levels = as_words([*map(Path, named), tmp_path, "ngram", f"{tmp_path}@mxfp4"])
+    assert [parse_level(level).kind for level in levels] == ["load"] * 7 + ["ngram", "load"]
+    assert [parse_level(level).cast for level in levels] == [None] * 8 + ["mxfp4"]
+    assert [Path(parse_level(level).path) for level in levels[:7]] == [*map(Path, named), tmp_path]
+    for missing in (tmp_path / "none", Path("someone/a-model"), Path("planes4")):
+        with pytest.raises(ValueError, match=r"level PosixPath.* is no existing folder; a word or a hub name"):
+            as_words([missing])
+
+
+def test_path_objects_are_levels_everywhere(target, tmp_path, built):
+    """In a list with others, in every call that takes levels, and the same level as the string."""
+    copy.deepcopy(target).save_pretrained(tmp_path)
+    expected, stats = write(target, str(tmp_path), "mxfp4", "ngram")
+    out, found = write(target, tmp_path, "mxfp4", "ngram")
+    assert out.tolist() == expected.tolist()
+    assert [level.name for level in found.levels] == [level.name for level in stats.levels]
+    assert found.levels[0].name == tmp_path.name
+    assert [key[0] for key in levels_module._built[target]].count(str(tmp_path)) == 1
+    row = INPUTS["input_ids"]
+    (done,) = hf_mlspec.generate_stream(target, [row], assistant_models=[tmp_path, "ngram"], **OPTIONS)
+    assert done.sequence == expected[0].tolist()
+    compared = hf_mlspec.compare(target, letters(), ["what"], [tmp_path], max_new_tokens=4)
+    assert compared.identical == 1
+    candidates = hf_mlspec.ChainCandidateGenerator(target, [tmp_path])
+    assert candidates.get_candidates(row)[0].shape[1] > 8
 
 
 def test_words_are_built_once(target, built):

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_mlspec
-from hf_mlspec.formats.weights import NestedWeight
+from hf_mlspec.formats import NestedWeight
 from hf_mlspec.nn import nest as nest_module
 from hf_mlspec.nn.calibration import by_memory
 from hf_mlspec.nn.castable import is_nested

@@ -60,7 +60,9 @@ def test_tiles_lie_where_the_weight_was_and_are_those_of_from_linear(monkeypatch
     model = model_of()
     before = words(model)
     places = {name: memory(module.weight) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    wanted = {name: NestedLinear.from_linear(model.get_submodule(name), codebook).prepack_() for name in places}
+    wanted = {
+        name: NestedLinear.from_linear(model.get_submodule(name), codebook=codebook).prepack_() for name in places
+    }
     hf_mlspec.nest(model, codebook)
     for name, place in places.items():
         layer = model.get_submodule(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy
 import pytest
 import torch
 from models import letters, near, tiny
@@ -250,6 +253,27 @@ def test_bad_arguments_of_the_call_raise_at_once(options, error, words):
 def test_models_that_cannot_be_targets_raise_at_once():
     with pytest.raises(TypeError, match="not a transformers model"):
         generate_stream(torch.nn.Linear(2, 2), [IDS])
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "min_new_tokens", "min_length"])
+@pytest.mark.parametrize("value", ["12", True, 12.0, [12]])
+def test_a_number_of_tokens_that_is_none_is_named(name, value):
+    words = rf"{name} is {re.escape(repr(value))}, it must be an integer"
+    done = {one.id: one for one in generate_stream(TARGET, [Request(IDS, id="a", **{name: value}), IDS], **GREEDY)}
+    assert done[None].error is None
+    with pytest.raises(TypeError, match=rf"^Request\(id='a', {name}\): {words}"):
+        raise done["a"].error
+    settings = GenerationConfig(do_sample=False)
+    setattr(settings, name, value)
+    with pytest.raises(TypeError, match=rf"generation_config\.{words}"):
+        raise one({"input_ids": IDS, "generation_config": settings}).error
+    for options in ({name: value}, {"generation_config": settings}):
+        with pytest.raises(TypeError, match=rf"^generate_stream: .*{words}"):
+            generate_stream(TARGET, [IDS], **options)
+
+
+def test_integers_of_other_libraries_are_numbers_of_tokens():
+    assert len(one({"input_ids": IDS, "max_new_tokens": numpy.int64(3)}).new_tokens) == 3
 
 
 @pytest.mark.parametrize("levels", [[], [NEAR, "prompt_lookup"]], ids=["alone", "chain"])

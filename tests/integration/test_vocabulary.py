@@ -8,7 +8,7 @@ from models import alone, letters, near, prompts, tiny, together
 
 import hf_mlspec
 from hf_mlspec.integration import config
-from hf_mlspec.integration.vocabulary import padding_apart, same_vocabulary
+from hf_mlspec.integration.vocabulary import padding_apart, require_target_tokenizer, same_vocabulary
 
 TARGET = tiny(seed=2)
 TOKENIZER, OTHER = letters(), letters(extra=200)
@@ -46,6 +46,35 @@ def test_sizes_decide_where_one_is_unknown():
         same_vocabulary("small", 264, None, 64, TOKENIZER)
     with pytest.raises(ValueError, match=r"needs tokenizer=<the target's tokenizer>"):
         same_vocabulary("small", 264, OTHER, 64, None)
+
+
+CALLS = {
+    "generate": lambda **how: TARGET.generate(**INPUTS, max_new_tokens=3, assistant_models=["early_exit:1"], **how),
+    "stream": lambda **how: hf_mlspec.generate_stream(TARGET, ["what"], assistant_models=["early_exit:1"], **how),
+    "stream alone": lambda **how: hf_mlspec.generate_stream(TARGET, ["what"], **how),
+    "compare": lambda **how: hf_mlspec.compare(TARGET, how["tokenizer"], ["what"], ["early_exit:1"], max_new_tokens=3),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tokenizer_of_more_tokens_than_the_target_embeds_is_refused(call):
+    with pytest.raises(ValueError, match=r"tokenizer has 264 tokens and the target's embedding 64 rows.* own tok"):
+        CALLS[call](tokenizer=OTHER)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 128])
+def test_fewer_tokens_than_rows_are_the_rule(rows, recwarn):
+    require_target_tokenizer(TOKENIZER, rows)
+    require_target_tokenizer(None, 8)
+    require_target_tokenizer(object(), 8)
+    assert not [warning for warning in recwarn if "tokenizer" in str(warning.message)]
+
+
+def test_far_fewer_tokens_than_rows_are_said():
+    large = tiny(seed=2, vocab_size=129)
+    with pytest.warns(UserWarning, match=r"has 64 tokens and the target's embedding 129 rows, more than twice"):
+        out = together(large, INPUTS, ["early_exit:1"], max_new_tokens=5, tokenizer=TOKENIZER)
+    assert out == alone(large, INPUTS, max_new_tokens=5)
 
 
 def padded(rows: int):

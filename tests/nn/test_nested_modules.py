@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_mlspec import ops
-from hf_mlspec.formats.codebooks import CODEBOOKS
-from hf_mlspec.formats.weights import NestedWeight
+from hf_mlspec.formats import NestedWeight
+from hf_mlspec.formats.nested.codebooks import CODEBOOKS
 from hf_mlspec.nn.nested import NestedLinear
 from hf_mlspec.nn.replace import resident_bytes
 from hf_mlspec.nn.switch import PrecisionSwitch
@@ -64,7 +64,7 @@ def test_exact_is_the_product_with_the_original(linear, x, dtype):
 
 @pytest.mark.parametrize("codebook", [*CODEBOOKS, "fitted"])
 def test_the_draft_is_the_product_with_the_draft_weight(linear, x, codebook):
-    layer = NestedLinear.from_linear(linear, codebook)
+    layer = NestedLinear.from_linear(linear, codebook=codebook)
     exact, draft = layer(x), layer.dequantized_draft()
     assert 0.02 < ((draft - linear.weight.float()).norm() / linear.weight.float().norm()) < 0.15
     expected = nn.functional.linear(x.float(), draft, linear.bias.float())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_mlspec import ops
-from hf_mlspec.formats.weights import Int4Weight, Mxfp4Weight
+from hf_mlspec.formats import Int4Weight, Mxfp4Weight
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.replace import resident_bytes
@@ -109,7 +109,7 @@ def test_forward_is_the_product_with_the_dequantized_weight(linear, x, name, bit
 
 
 def test_the_rule_reaches_the_weight(linear):
-    one, other = (Mxfp4Linear.from_linear(linear, rule).weight_scale for rule in ("ocp_floor", "even_bump"))
+    one, other = (Mxfp4Linear.from_linear(linear, rule=rule).weight_scale for rule in ("ocp_floor", "even_bump"))
     assert not torch.equal(one, other)
 
 

@@ -159,7 +159,7 @@ def test_other_precisions_are_refused_before_the_block(weights, precision, messa
 
 
 def test_other_settings_are_refused(model):
-    with pytest.raises(ValueError, match="weights is 'w4', choose one of int4, mxfp4"):
+    with pytest.raises(ValueError, match="weights is 'w4', choose one of mxfp4, int4"):
         PrecisionSwitch("w4")
     with pytest.raises(ValueError, match="multiply is 'slow', choose one of fused, dequant"):
         PrecisionSwitch("int4").multiply = "slow"

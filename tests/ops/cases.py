@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats import activations, bitplanes, codebooks, int4, mxfp4, nested
+from hf_mlspec.formats import activations, int4, mxfp4, nested
+from hf_mlspec.formats import planes as bitplanes
+from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.formats.packing import unpack_nibbles
 from hf_mlspec.ops.operator import REFERENCES
 

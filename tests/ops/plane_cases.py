@@ -7,7 +7,7 @@ from cases import seeded
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats import bitplanes
+from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.ops.operator import REFERENCES
 
 SHAPES = ((50, 128), (16, 256), (19, 1152))  # out, in: tiles that are not full; groups of every size

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hf_mlspec import ops
-from hf_mlspec.formats import codebooks, mxfp4, nested
-from hf_mlspec.formats.weights import NestedWeight
+from hf_mlspec.formats import NestedWeight, mxfp4, nested
+from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.ops import library, products
 from hf_mlspec.ops.operator import REFERENCES
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from hf_mlspec import ops
-from hf_mlspec.formats import bitplanes, codebooks, int4, mxfp4, nested
+from hf_mlspec.formats import int4, mxfp4, nested
+from hf_mlspec.formats import planes as bitplanes
+from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.ops.operator import REFERENCES
 
 F16, U8 = torch.float16, torch.uint8

@@ -1,105 +1,231 @@
-"""Which tokens does a check keep, token by token, and with what probability?"""
+"""Does everything that decides what a check keeps decide as the one table of cases says?
+
+The specification in Python, the host's checks over logits and over a compiled decoder, rounds inside one compiled
+call, the loop, and the ops of a captured round (on a GPU: tests/cuda/test_rounds.py).
+"""
 
 from __future__ import annotations
 
+from functools import cache
+
+import acceptance_cases
 import pytest
 import torch
+from acceptance_cases import CASES, NAN, NANS, SAMPLED, VOCAB, Case, Row, Sampled, said
+from models import tiny
 from scipy.stats import chisquare
+from tables import CPU, TableRunner
+from torch import Tensor
 
-from hf_mlspec.speculation.acceptance import accept_greedy, accept_sampled, draw
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.acceptance import accept_greedy, accept_row, accept_sampled, draw
+from hf_mlspec.speculation.chain import CheckedDrafter
+from hf_mlspec.speculation.checker import Checker
+from hf_mlspec.speculation.draft import Draft, Rows
+from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.loop import Loop
+from hf_mlspec.speculation.rounds.host import HostRounds
+from hf_mlspec.speculation.sampling import Sampler
+from hf_mlspec.speculation.stats import LevelStats
 
-
-@pytest.mark.parametrize(
-    ("tokens", "length", "best", "accepted"),
-    [
-        ([5, 6, 7], 3, [5, 6, 7, 8], 3),
-        ([5, 6, 7], 2, [5, 6, 7, 8], 2),  # the third entry is padding, however well it fits
-        ([5, 9, 7], 3, [5, 6, 7, 8], 1),
-        ([9, 6, 7], 3, [5, 6, 7, 8], 0),
-        ([5, 6, 7], 0, [5, 6, 7, 8], 0),
-    ],
-)
-def test_greedy_keeps_the_prefix_that_agrees(tokens, length, best, accepted):
-    assert accept_greedy(torch.tensor([tokens]), torch.tensor([length]), torch.tensor([best])).tolist() == [accepted]
-
-
-def test_greedy_without_a_draft():
-    none = torch.empty(2, 0, dtype=torch.long)
-    assert accept_greedy(none, torch.tensor([0, 0]), torch.tensor([[3], [4]])).tolist() == [0, 0]
+compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+RUNNERS = ["logits", pytest.param("compiled", marks=compiled)]
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def test_greedy_judges_every_row_on_its_own():
-    tokens = torch.tensor([[1, 2], [1, 2], [1, 2]])
-    best = torch.tensor([[1, 2, 3], [0, 2, 3], [1, 0, 3]])
-    assert accept_greedy(tokens, torch.tensor([2, 2, 2]), best).tolist() == [2, 0, 1]
+class Guesses:
+    """Drafts what the rows of a case say, and nothing afterwards."""
+
+    name = "guesses"
+
+    def __init__(self, rows: list[Row]):
+        self.left, self.stats = [list(row.draft) for row in rows], LevelStats(self.name)
+
+    def start(self, batch: int, device: torch.device) -> None: ...
+
+    def rollback(self, lengths: list[int]) -> None: ...
+
+    def propose(self, rows: Rows, limits: list[int]) -> Draft:
+        draft = Draft.from_lists([line[:limit] for line, limit in zip(self.left, limits, strict=True)])
+        self.left = [[] for _ in rows]
+        return draft
 
 
-P = torch.tensor([0.5, 0.3, 0.2, 0.0])
-Q = torch.tensor([0.1, 0.2, 0.3, 0.4])
+def table_runner(logits: Tensor) -> TableRunner:
+    runner = TableRunner(torch.ones(1, 1))
+    runner.logits = logits
+    return runner
 
 
-def check(token: int, uniform: float, draft_probs: torch.Tensor | None = Q, noise=(1.0, 1.0, 1.0, 1.0)):
-    accepted, after = accept_sampled(
-        torch.tensor([[token]]),
-        torch.tensor([1]),
-        None if draft_probs is None else draft_probs[None, None],
-        torch.stack([P, P.flip(0)])[None],
-        torch.tensor([[uniform]]),
-        torch.tensor([list(noise)]),
-    )
-    return accepted.item(), after.item()
+def compiled_runner(logits: Tensor) -> CpuEngine:
+    """A decoder whose logits after a token are a line of the table, whatever stands before it."""
+    model = tiny(dtype=torch.float32, vocab_size=VOCAB, hidden_size=VOCAB, num_hidden_layers=1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                projection.weight.zero_()
+        holds_nan = logits.isnan().any(dim=1)
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCAB).masked_fill(holds_nan[:, None], torch.nan))
+        model.lm_head.weight.copy_((logits.nan_to_num() / VOCAB**0.5).T)
+    return CpuEngine(model, CpuDecoder(model))
 
 
-def test_sampled_accepts_with_probability_p_over_q():
-    assert check(0, 0.999)[0] == 1  # p > q: always
-    assert check(2, 0.66)[0] == 1  # p / q = 2 / 3
-    assert check(2, 0.67)[0] == 0
-    assert check(3, 0.0)[0] == 0  # p = 0: never
+@cache
+def _compiled_checker() -> CpuEngine:
+    return compiled_runner(acceptance_cases.checkers_logits())
 
 
-def test_sampled_point_mass_is_accepted_with_probability_p():
-    assert check(1, 0.29, None)[0] == 1
-    assert check(1, 0.31, None)[0] == 0
+def checker(kind: str) -> Checker:
+    runner = _compiled_checker() if kind == "compiled" else table_runner(acceptance_cases.checkers_logits())
+    return Checker(runner, Sampler(VOCAB), "checker", keep_logits=False)
 
 
-def test_after_a_rejection_the_residual_is_drawn_from():
-    # p - q = (0.4, 0.1, -0.1, -0.4): tokens 2 and 3 can not follow, whatever the noise favours.
-    assert check(3, 0.5, noise=(1.0, 1.0, 1e-9, 1e-9)) == (0, 0)
-    assert check(3, 0.5, noise=(1.0, 1e-3, 1.0, 1.0)) == (0, 1)
+def prefixes(case: Case) -> Rows:
+    return [[*range(40, 41 + r), row.last] for r, row in enumerate(case.rows)]
 
 
-def test_after_a_rejected_point_mass_the_token_itself_cannot_follow():
-    assert check(0, 0.9, None, noise=(1e-9, 1.0, 1.0, 1.0)) == (0, 1)
+def refuses(kind: str, case: Case) -> bool:
+    """Logits that leave a decoder are looked at in every position that was scored, not only where a token is kept."""
+    scored = any(NANS in (row.last, *row.drafted) for row in case.rows if row.active)
+    return scored if kind == "logits" else acceptance_cases.fails(case)
 
 
-def test_after_full_acceptance_the_next_position_is_drawn_from():
-    # The next distribution is P reversed, whose first entry is 0.
-    assert check(0, 0.0, noise=(1e-9, 1.0, 1.0, 1.0)) == (1, 3)
+@every_case
+def test_the_specification(case):
+    rows = [row for row in case.rows if row.active and NAN not in row.tokens]
+    width = max((len(row.draft) for row in rows), default=0)
+    tokens, best = [], []
+    for row in rows:
+        line = list(row.drafted)
+        while len(line) < width:  # behind a draft stands what would have been accepted
+            line.append(max(said(line[-1] if line else row.last), 0))
+        tokens.append(line)
+        best.append([said(token) for token in (row.last, *line)])
+    if not rows:
+        return
+    drafts = torch.tensor(tokens, dtype=torch.long).view(len(rows), width)
+    accepted = accept_greedy(drafts, torch.tensor([len(row.drafted) for row in rows]), torch.tensor(best))
+    assert accepted.tolist() == [row.accepted for row in rows]
+    assert [accept_row(row.drafted, own) for row, own in zip(rows, best, strict=True)] == accepted.tolist()
+    assert [(*line[:n], own[n]) for line, own, n in zip(tokens, best, accepted.tolist(), strict=True)] == [
+        row.tokens for row in rows
+    ]
 
 
-def test_a_row_without_draft_draws_from_p_unreduced():
-    accepted, after = accept_sampled(
-        torch.tensor([[2]]),
-        torch.tensor([0]),
-        Q[None, None],
-        torch.stack([P, P])[None],
-        torch.tensor([[0.0]]),
-        torch.tensor([[1.0, 1.0, 1e-9, 1.0]]),
-    )
-    assert (accepted.item(), after.item()) == (0, 2)
+@every_case
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_check_on_the_host(kind, case):
+    judge, heard = checker(kind), []
+    judge.on_check = lambda *what: heard.append(what)
+    judge.start(len(case.rows), CPU)
+    asked = prefixes(case), Draft.from_lists([list(row.drafted) for row in case.rows])
+    alive = [row.active for row in case.rows]
+    if refuses(kind, case):
+        with pytest.raises(FloatingPointError, match="the logits of checker are NaN"):
+            judge.check(*asked, alive=alive)
+        return
+    verdict = judge.check(*asked, alive=alive)
+    assert [tuple(line) for line in verdict.tokens] == [row.tokens for row in case.rows]
+    assert [n for n, on in zip(verdict.accepted, alive, strict=True) if on] == [
+        row.accepted for row in case.rows if row.active
+    ]
+    assert heard == [([len(row.drafted) for row in case.rows], verdict.accepted, alive)]
+    for row, prefix, have in zip(case.rows, prefixes(case), judge.runner.lengths, strict=True):
+        assert not row.active or have == len(prefix) + row.accepted
 
 
-def test_equal_distributions_leave_no_empty_residual():
-    accepted, after = accept_sampled(
-        torch.tensor([[3]]),
-        torch.tensor([1]),
-        P[None, None],
-        torch.stack([P, P])[None],
-        torch.tensor([[0.5]]),
-        torch.ones(1, 4),
-    )
-    assert accepted.item() == 0  # token 3 has p = 0
-    assert P[after.item()] > 0
+@every_case
+@pytest.mark.parametrize("kind", [*RUNNERS, pytest.param("one call", marks=compiled)])
+def test_a_level_that_drafts_for_another(kind, case):
+    """What it hands up begins with what its first check keeps, and goes on behind it only where the table says so."""
+    judge, heard = checker("compiled" if kind == "one call" else kind), []
+    judge.on_check = lambda *what: heard.append(what)
+    inner, most = Guesses(case.rows), max(1, *(len(row.draft) for row in case.rows))
+    if kind == "one call":
+        if any(row.limit > 1 and not row.draft for row in case.rows):
+            pytest.skip("a model drafts something wherever there is room")
+        runner = compiled_runner(acceptance_cases.drafters_logits(case.rows))
+        inner = ModelDrafter(runner, Sampler(VOCAB), "guesses", threshold=0.5)
+    level = CheckedDrafter(judge, inner, num_draft_tokens=most, threshold=case.threshold)
+    level.start(len(case.rows), CPU)
+    asked = prefixes(case), [row.limit for row in case.rows]
+    if refuses(kind, case):
+        with pytest.raises(FloatingPointError, match="are NaN"):
+            level.propose(*asked)
+        return
+    draft = level.propose(*asked).rows()
+    for row, line in zip(case.rows, draft, strict=True):
+        assert tuple(line[: len(row.tokens)]) == row.tokens
+        assert (len(line) > len(row.tokens)) == row.goes_on
+    drafted, accepted, alive = heard[0]
+    assert alive == [row.active for row in case.rows]
+    assert drafted == [len(row.drafted) for row in case.rows]
+    assert accepted == [row.accepted for row in case.rows]
+
+
+@every_case
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_round_of_the_loop(kind, case):
+    """It ends rows at their limits only: what the target is not sure of is its word all the same."""
+    rows = [row for row in case.rows if row.active]
+    case, told = case._replace(rows=rows), []
+    judge, lines = checker(kind), prefixes(case)
+    rounds = HostRounds(judge, Guesses(rows), num_draft_tokens=max(1, *(len(row.draft) for row in rows)), device=CPU)
+    loop = Loop(rounds, stop=lambda number, row, tokens: (len(tokens), False), emit=lambda *what: told.append(what))
+    judge.start(len(rows), CPU)
+    loop.start(lines, [row.limit for row in rows])
+    if refuses(kind, case):
+        with pytest.raises(FloatingPointError, match="are NaN"):
+            loop.round()
+        return
+    assert loop.round() == [r for r, row in enumerate(rows) if len(row.tokens) < row.limit]
+    assert loop.rows == [[*line, *row.tokens] for line, row in zip(prefixes(case), rows, strict=True)]
+    assert loop.drafted == [len(row.drafted) for row in rows]
+    ((numbers, kept, verdict),) = told
+    assert (numbers, verdict.accepted) == ([*range(len(rows))], [row.accepted for row in rows])
+    assert [tuple(line) for line in kept] == [row.tokens for row in rows]
+
+
+@every_case
+def test_the_ops_of_a_captured_round(case):
+    acceptance_cases.play_ops(case)
+
+
+def operands(rows: list[Sampled]) -> tuple[Draft, Tensor, Tensor, Tensor]:
+    """The draft, float32 p `[batch, k + 1, vocab]`, uniforms `[batch, k]` and noise `[batch, vocab]`; what stands
+    behind a shorter draft would be accepted."""
+    draft = Draft.from_lists([list(row.draft) for row in rows])
+    width, fits = draft.tokens.shape[1], torch.tensor([1.0, 0.0, 0.0, 0.0])
+    if rows[0].q is not None:
+        draft.probs = torch.stack([torch.cat([row.q, fits.expand(width - len(row.q), 4)]) for row in rows])
+    p = torch.stack([torch.cat([row.p[: len(row.draft) + 1], fits.expand(width - len(row.draft), 4)]) for row in rows])
+    lines = [[*row.uniforms, *[0.0] * (width - len(row.draft))] for row in rows]
+    return draft, p, torch.tensor(lines).view(len(rows), width), torch.tensor([row.noise for row in rows])
+
+
+@pytest.mark.parametrize("rows", SAMPLED.values(), ids=SAMPLED)
+def test_the_specification_of_sampling(rows):
+    draft, p, uniforms, noise = operands(rows)
+    accepted, after = accept_sampled(draft.tokens, torch.tensor(draft.lengths), draft.probs, p, uniforms, noise)
+    assert accepted.tolist() == [row.accepted for row in rows]
+    assert after.tolist() == [row.tokens[-1] for row in rows]
+
+
+@pytest.mark.parametrize("rows", SAMPLED.values(), ids=SAMPLED)
+def test_a_sampled_check_on_the_host(rows, monkeypatch):
+    draft, p, uniforms, noise = operands(rows)
+    runner = TableRunner(torch.ones(1, 1))
+    runner.step = lambda tokens, *_: p.log()
+    judge = Checker(runner, Sampler(4, do_sample=True), "checker")
+    judge.start(len(rows), CPU)
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: uniforms)
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self: self.copy_(noise))
+    verdict = judge.check([[0] for _ in rows], draft)
+    assert verdict.accepted == [row.accepted for row in rows]
+    assert [tuple(line) for line in verdict.tokens] == [row.tokens for row in rows]
+    assert torch.allclose(verdict.probs, p)
 
 
 def test_draw_follows_the_weights():

@@ -13,7 +13,8 @@ from tables import CPU, VOCAB, PointMasses, TableRunner
 
 from hf_mlspec.speculation.chain import CheckedDrafter, engine_checks
 from hf_mlspec.speculation.checker import Checker
-from hf_mlspec.speculation.loop import decode
+from hf_mlspec.speculation.loop import Loop, decode
+from hf_mlspec.speculation.rounds.host import HostRounds
 from hf_mlspec.speculation.sampling import Sampler
 from hf_mlspec.speculation.traces.file import (
     read_trace,
@@ -264,12 +265,25 @@ def test_rows_that_are_not_there_are_refused():
             trace.of_rows([0, row])
 
 
-def test_a_replay_takes_no_other_rows():
-    target = ScriptedChecker(chain_of(0)[0])
-    target.start(1, CPU)
-    for join in (lambda: target.admit(1), lambda: target.replace(0)):
-        with pytest.raises(NotImplementedError, match="start together"):
-            join()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_that_join_a_replay_draft_nothing_and_disturb_nobody(depth):
+    inner = () if depth == 1 else (Round(2, 1), Round(0, 0))
+    plain, levels = chain_of(depth)
+    target = ScriptedChecker(plain)
+    found = scripted(levels[0], target)
+    target.start(2, CPU)
+    target.follow([(Round(0, 0), Round(3, 2, inner), Round(0, 0)), (Round(0, 0),)])
+    heard, rounds = [], HostRounds(target, found[0], num_draft_tokens=MOST, device=CPU)
+    loop = Loop(rounds, stop=lambda number, row, tokens: (len(tokens), False),
+                emit=lambda numbers, kept, verdict: heard.append([len(tokens) for tokens in kept]))
+    loop.start([[1], [1]], [5, 1])
+    assert loop.round() == [0]
+    loop.replace(1, [2, 3], 4, 2)
+    loop.admit([[3]], [2], [3])
+    assert loop.round() == [0, 1, 2]
+    assert loop.drafted == [3, 0, 0]
+    assert loop.round() == [1]
+    assert heard == [[1, 1], [3, 1, 1], [1, 1, 1]]
 
 
 def test_a_draft_of_another_length_is_an_error():

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...formats import Parts
 from ...formats.mxfp4 import BLOCK
 from ...nn.architecture import UnknownArchitecture, linear_shape, outline, require_format
-from ...nn.bit_planes import BitPlaneLinear
 from ...nn.linear import Int4Linear, Mxfp4Linear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
-from ...nn.packed_formats import Parts
+from ...nn.planes import PlanesLinear
 from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
 from ...ops.tiles import TILE_OUTPUTS
 from ..slots import slot_of
@@ -102,7 +102,7 @@ def _nested(linear: NestedLinear, parts: Parts, shape: dict[str, Any]) -> Weight
     return Weight(NESTED, draft, scale=exponents, low=low, codebook=codebook, group_size=BLOCK, **escapes, **shape)
 
 
-def _planes(linear: BitPlaneLinear, parts: Parts, shape: dict[str, Any]) -> Weight:
+def _planes(linear: PlanesLinear, parts: Parts, shape: dict[str, Any]) -> Weight:
     own = {"group_size": linear.group_size, "zero_doubled": linear.zero_doubled}
     return Weight(PLANES, parts[0], scale=parts[1], **own, **shape)
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...formats import Parts
 from ...nn.architecture import UnknownArchitecture, linear_shape, require_format
-from ...nn.bit_planes import BitPlaneLinear
 from ...nn.linear import Int4Linear
 from ...nn.nested import NestedLinear
 from ...nn.packed import PackedLinear
-from ...nn.packed_formats import Parts, as_one
+from ...nn.packed_formats import as_one
+from ...nn.planes import PlanesLinear
 from ...nn.switch import filled
 from ...ops.tiles import cut, is_tiles
 from ...precision import Bits
@@ -100,12 +101,12 @@ class NestedTilesLinear:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-class PlanesLinear:
+class PlanesTilesLinear:
     """Tiles of ``ops.prepack_planes``, of which a call reads the first few."""
 
     __slots__ = ("bias", "extra_bytes", "how", "out_features", "own", "tiles")
 
-    def __init__(self, module: BitPlaneLinear, tiles: Parts, out_features: int, bias: Tensor | None):
+    def __init__(self, module: PlanesLinear, tiles: Parts, out_features: int, bias: Tensor | None):
         self.tiles, self.out_features, self.bias, self.extra_bytes = tiles[:2], out_features, bias, 0
         self.how = {"group_size": module.group_size, "zero_doubled": module.zero_doubled}
         self.own = module.switch.bits
@@ -116,13 +117,13 @@ class PlanesLinear:
         return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how, num_planes=count)
 
 
-JoinedLinear = DenseLinear | FourBitLinear | NestedTilesLinear | PlanesLinear
+JoinedLinear = DenseLinear | FourBitLinear | NestedTilesLinear | PlanesTilesLinear
 # Of each format: (one of the modules, tiles of all of them, their outputs, bias) -> how the CUDA decoder calls them.
 SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], JoinedLinear]] = {
     "mxfp4": FourBitLinear,
     "int4": FourBitLinear,
     "nested": NestedTilesLinear,
-    "planes": PlanesLinear,
+    "planes": PlanesTilesLinear,
 }
 
 

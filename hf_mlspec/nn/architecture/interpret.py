@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
-from ..bit_planes import BitPlaneLinear
 from ..linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
 from ..nested import NestedEmbedding, NestedLinear
+from ..planes import PlanesLinear
+from ..transforms import NONE
 from .description import NORMS, Description, not_served
 from .known import KNOWN
 from .rotary import rope_tables
 
 # Modules of a known class that are not transformers' own.
-_PACKED = {Mxfp4Linear, Int4Linear, NestedLinear, BitPlaneLinear}
+_PACKED = {Mxfp4Linear, Int4Linear, NestedLinear, PlanesLinear}
 _BLOCKS = _PACKED | {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU}
 DENSE = (torch.bfloat16, torch.float32)
@@ -84,6 +85,9 @@ def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
         return linear.weight.shape[1], linear.weight.shape[0]
     if type(linear) not in _PACKED:
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
+    if linear.transform is not NONE:
+        what = linear.transform.word
+        raise UnknownArchitecture(f"its {name} transforms its inputs ({what}), which no compiled decoder does")
     return linear.in_features, linear.out_features
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...formats import mxfp4, nested
-from ...formats.codebooks import LEVELS
 from ...formats.mxfp4 import BLOCK
+from ...formats.nested.codebooks import LEVELS
 from ...formats.packing import unpack_nibbles
 from ..cuda_library import serves
 from ..dense import bf16_rows_linear

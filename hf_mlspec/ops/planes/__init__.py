@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...formats import bitplanes
-from ...formats.bitplanes import GROUP_SIZES, MAX_PLANES, zeros_doubled
+from ...formats import planes as bitplanes
 from ...formats.mxfp4 import BLOCK
+from ...formats.planes import GROUP_SIZES, MAX_PLANES, zeros_doubled
 from ..cuda_library import serves
 from ..operator import Operands, like_x, operator
 from ..products import bias_of, finish, in_slices, rounded, tiles_of

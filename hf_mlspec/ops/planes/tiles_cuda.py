@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats.bitplanes import GROUP_SIZES, MAX_PLANES
+from ...formats.planes import GROUP_SIZES, MAX_PLANES
 from ..tiles_cuda import PAIR_INPUTS, PAIR_OUTPUTS, SHAPE_ONLY, in_pairs, num_pairs, pairs_at_once
 
 PLANE_BYTES = 64 * 128 // 8  # of a tile

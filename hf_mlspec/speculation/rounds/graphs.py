@@ -65,7 +65,7 @@ class RoundGraphs:
         self._report[:batch].copy_(state.report, non_blocking=True)
 
     def _rehearse(self, state: RoundState) -> None:
-        """Run a round of rows that all rest: kernels are loaded, and what libraries set up at first use is there."""
+        """Run a round of inactive rows: kernels are loaded, and what libraries set up at first use is there."""
         active = state.active.clone()
         state.active.zero_()
         self.program.enqueue(state)

@@ -23,6 +23,11 @@ class HostRounds:
         self._ready: list[bool] = []
         self._ends: list[int] = []
 
+    @property
+    def places(self) -> range:
+        """Rows lie in their order."""
+        return range(len(self._ready))
+
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """As `Rounds.start`; the caller started the target."""
         if self.drafter:

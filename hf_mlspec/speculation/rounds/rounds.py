@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +16,11 @@ class Rounds(Protocol):
 
     The loop owns the rows. Rounds are told, when a row joins, the length it may reach (`ends`) and what the loop knows
     it by (`numbers`).
-    drafted: tokens drafted for each row in the last round.
+    drafted: tokens drafted for each row in the last round. places: of each row its line in the target's cache.
     """
 
     drafted: list[int]
+    places: Sequence[int]
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """Forget every earlier row and start with these; the target's cache holds `cached` tokens of each."""

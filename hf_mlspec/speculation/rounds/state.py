@@ -14,7 +14,7 @@ class RoundState:
     """int32 tensors of `batch` rows; what they mean: ops/round.py.
 
     tokens ``[batch, slots]``. lengths, active, ends ``[levels, batch]``: of the target (level 0) how many tokens it
-    has settled, whether the row goes on and the length it may reach; of a level below it the same for its guesses.
+    has accepted, whether the row goes on and the length it may reach; of a level below it the same for its guesses.
     failed, streams ``[batch]``: the level (from 1) whose logits held NaN; the number of the row's noise. report
     ``[batch, fields]``: what the host reads, failed first. seed int64 ``[1]``. script ``[levels, batch, rounds, 2]``
     and cursor ``[levels, batch]``: verdicts to be given instead of found, None to find them.

@@ -54,9 +54,9 @@ class ScriptedChecker(Checker):
         super().replace(row)
         self.rounds[row] = []
 
-    def _settle(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
+    def _accept(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         """The token after the accepted ones is one that the checker would have put somewhere."""
-        verdict = super()._settle(rows, draft, want_confidence, alive)
+        verdict = super()._accept(rows, draft, want_confidence, alive)
         guesses = draft.rows()
         for r, on in enumerate(alive):
             if on:

@@ -34,8 +34,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..packing import pack_nibbles, unpack_nibbles
 from .codebooks import FIELDS, indices_of_fields, require_codebook
-from .packing import pack_nibbles, unpack_nibbles
 
 BLOCK = 32
 SMALLEST_SCALE, LARGEST_SCALE = 31, 254
@@ -53,7 +53,7 @@ _WHY_NOT = {
 
 
 class Nested(NamedTuple):
-    """A split weight ``[out, in]``. Shapes and dtypes are those on disk (weights.py)."""
+    """A split weight ``[out, in]``. Shapes and dtypes are those on disk (weight.py)."""
 
     packed: Tensor  # uint8 [out, in / 2]: nibbles, low first
     scale: Tensor  # uint8 [out, in / 32]: S

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_mlspec import ops
-from hf_mlspec.nn.bit_planes import BitPlaneLinear
+from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.replace import resident_bytes
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.precision import Bits
@@ -35,7 +35,7 @@ def same_state(one: nn.Module, saved: dict) -> bool:
 
 @pytest.mark.parametrize(("planes", "group"), KINDS)
 def test_every_prefix_is_the_product_with_what_it_means(linear, x, planes, group):
-    layer = BitPlaneLinear.from_linear(linear, num_planes=planes, group_size=group)
+    layer = PlanesLinear.from_linear(linear, num_planes=planes, group_size=group)
     assert layer.bias is linear.bias
     seen = []
     for count in range(layer.num_planes, 0, -1):
@@ -55,7 +55,7 @@ def test_every_prefix_is_the_product_with_what_it_means(linear, x, planes, group
 @pytest.mark.parametrize("prepacked", [False, True])
 @pytest.mark.parametrize("planes", [8, "ternary"])
 def test_copies_moves_casts_and_checkpoints(linear, x, planes, prepacked):
-    layer = BitPlaneLinear.from_linear(linear, num_planes=planes, group_size=64)
+    layer = PlanesLinear.from_linear(linear, num_planes=planes, group_size=64)
     saved = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     before, y = resident_bytes(layer), layer(x)
     assert same_state(layer, saved)
@@ -71,7 +71,7 @@ def test_copies_moves_casts_and_checkpoints(linear, x, planes, prepacked):
         assert same_state(change(layer), saved)
         assert layer.weight_scale.dtype == torch.float16
     assert torch.equal(layer(x), y)
-    other = BitPlaneLinear.empty(nn.Linear(64, 43).to(torch.bfloat16), num_planes=planes, group_size=64)
+    other = PlanesLinear.empty(nn.Linear(64, 43).to(torch.bfloat16), num_planes=planes, group_size=64)
     assert other.dequantized().eq(0).all()
     other(x)
     other.load_state_dict(saved)  # zero_doubled is read anew
@@ -83,7 +83,7 @@ def test_copies_moves_casts_and_checkpoints(linear, x, planes, prepacked):
 
 
 def test_a_materialized_weight_stands_for_all_planes(linear, x):
-    layer = BitPlaneLinear.from_linear(linear, group_size=32)
+    layer = PlanesLinear.from_linear(linear, group_size=32)
     with layer.switch.at("planes3"):
         three = layer(x.float())
     layer.materialize(torch.float32)
@@ -94,7 +94,7 @@ def test_a_materialized_weight_stands_for_all_planes(linear, x):
 
 
 def test_empty_has_the_shape_and_device_of_the_linear():
-    layer = BitPlaneLinear.empty(nn.Linear(128, 8, device="meta"), num_planes="int3")
+    layer = PlanesLinear.empty(nn.Linear(128, 8, device="meta"), num_planes="int3")
     assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == {
         "weight_planes": (3, 8, 16), "weight_scale": (8, 2), "weight_zero_doubled": (1,), "bias": (8,)
     }  # fmt: skip
@@ -104,17 +104,17 @@ def test_empty_has_the_shape_and_device_of_the_linear():
 
 
 def test_what_does_not_fit_is_refused(linear):
-    layer = BitPlaneLinear.from_linear(linear, num_planes=6, group_size=32)
+    layer = PlanesLinear.from_linear(linear, num_planes=6, group_size=32)
     assert layer.switch.bit_choices == tuple(Bits(count, 16) for count in (6, 5, 4, 3, 2, 1))
     with pytest.raises(ValueError, match="precision planes7: this model's weights are planes, choose one of planes6"):
         layer.switch.at("planes7")
     with pytest.raises(ValueError, match="bits are 4 of weights and 8 of activations: planes weights are called at"):
         layer.switch.at(Bits(4, 8))
     with pytest.raises(ValueError, match="weight: the weight has 6 bit-planes, its switch is for 8: make it Prec"):
-        BitPlaneLinear(layer.packed_weight(), switch=PrecisionSwitch("planes"))
+        PlanesLinear(layer.packed_weight(), switch=PrecisionSwitch("planes"))
     with pytest.raises(ValueError, match="num_planes is 9, choose 1 to 8"):
         PrecisionSwitch("planes", num_planes=9)
     with pytest.raises(ValueError, match=r"o_proj: in_features is 64, .* group of 128: use group_size=64"):
-        BitPlaneLinear.from_linear(linear, "o_proj", group_size=128)
+        PlanesLinear.from_linear(linear, "o_proj", group_size=128)
     with pytest.raises(ValueError, match=r"o_proj: in_features is 64, .* group of 128: use group_size=64"):
-        BitPlaneLinear.empty(linear, "o_proj")
+        PlanesLinear.empty(linear, "o_proj")

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .packing import pack_nibbles, unpack_nibbles
+from ..packing import pack_nibbles, unpack_nibbles
 
 GROUP_SIZES = (32, 64, 128)
 MAX_PLANES = 8
@@ -39,7 +39,7 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_SCALE = torch.finfo(torch.float16).max
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest subnormal
 _RATIOS = tuple(0.30 + 0.05 * step for step in range(15))  # of largest magnitude / largest level: 0.30 ... 1.00
-_CHUNK = (1 << 15) - 1  # elements in flight, below torch's grain: why is said in int4.py
+_CHUNK = (1 << 15) - 1  # elements in flight, below torch's grain: why is said in formats/int4.py
 _GPU_CHUNK = 1 << 24  # on a GPU launches cost more than memory
 
 
@@ -54,8 +54,8 @@ CASTS = {"int3": Cast(3, 7), "int2": Cast(2, 3), "ternary": Cast(2, 2)}
 CAST_GROUP = 64
 
 
-class BitPlanes(NamedTuple):
-    """A quantized weight ``[out, in]``. Shapes and dtypes are those on disk (weights.py)."""
+class Planes(NamedTuple):
+    """A quantized weight ``[out, in]``. Shapes and dtypes are those on disk (weight.py)."""
 
     planes: Tensor  # uint8 [B, out, in / 8]
     scale: Tensor  # float16 [out, in / group]
@@ -69,6 +69,11 @@ def cast_of(planes: int | str) -> Cast:
     if isinstance(planes, bool) or not isinstance(planes, int) or not 1 <= planes <= MAX_PLANES:
         raise ValueError(f"bit-planes: {planes!r} planes, choose 1 to {MAX_PLANES} or one of {', '.join(CASTS)}")
     return Cast(planes, 2**planes if planes > 3 else 2**planes - 1)
+
+
+def default_group(planes: int | str) -> int:
+    """Weights that share a scale where nobody says how many: 64 of the words, else 128."""
+    return CAST_GROUP if planes in CASTS else GROUP_SIZES[-1]
 
 
 def zeros_doubled(num_planes: int) -> tuple[int, int]:
@@ -87,7 +92,7 @@ def require_group_size(group_size: int, in_features: int) -> None:
         raise ValueError(f"in_features is {in_features}, no multiple of the group of {group_size}: {remedy}")
 
 
-def quantize(weight: Tensor, planes: int | str = 8, group_size: int = 128) -> BitPlanes:
+def quantize(weight: Tensor, planes: int | str = 8, group_size: int = 128) -> Planes:
     """float32/bfloat16/float16 ``[out, in]`` -> planes and scales; ``planes``: 1..8, "int3", "int2" or "ternary".
 
     Works in chunks of rows. TypeError for another dtype; ValueError for no matrix, a group that does not divide
@@ -111,7 +116,7 @@ def quantize(weight: Tensor, planes: int | str = 8, group_size: int = 128) -> Bi
         scale = torch.where(largest > 0, scale, _SMALLEST_SCALE if cast.zero_doubled & 1 else 1.0).half()
         codes = _codes(groups, scale.float(), cast)
         packed[:, part], scales[part] = pack_planes(codes.flatten(-2), cast.num_planes), scale
-    return BitPlanes(packed, scales, cast.zero_doubled)
+    return Planes(packed, scales, cast.zero_doubled)
 
 
 def _search_of(planes: int | str, cast: Cast) -> Callable[[Tensor, Tensor], Tensor]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mlspec.formats import bitplanes
+from hf_mlspec.formats.planes import codes as bitplanes
 
 EVERY = (*range(1, 9), "int3", "int2", "ternary")
 

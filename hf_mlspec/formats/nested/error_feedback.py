@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .nested import BLOCK, draft_scales
+from .fields import BLOCK, draft_scales
 
 DAMPING = 0.01
 _COLUMNS = 128  # whose errors are handed on at once

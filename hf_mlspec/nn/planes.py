@@ -8,29 +8,31 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..formats.bitplanes import CAST_GROUP, CASTS, GROUP_SIZES, cast_of
-from ..formats.weights import BitPlaneWeight
+from ..formats import Parts, PlanesWeight
+from ..formats.planes import PlanesParts
+from ..ops.planes import planes_fit_device
 from .packed import PackedLinear
-from .packed_formats import Parts, plane_zeros, require_fit
+from .packed_formats import Packing, register_packing
 from .switch import PrecisionSwitch
 
 
-class BitPlaneLinear(PackedLinear):
+class PlanesLinear(PackedLinear):
     """``y = x W^T + b`` with W in 1 to 8 bit-planes, of which any number from the first on is a weight
-    (formats/bitplanes.py).
+    (formats/planes/codes.py).
 
         parameter             dtype     on disk, in state_dict()    in tiles, from the first forward on
         weight_planes         uint8     [planes, out, in / 8]       plane_tiles (ops/planes/tiles.py)
         weight_scale          float16   [out, in / group]           scale_tiles
         weight_zero_doubled   int32     [1]                         the same
 
-    At (b, 16) bits x is rounded to bfloat16 and the first b planes are read.
+    At (b, 16) bits x is rounded to bfloat16 and the first b planes are read. Options: ``num_planes``, 1 to 8, "int3",
+    "int2" or "ternary", and ``group_size``.
     """
 
     format = "planes"
 
     def __init__(
-        self, weight: BitPlaneWeight, bias: nn.Parameter | None = None, switch: PrecisionSwitch | None = None
+        self, weight: PlanesWeight, bias: nn.Parameter | None = None, switch: PrecisionSwitch | None = None
     ) -> None:
         """As PackedLinear; ValueError when ``switch`` is for another number of planes."""
         super().__init__(weight, bias, switch or PrecisionSwitch("planes", num_planes=weight.num_planes))
@@ -41,35 +43,6 @@ class BitPlaneLinear(PackedLinear):
                 f"{weight.name}: the weight has {self.num_planes} bit-planes, its switch is for "
                 f"{self.switch.num_planes}: make it PrecisionSwitch('planes', num_planes={self.num_planes})"
             )
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        name: str = "weight",
-        switch: PrecisionSwitch | None = None,
-        num_planes: int | str = 8,
-        group_size: int | None = None,
-    ) -> BitPlaneLinear:
-        """Quantize ``linear.weight``; the bias is shared. num_planes 1 to 8, "int3", "int2" or "ternary"; groups and
-        errors as BitPlaneWeight.from_dense."""
-        weight = BitPlaneWeight.from_dense(linear.weight.detach(), num_planes, group_size, name)
-        return cls(weight, linear.bias, switch).train(linear.training)
-
-    @classmethod
-    def empty(
-        cls,
-        linear: nn.Linear,
-        name: str = "weight",
-        switch: PrecisionSwitch | None = None,
-        num_planes: int | str = 8,
-        group_size: int | None = None,
-    ) -> BitPlaneLinear:
-        """The shape of ``linear`` with values of 0 on its device (meta while a checkpoint loads)."""
-        group = group_size or (CAST_GROUP if num_planes in CASTS else GROUP_SIZES[-1])
-        require_fit("planes", linear.in_features, group, name)
-        parts = plane_zeros(*linear.weight.shape, cast_of(num_planes).num_planes, group, linear.weight.device)
-        return cls(BitPlaneWeight(*parts, name), linear.bias, switch)
 
     @property
     def zero_doubled(self) -> int:
@@ -88,9 +61,10 @@ class BitPlaneLinear(PackedLinear):
         return self.switch.bits.weight == self.num_planes
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        planes, scales, _ = self.held("weight")
+        # Knows the group and the zero, which no tile tells.
+        held = self.held("weight")
         return ops.bitplane_linear(
-            x, planes, scales, self._rows, self.bias,
+            x, held.planes, held.scale, self._rows, self.bias,
             group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=self.switch.bits.weight,
         )  # fmt: skip
 
@@ -106,3 +80,18 @@ class BitPlaneLinear(PackedLinear):
     def extra_repr(self) -> str:
         read = f"num_planes={self.num_planes}, weight_bits={self.switch.bits.weight}"
         return f"{super().extra_repr()}, group_size={self.group_size}, {read}"
+
+
+def _prepack(planes: torch.Tensor, scale: torch.Tensor, zero_doubled: torch.Tensor) -> PlanesParts:
+    return PlanesParts(*ops.prepack_planes(planes, scale), zero_doubled)
+
+
+def _unprepack(planes: torch.Tensor, scale: torch.Tensor, zero_doubled: torch.Tensor, rows: int) -> PlanesParts:
+    return PlanesParts(*ops.unprepack_planes(planes, scale, rows), zero_doubled)
+
+
+def _beside(planes: torch.Tensor, scale: torch.Tensor, zero_doubled: torch.Tensor) -> PlanesParts:
+    return PlanesParts(None, None, zero_doubled)
+
+
+register_packing(Packing(PlanesLinear, _prepack, _unprepack, fits=planes_fit_device, beside=_beside))

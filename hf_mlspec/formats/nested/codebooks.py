@@ -1,7 +1,7 @@
 """Which eight magnitudes can the draft of a nested weight take, and which of them does a weight get?
 
 A codebook is 8 ascending integers of 0..63, in units of an eighth of 2^(S - 129), where S is the exponent byte of a
-block of 32 (nested.py): the largest weight of a block has 32 to 63.75 units.
+block of 32 (fields.py): the largest weight of a block has 32 to 63.75 units.
 
     name        levels                         relative RMS error, of two small language models
     lloyd_max   2, 7, 11, 16, 22, 30, 38, 51   .0985  .0989   Lloyd-Max for Gaussian weights, rounded to integers
@@ -25,7 +25,7 @@ CODEBOOKS = {
 }
 DEFAULT, FITTED = "lloyd_max", "fitted"
 LEVELS, LARGEST_LEVEL = 8, 63
-FIELDS = 1 << 12  # of nested.py: 5 bits of exponent, 7 of mantissa
+FIELDS = 1 << 12  # of fields.py: 5 bits of exponent, 7 of mantissa
 
 
 def require_codebook_name(codebook: str) -> None:
@@ -53,7 +53,7 @@ def codebook_of(name: str, device: torch.device | str = "cpu") -> Tensor:
 
 
 def field_values() -> Tensor:
-    """float64 ``[4096]``: the units that each 12-bit field of nested.py is worth."""
+    """float64 ``[4096]``: the units that each 12-bit field of fields.py is worth."""
     field = torch.arange(FIELDS)
     exponent, mantissa = field >> 7, (field & 127).double() / 128
     return torch.ldexp(torch.where(exponent > 0, 1 + mantissa, mantissa), exponent.clamp(min=1) - 26)

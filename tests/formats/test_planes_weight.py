@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from hf_mlspec.formats import bitplanes
-from hf_mlspec.formats.weights import BITPLANE_TENSORS, BitPlaneWeight
+from hf_mlspec.formats import PlanesWeight
+from hf_mlspec.formats import planes as bitplanes
 
 
 def dense() -> torch.Tensor:
@@ -14,13 +14,13 @@ def dense() -> torch.Tensor:
 
 
 @pytest.fixture
-def weight() -> BitPlaneWeight:
-    return BitPlaneWeight.from_dense(dense(), 6, 64, name="model.q_proj")
+def weight() -> PlanesWeight:
+    return PlanesWeight.from_dense(dense(), 6, 64, name="model.q_proj")
 
 
 def test_names_shapes_and_dtypes(weight):
-    assert BITPLANE_TENSORS == ("weight_planes", "weight_scale", "weight_zero_doubled")
-    assert [tuple(getattr(weight, name).shape) for name in BITPLANE_TENSORS] == [(6, 6, 16), (6, 2), (1,)]
+    assert PlanesWeight.PARTS._fields == ("planes", "scale", "zero_doubled")
+    assert [tuple(part.shape) for part in weight.parts] == [(6, 6, 16), (6, 2), (1,)]
     assert weight.weight_zero_doubled.dtype == torch.int32
     assert weight.validate(6, 128, 64) is weight
     assert (weight.out_features, weight.in_features, weight.num_planes, weight.group_size) == (6, 128, 6, 64)
@@ -31,9 +31,9 @@ def test_names_shapes_and_dtypes(weight):
 
 
 def test_groups_by_default():
-    assert BitPlaneWeight.from_dense(dense()).group_size == 128
-    assert BitPlaneWeight.from_dense(dense()).num_planes == 8
-    assert [BitPlaneWeight.from_dense(dense(), word).group_size for word in ("int3", "int2", "ternary")] == [64] * 3
+    assert PlanesWeight.from_dense(dense()).group_size == 128
+    assert PlanesWeight.from_dense(dense()).num_planes == 8
+    assert [PlanesWeight.from_dense(dense(), word).group_size for word in ("int3", "int2", "ternary")] == [64] * 3
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_a_scale_no_quantizer_writes_is_located(weight, value):
 
 def test_what_cannot_be_quantized_is_named():
     with pytest.raises(ValueError, match="lm_head: in_features is 48"):
-        BitPlaneWeight.from_dense(torch.zeros(2, 48), 8, 32, "lm_head")
+        PlanesWeight.from_dense(torch.zeros(2, 48), 8, 32, "lm_head")
     with pytest.raises(TypeError, match=r"lm_head: .*not torch\.float64"):
-        BitPlaneWeight.from_dense(dense().double(), name="lm_head")
+        PlanesWeight.from_dense(dense().double(), name="lm_head")
 
 
 def test_shapes_alone_are_checked_without_storage(weight):
-    meta = {name: getattr(weight, name).to("meta") for name in BITPLANE_TENSORS}
-    assert BitPlaneWeight(**meta).validate(6, 128, 64).group_size == 64
+    meta = {f"weight_{name}": part.to("meta") for name, part in weight.parts._asdict().items()}
+    assert PlanesWeight(**meta).validate(6, 128, 64).group_size == 64

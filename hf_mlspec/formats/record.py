@@ -1,0 +1,172 @@
+"""What is a weight format? One record says all that the other floors ask of it: its words, options, tensors and bits.
+
+A format is a file (or a folder) of this room that ends with its record, and ``register(record)``. ops, nn and engines
+keep what they do with it under its ``word``. docs/guide/add_a_format.md adds one, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..precision import Bits, Family, add_family, remove_family
+from .weight import PackedWeight, Parts
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of a format, in MLSpecConfig and on the command line.
+
+    meaning: for the command line's help. choices: all values there are; where they cannot be listed, require: raises
+    ValueError for one that is not possible. shapes: whether the tensors' shapes depend on it. read: a text -> the
+    value. off: of a setting that is True or False, the command line's word for False.
+    """
+
+    name: str
+    default: Any
+    meaning: str
+    choices: tuple[Any, ...] = ()
+    require: Callable[[Any], Any] = lambda value: None
+    shapes: bool = False
+    read: Callable[[str], Any] = str
+    off: str = ""
+
+    def check(self, value: Any, format: str) -> None:
+        """ValueError naming the setting, the value and what ``format`` has."""
+        if self.choices and not any(type(value) is type(choice) and value == choice for choice in self.choices):
+            raise ValueError(f"{self.name} is {value!r}, {format} has {' or '.join(map(repr, self.choices))}")
+        try:
+            self.require(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.name} is {value!r}: {error}") from error
+
+
+@dataclass(frozen=True)
+class CastWord:
+    """What a cast of another model to a format is called as a level, and with which options it is made."""
+
+    word: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+def _same(bits: Bits, device: str) -> Bits:
+    return bits
+
+
+@dataclass(frozen=True)
+class Format:
+    """One weight format. Its functions take the options by name and ignore what does not matter to them.
+
+    word: what code calls it. written: what config.json says (``word``, if it is not given); either is read.
+    title: what messages call it. weight: its tensors on disk as one object. zeros: ``((..., out, in), device,
+    **options)`` -> the parts of a weight whose values are all 0: with their names, shapes and dtypes they say what is
+    on disk. group: options -> how many weights along ``in`` share a scale and divide it. bits_per_weight:
+    options -> bits a weight takes, scales included. families: words of its precisions, those that a switch of such
+    layers is called at first. bit_choices: the number of stored weight bits -> what a call can ask for, the finest
+    first; stored_bits: options -> that number. weights_called, remedy: what a message calls the weights that such a
+    level reads, and how a model comes by them.
+    """
+
+    word: str
+    title: str
+    weight: type[PackedWeight]
+    zeros: Callable[..., Parts]
+    group: Callable[..., int]
+    bits_per_weight: Callable[..., float]
+    families: tuple[Family, ...]
+    bit_choices: Callable[[int], tuple[Bits, ...]]
+    weights_called: str
+    remedy: str
+    written: str = ""
+    require_group: Callable[[int, int], None] | None = None  # (group, in_features); None: a group that divides
+    options: tuple[Option, ...] = ()
+    stored_bits: Callable[..., int] = lambda **options: 8
+    casts: tuple[CastWord, ...] = ()
+    cast_activations: Callable[[str], int] = lambda device: 16  # kind of device -> what a cast multiplies by
+    level_examples: tuple[str, ...] = ()  # words for levels below such a target, for messages
+    level_words: tuple[str, ...] = ()  # all of levels below such a target, where they are not those of bit_choices
+    as_level: Callable[[Bits, str], Bits] = _same  # what a word asks for, as a level on a kind of device
+    reads_part: bool = False  # whether fewer bits of a weight are a weight, too
+    multiplies: tuple[str, ...] = ("fused",)  # PrecisionSwitch.multiply
+    experts: bool = False  # whether modules of experts can be held in it
+    in_place: bool = False  # whether a model takes it on after it was loaded, instead of tensor by tensor
+    stays_whole: bool = False  # whether its tensors only say together what they hold, and cannot be cut
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "written", self.written or self.word)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of its tensors, behind ``weight_``."""
+        return self.weight.PARTS._fields
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        return tuple([option.name for option in self.options])
+
+    @property
+    def activations(self) -> tuple[int, ...]:
+        """Activation bits that a call can ask for, of whatever weight bits."""
+        return tuple(dict.fromkeys(bits.activation for bits in self.bit_choices(8)))
+
+    @property
+    def family(self) -> str:
+        """Of the precisions that a call can ask for."""
+        return self.families[0].name
+
+    def shaping(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of ``options`` on which shapes depend."""
+        return {option.name: options[option.name] for option in self.options if option.shapes}
+
+    def require_fit(self, in_features: int, name: str, **options: Any) -> None:
+        """ValueError naming ``name`` where groups do not divide ``in_features``, or for a group that there is not."""
+        group = self.group(**options)
+        if self.require_group is not None:
+            try:
+                self.require_group(group, in_features)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        elif in_features % group:
+            raise ValueError(f"{name}: in_features is {in_features}, {self.title} needs a multiple of {group}")
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register(record: Format) -> Format:
+    """Make a format known to everything that goes through FORMATS. ValueError when one of its words is taken."""
+    words = {record.word, record.written, *(cast.word for cast in record.casts)}
+    taken = words & {word for known in FORMATS.values() for word in _words(known)}
+    if taken:
+        raise ValueError(f"format {record.word!r}: the word {min(taken)!r} is taken, choose another")
+    for family in record.families:
+        add_family(family)
+    FORMATS[record.word] = record
+    return record
+
+
+def unregister(word: str) -> None:
+    """Make a format unknown again; KeyError when it is not known."""
+    for family in FORMATS.pop(word).families:
+        remove_family(family.name)
+
+
+def _words(record: Format) -> Iterator[str]:
+    yield from (record.word, record.written, *(cast.word for cast in record.casts))
+
+
+def format_named(name: object) -> Format | None:
+    """The format of a config's word, the written one or the format's own; None for another."""
+    return next((record for record in FORMATS.values() if name in (record.written, record.word)), None)
+
+
+def casts() -> dict[str, tuple[Format, CastWord]]:
+    """Every word that a cast can be called, with its format."""
+    return {cast.word: (record, cast) for record in FORMATS.values() for cast in record.casts}
+
+
+def options() -> dict[str, Option]:
+    """Every option of any format, by name."""
+    return {option.name: option for record in FORMATS.values() for option in record.options}
+

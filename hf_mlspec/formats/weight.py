@@ -1,0 +1,62 @@
+"""What do the weights of all formats have in common? The tensors of one linear layer on disk, as one object."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from .damage import require_dtype, require_size
+
+# A NamedTuple of each format's own: tensors on disk, or in the tiles that stand for them; None: done without.
+Parts = tuple[torch.Tensor | None, ...]
+
+
+class PackedWeight(ABC):
+    """One linear layer's weight, as saved: a frozen dataclass of a tensor ``weight_<part>`` for each of ``PARTS``, in
+    their order, and a ``name`` that is only used in messages."""
+
+    PARTS: ClassVar[type]  # a NamedTuple, codes first; formats with tiles have a part `scale` with a row per output
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def from_dense(cls, weight: torch.Tensor, *, name: str = "weight", **options: Any) -> PackedWeight:
+        """Quantize ``[out, in]``; TypeError for a dtype, ValueError naming ``name`` for what cannot be quantized."""
+
+    @property
+    @abstractmethod
+    def out_features(self) -> int:
+        """Rows."""
+
+    @property
+    @abstractmethod
+    def in_features(self) -> int:
+        """Columns."""
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``[out, in]`` in ``dtype``."""
+
+    @abstractmethod
+    def validate(self, out_features: int | None = None, in_features: int | None = None) -> PackedWeight:
+        """Itself, or one specific error: TypeError for a dtype, ValueError for a shape or for numbers that no
+        quantizer writes."""
+
+    @property
+    def parts(self) -> Parts:
+        """The tensors, as a ``PARTS``."""
+        return self.PARTS(*(getattr(self, f"weight_{part}") for part in self.PARTS._fields))
+
+    def require_dtypes(self, dtypes: tuple[torch.dtype, ...], format: str) -> None:
+        """TypeError unless the parts, in their order, are of ``dtypes``; None has any."""
+        for part, tensor, dtype in zip(self.PARTS._fields, self.parts, dtypes, strict=True):
+            if tensor is not None:
+                require_dtype(self.name, f"weight_{part}", tensor, dtype, format)
+
+    def require_like(self, expected: Parts, format: str) -> None:
+        """TypeError or ValueError unless every part has dtype and shape of its counterpart in ``expected``."""
+        self.require_dtypes(tuple(part.dtype for part in expected), format)
+        for part, tensor, other in zip(self.PARTS._fields, self.parts, expected, strict=True):
+            require_size(self.name, f"weight_{part}", tensor, other.shape)

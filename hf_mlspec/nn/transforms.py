@@ -1,0 +1,60 @@
+"""What is done to the inputs of a packed layer before they meet its weight, alike at every precision?
+
+A layer computes ``transform(x) W^T + b``: W was made for inputs that were permuted, rotated or scaled first. There is
+one transform so far, `NONE`; another is a `Transform` that was registered, and tensors of its own that each layer
+holds and saves as ``transform_<name>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One kind of transform.
+
+    word: what MLSpecConfig and config.json call it. tensors: ``(in_features, device)`` -> what a layer holds for it,
+    by name, of the shapes and dtypes on disk. apply: ``(x [..., in], tensors)`` -> ``[..., in]`` of x's dtype, each
+    row by itself.
+    """
+
+    word: str
+    tensors: Callable[[int, torch.device], Mapping[str, Tensor]]
+    apply: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+    def __deepcopy__(self, memo: dict) -> Transform:
+        """A kind is one object, in copies of a layer, too."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """In a pickle it is its word."""
+        return transform_named, (self.word,)
+
+
+NONE = Transform("none", lambda in_features, device: {}, lambda x, tensors: x)
+TRANSFORMS = {NONE.word: NONE}
+
+
+def register_transform(transform: Transform) -> Transform:
+    """Make a kind known to MLSpecConfig. ValueError when the word is taken."""
+    if transform.word in TRANSFORMS:
+        raise ValueError(f"transform {transform.word!r} is taken: choose another word")
+    TRANSFORMS[transform.word] = transform
+    return transform
+
+
+def unregister_transform(word: str) -> None:
+    """Make a kind unknown again; KeyError when it is not known."""
+    del TRANSFORMS[word]
+
+
+def transform_named(word: object) -> Transform:
+    """The kind of a word; ValueError naming those there are."""
+    if not isinstance(word, str) or word not in TRANSFORMS:
+        raise ValueError(f"transform is {word!r}, choose one of {', '.join(TRANSFORMS)}")
+    return TRANSFORMS[word]
