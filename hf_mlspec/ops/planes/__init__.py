@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...formats import planes as planes_format
+from ...formats import planes as bitplanes
 from ...formats.mxfp4 import BLOCK
 from ...formats.planes import GROUP_SIZES, MAX_PLANES, zeros_doubled
 from ..cuda_library import serves
@@ -79,8 +79,7 @@ def _bitplane_linear(
     def part(rows: slice) -> Tensor:
         cut = tiles_of(rows)
         planes, scale = tiles.unpack(plane_tiles[:, cut], scale_tiles[cut], rows.stop - rows.start)
-        # Level x scale does not fit bfloat16.
-        dense = planes_format.dequantize(planes, scale, zero_doubled, num_planes)
+        dense = bitplanes.dequantize(planes, scale, zero_doubled, num_planes)  # level x scale does not fit bfloat16
         return finish(F.linear(rounded(x), dense), bias_of(bias, rows), x.dtype)
 
     return in_slices(part, out_features, x.shape[-1])
@@ -101,7 +100,7 @@ def bitplane_linear(
     out]``.
 
     x is rounded to bfloat16; products are exact, sums float32 within each group of group_size 32, 64 or 128, which is
-    then scaled. zero_doubled: twice the code that means 0 (formats/planes.py).
+    then scaled. zero_doubled: twice the code that means 0 (formats/bitplanes.py).
     """
     return _bitplane_linear(x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes)
 
