@@ -19,6 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from ..nn.castable import require_plain_inputs
 from ..nn.nest import unnest
 from ..nn.packed import PackedLinear, PackedModule
 from ..nn.transforms import NONE
@@ -167,6 +168,7 @@ class MLSpecQuantizer(HfQuantizer):
         return state, {CHECKSUMS_KEY: json.dumps(checksums(state))}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str) -> PreTrainedModel:
+        require_plain_inputs(model, "dequantize")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word in the config once it was saved
         if self._nests:
             nested = [name for name, _ in packed_modules(model)]
@@ -214,8 +216,6 @@ def _require_valid(name: str, module: PackedModule) -> None:
 
 
 def _wide_linear(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
-    if layer.transform is not NONE:
-        raise ValueError(f"a layer transforms its inputs ({layer.transform.word}): it cannot be made dense again")
     wide = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     wide.weight, wide.bias = nn.Parameter(layer.dequantized(dtype), requires_grad=False), layer.bias
     return wide

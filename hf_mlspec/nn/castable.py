@@ -12,6 +12,7 @@ from ..formats import mxfp4
 from .expert_modules import ExpertModule, is_experts
 from .linear import is_dense
 from .packed import PackedLinear, PackedModule
+from .transforms import NONE
 
 _SHOWN = 8  # layers in a message
 
@@ -37,6 +38,7 @@ def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
         raise ValueError(
             f"{action}: the model is already quantized ({method}); load the original floating-point checkpoint"
         )
+    require_plain_inputs(model, action)
     adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
     if adapted:
         raise ValueError(
@@ -55,6 +57,16 @@ def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
             f"{action}: {len(sharded)} parameters are sharded over processes (DTensor), the first is {sharded[0]}: "
             "load the model without tp_plan"
         )
+
+
+def require_plain_inputs(model: nn.Module, action: str) -> None:
+    """ValueError naming a packed layer that transforms its inputs: its weight alone is not what it computes."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear) and module.transform is not NONE:
+            raise ValueError(
+                f"{action}: {name} transforms its inputs ({module.transform.word}), which no other weight can stand "
+                "for: start from the model that was quantized"
+            )
 
 
 def linears_and_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

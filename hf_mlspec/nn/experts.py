@@ -59,13 +59,9 @@ class PackedExperts(PackedModule):
 
     @classmethod
     def from_module(
-        cls,
-        module: nn.Module,
-        format: str = "mxfp4",
-        switch: PrecisionSwitch | None = None,
-        name: str = "experts",
+        cls, module: nn.Module, format: str = "mxfp4", switch: PrecisionSwitch | None = None, name: str = "experts",
         **options: Any,
-    ) -> PackedExperts:
+    ) -> PackedExperts:  # fmt: skip
         """Quantize the experts of ``module``; biases are shared. ValueError naming ``name`` and the expert for NaN or
         Inf, or when the module is not understood."""
         experts = cls(module, format, switch, name, **options)
@@ -76,13 +72,9 @@ class PackedExperts(PackedModule):
 
     @classmethod
     def empty(
-        cls,
-        module: nn.Module,
-        format: str = "mxfp4",
-        switch: PrecisionSwitch | None = None,
-        name: str = "experts",
+        cls, module: nn.Module, format: str = "mxfp4", switch: PrecisionSwitch | None = None, name: str = "experts",
         **options: Any,
-    ) -> PackedExperts:
+    ) -> PackedExperts:  # fmt: skip
         """The shape of ``module`` with values of 0 on its device (meta while a checkpoint loads)."""
         experts = cls(module, format, switch, name, **options)
         for key in experts.names:

@@ -14,7 +14,7 @@ from ..formats import NestedWeight
 from ..formats.nested import FORMAT
 from ..formats.nested.codebooks import require_codebook_name
 from .calibration import by_memory, hessians, read_samples
-from .castable import is_nested, listed, require_dense, require_finite_float
+from .castable import is_nested, listed, require_dense, require_finite_float, require_plain_inputs
 from .linear import is_dense
 from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan, nothing_to_nest, plan_of
@@ -94,6 +94,7 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
             f"unnest: this {type(model).__name__} holds a {type(other).__name__} beside nested weights, it is a cast: "
             "unnest the model that it was made of"
         )
+    require_plain_inputs(model, "unnest")
     for swap in swaps:
         swap.put_back(model)
     if isinstance(model, PreTrainedModel):

@@ -12,6 +12,7 @@ from models import prompts, tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
@@ -118,7 +119,7 @@ def test_a_model_carries_its_transform_to_disk_and_back(tmp_path):
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
     with torch.no_grad():
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
-    with pytest.raises(ValueError, match=r"transforms its inputs \(permutation\): it cannot be made dense"):
+    with pytest.raises(ValueError, match=r"dequantize: model\.\S+ transforms its inputs \(permutation\), which no"):
         again.dequantize()
 
 
@@ -129,6 +130,14 @@ def test_compiled_decoders_refuse_it_by_name(tmp_path, caplog, decoder):
     assert decoder_of(permuted_model(tmp_path), decoder) is None
     (said,) = [record.getMessage() for record in caplog.records if "module by module" in record.getMessage()]
     assert "transforms its inputs (permutation), which no compiled decoder does" in said
+
+
+def test_a_nested_weight_behind_a_transform_is_neither_cast_nor_unnested():
+    model = hf_mlspec.nest(tiny(dtype=torch.bfloat16))
+    model.model.layers[1].mlp.up_proj.transform_(PERMUTATION)
+    for action in (hf_mlspec.direct_cast, hf_mlspec.unnest):
+        with pytest.raises(ValueError, match=r": model\.layers\.1\.mlp\.up_proj transforms its inputs .perm"):
+            action(model)
 
 
 def test_wrong_ones_are_named(tmp_path):
