@@ -33,7 +33,7 @@ def test_rows_join_behind_a_round_under_way(name):
     """The round that runs already is not theirs: they gain nothing in it, and all they should afterwards."""
     serving = Serving(name)
     with torch.inference_mode():
-        rows, loop = [[5, 6, 7], [8] * 9, [9, 3]], serving.loop
+        rows, loop = [[5, 6, 7], [8] * 17, [9, 3]], serving.loop
         loop.admit([list(rows[0])], [60], [0])
         assert loop.round() == [0]
         assert loop.rounds.chain.graphs.batch == 1  # launched while nobody had asked for it
@@ -43,11 +43,17 @@ def test_rows_join_behind_a_round_under_way(name):
         gained = [len(row) - n for row, n in zip(loop.rows, before, strict=True)]
         assert gained[0] > 0
         assert gained[1:] == [0, 0]
+        assert loop.rounds.chain.graphs.batch == 4
+        rows.append([4, 4, 9])
+        loop.replace(1, list(rows[3]), 60, 3)
         loop.select([2, 0, 1])
+        assert loop.round() == [0, 1, 2]
+        assert len(loop.rows[0]) > len(rows[2])
+        assert loop.rows[2] == rows[3]
         while going := loop.round():
             loop.select(going)
-        for number, row in enumerate(rows):
-            assert serving.written[number] == alone(row, 60, number)
+        for number in (0, 2, 3):
+            assert serving.written[number] == alone(rows[number], 60, number)
 
 
 def test_a_row_in_the_place_of_another_keeps_what_they_have_in_common(monkeypatch):
