@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     LogitsProcessorList,
@@ -30,6 +29,7 @@ from .levels import resolve
 from .processing import Prompts, calls_like, split_processors
 from .record import Record
 from .request import check_prompts, check_request, check_streamer, check_target
+from .returned_cache import ReturnedCache, check_given, take_over, tokens_in
 from .stopping import Stopping
 from .suitability import check_length
 from .wiring import Chain, Wiring
@@ -66,6 +66,12 @@ def generate(
     return_dict_in_generate, a GenerateDecoderOnlyOutput with `.speculation`. transformers passes neither streamers nor
     tokenizers to a custom_generate callable, so here the target's tokenizer is `target_tokenizer`, and streamer= and
     stop_strings= do not work; `model.generate(..., assistant_models=[...])` has neither limit.
+
+    past_key_values: a DynamicCache of the first tokens of input_ids, fewer than all, column by column as generate
+    returned them. Whether it was made from those very tokens, under the same attention_mask and by these weights,
+    cannot be seen. It comes back, as does one with return_dict_in_generate, with the columns of the returned sequences
+    for which every row has keys and values: all but the last, and where a row ended earlier those before its last
+    token. Columns of padding hold zeros. To go on, pass it with the sequences and the mask of their padding.
 
     Raises TypeError or ValueError for levels and options that cannot work, before anything is computed.
     """
@@ -137,7 +143,7 @@ def check(model: PreTrainedModel, call: Call) -> Prompts:
     prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
-    _check_filled(call.model_kwargs.get("past_key_values"), prompts)
+    check_given(model, call.model_kwargs.get("past_key_values"), prompts)
     split_processors(call.processors, prompts)  # refuses those that keep state
     return prompts
 
@@ -172,24 +178,25 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
     """Extend the rows; the counts, and the cache a user asked to have back."""
     given, device = call.model_kwargs.get("past_key_values"), call.input_ids.device
     budgets = [call.new_tokens] * len(rows)
-    cached = min(given.get_seq_length() if given is not None else 0, prompts.lengths[0] - 1)
-    wanted = call.keep_cache or call.settings.return_dict_in_generate or cached
+    cached, returned = tokens_in(given, prompts), None
+    if given is not None and (call.keep_cache or call.settings.return_dict_in_generate or given.get_seq_length()):
+        emit = returned = ReturnedCache(chain, prompts, stop, call.new_tokens, given, emit)
     try:
-        with captured(chain, call.processors, rows, call.new_tokens) as rounds:
-            with torch.inference_mode():
-                if rounds is None:
-                    chain.target.start(len(rows), device)
-                if cached:  # the target's cache takes over what a user's holds of a single prompt
-                    chain.target.runner.cache.load(given, cached)
-                stats = decode_all(_loop(chain, rounds, stop, emit, device), rows, budgets, cached)
-                stats.new_tokens -= stop.cut(rows)
-            return chain.finish(stats), _return_cache(chain, given, cached, rows) if wanted else None
+        with captured(chain, call.processors, rows, call.new_tokens) as rounds, torch.inference_mode():
+            if rounds is None:
+                chain.target.start(len(rows), device)
+            elif len(rows) > 1:
+                cached = 0  # captured rounds put rows into an order of their own
+            if cached:
+                take_over(chain, given, cached, prompts)
+            decode = decode_all if returned is None else returned.decode_all
+            stats = chain.finish(decode(_loop(chain, rounds, stop, emit, device), rows, budgets, cached))
     except NoRoom as error:
         reason = NoRoom(str(error), error.left)  # without the frames that hold the chain
-    with torch.inference_mode():
-        stats = go_on(chain, reason, stop, emit, device)
-        stats.new_tokens -= stop.cut(rows)
-    return stats, _return_cache(chain, given, cached, rows) if wanted else None
+        with torch.inference_mode():
+            stats = go_on(chain, reason, stop, emit, device)
+    stats.new_tokens -= stop.cut(rows)
+    return stats, None if returned is None else returned.fill()
 
 
 def _loop(chain: Chain, rounds: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Decoding:
@@ -197,36 +204,3 @@ def _loop(chain: Chain, rounds: CapturedChain | None, stop: Stop, emit: Emit, de
     if rounds is not None:
         return CapturedDecoding(rounds, chain.target, chain.drafter, **how)
     return Decoding(chain.target, chain.drafter, **how, device=device)
-
-
-def _is_plain(cache) -> bool:
-    """Whether a cache holds every slot of every layer."""
-    return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
-
-
-def _check_filled(given, prompts: Prompts) -> None:
-    """Raise ValueError for a user's cache whose tokens cannot be continued."""
-    length = given.get_seq_length() if given is not None else 0
-    if not length:
-        return
-    hidden = prompts.input_ids.shape[1] - prompts.lengths[0]
-    if hidden:
-        raise ValueError(
-            f"past_key_values holds {length} tokens, and the attention_mask hides {hidden} of the prompt: whether "
-            "they are in the cache cannot be known; leave out past_key_values, or the masked tokens"
-        )
-    if len(prompts.rows) > 1 or not _is_plain(given):
-        raise ValueError(
-            f"a filled {type(given).__name__} for {len(prompts.rows)} rows cannot be continued with "
-            "assistant_models: pass a DynamicCache without sliding layers and one row, or the whole prompt"
-        )
-
-
-def _return_cache(chain: Chain, given, cached: int, rows: Rows):
-    """The cache stock generate would hand back: for one row, keys and values of all tokens but the last."""
-    if len(rows) > 1 or not _is_plain(given):
-        return None
-    if given.get_seq_length() > cached:
-        given.crop(cached - given.get_seq_length())
-    chain.target.runner.cache.extend(given, cached, len(rows[0]) - 1)
-    return given

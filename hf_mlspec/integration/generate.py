@@ -158,8 +158,6 @@ def _serves(model, args: tuple, kwargs: dict) -> bool:
 
 
 def _refusal(model, call: Call) -> str | None:
-    if call.keep_cache and len(call.input_ids) > 1:
-        return f"past_key_values was given for {len(call.input_ids)} rows"
     try:
         check(model, call)
     except ValueError as error:

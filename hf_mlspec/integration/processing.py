@@ -92,11 +92,19 @@ class Prompts:
                 raise ValueError(f"prompt {number} of the batch has no token that its attention_mask lets through")
         self.lengths = [len(row) for row in self.rows]
         self.grown = [list(row) for row in self.rows]
+        self._masked = None if attention_mask is None else mask
         self.has_holes = attention_mask is not None and bool((attention_mask.diff(dim=1) < 0).any())
 
     def whole(self, number: int, row: list[int]) -> list[int]:
         """Padded prompt and generated tokens, as stock generate would hold them."""
         return self._lines[number] + row[self.lengths[number] :]
+
+    def columns(self, number: int, count: int | None = None) -> list[int]:
+        """Where the first `count` tokens of a row stand in what generate returns; without count, its prompt's."""
+        width = self.input_ids.shape[1]
+        flags = [1] * width if self._masked is None else self._masked[number]
+        own = [column for column, flag in enumerate(flags) if flag]
+        return own if count is None else (own + list(range(width, width + count)))[:count]
 
     def filled(self, generated: int, shown: dict[int, list[int]]) -> list[list[int]]:
         """All rows of the batch in the user's order, `generated` new tokens each, as stock generate would hold them.

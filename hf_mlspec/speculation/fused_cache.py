@@ -78,17 +78,15 @@ class FusedCache:
             self.kv = self.kv[:, :, : self.rows, :, :slots].clone(memory_format=torch.contiguous_format)
 
     def load(self, other, length: int) -> None:
-        """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
+        """Copy the first `length` slots of every layer of a plain transformers cache (as many rows, no padding)."""
         self.reserve(length)
         for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
             keys[: self.rows, :, :length] = layer.keys[:, :, :length]
             values[: self.rows, :, :length] = layer.values[:, :, :length]
 
-    def extend(self, other, start: int, end: int) -> None:
-        """Append slots `start` .. `end` of every layer to a plain transformers cache (batch 1)."""
-        for index, (keys, values) in enumerate(self.kv):
-            own = slice(0, self.rows)
-            other.update(keys[own, :, start:end].clone(), values[own, :, start:end].clone(), index)
+    def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""
+        return [(keys.clone(), values.clone()) for keys, values in self.kv[:, :, index, :, start:end]]
 
     @property
     def nbytes(self) -> int:

@@ -111,15 +111,16 @@ class RaggedCache(Cache):
                 )
 
     def load(self, other: Cache, length: int) -> None:
-        """Copy the first `length` slots of every layer of a plain transformers cache (batch 1, no padding)."""
-        with planned(Plan([0], length, other.layers[0].keys.device)):
+        """Copy the first `length` slots of every layer of a plain transformers cache (as many rows, no padding)."""
+        keys = other.layers[0].keys
+        with planned(Plan([0] * len(keys), length, keys.device)):
             for layer, lane in zip(other.layers, self.layers, strict=True):
                 lane.update(layer.keys[:, :, :length], layer.values[:, :, :length])
 
-    def extend(self, other: Cache, start: int, end: int) -> None:
-        """Append slots `start` .. `end` of every layer to a plain transformers cache (batch 1)."""
-        for index, lane in enumerate(self.layers):
-            other.update(lane.keys[:, :, start:end].clone(), lane.values[:, :, start:end].clone(), index)
+    def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""
+        lines = [(lane.keys[index], lane.values[index]) for lane in self.layers]
+        return [(keys[:, start:end].clone(), values[:, start:end].clone()) for keys, values in lines]
 
     @property
     def nbytes(self) -> int:

@@ -6,12 +6,15 @@ import json
 
 import pytest
 import torch
+from device_path import on_device
 from models import letters, near, prompts, tiny
 from transformers import DynamicCache, pipeline
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import hf_mlspec
 from hf_mlspec import SpeculationConfig
+
+__all__ = ["on_device"]
 
 TARGET = tiny(seed=2)
 NEAR = near(TARGET, 0.02)
@@ -124,17 +127,134 @@ def test_a_returned_cache_goes_on_in_stock_generate():
     assert torch.equal(with_cache, TARGET.generate(out.sequences, attention_mask=mask, **options))
 
 
+def goes_on(target, out, mask: torch.Tensor, **options) -> None:
+    """Stock generate writes the same from the returned cache as without it."""
+    plain = target.generate(out.sequences, attention_mask=mask, **options)
+    cache = out.past_key_values
+    assert torch.equal(target.generate(out.sequences, attention_mask=mask, past_key_values=cache, **options), plain)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("ends", [[62], list(range(3, 64, 11))], ids=["together", "one by one"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_the_cache_of_a_batch_goes_on_in_stock_generate(chain, ends, kind):
+    target = TARGET if kind == "llama" else tiny(kind, seed=2)
+    inputs = prompts([8, 5, 11])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    out = target.generate(**inputs, **options, return_dict_in_generate=True, assistant_models=chain)
+    new = (out.sequences[:, 11:] != 0).long()
+    cache = out.past_key_values
+    assert cache.get_seq_length() == 11 + new.sum(dim=1).min() - 1
+    mask = torch.cat([inputs["attention_mask"], new], dim=1)
+    if kind == "llama":
+        seen = mask[:, : cache.get_seq_length()].bool()
+        own = target(out.sequences, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        for layer, other in zip(cache.layers, own.past_key_values.layers, strict=True):
+            for ours, theirs in ((layer.keys, other.keys), (layer.values, other.values)):
+                theirs = theirs[:, :, : seen.shape[1]]
+                torch.testing.assert_close(ours.transpose(1, 2)[seen], theirs.transpose(1, 2)[seen])
+                assert not ours.transpose(1, 2)[~seen].any()
+    goes_on(target, out, mask, **options)
+
+
+@pytest.mark.parametrize("ends", [None, [62], list(range(3, 64, 11))], ids=["budget", "together", "one by one"])
+@pytest.mark.parametrize("way", ["compiled", "captured"])
+def test_the_cache_of_a_batch_comes_out_of_compiled_steps_and_captured_rounds(way, ends, request):
+    rounds = request.getfixturevalue("on_device") if way == "captured" else [1]
+    target = tiny(seed=2, dtype=torch.float32)
+    inputs = prompts([8, 5, 11])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    cache = DynamicCache()
+    ids = target.generate(**inputs, **options, past_key_values=cache, assistant_models=[near(target, 0.02)])
+    assert rounds
+    new = torch.ones_like(ids[:, 11:]) if ends is None else (ids[:, 11:] != 0).long()
+    assert cache.get_seq_length() == 11 + new.sum(dim=1).min() - 1
+    mask = torch.cat([inputs["attention_mask"], new], dim=1)
+    own = target(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).past_key_values
+    seen = mask[:, : cache.get_seq_length()].bool()
+    for layer, other in zip(cache.layers, own.layers, strict=True):
+        for ours, theirs in ((layer.keys, other.keys), (layer.values, other.values)):
+            theirs = theirs[:, :, : seen.shape[1]]
+            torch.testing.assert_close(ours.transpose(1, 2)[seen], theirs.transpose(1, 2)[seen], atol=1e-4, rtol=1e-3)
+    ids, mask = (torch.cat([part[:, : seen.shape[1] + 1], torch.full((3, 2), fill)], dim=1)
+                 for part, fill in ((ids, 20), (mask, 1)))  # fmt: skip
+    plain = target.generate(ids, attention_mask=mask, **options, assistant_models=[])
+    cached = target.generate(ids, attention_mask=mask, **options, assistant_models=[], past_key_values=cache)
+    assert torch.equal(cached, plain)
+
+
+def test_the_cache_of_a_padded_row_stands_where_its_sequence_does():
+    inputs = prompts([8, 12])
+    inputs = {name: value[:1] for name, value in inputs.items()}
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    out = TARGET.generate(**inputs, **options, return_dict_in_generate=True, assistant_models=[NEAR])
+    assert out.past_key_values.get_seq_length() == 17
+    goes_on(TARGET, out, torch.cat([inputs["attention_mask"], torch.ones(1, 6, dtype=torch.long)], dim=1), **options)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_batch_goes_on_in_the_users_cache(chain):
+    inputs = prompts([8, 5, 11])
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], DynamicCache()
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": list(range(3, 64, 11)), "pad_token_id": 0}
+    for _ in range(3):
+        stock = TARGET.generate(ids, attention_mask=mask, **options)
+        ours = TARGET.generate(
+            ids, attention_mask=mask, **options, past_key_values=cache, assistant_models=chain
+        )
+        assert torch.equal(ours, stock)
+        fewest = (ours[:, ids.shape[1] :] != 0).sum(dim=1).min()
+        assert cache.get_seq_length() == ids.shape[1] + fewest - 1
+        # The next turn: rows that ended earlier are padded on their left, so that no hole is in a prompt.
+        width = ids.shape[1] + int(fewest)
+        ids = torch.cat([ours[:, :width], torch.tensor([[20, 31]] * 3)], dim=1)
+        mask = torch.cat([mask, torch.ones(3, ids.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
+
+
+def test_a_batchs_cache_saves_its_prefill():
+    cache, fed = DynamicCache(), []
+    inputs = prompts([200, 190])
+    ids = TARGET.generate(**inputs, max_new_tokens=5, eos_token_id=None, past_key_values=cache, assistant_models=[])
+    handle = TARGET.model.embed_tokens.register_forward_hook(lambda module, args, out: fed.append(args[0].shape[1]))
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 5, dtype=torch.long)], dim=1)
+    TARGET.generate(ids, attention_mask=mask, max_new_tokens=2, past_key_values=cache, assistant_models=[])
+    handle.remove()
+    assert sum(fed) < 15  # as many tokens of the longer row as the shorter one's padding
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_filled_cache_that_cannot_be_continued(rows):
+    """What belongs to a longer text, to other rows or to another model; the cache stays as it is."""
     ids = prompts([8] * rows)["input_ids"]
-    cache = DynamicCache()
-    TARGET.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, past_key_values=cache)
     mask = torch.ones_like(ids)
-    if rows == 1:
-        mask[0, 3] = 0
-    words = r"attention_mask hides 1 of the prompt" if rows == 1 else r"2 rows cannot be continued.*one row"
-    with pytest.raises(ValueError, match=words):
-        TARGET.generate(ids, attention_mask=mask, max_new_tokens=3, past_key_values=cache, assistant_models=[NEAR])
+
+    def refused(words: str, cache: DynamicCache, width: int = 8, mask: torch.Tensor = mask) -> None:
+        before = cache.get_seq_length()
+        with pytest.raises(ValueError, match=words):
+            TARGET.generate(
+                ids[:, :width], attention_mask=mask[:, :width], max_new_tokens=3, past_key_values=cache,
+                assistant_models=[NEAR],
+            )  # fmt: skip
+        assert cache.get_seq_length() == before
+
+    def made_by(model, rows: int = rows) -> DynamicCache:
+        cache = DynamicCache()
+        model(torch.full((rows, 6), 9), past_key_values=cache)
+        return cache
+
+    cache = made_by(TARGET)
+    hole = mask.clone()
+    hole[0, 3] = 0
+    refused(r"attention_mask hides 1 of the prompt", cache, mask=hole)
+    refused(r"holds 6 tokens and the prompt has 5: .*first tokens, 4 at most; crop", cache, width=5)
+    refused(r"holds 6 tokens and the prompt has 6: ", cache, width=6)
+    refused(r"has 3 layers and LlamaForCausalLM 2", made_by(tiny(num_hidden_layers=3)))
+    refused(r"keys of layer 0 .* shape \[\d, 4, 6, 8\], and \[\d, 2, 6, 8\]", made_by(tiny(num_key_value_heads=4)))
+    refused(r"shape \[\d, 2, 6, 16\], and \[\d, 2, 6, 8\]", made_by(tiny(head_dim=16)))
+    refused(r"shape \[3, 2, 6, 8\], and \[\d, 2, 6, 8\]", made_by(TARGET, 3))
+    refused(r"float32 on cpu, and LlamaForCausalLM computes in torch.float64", made_by(tiny(dtype=torch.float32)))
+    out = TARGET.generate(ids, attention_mask=mask, max_new_tokens=3, past_key_values=cache, assistant_models=[NEAR])
+    assert cache.get_seq_length() == out.shape[1] - 1
 
 
 def test_pipeline():

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from models import near, prompts, tiny
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import hf_mlspec
@@ -184,7 +184,6 @@ HIDDEN = {**prompts([9]), "position_ids": torch.arange(2, 11)[None]}
         (HIDDEN, "position_ids was given"),
         ({"logits_processor": [Reseeded()]}, "Reseeded keeps state between tokens"),
         (LONG, r"exceed the 512 positions"),
-        ({"past_key_values": DynamicCache(), **BATCHES["four ragged rows"]}, "past_key_values was given for 4 rows"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

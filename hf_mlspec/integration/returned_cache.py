@@ -1,0 +1,152 @@
+"""Which past_key_values can a call go on from, and what does it hand back in them?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ..speculation.checker import Verdict
+from ..speculation.decode import Decoding, Emit, decode_all
+from ..speculation.draft import Rows
+from ..speculation.stats import SpeculationStats
+from .processing import Prompts
+from .stopping import Stopping
+from .wiring import Chain
+
+
+def check_given(model: PreTrainedModel, given: DynamicCache | None, prompts: Prompts) -> None:
+    """Raise ValueError for a user's filled cache that cannot be of the first tokens of these prompts.
+
+    Whether its keys and values are of those very tokens cannot be seen.
+    """
+    length, width = _length(given), prompts.input_ids.shape[1]
+    if not length:
+        return
+    if prompts.has_holes:
+        hidden = width - min(prompts.lengths)
+        raise ValueError(
+            f"past_key_values holds {length} tokens, and the attention_mask hides {hidden} of the prompt: whether "
+            "they are in the cache cannot be known; leave out past_key_values, or the masked tokens"
+        )
+    if not all(type(layer) is DynamicLayer for layer in given.layers):
+        raise ValueError(
+            f"a filled {type(given).__name__} cannot be continued with assistant_models where a layer of it is no "
+            "DynamicLayer: pass a DynamicCache without sliding layers, or the whole prompt"
+        )
+    if length >= width:
+        raise ValueError(
+            f"past_key_values holds {length} tokens and the prompt has {width}: what is continued must be of the "
+            f"prompt's first tokens, {width - 1} at most; crop the cache, or pass the text it belongs to"
+        )
+    _check_layers(model, given, prompts)
+
+
+def _check_layers(model: PreTrainedModel, given: DynamicCache, prompts: Prompts) -> None:
+    config, ids = model.config.get_text_config(), prompts.input_ids
+    if len(given.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"past_key_values has {len(given.layers)} layers and {type(model).__name__} {config.num_hidden_layers}: "
+            "it is another model's; leave it out"
+        )
+    heads, dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    for index, layer in enumerate(given.layers):
+        keys = layer.keys
+        expected = [len(ids), heads or keys.shape[1], given.get_seq_length(), dim or keys.shape[3]]
+        if hasattr(config, "kv_lora_rank"):  # its head_dim is of a part of the keys only
+            expected[1], expected[3] = keys.shape[1], keys.shape[3]
+        if list(keys.shape) != expected:
+            raise ValueError(
+                f"the keys of layer {index} of past_key_values have shape {list(keys.shape)}, and {expected} is what "
+                f"{type(model).__name__} would make of the first tokens of {len(ids)} rows; leave it out"
+            )
+        if keys.device != ids.device or (keys.dtype != model.dtype and not torch.is_autocast_enabled(ids.device.type)):
+            raise ValueError(
+                f"the keys of layer {index} of past_key_values are {keys.dtype} on {keys.device}, and "
+                f"{type(model).__name__} computes in {model.dtype} on {ids.device}; leave it out"
+            )
+
+
+def tokens_in(given: DynamicCache | None, prompts: Prompts) -> int:
+    """How many first tokens of every row are in a cache that `check_given` let through."""
+    length = _length(given)
+    return min(sum(column < length for column in prompts.columns(number)) for number in range(len(prompts.rows)))
+
+
+def take_over(chain: Chain, given: DynamicCache, count: int, prompts: Prompts) -> None:
+    """Copy keys and values of the first `count` tokens of every row into the target's cache, without padding."""
+    moved = DynamicCache()
+    columns = [prompts.columns(number)[:count] for number in range(len(prompts.rows))]
+    index = torch.tensor(columns, device=prompts.input_ids.device)[:, None, :, None]
+    for number, layer in enumerate(given.layers):
+        keys, values = (
+            states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (layer.keys, layer.values)
+        )
+        moved.update(keys, values, number)
+    chain.target.runner.cache.load(moved, count)
+
+
+class ReturnedCache:
+    """Keys and values of every row, copied as it ends, for the cache that comes back.
+
+    An `Emit` in front of another one.
+    """
+
+    def __init__(self, chain: Chain, prompts: Prompts, stop: Stopping, budget: int, given: DynamicCache, emit: Emit):
+        self.chain, self.prompts, self.stop, self.budget = chain, prompts, stop, budget
+        self.given, self.emit, self.begin = given, emit, _length(given)
+        self._loop: Decoding | None = None
+        self._taken: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
+        places = getattr(self._loop, "places", range(len(numbers)))  # captured rounds have an order of their own
+        for number, place in zip(numbers, places, strict=True):
+            row = self.prompts.grown[number]
+            full = len(row) - self.prompts.lengths[number] >= self.budget
+            if number not in self._taken and (full or self.stop.ended(number)):
+                cache = self.chain.target.runner.cache
+                self._taken[number] = cache.row(place, self._skipped(number), len(row) - 1)
+        self.emit(numbers, kept, verdict)
+
+    def decode_all(self, loop: Decoding, rows: Rows, budgets: list[int], cached: int) -> SpeculationStats:
+        """`speculation.decode.decode_all`, by a loop that emits to this object."""
+        self._loop = loop
+        try:
+            return decode_all(loop, rows, budgets, cached)
+        finally:
+            self._loop = None  # it holds the caches
+
+    def fill(self) -> DynamicCache:
+        """The given cache, with the columns of `sequences` added for which every row has keys and values.
+
+        The last token of a row was never fed, so these are all columns before the one where the first row ended.
+        Columns of padding hold zeros.
+        """
+        prompts = self.prompts
+        new = min(len(row) - length for row, length in zip(prompts.grown, prompts.lengths, strict=True))
+        count = prompts.input_ids.shape[1] + new - 1 - self.begin
+        for layer in range(len(self._taken[0])):
+            self.given.update(self._columns(layer, 0, count), self._columns(layer, 1, count), layer)
+        return self.given
+
+    def _columns(self, layer: int, which: int, count: int) -> Tensor:
+        """Keys (0) or values (1) `[batch, kv_heads, count, head_dim]` of a layer."""
+        first = self._taken[0][layer][which]
+        shape = len(self._taken), first.shape[0], count, first.shape[2]
+        out = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        for number, layers in self._taken.items():
+            states = layers[layer][which]
+            columns = self.prompts.columns(number, states.shape[1] + self._skipped(number))[self._skipped(number) :]
+            places = [column - self.begin for column in columns if column - self.begin < count]
+            out[number, :, places] = states[:, : len(places)]
+        return out
+
+    def _skipped(self, number: int) -> int:
+        """Tokens of a row that the given cache holds."""
+        return sum(column < self.begin for column in self.prompts.columns(number))
+
+
+def _length(given: DynamicCache | None) -> int:
+    return 0 if given is None else given.get_seq_length()
