@@ -183,8 +183,7 @@ class _StepByStep(ReplayedChain):
             target.follow([row.rounds for row in rows])
             stats = decode(
                 target, chain.levels[0] if chain.levels else None, prompts, budgets,
-                num_draft_tokens=chain.num_draft_tokens, stop=lambda number, row, tokens: (len(tokens), False),
-                emit=lambda numbers, kept, verdict: None, device=device,
+                num_draft_tokens=chain.num_draft_tokens, device=device,
             )
             result.seconds += time.perf_counter() - begin
         accumulate(result.stats, chain.finish(stats))

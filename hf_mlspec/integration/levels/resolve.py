@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from ...engines.built import drop_outdated
+from ...engines.built import drop_outdated, fingerprint
 from ...engines.choose import move_weights
 from ...formats import FORMATS, casts
 from ...nn.castable import is_nested
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
-from ...nn.replace import direct_cast, early_exit, fingerprint
+from ...nn.replace import direct_cast, early_exit
 from ...precision import Bits, Precision, Spelled, spelled
 from ...speculation.draft import Drafter
 from ...speculation.drafters.ngram import NGram

@@ -12,6 +12,7 @@ from transformers.generation import LogitsProcessorList
 
 from ...engines.choose import engine_of
 from ...engines.engine import Engine
+from ...engines.rows import held_bytes
 from ...nn.state import state_of
 from ...speculation.chain import CheckedDrafter
 from ...speculation.checker import Checker
@@ -64,9 +65,9 @@ class Chain:
     def finish(self, stats: SpeculationStats) -> SpeculationStats:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
         stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
-        stats.target_cache_bytes = self.target.runner.cache_bytes
-        for level, runner in zip(stats.levels, self.runners, strict=True):
-            level.cache_bytes = runner.cache_bytes if runner else 0
+        stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
+        for level, count in zip(stats.levels, held, strict=True):
+            level.cache_bytes = count
         return stats
 
 
