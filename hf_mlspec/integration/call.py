@@ -197,6 +197,8 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
         with torch.inference_mode():
             stats = go_on(chain, reason, stop, emit, device)
     stats.new_tokens -= stop.cut(rows)
+    if not chain.levels:
+        stats.row_passes = stats.new_tokens  # what ran behind the end of a row is no one's
     return stats, None if returned is None else returned.fill()
 
 

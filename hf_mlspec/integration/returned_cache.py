@@ -100,7 +100,8 @@ class ReturnedCache:
         self._taken: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
-        places = self._loop.rounds.places
+        # Rows that went on step by step, after captured rounds, lie in their order.
+        places = range(len(numbers)) if self._loop is None else self._loop.rounds.places
         for number, place in zip(numbers, places, strict=True):
             row = self.prompts.grown[number]
             full = len(row) - self.prompts.lengths[number] >= self.budget
