@@ -11,9 +11,8 @@ from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
 from ..speculation.stats import SpeculationStats
-from .processing import Prompts
-from .stopping import Stopping
-from .wiring import Chain
+from .levels.wiring import Chain
+from .processing import Prompts, Stopping
 
 
 def check_given(model: PreTrainedModel, given: DynamicCache | None, prompts: Prompts) -> None:
