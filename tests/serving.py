@@ -77,12 +77,8 @@ CHAINS: dict[str, Callable] = {
 }
 
 
-def everything(number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
-    return len(tokens), False
-
-
 def captured_loop(
-    name: str, levels: Levels = GREEDY, emit=lambda *_: None, *, batch: int = 1, slots: int = 16
+    name: str, levels: Levels = GREEDY, emit=None, *, batch: int = 1, slots: int = 16
 ) -> Loop:
     """A loop without rows, over a chain with room for few."""
     target = levels.checker("target")
@@ -90,7 +86,7 @@ def captured_loop(
     found = round_levels(target, drafter, num_draft_tokens=4, batch=batch, longest=64)
     chain = CapturedChain(found, (), batch, slots, sampled=levels.sampled)
     adopt(chain, target, drafter, 0)
-    loop = Loop(CapturedRounds(chain, target, drafter, seed=SEED), stop=everything, emit=emit)
+    loop = Loop(CapturedRounds(chain, target, drafter, seed=SEED), emit=emit)
     loop.start([], [])
     return loop
 
@@ -104,7 +100,7 @@ def alone(prompt: list[int], budget: int, number: int, levels: Levels = GREEDY) 
         target, device = levels.checker("target"), torch.device(levels.device)
         target.start(0, device)
         rounds = HostRounds(target, None, num_draft_tokens=0, device=device)
-        loop = Loop(rounds, stop=everything, emit=lambda *_: None)
+        loop = Loop(rounds)
         loop.start([], [])
     loop.admit([row], [budget], [number])
     while loop.round():

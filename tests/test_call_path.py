@@ -93,6 +93,8 @@ def main() -> None:
     for name, found in ("first", path_of(call)), ("second", path_of(call)), ("captured", path_of(captured)):
         print(f"{name} call: {len(found.files)} files, {len(found.moves)} moves between rooms")
         print("".join(f"    {file}\n" for file in found.files))
+        if name == "second":
+            print("".join(f"    {room:12} {step}\n" for room, step in found.moves))
 
 
 if __name__ == "__main__":

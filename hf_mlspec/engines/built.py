@@ -1,4 +1,4 @@
-"""Which decoders were built over which model, and do they still fit its weights?"""
+"""Which decoders were built over which model, and do they still fit it as it stands?"""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..nn.packed import PackedLinear
-from ..nn.replace import fingerprint
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..precision import Bits
@@ -23,27 +22,33 @@ capturing = threading.Lock()
 
 
 def drop_outdated(model: nn.Module) -> None:
-    """Let go of decoders over weights that the model does not have any more, and of those weights."""
+    """Let go of decoders over a model that stands otherwise by now, and of the weights it had."""
     with _building:
-        _keep_only(state_of(model), weights_of(model))
+        _keep_only(state_of(model), standing(model))
 
 
 def _keep_only(state: ModelState, now: tuple) -> None:
     state.decoders = {kind: built for kind, built in state.decoders.items() if built[0] == now}
 
 
-def up_to_date(model: nn.Module, kind: Callable[[nn.Module], Decoder]) -> Decoder:
-    """The model's decoder of this class: the one there is, or a new one where there is none or the weights changed."""
+def up_to_date(
+    model: nn.Module, kind: Callable[[nn.Module], Decoder], state: ModelState | None = None
+) -> Decoder:
+    """The model's decoder of this class: the one there is, or a new one where there is none or the model changed.
+
+    state: the model's, where the caller has it. A decoder reads the whole model when it is built and refuses what it
+    does not know, so one that still fits needs no second look.
+    """
     with _building:
-        state = state_of(model)
+        state = state or state_of(model)
         # What is out of date goes first: it holds memory, and weights that the model left behind on another device.
-        _keep_only(state, weights_of(model))
+        _keep_only(state, standing(model))
         built = state.decoders.get(kind)
         if built is not None:
             return built[1]
         with capturing:
             decoder = kind(model)
-        state.decoders[kind] = weights_of(model), decoder  # building may move weights
+        state.decoders[kind] = standing(model), decoder  # building may move weights
         return decoder
 
 
@@ -52,14 +57,36 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), CPU)
 
 
-def weights_of(model: nn.Module) -> tuple:
-    """Where the weights lie and how often they changed, what norms and biases hold, for decoders copied those, and how
-    packed layers multiply.
+def fingerprint(model: nn.Module) -> tuple:
+    """Where a model's weights lie and how often they changed: another one means that what was built is out of date.
+
+    What was made in inference mode counts no changes; assigning to `.data` does not change that.
+    """
+    return tuple([(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()])
+
+
+def standing(model: nn.Module) -> tuple:
+    """All that a decoder over the model rests on: where the weights lie and how often they changed, what norms and
+    biases hold, for decoders copied those, how packed layers multiply, and of every module its class, its mode,
+    whether it has hooks and whether its forward was replaced.
 
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
-    vectors = tuple(hash(_bytes(p)) for p in model.parameters() if p.ndim == 1 and p.is_cpu)
-    return fingerprint(model), vectors, tuple((*s.bits, s.multiply) for s in switches(model))
+    modules, parameters, packed = [], [], {}
+    for module in model.modules():
+        own = vars(module)
+        hooked = bool(own["_forward_hooks"]), bool(own["_forward_pre_hooks"])
+        modules.append((type(module), own["training"], *hooked, "forward" in own))
+        parameters += [p for p in own["_parameters"].values() if p is not None]
+        if isinstance(module, PackedLinear):
+            packed[id(module.switch)] = module.switch
+    weights = [(p.device, p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+    vectors = [
+        p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in parameters if p.ndim == 1 and p.is_cpu
+    ]
+    directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
+    multiply = [switch.in_force for switch in packed.values()]
+    return directed, tuple(modules), tuple(weights), hash(tuple(vectors)), tuple(multiply)
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:
@@ -71,7 +98,3 @@ def bit_choices(model: nn.Module) -> tuple[Bits, ...]:
     """What all packed layers of a model can be called with, the finest first; () where it has none."""
     first, *others = [switch.bit_choices for switch in switches(model)] or [()]
     return tuple([bits for bits in first if all(bits in choices for choices in others)])
-
-
-def _bytes(vector: Tensor) -> bytes:
-    return vector.detach().contiguous().view(torch.uint8).numpy().tobytes()

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..nn.state import is_prepared, say_once, state_of
+from ..nn.state import ModelState, is_prepared, say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
-from .architecture import CPU, UnknownArchitecture, require_known
+from .architecture import UnknownArchitecture
 from .built import device_of, up_to_date
 from .cpu.decoder import CpuDecoder
 from .cpu.engine import CpuEngine
@@ -41,11 +41,12 @@ def engine_of(
     capacity: slots that a row of the cache has at first. num_positions: positions that the model knows, None: any.
     KernelError or ValueError, which say why, where the named engine is required and cannot serve.
     """
-    word = word_of(model, name=name, prepare=prepare)
+    state = state_of(model)
+    word = _word(model, state, name, prepare)
     if name in _DECODERS and required:
         decoder = required_decoder(model, name)
     else:
-        decoder = None if word == "modules" else decoder_of(model, word)
+        decoder = None if word == "modules" else _decoder(model, state, word)
     if decoder is not None:
         return _OVER_DECODERS[word](model, decoder, capacity=capacity, num_positions=num_positions)
     return ModuleEngine(
@@ -60,11 +61,15 @@ def engine_of(
 def word_of(model: nn.Module, *, name: str | None = None, prepare: bool = True) -> str:
     """The engine that a model gets if that serves it: the named one, else the one that `hf_mlspec.prepare` was asked
     for, else the fastest where the model is."""
+    return _word(model, state_of(model), name, prepare)
+
+
+def _word(model: nn.Module, state: ModelState, name: str | None, prepare: bool) -> str:
     if name is not None:
         return name
-    if state_of(model).engine is not None:
-        return state_of(model).engine
-    if not prepare and not is_prepared(model):
+    if state.engine is not None:
+        return state.engine
+    if not prepare and not state.prepared:
         return "modules"
     return "cuda" if device_of(model).type == "cuda" else "cpu"
 
@@ -75,14 +80,18 @@ def decoder_of(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder | None:
     None where there is none: no kernels for it, autocast, a model elsewhere, or one that the decoder does not know.
     The last is said once; that kernels of the CPU are missing is said by ops.
     """
-    reason = _unserved(model, word)
-    if reason is None and (word == "cuda" or is_prepared(model) or _is_whole(model)):
+    return _decoder(model, state_of(model), word)
+
+
+def _decoder(model: nn.Module, state: ModelState, word: str) -> CpuDecoder | CudaDecoder | None:
+    reason = _unserved(model, state, word)
+    if reason is None and (word == "cuda" or state.prepared or _is_whole(model)):
         try:
-            return _built(model, word)
+            return up_to_date(model, _DECODERS[word], state)
         except UnknownArchitecture as error:
             reason = error
     if isinstance(reason, UnknownArchitecture):
-        state_of(model).drop_engines()
+        state.drop_engines()
         say_once(model, f"{type(model).__name__} runs module by module: {reason}")
     return None
 
@@ -92,10 +101,11 @@ def required_decoder(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder:
     serve the model as it stands."""
     if word == "cpu" and not has_compiled_decoder():
         raise ops.KernelError(f"engine 'cpu' needs the compiled kernels: {ops.why_not_compiled()}")
-    reason = _unserved(model, word)
+    state = state_of(model)
+    reason = _unserved(model, state, word)
     if reason is None:
         try:
-            return _built(model, word)
+            return up_to_date(model, _DECODERS[word], state)
         except UnknownArchitecture as error:
             reason = error
     raise ValueError(
@@ -118,19 +128,19 @@ def why_by_module(model: nn.Module, *, name: str | None, prepare: bool) -> str:
     if word == "cpu" and not has_compiled_decoder():
         return "no compiled kernels"
     try:
-        _built(model, word)
+        up_to_date(model, _DECODERS[word])
     except UnknownArchitecture as error:
         return str(error)
-    return str(_unserved(model, word) or "autocast")
+    return str(_unserved(model, state_of(model), word) or "autocast")
 
 
-def _unserved(model: nn.Module, word: str) -> UnknownArchitecture | str | None:
+def _unserved(model: nn.Module, state: ModelState, word: str) -> UnknownArchitecture | str | None:
     """Why no decoder for this engine can be asked of the model at all; as an error where the user is to be told."""
     device = device_of(model)
     if torch.is_autocast_enabled("cpu" if word == "cpu" else device.type):
         return "autocast"
     if word == "cpu":
-        if CpuDecoder not in state_of(model).decoders and not has_compiled_decoder():
+        if CpuDecoder not in state.decoders and not has_compiled_decoder():
             return "no compiled kernels"
         return f"it is on {device}, and the CPU decoder runs on the CPU" if device.type == "cuda" else None
     reason = ops.why_no_cuda_kernels(device) if device.type == "cuda" else None
@@ -140,8 +150,3 @@ def _unserved(model: nn.Module, word: str) -> UnknownArchitecture | str | None:
 def _is_whole(model: nn.Module) -> bool:
     """Whether all of a model is on the CPU; a decoder elsewhere is built for those only who asked."""
     return all(parameter.is_cpu for parameter in model.parameters())
-
-
-def _built(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder:
-    require_known(model, CPU if word == "cpu" else device_of(model))
-    return up_to_date(model, _DECODERS[word])

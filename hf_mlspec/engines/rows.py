@@ -5,6 +5,7 @@ What engines share without computing: `CachedRows` of all three, `DecoderCache` 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ class Decoder(Protocol):
     dtype: torch.dtype
     vocab_size: int
     max_positions: int | None
+    positions: int  # for how many there are rotary tables
 
     def new_kv(self, batch: int, slots: int) -> Tensor:
         """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]`, zeros."""
@@ -179,26 +181,14 @@ class DecoderRows(CachedRows):
         num_positions: int | None = None,
     ):
         self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
-        self.bits, self._num_positions = bits, num_positions
+        self.bits = bits
+        # Of the decoder, and of the model's positions only the ones before its rotation changes.
+        self.dtype, self.vocab_size = decoder.dtype, decoder.vocab_size
+        bounds = num_positions, decoder.max_positions
+        self.max_positions = min((bound for bound in bounds if bound is not None), default=None)
         self.cache: DecoderCache | None = None
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the decoder's logits."""
-        return self.decoder.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the decoder's logits."""
-        return self.decoder.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        """The model's positions, and of those only the ones before its rotation changes."""
-        bounds = self._num_positions, self.decoder.max_positions
-        return min((bound for bound in bounds if bound is not None), default=None)
 
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
@@ -209,9 +199,15 @@ class DecoderRows(CachedRows):
 
     def _reserve(self, slots: int) -> None:
         self.cache.reserve(slots)
-        self.decoder.reserve_positions(slots)
+        if slots > self.decoder.positions:
+            self.decoder.reserve_positions(slots)
 
 
 def up_to_growth(slots: int) -> int:
     """`slots`, or the next multiple of what caches grow by."""
     return slots - slots % -GROWTH
+
+
+def held_bytes(engines: Iterable[Any]) -> list[int]:
+    """Bytes of the keys and values that each engine holds itself; 0 for None, a level without one."""
+    return [engine.cache_bytes if engine else 0 for engine in engines]

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
 from ..engines.modules.attention import ragged_attention_on
-from ..integration.comparison import accumulate
+from ..integration.compare import accumulate
 from ..integration.config import SpeculationConfig
-from ..integration.levels import Level, resolve
-from ..integration.suitability import check_model, vocab_size
-from ..integration.wiring import Chain, Wiring
+from ..integration.levels.resolve import Level, resolve
+from ..integration.levels.wiring import Chain, Wiring
+from ..integration.request import check_model, vocab_size
 from ..speculation.loop import decode
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats
@@ -183,8 +183,7 @@ class _StepByStep(ReplayedChain):
             target.follow([row.rounds for row in rows])
             stats = decode(
                 target, chain.levels[0] if chain.levels else None, prompts, budgets,
-                num_draft_tokens=chain.num_draft_tokens, stop=lambda number, row, tokens: (len(tokens), False),
-                emit=lambda numbers, kept, verdict: None, device=device,
+                num_draft_tokens=chain.num_draft_tokens, device=device,
             )
             result.seconds += time.perf_counter() - begin
         accumulate(result.stats, chain.finish(stats))

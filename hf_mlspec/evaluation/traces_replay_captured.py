@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engines.rows import up_to_growth
-from ..integration.comparison import accumulate
+from ..integration.compare import accumulate
 from ..integration.config import SpeculationConfig
 from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt
@@ -89,8 +89,7 @@ class _Captured(ReplayedChain):
         adopt(self.captured, self.chain.target, self.chain.drafter, len(going))
         script = self._script([rows[r] for r in going])
         rounds = CapturedRounds(self.captured, self.chain.target, self.chain.drafter, script=script)
-        loop = Loop(rounds, stop=lambda number, row, tokens: (len(tokens), False),
-                    emit=lambda numbers, kept, verdict: None)
+        loop = Loop(rounds)
         try:
             with torch.inference_mode():
                 self._run(loop, [prompts[r] for r in going], [budgets[r] for r in going], result)

@@ -110,18 +110,6 @@ def resident_bytes(model: nn.Module, shared_with: nn.Module | None = None) -> in
     return sum(own.values())
 
 
-def fingerprint(model: nn.Module) -> tuple:
-    """Where a model's weights lie and how often they changed: another one means that what was built is out of date."""
-    return tuple((p.data_ptr(), _version(p)) for p in model.parameters())
-
-
-def _version(parameter: nn.Parameter) -> int:
-    try:
-        return parameter._version
-    except RuntimeError:  # made in inference mode, which counts no changes; assigning to .data does not change that
-        return 0
-
-
 def _storages(model: nn.Module) -> Iterator[tuple[tuple[torch.device, int], int]]:
     tables = (module for module in model.modules() if isinstance(module, NestedEmbedding))
     read = (tensor for table in tables for tensor in table.head.parameters())  # which a cast has nowhere else

@@ -102,6 +102,11 @@ class PrecisionSwitch:
         self._multiply = how
 
     @property
+    def in_force(self) -> tuple[Bits, str]:
+        """What a call in this thread reads of the weights, and how it multiplies."""
+        return self._override.bits or self._default, self._multiply
+
+    @property
     def precision(self) -> Precision:
         """The word for what a call in this thread computes with: w4a8, mxfp4a8, nested4 ..."""
         return Precision(self.record.family, *self.bits)

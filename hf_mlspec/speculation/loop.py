@@ -28,32 +28,43 @@ def decode(
     budgets: list[int],
     *,
     num_draft_tokens: int,
-    stop: Stop,
-    emit: Emit,
     device: torch.device,
+    stop: Stop | None = None,
+    emit: Emit | None = None,
+    ends: frozenset[int] = frozenset(),
     cached: int = 0,
 ) -> SpeculationStats:
-    """Extend every row until `stop` says so, in rounds of the host; `rows` grow in place.
+    """Extend every row to its end, see `Loop`, in rounds of the host; `rows` grow in place.
 
     budgets: tokens each row may still gain. num_draft_tokens: the most a draft may hold. cached: leading tokens of
     a single row whose keys and values the target's cache, started by the caller, already holds.
     """
     rounds = HostRounds(target, drafter, num_draft_tokens=num_draft_tokens, device=device)
-    return Loop(rounds, stop=stop, emit=emit).decode(rows, budgets, cached)
+    return Loop(rounds, stop=stop, emit=emit, ends=ends).decode(rows, budgets, cached)
 
 
 class Loop:
     """The rows a chain is working on, and the rounds in which they gain tokens.
 
-    rows, numbers, ends: of every row its tokens, the number that `stop` and `emit` know it by, and the length it may
-    reach.
+    stop, ends: a row ends where `stop` says so; without it behind the first token it gains of `ends`. Either way it
+        ends at the length it may reach.
+    emit: told of every round; None: nobody listens.
+    rows, numbers, lengths: of every row its tokens, the number that `stop` and `emit` know it by, and the length it
+        may reach.
     """
 
-    def __init__(self, rounds: Rounds, *, stop: Stop, emit: Emit):
-        self.rounds, self.stop, self.emit = rounds, stop, emit
+    def __init__(
+        self,
+        rounds: Rounds,
+        *,
+        stop: Stop | None = None,
+        emit: Emit | None = None,
+        ends: frozenset[int] = frozenset(),
+    ):
+        self.rounds, self.stop, self.emit, self.ends = rounds, stop, emit, ends
         self.rows: Rows = []
         self.numbers: list[int] = []
-        self.ends: list[int] = []
+        self.lengths: list[int] = []
         self.stats = SpeculationStats()
 
     @property
@@ -72,7 +83,7 @@ class Loop:
         """These rows from the beginning, in a cache of the target's that the caller started; see `decode`."""
         begin = time.perf_counter()
         self._append(rows, budgets, list(range(len(rows))))
-        self.rounds.start(rows, self.ends, self.numbers, cached)
+        self.rounds.start(rows, self.lengths, self.numbers, cached)
         self.stats.seconds += time.perf_counter() - begin
 
     def admit(self, rows: Rows, budgets: list[int], numbers: list[int]) -> None:
@@ -95,7 +106,7 @@ class Loop:
         end = len(row) + budget
         self._require_accepted([end])
         common = common_prefix(self.rows[r], row)
-        self.rows[r], self.numbers[r], self.ends[r] = row, number, end
+        self.rows[r], self.numbers[r], self.lengths[r] = row, number, end
         with self._leaving_rows():
             self.rounds.replace(r, row, end, number, common)
         self.stats.seconds += time.perf_counter() - begin
@@ -104,8 +115,8 @@ class Loop:
         """Go on with the rows of these indices only, in this order."""
         if keep == list(range(len(self.rows))):
             return
-        lines = self.rows, self.numbers, self.ends
-        self.rows, self.numbers, self.ends = ([line[r] for r in keep] for line in lines)
+        lines = self.rows, self.numbers, self.lengths
+        self.rows, self.numbers, self.lengths = ([line[r] for r in keep] for line in lines)
         self.rounds.select(keep)
 
     def round(self) -> list[int]:
@@ -121,7 +132,7 @@ class Loop:
     def _append(self, rows: Rows, budgets: list[int], numbers: list[int]) -> None:
         self.rows += rows
         self.numbers += numbers
-        self.ends += [len(row) + budget for row, budget in zip(rows, budgets, strict=True)]
+        self.lengths += [len(row) + budget for row, budget in zip(rows, budgets, strict=True)]
 
     def _require_accepted(self, ends: list[int]) -> None:
         """ValueError for rows of which the rounds say that they cannot join."""
@@ -135,7 +146,7 @@ class Loop:
         try:
             yield
         except NoRoom as error:
-            budgets = [end - len(row) for end, row in zip(self.ends, self.rows, strict=True)]
+            budgets = [end - len(row) for end, row in zip(self.lengths, self.rows, strict=True)]
             error.left = Unfinished(self.rows, self.numbers, budgets, self.stats)
             raise
 
@@ -143,14 +154,22 @@ class Loop:
         """Append what counts of every row's accepted tokens; the indices of the rows that go on."""
         going, kept = [], []
         for r, (row, tokens) in enumerate(zip(self.rows, verdict.tokens, strict=True)):
-            tokens = tokens[: self.ends[r] - len(row)]
+            tokens = tokens[: self.lengths[r] - len(row)]
             # A row that was not part of the round has nothing to be stopped for.
-            count, finished = self.stop(self.numbers[r], row, tokens) if tokens else (0, False)
+            count, finished = self._counted(self.numbers[r], row, tokens) if tokens else (0, False)
             kept.append(tokens[:count])
             row += tokens[:count]
-            if not finished and len(row) < self.ends[r]:
+            if not finished and len(row) < self.lengths[r]:
                 going.append(r)
         self.stats.new_tokens += sum(map(len, kept))
         self.rounds.commit(self.rows, [len(tokens) for tokens in kept], going, self.stats)
-        self.emit(self.numbers, kept, verdict)
+        if self.emit is not None:
+            self.emit(self.numbers, kept, verdict)
         return going
+
+    def _counted(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
+        """How many of a row's accepted tokens count, and whether it is finished."""
+        if self.stop is not None:
+            return self.stop(number, row, tokens)
+        last = next((place for place, token in enumerate(tokens) if token in self.ends), None)
+        return (len(tokens), False) if last is None else (last + 1, True)

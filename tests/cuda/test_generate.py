@@ -13,7 +13,7 @@ from warned import forget_warnings
 
 import hf_mlspec
 from hf_mlspec.engines.cuda.steps import CudaSteps
-from hf_mlspec.integration import decoding
+from hf_mlspec.integration import call as decoding
 from hf_mlspec.speculation.rounds import chain as captured_chain
 from hf_mlspec.speculation.rounds.chain import CapturedChain
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs

@@ -20,7 +20,7 @@ from hf_mlspec.evaluation import certificate as certificate_module
 from hf_mlspec.evaluation.certificate_badge import BEGIN, END
 from hf_mlspec.evaluation.certificate_identity import hash_json, hash_parameters
 from hf_mlspec.evaluation.certificate_run import attest
-from hf_mlspec.integration.load import load_causal_lm
+from hf_mlspec.integration.levels.load import load_causal_lm
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from tests.models import tiny
 

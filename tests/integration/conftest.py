@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from warned import forget_warnings
 
-from hf_mlspec.integration import generate as hook
-from hf_mlspec.integration.wiring import Wiring
+from hf_mlspec.integration import hook
+from hf_mlspec.integration.levels.wiring import Wiring
 
 
 @pytest.fixture

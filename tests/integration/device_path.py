@@ -10,7 +10,7 @@ from models import near, tiny
 from torch import nn
 
 import hf_mlspec
-from hf_mlspec.integration import decoding
+from hf_mlspec.integration import call as decoding
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import hf_mlspec
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.evaluation import record_trace
-from hf_mlspec.integration import levels as levels_module
+from hf_mlspec.integration.levels import resolve as levels_module
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds import chain as captured_chain
 from hf_mlspec.speculation.rounds.chain import CapturedChain, bucket_of

@@ -10,7 +10,7 @@ from models import letters, prompts, tiny, together
 
 import hf_mlspec
 from hf_mlspec import NGram, SpeculationConfig
-from hf_mlspec.integration import levels as levels_module
+from hf_mlspec.integration.levels import resolve as levels_module
 
 INPUTS = prompts([8])
 

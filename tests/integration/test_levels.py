@@ -14,9 +14,9 @@ from models import alone, letters, near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec import NGram, PromptLookup, SpeculationConfig
-from hf_mlspec.integration import levels as levels_module
-from hf_mlspec.integration.config import NUM_DRAFT_TOKENS, Word, parse_level
-from hf_mlspec.integration.levels import as_words
+from hf_mlspec.integration.config import NUM_DRAFT_TOKENS
+from hf_mlspec.integration.levels import resolve as levels_module
+from hf_mlspec.integration.levels.resolve import Word, as_words, parse_level
 from hf_mlspec.precision import Precision
 
 INPUTS = prompts([8])

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
-from hf_mlspec.integration import levels as levels_module
+from hf_mlspec.integration.levels import resolve as levels_module
 from tests.models import prompts, tiny
 
 BF16 = torch.bfloat16

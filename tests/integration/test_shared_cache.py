@@ -7,7 +7,7 @@ import torch
 from models import alone, near, prompts, tiny
 
 import hf_mlspec
-from hf_mlspec.integration import levels
+from hf_mlspec.integration.levels import resolve as levels
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 INPUTS = prompts([9])

@@ -88,7 +88,7 @@ def test_a_row_that_a_level_cannot_draft_for_is_refused_before_anything_changes(
         for join in (lambda: loop.admit([[5], [5] * 20], [20, 21], [1, 2]), lambda: loop.replace(0, [5] * 20, 21, 1)):
             with pytest.raises(ValueError, match=r"may reach 41 .* level small sees 40 tokens, rows may have 41"):
                 join()
-        assert (loop.rows, loop.numbers, loop.ends) == ([[5, 6]], [0], [32])
+        assert (loop.rows, loop.numbers, loop.lengths) == ([[5, 6]], [0], [32])
         assert loop.round() == [0]
 
 

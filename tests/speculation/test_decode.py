@@ -31,7 +31,7 @@ class Watched(PointMasses):
         self.kept.append(list(keep))
 
 
-def run(rows, budgets, *, below=None, stop=None, num_draft_tokens=3):
+def run(rows, budgets, *, below=None, num_draft_tokens=3, **ends):
     target = Checker(TableRunner(CYCLE), Sampler(VOCAB), "target")
     target.start(len(rows), CPU)
     emitted = []
@@ -41,9 +41,9 @@ def run(rows, budgets, *, below=None, stop=None, num_draft_tokens=3):
         rows,
         budgets,
         num_draft_tokens=num_draft_tokens,
-        stop=stop or (lambda number, row, tokens: (len(tokens), False)),
         emit=lambda numbers, kept, verdict: emitted.append((list(numbers), [list(line) for line in kept])),
         device=CPU,
+        **ends,
     )
     return stats, emitted
 
@@ -100,6 +100,13 @@ def test_tokens_behind_a_stop_are_dropped():
     assert rows == [[0, 1]]
     assert emitted == [([0], [[1]])]
     assert (stats.new_tokens, stats.target_passes, stats.row_passes) == (1, 1, 1)
+
+
+def test_a_row_ends_behind_the_first_of_the_ends_it_gains():
+    rows = [[0], [1], [3]]  # an end in the prompt ends nothing
+    stats, emitted = run(rows, [9, 9, 2], below=Watched(), ends=frozenset({3, 1000}))
+    assert rows == [[0, *cycle(0, 3)], [1, 2, 3], [3, *cycle(3, 2)]]
+    assert stats.new_tokens == 3 + 2 + 2 == sum(len(line) for _, kept in emitted for line in kept)
 
 
 def test_a_level_in_the_targets_cache_waits_for_the_prefill():

@@ -15,7 +15,7 @@ from . import weights
 
 
 class CpuDecoder:
-    """A model in compiled code: `handle` has one call per step (kernels_ext/bindings_decoder.cpp).
+    """A model in compiled code: `handle` has one call per step (kernels_ext/bindings/cpu/decoder.cpp).
 
     vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
     rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.

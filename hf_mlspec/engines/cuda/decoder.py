@@ -21,7 +21,7 @@ from ...ops.compiled_decoder import ACTIVATIONS
 from ...precision import OWN_BITS, Bits
 from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
-from ..built import bit_choices, device_of, switches, weights_of
+from ..built import bit_choices, device_of, standing, switches
 from .weights import JoinedLinear, joined
 
 _ROW_BYTES = 16  # what the kernels load at once
@@ -83,7 +83,7 @@ class CudaDecoder:
         self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
         linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
-        self._weights = weights_of(model)
+        self._weights = standing(model)
         if device.type != "cpu":
             torch.cuda.synchronize(device)  # other streams may read them from now on
             torch.cuda.empty_cache()  # what weights moved from is of other sizes than what comes next

@@ -25,7 +25,7 @@ class TraceRecorder:
         self._new: list[int] = []
         self._prompts: list[int] = []
 
-    def watch(self, target: Checker, drafter: Drafter | None, prompt_tokens: list[int], emit: Emit) -> Emit:
+    def watch(self, target: Checker, drafter: Drafter | None, prompt_tokens: list[int], emit: Emit | None) -> Emit:
         """Listen to this chain, which starts with prompts of these lengths; it shall emit to what is returned."""
         self._prompts = prompt_tokens
         self._rounds, self._new = [[] for _ in prompt_tokens], [0] * len(prompt_tokens)
@@ -36,7 +36,8 @@ class TraceRecorder:
             for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
                 self._rounds[number] += self._open[0].pop(r, [])
                 self._new[number] += len(tokens)
-            emit(numbers, kept, verdict)
+            if emit is not None:
+                emit(numbers, kept, verdict)
 
         return recorded
 

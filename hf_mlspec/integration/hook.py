@@ -1,4 +1,18 @@
-"""How does `model.generate(..., assistant_models=[...])` reach our loop?"""
+"""How does `model.generate(..., assistant_models=[...])` reach our loop? By a detour through stock generate.
+
+    generate (hooked)              the levels, and what else stock generate does not know, go into a _Proxy
+      |                            that is passed on as assistant_model=
+      v
+    generate (stock)               prepares the call as always: settings, cache, processors, criteria;
+      |                            its checks of an assistant see the target's own config
+      v
+    _assisted_decoding (hooked)    finds the _Proxy: everything becomes one Call   (another assistant: stock)
+      |
+      v
+    call.run                       our loop decodes; what it returns goes back through stock generate
+
+A prepared model's plain generate takes the same way with no levels; where our loop refuses, stock `_sample` decodes.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +26,9 @@ from collections.abc import Callable
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..nn.state import is_prepared
-from . import saving
+from .call import Call, check, run
 from .config import SpeculationConfig
-from .decoding import Call, check, run
+from .quantizer import saving
 from .request import check_target, unserved
 
 logger = logging.getLogger(__name__)
