@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from transformers.generation import (
 )
 
 from ..engines.modules.attention import ragged_attention_on
+from ..nn.state import state_of
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop, Stop
@@ -35,17 +35,16 @@ from .request import check_length, check_prompts, check_request, check_streamer,
 from .returned_cache import ReturnedCache, check_given, take_over, tokens_in
 
 _FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as rows do
-_last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def last_stats(model: PreTrainedModel) -> SpeculationStats | None:
     """The counts of the last call of generate with levels on this model, or None."""
-    return _last.get(model)
+    return state_of(model).last_stats
 
 
 def keep_stats(model: PreTrainedModel, stats: SpeculationStats) -> None:
     """What `last_stats` answers from now on."""
-    _last[model] = stats
+    state_of(model).last_stats = stats
 
 
 def generate(

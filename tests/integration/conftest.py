@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from warned import forget_warnings
 
-from hf_mlspec.integration import hook
 from hf_mlspec.integration.levels.wiring import Wiring
 
 
@@ -13,7 +12,6 @@ from hf_mlspec.integration.levels.wiring import Wiring
 def nothing_said_yet():
     """Messages that are said once come again."""
     forget_warnings()
-    hook._said.clear()
 
 
 @pytest.fixture

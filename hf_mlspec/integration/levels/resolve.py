@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from ...nn.castable import is_nested
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
 from ...nn.replace import direct_cast, early_exit
+from ...nn.state import state_of
 from ...precision import Bits, Precision, Spelled, spelled
 from ...speculation.draft import Drafter
 from ...speculation.drafters.ngram import NGram
@@ -29,7 +29,6 @@ from .load import load_level
 from .lower_precision import check_descent, lower_precision
 
 _OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
-_built: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # target -> {key: (fingerprint, what was built)}
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def _is_view(level: nn.Module, target: nn.Module) -> bool:
 
 def _keep(target: nn.Module, key, fingerprint, build):
     """Build once per target; again only if the target's weights moved or changed."""
-    kept = _built.setdefault(target, {})
+    kept = state_of(target).levels
     if key not in kept or kept[key][0] != fingerprint:
         kept[key] = (fingerprint, build())
     return kept[key][1]
@@ -273,8 +272,14 @@ def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
 
 
 def clear(model: nn.Module) -> None:
-    """Free the levels that were built from words for this target (casts, loaded models, n-gram tables), and on a GPU
-    the caches and graphs that are kept for its next call, and what weights it had there before it was moved away."""
-    _built.pop(model, None)
+    """Free all that is kept for the next call of generate on this model; that call builds anew what it needs.
+
+    These are the levels that were built from words for it as a target (casts, early exits, loaded models, n-gram
+    tables) with the decoders over them; on a GPU the caches and graphs of captured rounds; its own decoders, and the
+    weights it had on a GPU before it was moved away; what `last_stats` answers; and which warnings were given, so
+    that they come again. A model that was given to `hf_mlspec.prepare` stays prepared and keeps the decoder that fits
+    it. Models that were passed as levels keep what they have: they may serve other targets.
+    """
     let_go(model)
     drop_outdated(model)
+    state_of(model).clear()
