@@ -5,11 +5,14 @@ Why it did not get a faster one is said once for each model; `why_by_module` say
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
 from .. import ops
-from ..nn.state import ModelState, is_prepared, say_once, state_of
+from ..nn.state import ModelState, is_prepared, say_once, state_of, states_of
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
 from .built import device_of, up_to_date
@@ -33,15 +36,17 @@ def engine_of(
     required: bool = True,
     capacity: int = 0,
     num_positions: int | None = None,
+    state: ModelState | None = None,
 ) -> Engine:
     """An engine over the model, not yet started.
 
     name: one of ENGINES, None: the fastest. prepare: whether a model that was not given to `hf_mlspec.prepare` gets a
     decoder, too. required: whether the named engine is a must; else its place is taken by the modules, said once.
     capacity: slots that a row of the cache has at first. num_positions: positions that the model knows, None: any.
-    KernelError or ValueError, which say why, where the named engine is required and cannot serve.
+    state: what is kept of the model, where the caller has it. KernelError or ValueError, which say why, where the
+    named engine is required and cannot serve.
     """
-    state = state_of(model)
+    state = state or state_of(model)
     word = _word(model, state, name, prepare)
     if name in _DECODERS and required:
         decoder = required_decoder(model, name)
@@ -56,6 +61,20 @@ def engine_of(
         num_embeddings=model.get_input_embeddings().num_embeddings,
         num_positions=num_positions,
     )
+
+
+def engines_of(
+    models: Sequence[nn.Module], num_positions: Sequence[int | None], *, required: bool, **how: Any
+) -> list[Engine]:
+    """An engine over each model of a chain, the target first; see `engine_of`.
+
+    required: whether the named engine is a must for the target. Levels may run module by module.
+    """
+    known = zip(models, num_positions, states_of(models), strict=True)
+    return [
+        engine_of(model, num_positions=most, state=state, required=required and index == 0, **how)
+        for index, (model, most, state) in enumerate(known)
+    ]
 
 
 def word_of(model: nn.Module, *, name: str | None = None, prepare: bool = True) -> str:

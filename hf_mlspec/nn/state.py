@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,11 @@ def state_of(model: nn.Module) -> ModelState:
     """The model's state: it lives as long as the model, and is empty when first asked for."""
     with _adding:
         return _states.setdefault(model, ModelState())
+
+
+def states_of(models: Iterable[nn.Module]) -> list[ModelState]:
+    """`state_of` each of them."""
+    return [state_of(model) for model in models]
 
 
 def is_prepared(model: nn.Module) -> bool:
