@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..nn.state import ModelState, is_prepared, say_once, state_of, states
+from ..nn.state import ModelState, is_prepared, say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
 from .built import device_of, up_to_date
@@ -35,20 +35,22 @@ def engine_of(
     required: bool = True,
     capacity: int = 0,
     num_positions: int | None = None,
+    state: ModelState | None = None,
 ) -> Engine:
     """An engine over the model, not yet started.
 
     name: one of ENGINES, None: the fastest. prepare: whether a model that was not given to `hf_mlspec.prepare` gets a
     decoder, too. required: whether the named engine is a must; else its place is taken by the modules, said once.
     capacity: slots that a row of the cache has at first. num_positions: positions that the model knows, None: any.
-    KernelError or ValueError, which say why, where the named engine is required and cannot serve.
+    state: what is kept of the model, where the caller has it. KernelError or ValueError, which say why, where the
+    named engine is required and cannot serve.
     """
-    state = states.get(model) or state_of(model)
+    state = state or state_of(model)
     word = _word(model, state, name, prepare)
     if name in _DECODERS and required:
         decoder = required_decoder(model, name)
     else:
-        decoder = None if word == "modules" else _decoder(model, state, word)
+        decoder = None if word == "modules" else _decoder(model, state, word, word in (name, state.engine))
     if decoder is not None:
         return _OVER_DECODERS[word](model, decoder, capacity=capacity, num_positions=num_positions)
     return ModuleEngine(
@@ -66,27 +68,35 @@ def engines_of(
     *,
     name: str | None = None,
     prepare: bool = True,
-    required: bool = True,
+    required: bool = False,
     capacity: int = 0,
 ) -> list[Engine]:
     """An engine over each of a chain's models, the target first, as `engine_of` gives them.
 
-    num_positions: of every model. required: for the target; levels may run module by module. name: None: the engine
-    that `hf_mlspec.prepare` was asked for of the target, else the fastest of each.
+    num_positions: of every model. name: of the engine for all of them; None: the one that `hf_mlspec.prepare` was asked
+    for of each, of a level that was not asked for (unless prepare is False) the target's, else the fastest. required:
+    whether the named engine is a must for the target; levels may run module by module.
     """
-    name = name or (states.get(models[0]) or state_of(models[0])).engine
+    states = [state_of(model) for model in models]
+    followed = states[0].engine if prepare else None
     return [
         engine_of(
-            model, name=name, prepare=prepare, required=required and place == 0, capacity=capacity, num_positions=most
+            model,
+            name=name or state.engine or followed,
+            prepare=prepare,
+            required=required and place == 0,
+            capacity=capacity,
+            num_positions=most,
+            state=state,
         )
-        for place, (model, most) in enumerate(zip(models, num_positions, strict=True))
+        for place, (model, most, state) in enumerate(zip(models, num_positions, states, strict=True))
     ]
 
 
 def word_of(model: nn.Module, *, name: str | None = None, prepare: bool = True) -> str:
     """The engine that a model gets if that serves it: the named one, else the one that `hf_mlspec.prepare` was asked
     for, else the fastest where the model is."""
-    return _word(model, states.get(model) or state_of(model), name, prepare)
+    return _word(model, state_of(model), name, prepare)
 
 
 def _word(model: nn.Module, state: ModelState, name: str | None, prepare: bool) -> str:
@@ -108,7 +118,10 @@ def decoder_of(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder | None:
     return _decoder(model, state_of(model), word)
 
 
-def _decoder(model: nn.Module, state: ModelState, word: str) -> CpuDecoder | CudaDecoder | None:
+def _decoder(
+    model: nn.Module, state: ModelState, word: str, asked: bool = False
+) -> CpuDecoder | CudaDecoder | None:
+    """asked: for this very engine; then whatever stands against it is said."""
     reason = _unserved(model, state, word)
     if reason is None and (word == "cuda" or state.prepared or _is_whole(model)):
         try:
@@ -117,6 +130,7 @@ def _decoder(model: nn.Module, state: ModelState, word: str) -> CpuDecoder | Cud
             reason = error
     if isinstance(reason, UnknownArchitecture):
         state.drop_engines()
+    if isinstance(reason, UnknownArchitecture) or (reason is not None and asked):
         say_once(model, f"{type(model).__name__} runs module by module: {reason}")
     return None
 

@@ -65,9 +65,10 @@ def restore(model: nn.Module) -> nn.Module:
         raise TypeError(f"restore takes a model, not a {type(model).__name__}")
     state = state_of(model)
     served = {id(module): module for module in model.modules() if type(module) is KernelLinear}
-    _replace(model, {key: module.given_up() for key, module in served.items()})
-    state.prepared, state.engine = False, None
-    state.drop_engines()
+    if state.prepared or served:
+        _replace(model, {key: module.given_up() for key, module in served.items()})
+        state.prepared, state.engine = False, None
+        state.drop_engines()
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -197,8 +198,8 @@ class _ReplayWiring(Wiring):
                          capacity=capacity, keep_logits=False)
         self.vocab_size = max([self.vocab_size, *(vocab_size(level.model) for level in levels if level.model)])
 
-    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
-        return Sampler(self.vocab_size)
+    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Callable[[], Sampler]:
+        return partial(Sampler, self.vocab_size)
 
     def _same_vocabulary(self, *_: Any) -> bool:
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,10 +18,10 @@ from transformers.generation import (
 )
 
 from ..engines.modules.attention import ragged_attention_on
-from ..nn.state import state_of
+from ..nn.state import ModelState, state_of
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
-from ..speculation.loop import Emit, Loop, Stop
+from ..speculation.loop import Emit, Loop
 from ..speculation.rounds.captured import CapturedRounds
 from ..speculation.rounds.chain import CapturedChain
 from ..speculation.rounds.host import HostRounds
@@ -111,6 +112,12 @@ class Call:
     watch: Callable[[Chain, Emit], Emit] | None = None
 
     @property
+    def tokens_given(self) -> int:
+        """Columns that the user's own cache holds; transformers passes an empty one where there is none."""
+        given = self.model_kwargs.get("past_key_values")
+        return 0 if given is None else given.get_seq_length()
+
+    @property
     def new_tokens(self) -> int:
         """The most a row may gain; stock generate asks a length of the user's after the first token only."""
         width = self.input_ids.shape[1]
@@ -122,17 +129,19 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
     prompts = check(model, call)
     stop = Stopping(call.criteria, prompts)
-    chain = _chain(model, call, prompts, stop)
+    state = state_of(model)
+    chain = _chain(model, call, prompts, stop, state)
     record = Record(call.settings, call.streamer, len(prompts.rows))
-    rows = prompts.grown
-    keep_stats(model, SpeculationStats([level.stats for level in chain.levels]))  # a streamer may watch them grow
-    emit = record if call.watch is None else call.watch(chain, record)
-    with ragged_attention_on(chain.models):
-        stats, cache = _decode(chain, call, prompts, rows, stop, emit)
-    keep_stats(model, stats)
+    state.last_stats = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch them grow
+    emit = record if record.listens else None
+    if call.watch is not None:
+        emit = call.watch(chain, record)
+    with ragged_attention_on(chain.models) if chain.models else nullcontext():
+        stats, cache = _decode(chain, call, prompts, stop, emit)
+    state.last_stats = stats
     if call.streamer is not None:
         call.streamer.end()
-    return record.result(prompts, rows, stats, cache)
+    return record.result(prompts, prompts.grown, stats, cache)
 
 
 def check(model: PreTrainedModel, call: Call) -> Prompts:
@@ -142,7 +151,8 @@ def check(model: PreTrainedModel, call: Call) -> Prompts:
     prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
-    check_given(model, call.model_kwargs.get("past_key_values"), prompts)
+    if call.tokens_given:
+        check_given(model, call.model_kwargs["past_key_values"], prompts)
     split_processors(call.processors, prompts)  # refuses those that keep state
     return prompts
 
@@ -156,9 +166,9 @@ def _filler(settings: GenerationConfig) -> int:
     return 0
 
 
-def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping) -> Chain:
+def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping, state: ModelState) -> Chain:
     config = SpeculationConfig.of(call.config)
-    levels = resolve(model, call.levels, call.tokenizers, config)
+    levels = resolve(model, call.levels, call.tokenizers, config, state)
     wiring = Wiring(
         model,
         call.tokenizer,
@@ -169,44 +179,55 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping)
         capacity=max(prompts.lengths) + min(call.new_tokens, _FIRST_CAPACITY),
         ends=frozenset(stop.eos),
         keep_logits=bool(call.settings.output_scores or call.settings.output_logits),
+        state=state,
     )
     return wiring.build(levels)
 
 
-def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stopping, emit: Emit):
+def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Emit | None):
     """Extend the rows; the counts, and the cache a user asked to have back."""
-    given, device = call.model_kwargs.get("past_key_values"), call.input_ids.device
-    budgets = [call.new_tokens] * len(rows)
-    cached, returned = tokens_in(given, prompts), None
-    if given is not None and (call.keep_cache or call.settings.return_dict_in_generate or given.get_seq_length()):
+    given, device, rows = call.model_kwargs.get("past_key_values"), call.input_ids.device, prompts.grown
+    cached, returned = tokens_in(given, prompts) if call.tokens_given else 0, None
+    if given is not None and (call.keep_cache or call.settings.return_dict_in_generate or call.tokens_given):
         emit = returned = ReturnedCache(chain, prompts, stop, call.new_tokens, given, emit)
+    asked = stop if stop.asks or returned is not None else None
+    how = {"stop": asked, "emit": emit, "ends": frozenset(stop.eos)}
+    budgets = [call.new_tokens] * len(rows)
+    capturable = chain.target.runner.can.capturable
     try:
-        with captured(chain, call.processors, rows, call.new_tokens) as rounds, torch.inference_mode():
-            if rounds is None:
-                chain.target.start(len(rows), device)
-            elif len(rows) > 1:
-                cached = 0  # captured rounds put rows into an order of their own
-            if cached:
-                take_over(chain, given, cached, prompts)
-            loop = _loop(chain, rounds, stop, emit, device)
-            decode = loop.decode if returned is None else partial(returned.decode, loop)
-            stats = chain.finish(decode(rows, budgets, cached))
+        with (
+            captured(chain, call.processors, rows, call.new_tokens) if capturable else nullcontext() as rounds,
+            torch.inference_mode(),
+        ):
+            if rounds is None and returned is None:
+                stats = chain.decode(rows, budgets, device=device, **how)
+            else:
+                if rounds is None:
+                    chain.target.start(len(rows), device)
+                elif len(rows) > 1:
+                    cached = 0  # captured rounds put rows into an order of their own
+                if cached:
+                    take_over(chain, given, cached, prompts)
+                loop = _loop(chain, rounds, device, how)
+                decode = loop.decode if returned is None else partial(returned.decode, loop)
+                stats = chain.finish(decode(rows, budgets, cached))
     except NoRoom as error:
         reason = NoRoom(str(error), error.left)  # without the frames that hold the chain
         with torch.inference_mode():
-            stats = go_on(chain, reason, stop, emit, device)
-    stats.new_tokens -= stop.cut(rows)
+            stats = go_on(chain, reason, device, **how)
+    if asked is not None:
+        stats.new_tokens -= stop.cut(rows)
     if not chain.levels:
         stats.row_passes = stats.new_tokens  # what ran behind the end of a row is no one's
     return stats, None if returned is None else returned.fill()
 
 
-def _loop(chain: Chain, captured: CapturedChain | None, stop: Stop, emit: Emit, device: torch.device) -> Loop:
+def _loop(chain: Chain, captured: CapturedChain | None, device: torch.device, how: dict) -> Loop:
     if captured is not None:
         rounds = CapturedRounds(captured, chain.target, chain.drafter)
     else:
         rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
-    return Loop(rounds, stop=stop, emit=emit)
+    return Loop(rounds, **how)
 
 
 class Record:
@@ -217,6 +238,11 @@ class Record:
         wanted = settings.return_dict_in_generate
         self.scores = [[] for _ in range(batch)] if wanted and settings.output_scores else None
         self.logits = [[] for _ in range(batch)] if wanted and settings.output_logits else None
+
+    @property
+    def listens(self) -> bool:
+        """Whether there is something to collect."""
+        return self.streamer is not None or self.scores is not None or self.logits is not None
 
     def __call__(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
         if self.streamer is not None and any(kept):

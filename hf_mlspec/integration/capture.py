@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.generation import EtaLogitsWarper, LogitsProcessorList
 
 from ..nn.state import say_once
 from ..speculation.draft import Rows
-from ..speculation.loop import Emit, Loop, Stop
+from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt
 from ..speculation.rounds.chain import CapturedChain, borrowed
 from ..speculation.rounds.host import HostRounds
@@ -32,7 +33,7 @@ def captured(
 ) -> Iterator[CapturedChain | None]:
     """The captured chain of a call, its caches in the runners of `chain`; None where the call runs step by step.
 
-    rows: the prompts. new_tokens: the most a row may gain.
+    The target's engine must be one that can be captured. rows: the prompts. new_tokens: the most a row may gain.
     """
     longest = max(map(len, rows))
     levels = _levels(chain, processors, len(rows), longest + new_tokens)
@@ -55,14 +56,17 @@ def captured(
         yield found
 
 
-def go_on(chain: Chain, reason: NoRoom, stop: Stop, emit: Emit, device: torch.device) -> SpeculationStats:
-    """Decode step by step what captured rounds had to leave, whose memory is free by now; the counts of both."""
+def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> SpeculationStats:
+    """Decode step by step what captured rounds had to leave, whose memory is free by now; the counts of both.
+
+    how: what the loop is told of rows that end, and who listens.
+    """
     left = reason.left
     model = chain.target.runner.model
     say_once(model, f"{type(model).__name__} goes on step by step: {reason}")
     chain.target.start(len(left.rows), device)
     rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
-    loop, total = Loop(rounds, stop=stop, emit=emit), chain.finish(left.stats)
+    loop, total = Loop(rounds, **how), chain.finish(left.stats)
     loop.start(left.rows, left.budgets)
     loop.numbers = left.numbers
     while going := loop.round():
@@ -76,8 +80,6 @@ def go_on(chain: Chain, reason: NoRoom, stop: Stop, emit: Emit, device: torch.de
 
 def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: int) -> list[RoundLevel] | None:
     target = chain.target
-    if not target.runner.can.capturable:
-        return None
     try:
         _require_no_wait(processors)
         return round_levels(

@@ -82,7 +82,8 @@ class SpeculationConfig:
                 raise TypeError(f"{name} is {value!r}, it must be True or False")
         if self.engine is not None and self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
-        require_rule(self.cast_rule)
+        if self.cast_rule != type(self).cast_rule:
+            require_rule(self.cast_rule)
         bits = self.cast_activation_bits
         if bits is not None and (not _is_count(bits, 1) or bits not in FORMATS["mxfp4"].activations):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")

@@ -233,6 +233,11 @@ class Stopping:
         self._ends: list[int | None] = [None] * len(prompts.rows)  # new tokens after which each row ended
         self._asked = 0  # new tokens up to which the criteria of the batch were asked
 
+    @property
+    def asks(self) -> bool:
+        """Whether more than end-of-sequence tokens and lengths can end a row."""
+        return bool(self._of_row or self._of_batch)
+
     def __call__(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
         """(settled tokens that count, whether the row is finished)."""
         count, finished = self._scan(number, row, tokens)

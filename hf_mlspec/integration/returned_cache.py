@@ -90,10 +90,12 @@ def take_over(chain: Chain, given: DynamicCache, count: int, prompts: Prompts) -
 class ReturnedCache:
     """Keys and values of every row, copied as it ends, for the cache that comes back.
 
-    An `Emit` in front of another one.
+    An `Emit` in front of another one, if there is one.
     """
 
-    def __init__(self, chain: Chain, prompts: Prompts, stop: Stopping, budget: int, given: DynamicCache, emit: Emit):
+    def __init__(
+        self, chain: Chain, prompts: Prompts, stop: Stopping, budget: int, given: DynamicCache, emit: Emit | None
+    ):
         self.chain, self.prompts, self.stop, self.budget = chain, prompts, stop, budget
         self.given, self.emit, self.begin = given, emit, _length(given)
         self._loop: Loop | None = None
@@ -108,7 +110,8 @@ class ReturnedCache:
             if number not in self._taken and (full or self.stop.ended(number)):
                 cache = self.chain.target.runner.cache
                 self._taken[number] = cache.row(place, self._skipped(number), len(row) - 1)
-        self.emit(numbers, kept, verdict)
+        if self.emit is not None:
+            self.emit(numbers, kept, verdict)
 
     def decode(self, loop: Loop, rows: Rows, budgets: list[int], cached: int) -> SpeculationStats:
         """`loop.decode`, by a loop that emits to this object."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,15 +47,16 @@ class ModelState:
         self.warnings.clear()
 
 
-# Of the models that were seen already; `state_of` also makes a new one.
 states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
-_adding = threading.RLock()  # threads that ask for the same state get one; a finalizer may ask in between
 
 
 def state_of(model: nn.Module) -> ModelState:
-    """The model's state: it lives as long as the model, and is empty when first asked for."""
-    with _adding:
-        return states.setdefault(model, ModelState())
+    """The model's state: it lives as long as the model, and is empty when first asked for.
+
+    Threads that ask for the same one get one, without a lock: one would be held while garbage is collected, whose
+    finalizers take others.
+    """
+    return states.get(model) or states.setdefault(model, ModelState())
 
 
 def is_prepared(model: nn.Module) -> bool:

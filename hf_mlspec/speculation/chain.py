@@ -5,17 +5,21 @@ ML-SpecQD, section 3: the quantized draft of the target is itself sped up by a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engines.engine import Engine
+from ..engines.rows import held_bytes
 from ..nn.state import say_once
 from .checker import Checker, Verdict, catch_up, nan_error, roll_back
 from .draft import Draft, Drafter, Rows
 from .drafters.model import ModelDrafter
-from .stats import LevelStats
+from .loop import Emit, Stop, decode
+from .sampling import Sampler
+from .stats import LevelStats, SpeculationStats
 
 
 class CheckedDrafter:
@@ -203,3 +207,88 @@ def _gather(probs: list[Tensor], places: list[list[int]], draft: Draft) -> Tenso
     """
     columns = Draft.from_lists(places, draft.tokens.device).tokens
     return torch.cat(probs, dim=1).gather(1, columns[..., None].expand(-1, -1, probs[0].shape[-1]))
+
+
+@dataclass
+class Part:
+    """What one level of a chain is made of, the target or one below it.
+
+    engine, sampler: of a level with a model; the sampler is made when the chain is. drafter: instead, a lookup that is
+    ready. num_draft_tokens: the most it drafts before the level above checks. across: makes of its drafter one in the
+    vocabulary of the level above, None where both speak the same.
+    """
+
+    name: str
+    engine: Engine | None = None
+    sampler: Callable[[], Sampler] | None = None
+    drafter: Drafter | None = None
+    num_draft_tokens: int = 0
+    threshold: float = 0.0
+    max_positions: int | None = None
+    across: Callable[[Drafter], Drafter] | None = None
+
+
+@dataclass
+class Chain:
+    """A target and the levels below it, ready to decode.
+
+    levels: the outermost drafter of each level, from the target down. runners: their engines, None for lookups.
+    models: those whose attention has to be switched while target and levels run.
+    """
+
+    target: Checker
+    drafter: Drafter | None = None
+    num_draft_tokens: int = 0
+    levels: list[Drafter] = field(default_factory=list)
+    runners: list[Engine | None] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, target: Part, parts: list[Part], *, keep_logits: bool) -> Chain:
+        """The chain of these levels, from the one below the target down."""
+        chain = cls(Checker(target.engine, target.sampler(), target.name, keep_logits=keep_logits))
+        for part in reversed(parts):
+            chain.drafter = _drafter(part, chain.drafter, chain.num_draft_tokens)
+            chain.num_draft_tokens = part.num_draft_tokens
+            chain.levels.insert(0, chain.drafter)
+            chain.runners.insert(0, part.engine)
+        engines = [one.engine for one in (target, *parts) if one.engine is not None]
+        chain.models = [engine.model for engine in engines if engine.can.by_module]
+        return chain
+
+    def decode(
+        self,
+        rows: Rows,
+        budgets: list[int],
+        *,
+        device: torch.device,
+        stop: Stop | None,
+        emit: Emit | None,
+        ends: frozenset[int],
+    ) -> SpeculationStats:
+        """Start anew and extend every row to its end, in rounds of the host; see `loop.decode`."""
+        self.target.start(len(rows), device)
+        most = self.num_draft_tokens
+        options = {"num_draft_tokens": most, "device": device, "stop": stop, "emit": emit, "ends": ends}
+        return self.finish(decode(self.target, self.drafter, rows, budgets, **options))
+
+    def finish(self, stats: SpeculationStats) -> SpeculationStats:
+        """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
+        stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
+        stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
+        for level, count in zip(stats.levels, held, strict=True):
+            level.cache_bytes = count
+        return stats
+
+
+def _drafter(part: Part, inner: Drafter | None, num_draft_tokens: int) -> Drafter:
+    """The drafter of a level over that of the level below it, which drafts so many tokens before a check."""
+    if part.drafter is not None:
+        return part.drafter
+    limits = {"threshold": part.threshold, "max_positions": part.max_positions}
+    if inner is None:
+        made = ModelDrafter(part.engine, part.sampler(), part.name, **limits)
+    else:
+        checker = Checker(part.engine, part.sampler(), part.name, keep_logits=False)
+        made = CheckedDrafter(checker, inner, num_draft_tokens=num_draft_tokens, **limits)
+    return made if part.across is None else part.across(made)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...engines.built import drop_outdated, fingerprint
@@ -17,7 +18,7 @@ from ...nn.castable import is_nested
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
 from ...nn.replace import direct_cast, early_exit
-from ...nn.state import state_of
+from ...nn.state import ModelState, state_of
 from ...precision import Bits, Precision, Spelled, spelled
 from ...speculation.draft import Drafter
 from ...speculation.drafters.ngram import NGram
@@ -69,11 +70,11 @@ def parse_level(text: str) -> Word:
     """
     if text in ("prompt_lookup", "ngram"):
         return Word(text)
-    if text in casts():
+    if _is_cast(text):
         return Word("cast", cast=text)
     if text == "qspec":
         return Word("precision")
-    found = spelled(text)
+    found = None if "/" in text else spelled(text)  # no word has a slash
     if found is not None and found.family.levels and _says_enough(found):
         return Word("precision", precision=Precision.parse(text))
     if text.startswith("early_exit:"):
@@ -82,11 +83,15 @@ def parse_level(text: str) -> Word:
             raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
         return Word("early_exit", layers=int(number))
     path, at, suffix = text.rpartition("@")
-    cast = suffix if at and suffix in casts() else None
+    cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
     if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
         return Word("load", path=path, cast=cast)
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(_words())}")
+
+
+def _is_cast(text: str) -> bool:
+    return any(cast.word == text for record in FORMATS.values() for cast in record.casts)
 
 
 def _says_enough(found: Spelled) -> bool:
@@ -120,14 +125,51 @@ def _folder_word(path: os.PathLike) -> str:
     return f"{text}/" if "@" in text else text
 
 
-def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: SpeculationConfig) -> list[Level]:
-    """The levels a user named, checked, in order from the one below the target."""
+def resolve(
+    target: nn.Module,
+    levels: list,
+    tokenizers: list | None,
+    config: SpeculationConfig,
+    state: ModelState | None = None,
+) -> list[Level]:
+    """The levels a user named, checked, in order from the one below the target.
+
+    state: what is kept of the target, where the caller has it.
+    """
+    state = state or state_of(target)
+    _check_lists(levels, tokenizers)
+    tokenizers = tokenizers if tokenizers is not None else [None] * len(levels)
+    levels = as_words(levels)
+    words = [parse_level(level) if isinstance(level, str) else None for level in levels]  # before anything is built
+    _check_order(levels, words)
+    device = next(target.parameters()).device
+    if any(word is not None and word.kind in ("cast", "early_exit") for word in words):
+        _move_weights_first(target, device, config, state)
+    resolved = []
+    vocabulary = vocab_size(target)  # of the nearest model above
+    for index, (level, word, tokenizer) in enumerate(zip(levels, words, tokenizers, strict=True)):
+        found = _resolve(target, level, word, config, vocabulary, state)
+        found.tokenizer = tokenizer or found.tokenizer
+        if found.model is not None:
+            check_model(found.model, f"level {index} ({found.name})")
+            check_device(found.model, f"level {index} ({found.name})", device)
+            vocabulary = vocab_size(found.model)
+        resolved.append(found)
+    bits = [level.bits for level in resolved]
+    if any(own is not None for own in bits):
+        check_descent(target, bits, levels)
+    return resolved
+
+
+def _check_lists(levels: list, tokenizers: list | None) -> None:
+    """Raise TypeError or ValueError unless there is a list of levels, and one of as many tokenizers or none."""
     if isinstance(levels, (str, nn.Module)) or not isinstance(levels, (list, tuple)):
         raise TypeError(
             f"assistant_models takes a list of levels, got {type(levels).__name__}: write "
             "assistant_models=[level, ...]"
         )
-    tokenizers = tokenizers if tokenizers is not None else [None] * len(levels)
+    if tokenizers is None:
+        return
     if not isinstance(tokenizers, (list, tuple)) or len(tokenizers) != len(levels):
         raise ValueError(
             f"assistant_tokenizers takes one entry per level (None where it is the target's): got "
@@ -137,24 +179,6 @@ def resolve(target: nn.Module, levels: list, tokenizers: list | None, config: Sp
     for index, tokenizer in enumerate(tokenizers):
         if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
             raise TypeError(f"assistant_tokenizers[{index}] is a {type(tokenizer).__name__}, not a tokenizer or None")
-    levels = as_words(levels)
-    words = [parse_level(level) if isinstance(level, str) else None for level in levels]  # before anything is built
-    _check_order(levels, words)
-    if any(word is not None and word.kind in ("cast", "early_exit") for word in words):
-        _move_weights_first(target, config)
-    device = next(target.parameters()).device
-    resolved = []
-    vocabulary = vocab_size(target)  # of the nearest model above
-    for index, (level, word, tokenizer) in enumerate(zip(levels, words, tokenizers, strict=True)):
-        found = _resolve(target, level, word, config, vocabulary)
-        found.tokenizer = tokenizer or found.tokenizer
-        if found.model is not None:
-            check_model(found.model, f"level {index} ({found.name})")
-            check_device(found.model, f"level {index} ({found.name})", device)
-            vocabulary = vocab_size(found.model)
-        resolved.append(found)
-    check_descent(target, [level.bits for level in resolved], levels)
-    return resolved
 
 
 def _check_order(levels: list, words: list[Word | None]) -> None:
@@ -168,18 +192,23 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
             )
 
 
-def _move_weights_first(target: nn.Module, config: SpeculationConfig) -> None:
+def _move_weights_first(
+    target: nn.Module, device: torch.device, config: SpeculationConfig, state: ModelState
+) -> None:
     """A decoder on a GPU puts weights side by side, and the first product puts nested ones in tiles; views built
     before that would be built anew in the next call."""
-    move_weights(target, name=config.engine, prepare=config.prepare)
+    if "cuda" in (device.type, config.engine, state.engine):
+        move_weights(target, name=config.engine, prepare=config.prepare)
     for module in target.modules():
         if isinstance(module, PackedModule):
             module.prepack_()
 
 
-def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationConfig, vocabulary: int) -> Level:
+def _resolve(
+    target: nn.Module, level, word: Word | None, config: SpeculationConfig, vocabulary: int, state: ModelState
+) -> Level:
     if word is not None:
-        return _from_word(target, level, word, config, vocabulary)
+        return _from_word(target, level, word, config, vocabulary, state)
     if isinstance(level, nn.Module):
         return Level(_name(level), model=level, shape_of_target=_is_view(level, target))
     if isinstance(level, Drafter):
@@ -193,12 +222,14 @@ def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationCon
     raise TypeError(f"a level is a model, a path, a word or a drafter such as NGram, got {type(level).__name__}")
 
 
-def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConfig, vocabulary: int) -> Level:
+def _from_word(
+    target: nn.Module, text: str, word: Word, config: SpeculationConfig, vocabulary: int, state: ModelState
+) -> Level:
     if word.kind == "prompt_lookup":
         return Level(text, drafter=PromptLookup(max_ngram=config.max_ngram))
     if word.kind == "ngram":
         key = (text, config.ngram_order, vocabulary)  # one table counts one vocabulary
-        table = _keep(target, key, None, lambda: NGram(order=config.ngram_order))
+        table = _keep(state, key, None, lambda: NGram(order=config.ngram_order))
         return Level(text, drafter=table)
     if word.kind == "precision":
         bits = lower_precision(target, text, _precision(word, config))
@@ -206,15 +237,15 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
     cast = _cast_options(word, config)
     key = (text, *cast.values())
     if word.kind == "cast":
-        model = _keep(target, key, fingerprint(target), lambda: direct_cast(target, **cast))
+        model = _keep(state, key, fingerprint(target), lambda: direct_cast(target, **cast))
         return Level(text, model=model, shape_of_target=True)
     if word.kind == "early_exit":
-        model = _keep(target, text, fingerprint(target), lambda: early_exit(target, word.layers))
+        model = _keep(state, text, fingerprint(target), lambda: early_exit(target, word.layers))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
     given = cast if word.cast else None
     where = place.device, target.dtype
-    model, tokenizer = _keep(target, key, where, lambda: load_level(target, word.path, given))
+    model, tokenizer = _keep(state, key, where, lambda: load_level(target, word.path, given))
     name = Path(word.path).name or text
     return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
 
@@ -250,9 +281,9 @@ def _is_view(level: nn.Module, target: nn.Module) -> bool:
     return all(id(parameter) in known for parameter in level.parameters())
 
 
-def _keep(target: nn.Module, key, fingerprint, build):
+def _keep(state: ModelState, key, fingerprint, build):
     """Build once per target; again only if the target's weights moved or changed."""
-    kept = state_of(target).levels
+    kept = state.levels
     if key not in kept or kept[key][0] != fingerprint:
         kept[key] = (fingerprint, build())
     return kept[key][1]

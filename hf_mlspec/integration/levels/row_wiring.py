@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
@@ -32,11 +35,11 @@ class RowWiring(Wiring):
         )
         self.rules = rules
 
-    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
+    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Callable[[], Sampler]:
         """Levels in another vocabulary, which the rows' noise and processors do not speak, guess greedily.
 
         vocab_size: None for the target itself.
         """
         if in_target_vocabulary:
-            return RowSampler(self.vocab_size, self.rules, judges=vocab_size is None)
-        return Sampler(vocab_size)
+            return partial(RowSampler, self.vocab_size, self.rules, judges=vocab_size is None)
+        return partial(Sampler, vocab_size)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sized
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from torch import nn
 from transformers.generation import LogitsProcessorList
 
-from ...engines.choose import engine_of
+from ...engines.choose import engines_of
 from ...engines.engine import Engine
-from ...engines.rows import held_bytes
-from ...nn.state import state_of
-from ...speculation.chain import CheckedDrafter
-from ...speculation.checker import Checker
+from ...nn.state import ModelState, state_of
+from ...speculation.chain import Chain, Part
 from ...speculation.draft import Drafter
 from ...speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
-from ...speculation.drafters.model import ModelDrafter
 from ...speculation.drafters.ngram import NGram
 from ...speculation.drafters.prompt_lookup import PromptLookup
 from ...speculation.drafters.self_precision import at_lower_precision
 from ...speculation.sampling import Sampler
-from ...speculation.stats import SpeculationStats
 from ..config import (
     CONFIDENCE_THRESHOLD,
     CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS,
@@ -43,47 +39,19 @@ _MOST_PADDING_SHARE = 0.02
 
 
 @dataclass
-class Chain:
-    """A target and the levels below it, ready to decode.
-
-    levels: the outermost drafter of each level, from the target down. runners: theirs, None for lookups. level_models:
-    those of the levels that run module by module, with ragged attention.
-    """
-
-    target: Checker
-    drafter: Drafter | None = None
-    num_draft_tokens: int = 0
-    levels: list[Drafter] = field(default_factory=list)
-    runners: list[Engine | None] = field(default_factory=list)
-    level_models: list[nn.Module] = field(default_factory=list)
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models whose attention has to be switched while target and levels run."""
-        return _by_module(self.target.runner) + self.level_models
-
-    def finish(self, stats: SpeculationStats) -> SpeculationStats:
-        """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
-        stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
-        stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
-        for level, count in zip(stats.levels, held, strict=True):
-            level.cache_bytes = count
-        return stats
-
-
-@dataclass
 class _Above:
     """What a level needs to know of the level that checks it."""
 
     tokenizer: object | None
     vocab_size: int
     is_targets: bool  # its vocabulary is the target's
-    runner: Engine
-    in_target_cache: bool
 
 
 class Wiring:
-    """Builds the chain of one call of generate."""
+    """Builds the chain of one call of generate.
+
+    state: what is kept of the target, where the caller has it.
+    """
 
     def __init__(
         self,
@@ -97,106 +65,102 @@ class Wiring:
         capacity: int,
         ends: frozenset[int] = frozenset(),
         keep_logits: bool = True,
+        state: ModelState | None = None,
     ):
         self.config, self.do_sample, self.processors, self.prompts = config, do_sample, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
         self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
+        self.state = state or state_of(target)
 
     def build(self, levels: list[Level]) -> Chain:
-        runner = self._runner(self.model, required=True)
-        target = Checker(runner, self._sampler(True), "the target", keep_logits=self.keep_logits)
-        chain = Chain(target)
         self.count = len(levels)
+        engines = iter(self._engines([self.model, *(level.model for level in levels if level.drafter is None)]))
+        target = Part("the target", next(engines), self._sampler(True))
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
-            chain.drafter = self._drafter(
-                chain, levels, 0, _Above(self.tokenizer, self.vocab_size, True, runner, True)
-            )
-            chain.num_draft_tokens = self._num_draft_tokens(levels[0], 0)
-        return chain
+        parts, above = [], _Above(self.tokenizer, self.vocab_size, True)
+        leader = target.engine  # None from where a level has a cache of its own
+        for index, level in enumerate(levels):
+            if level.drafter is not None:
+                parts.append(Part(level.name, drafter=self._lookup(level, index)))
+            else:
+                part, above = self._part(level, index, above, next(engines))
+                leader = self._follow(level, part.engine, leader)
+                parts.append(part)
+            parts[-1].num_draft_tokens = self._num_draft_tokens(level, index)
+        return Chain.of(target, parts, keep_logits=self.keep_logits)
 
-    def _drafter(self, chain: Chain, levels: list[Level], index: int, above: _Above) -> Drafter:
-        """The drafter of level `index` in the vocabulary of the level above it."""
-        level, last = levels[index], index + 1 == len(levels)
-        if level.drafter is not None:
-            return self._lookup(chain, levels, index)
+    def _part(self, level: Level, index: int, above: _Above, engine: Engine) -> tuple[Part, _Above]:
+        """A level with a model, in the vocabulary of the level above it, and what the level below it is to know."""
         size = vocab_size(level.model)
         same = level.shape_of_target or self._same_vocabulary(level, size, above)
-        shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
-        runner = self._runner(level.model)
+        in_targets, own = above.is_targets and same, above.vocab_size if same else size
+        part = Part(
+            level.name,
+            engine,
+            self._sampler(in_targets, own),
+            threshold=self._threshold(level, index, same),
+            max_positions=None if level.shape_of_target else engine.max_positions,
+            across=None if same else self._across(level, above, size, last=index + 1 == self.count),
+        )
+        return part, _Above(above.tokenizer if same else level.tokenizer, own, in_targets)
+
+    def _follow(self, level: Level, engine: Engine, leader: Engine | None) -> Engine | None:
+        """Let a level of the target's shape draft in its checker's cache (law 4); the engine, if it does."""
         if level.bits is not None:
-            runner = at_lower_precision(runner, level.bits)
-        if shares and runner.name == above.runner.name:
-            runner.follow = above.runner
-        chain.level_models += _by_module(runner)
-        sampler = self._sampler(above.is_targets and same, above.vocab_size if same else size)
-        threshold = self._threshold(level, index, same)
-        place = len(chain.levels)
-        chain.levels.append(None)
-        chain.runners.append(runner)
-        most = None if level.shape_of_target else runner.max_positions
-        if last:
-            drafter = ModelDrafter(runner, sampler, level.name, threshold=threshold, max_positions=most)
-        else:
-            tokenizer = above.tokenizer if same else level.tokenizer
-            below = _Above(
-                tokenizer, sampler.vocab_size, above.is_targets and same, runner, runner.follow is not None
-            )
-            drafter = CheckedDrafter(
-                Checker(runner, sampler, level.name, keep_logits=False),
-                self._drafter(chain, levels, index + 1, below),
-                threshold=threshold,
-                num_draft_tokens=self._num_draft_tokens(levels[index + 1], index + 1),
-                max_positions=most,
-            )
-        chain.levels[place] = drafter if same else self._across(drafter, level, above, size)
-        return chain.levels[place]
+            engine = at_lower_precision(engine, level.bits)
+        if leader is None or not (level.shape_of_target and self.config.shared_cache and engine.name == leader.name):
+            return None
+        engine.follow = leader
+        return engine
 
     def _same_vocabulary(self, level: Level, size: int, above: _Above) -> bool:
         return same_vocabulary(level.name, size, level.tokenizer, above.vocab_size, above.tokenizer)
 
-    def _lookup(self, chain: Chain, levels: list[Level], index: int) -> Drafter:
+    def _lookup(self, level: Level, index: int) -> Drafter:
         """A level without a model: it drafts in whatever vocabulary stands above it."""
         threshold = self.config.of_level("confidence_threshold", index, self.count)
-        drafter = levels[index].drafter
+        drafter = level.drafter
         if isinstance(drafter, (NGram, PromptLookup)):
             drafter = drafter.fork()  # a table is everyone's; rows, and its threshold, are this call's
         if isinstance(drafter, NGram):
             drafter.threshold = drafter.threshold if threshold is None else threshold
-        chain.levels.append(drafter)
-        chain.runners.append(None)
         return drafter
 
-    def _across(self, drafter: Drafter, level: Level, above: _Above, size: int) -> Drafter:
+    def _across(self, level: Level, above: _Above, size: int, last: bool) -> Callable[[Drafter], Drafter]:
         by_vocabulary = self.config.common_vocabulary
         if by_vocabulary is None:
-            by_vocabulary = self.do_sample and isinstance(drafter, ModelDrafter)
-        return CrossTokenizerDrafter(
-            drafter,
-            above.tokenizer,
-            level.tokenizer,
+            by_vocabulary = self.do_sample and last
+        return partial(
+            CrossTokenizerDrafter,
+            tokenizer=above.tokenizer,
+            inner_tokenizer=level.tokenizer,
             by_text=not by_vocabulary,
             inner_vocab_size=size,
             vocab_size=above.vocab_size,
             name=level.name,
         )
 
-    def _runner(self, model: nn.Module, required: bool = False) -> Engine:
-        """required: whether the engine that the config names is a must; levels may run module by module."""
-        return engine_of(
-            model,
-            name=self.config.engine or state_of(self.model).engine,
+    def _engines(self, models: list[nn.Module]) -> list[Engine]:
+        """Engines over target and levels. The one that the config names is a must for the target."""
+        return engines_of(
+            models,
+            [max_positions(model) for model in models],
+            name=self.config.engine,
             prepare=self.config.prepare,
-            required=required and self.config.engine is not None,
+            required=self.config.engine is not None,
             capacity=self.capacity,
-            num_positions=max_positions(model),
         )
 
-    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
-        """Levels in another vocabulary take the processors that look at no token ids."""
+    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Callable[[], Sampler]:
+        """How a level's sampler is made; levels in another vocabulary take the processors that look at no token ids.
+
+        vocab_size: None for the target itself.
+        """
         warp, process = (self.warp, self.process) if in_target_vocabulary else (warp_of(self.processors), None)
-        return Sampler(
+        return partial(
+            Sampler,
             vocab_size or self.vocab_size,
             do_sample=self.do_sample,
             warp=warp,
@@ -225,11 +189,6 @@ class Wiring:
             )
         default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
         return default if given is None else given
-
-
-def _by_module(runner: Engine) -> list[nn.Module]:
-    """The models whose attention has to be switched while the chain runs."""
-    return [runner.model] if runner.can.by_module else []
 
 
 def require_target_tokenizer(tokenizer, size: int) -> None:

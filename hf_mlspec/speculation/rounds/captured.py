@@ -156,7 +156,7 @@ class CapturedRounds:
         return min(self._ends[r], self.chain.slots)
 
     def _lacks_room(self, rows: Rows) -> bool:
-        return any(len(row) >= self._end(r) for r, row in enumerate(rows))
+        return any(len(row) >= self.chain.slots < end for row, end in zip(rows, self._ends, strict=True))
 
     def _make_room(self, rows: Rows) -> None:
         """Where a row has filled its slots and may go on, all rows get more; NoRoom where there is no memory."""
