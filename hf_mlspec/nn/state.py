@@ -48,14 +48,15 @@ class ModelState:
         self.warnings.clear()
 
 
-_states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
+# Of the models that were seen already; `state_of` also makes a new one.
+states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
 _adding = threading.RLock()  # threads that ask for the same state get one; a finalizer may ask in between
 
 
 def state_of(model: nn.Module) -> ModelState:
     """The model's state: it lives as long as the model, and is empty when first asked for."""
     with _adding:
-        return _states.setdefault(model, ModelState())
+        return states.setdefault(model, ModelState())
 
 
 def is_prepared(model: nn.Module) -> bool:

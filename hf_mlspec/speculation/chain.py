@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..engines.engine import Engine
 from ..nn.state import say_once
-from .checker import Checker, Verdict, nan_error
+from .checker import Checker, Verdict, catch_up, nan_error, roll_back
 from .draft import Draft, Drafter, Rows
 from .drafters.model import ModelDrafter
 from .stats import LevelStats
@@ -23,6 +24,8 @@ class CheckedDrafter:
     num_draft_tokens: how many tokens `inner` may guess before a check.
     threshold:        drafting ends after a settled token whose probability under the checker is below it (0: never).
     max_positions:    tokens the checker can attend to; on longer rows the level rests, said once.
+    scored_by:     the engine of the level above, where that judges greedily: it scores what is handed up in the same
+                   call.
     The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says
     (law 1).
     """
@@ -39,6 +42,7 @@ class CheckedDrafter:
         self.checker, self.inner = checker, inner
         self.num_draft_tokens, self.threshold = num_draft_tokens, threshold
         self.max_positions = max_positions
+        self.scored_by: Engine | None = None
         self.name = checker.name
         self.stats = LevelStats(self.name)
 
@@ -65,11 +69,11 @@ class CheckedDrafter:
         self.inner.replace(row)
 
     def rollback(self, lengths: list[int]) -> None:
-        self.checker.runner.rollback(lengths)
+        roll_back(self.checker.runner, lengths)
         self.inner.rollback(lengths)
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        self.checker.runner.sync()
+        catch_up(self.checker.runner)
         self.stats.rounds += 1
         limits = self._rested(rows, limits)
         if self._runs_in_engine(rows, limits):
@@ -113,14 +117,15 @@ class CheckedDrafter:
 
     def _propose_in_engine(self, rows: Rows, limits: list[int]) -> Draft:
         inner, runner = self.inner, self.checker.runner
-        inner.runner.sync()
-        settled, checks, rounds = runner.draft_checked(
+        catch_up(inner.runner)
+        settled, checks, rounds, scores = runner.draft_checked(
             inner.runner,
             rows,
             limits,
             num_draft_tokens=self.num_draft_tokens,
             tiny_threshold=inner.threshold,
             threshold=self.threshold,
+            above=self.scored_by,
         )
         if any(-1 in row for row in settled):
             raise nan_error(f"level {self.name}", runner.dtype)
@@ -131,7 +136,9 @@ class CheckedDrafter:
             for check in engine_checks(settled, checks):
                 self.checker.on_check(*check)
         self.stats.forwards, self.stats.seconds = runner.forwards, runner.seconds
-        return Draft.from_lists(settled)
+        draft = Draft.from_lists(settled)
+        draft.scores = scores
+        return draft
 
     def _room(self, limits: list[int], settled: Rows, alive: list[bool]) -> list[int]:
         """Tokens the inner level may guess: the check adds one more."""

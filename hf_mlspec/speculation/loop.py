@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
@@ -43,6 +44,7 @@ def decode(
     return Loop(rounds, stop=stop, emit=emit, ends=ends).decode(rows, budgets, cached)
 
 
+@dataclass(eq=False)
 class Loop:
     """The rows a chain is working on, and the rounds in which they gain tokens.
 
@@ -53,19 +55,15 @@ class Loop:
         may reach.
     """
 
-    def __init__(
-        self,
-        rounds: Rounds,
-        *,
-        stop: Stop | None = None,
-        emit: Emit | None = None,
-        ends: frozenset[int] = frozenset(),
-    ):
-        self.rounds, self.stop, self.emit, self.ends = rounds, stop, emit, ends
-        self.rows: Rows = []
-        self.numbers: list[int] = []
-        self.lengths: list[int] = []
-        self.stats = SpeculationStats()
+    rounds: Rounds
+    _: KW_ONLY
+    stop: Stop | None = None
+    emit: Emit | None = None
+    ends: frozenset[int] = frozenset()
+    rows: Rows = field(default_factory=list, init=False)
+    numbers: list[int] = field(default_factory=list, init=False)
+    lengths: list[int] = field(default_factory=list, init=False)
+    stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
 
     @property
     def drafted(self) -> list[int]:
