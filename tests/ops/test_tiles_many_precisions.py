@@ -51,7 +51,7 @@ def test_every_field_of_a_nested_weight_is_where_the_cpu_reads_it(out, size):
 
 
 def number_of(output: int, place: int) -> tuple[int, int, int, int, int, int]:
-    """w, f, lane, s, h, k of a weight: the sentence of tiles_nested_cuda.py."""
+    """w, f, lane, s, h, k of a weight: the sentence of nested/tiles_cuda.py."""
     w, h, r = output % 64 // 16, output // 8 % 2, output % 8
     f, s, t, q, e = place % 128 // 64, place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2
     return w, f, 4 * r + q, s, h, 2 * e + t
