@@ -73,9 +73,9 @@ def engines_of(
 ) -> list[Engine]:
     """An engine over each of a chain's models, the target first, as `engine_of` gives them.
 
-    num_positions: of every model. name: of the engine for all of them; None: the one that `hf_mlspec.prepare` was asked
-    for of each, of a level that was not asked for (unless prepare is False) the target's, else the fastest. required:
-    whether the named engine is a must for the target; levels may run module by module.
+    num_positions: of every model. name: of the engine for all of them; None: the one that `hf_mlspec.prepare` was
+    asked for of each, for other levels (unless prepare is False) the target's, else the fastest. required: whether the
+    named engine is a must for the target; levels may run module by module.
     """
     states = [state_of(model) for model in models]
     followed = states[0].engine if prepare else None
