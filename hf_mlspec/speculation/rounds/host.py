@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
-from ..chain import CheckedDrafter
 from ..checker import Checker, Verdict
 from ..draft import Draft, Drafter, Rows
 from ..stats import LevelStats, SpeculationStats
@@ -73,7 +72,7 @@ class HostRounds:
     def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
         """One pass of the target over all rows, behind what the drafter proposed."""
         proposes = self.drafter is not None and any(self._ready)
-        if isinstance(self.drafter, CheckedDrafter):  # asked every round: rows that join may have rules of their own
+        if hasattr(self.drafter, "scored_by"):  # asked every round: rows that join may have rules of their own
             self.drafter.scored_by = self.target.runner if self.target.settles_in_engine else None
         draft = self.drafter.propose(rows, self._limits(rows)) if proposes else self._no_draft(rows)
         verdict = self.target.check(rows, draft)
