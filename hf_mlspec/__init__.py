@@ -5,16 +5,15 @@ Importing registers the "mlspec" quantizer and lets `generate` take `assistant_m
 
 from .demo_pair import demo_pair
 from .engines.prepare import prepare, restore
+from .integration.call import generate, last_stats
 from .integration.candidates import ChainCandidateGenerator
-from .integration.compare import compare
-from .integration.comparison import Comparison
+from .integration.compare import Comparison, compare
 from .integration.config import SpeculationConfig
-from .integration.decoding import generate, last_stats
-from .integration.generate import disable, enable, enabled
-from .integration.levels import clear
-from .integration.quantizer import MLSpecConfig
-from .integration.stream import generate_stream
-from .integration.stream_request import Completion, Request
+from .integration.hook import disable, enable, enabled
+from .integration.levels.resolve import clear
+from .integration.quantizer.quantizer import MLSpecConfig
+from .integration.stream.request import Completion, Request
+from .integration.stream.stream import generate_stream
 from .nn.nest import nest, unnest
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch

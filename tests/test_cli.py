@@ -19,7 +19,7 @@ from hf_mlspec.cli.request import read_prompts
 from hf_mlspec.cli.stream import LiveTable, TextStream
 from hf_mlspec.cli.tables import show
 from hf_mlspec.demo_pair import demo_prompts
-from hf_mlspec.integration.load import load_causal_lm
+from hf_mlspec.integration.levels.load import load_causal_lm
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["def area(radius):", "Once upon a time", "x"]

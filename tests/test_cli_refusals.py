@@ -155,7 +155,7 @@ def test_kernels_that_are_required_and_missing_are_one_line(capsys, monkeypatch,
         raise hf_mlspec.ops.KernelError("no compiled kernel")
 
     monkeypatch.setattr("hf_mlspec.engines.choose.has_compiled_decoder", lambda: False)
-    monkeypatch.setattr(hf_mlspec.ops, "_mxfp4_linear", missing)
+    monkeypatch.setattr(hf_mlspec.ops.mxfp4, "_mxfp4_linear", missing)
     assert main(["generate", "--model", str(saved_model), "--prompt", "x", "--level", "mxfp4", "--json"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "mlspec generate: no compiled kernel"
 

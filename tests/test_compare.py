@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from hf_mlspec.integration.compare import first_difference
-from hf_mlspec.integration.comparison import Comparison, Difference, Item
+from hf_mlspec.integration.compare import Comparison, Difference, Item, first_difference
 
 PROMPTS = ["def area(radius):", "a", "The quick brown fox jumps over the lazy dog, and", "x = [1, 2"]
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from typing import Any, NoReturn
 
-from ..integration.generate import enable
+from ..integration.hook import enable
 from ..ops import KernelError
 from .demo import add_demo
 from .eval import add_eval

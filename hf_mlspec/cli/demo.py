@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ..demo_pair import DEMO_DRAFT, DEMO_TARGET, demo_pair, demo_prompts
-from ..integration.compare import compare
-from ..integration.comparison import Comparison, Item
+from ..integration.compare import Comparison, Item, compare
 from .request import add_chain_options, chain_config, load_target
 from .stream import LiveTable, TextStream
 from .tables import describe, say, show_comparison

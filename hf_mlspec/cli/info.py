@@ -15,7 +15,7 @@ from rich.console import Console
 from .. import ops
 from ..engines.architecture import KNOWN
 from ..formats import FORMATS, Format
-from ..integration.generate import enabled
+from ..integration.hook import enabled
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
 from .tables import show

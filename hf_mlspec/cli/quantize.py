@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from ..formats import FORMATS, Option, options
-from ..integration.load import DTYPES, hide_progress_bars
-from ..integration.mlspec_config import MLSpecConfig
-from ..integration.quantize_folder import Quantized, quantize_folder
+from ..integration.levels.load import DTYPES, hide_progress_bars
+from ..integration.quantizer.config import MLSpecConfig
+from ..integration.quantizer.folder import Quantized, quantize_folder
 from .tables import say, show
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..integration.config import SpeculationConfig, parse_level
-from ..integration.levels import draws_on_nested, nested_for
-from ..integration.load import DTYPES, hide_progress_bars, load_causal_lm
+from ..integration.config import SpeculationConfig
+from ..integration.levels.load import DTYPES, hide_progress_bars, load_causal_lm
+from ..integration.levels.resolve import draws_on_nested, nested_for, parse_level
 
 PROMPT_FIELDS = ("prompt", "question")  # HumanEval, GSM8K
 

@@ -8,8 +8,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ..integration.comparison import Comparison, accumulate
-from ..integration.decoding import last_stats
+from ..integration.call import last_stats
+from ..integration.compare import Comparison, accumulate
 from .tables import LEVEL_COLUMNS, level_rows, table
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ..integration.comparison import Comparison, Difference
+from ..integration.compare import Comparison, Difference
 from ..speculation.stats import LevelStats
 
 LEVEL_COLUMNS = ("level", "drafted", "accepted", "acceptance", "forwards", "seconds")

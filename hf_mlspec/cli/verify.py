@@ -14,8 +14,7 @@ from rich.progress import Progress
 from ..evaluation.certificate import Certificate, check_place
 from ..evaluation.certificate_badge import check_place as check_badge
 from ..evaluation.certificate_run import attest
-from ..integration.compare import compare
-from ..integration.comparison import Comparison
+from ..integration.compare import Comparison, compare
 from .request import add_chain_options, chain_config, load_target, positive, positives, read_prompts
 from .tables import describe, say, show_comparison
 

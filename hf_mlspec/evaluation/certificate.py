@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..integration.load import hide_progress_bars, load_causal_lm, read_tokenizer
+from ..integration.levels.load import hide_progress_bars, load_causal_lm, read_tokenizer
 from . import certificate_badge as badge
 from .certificate_identity import (
     combined,

@@ -11,10 +11,9 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from ..integration.compare import OnItem, compare
-from ..integration.comparison import Comparison, Item
+from ..integration.compare import Comparison, Item, OnItem, compare
 from ..integration.config import SpeculationConfig
-from ..integration.levels import as_words, resolve
+from ..integration.levels.resolve import as_words, resolve
 from .certificate import Certificate
 from .certificate_identity import kernels
 from .certificate_schema import SCHEMA, result_of

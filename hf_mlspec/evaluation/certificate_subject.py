@@ -20,10 +20,10 @@ from transformers.generation import LogitsProcessorList
 from .. import __version__
 from ..engines.choose import why_by_module
 from ..engines.engine import Engine
-from ..integration.config import SpeculationConfig, parse_level
-from ..integration.levels import Level
+from ..integration.config import SpeculationConfig
+from ..integration.levels.resolve import Level, parse_level
+from ..integration.levels.wiring import Chain, Wiring
 from ..integration.processing import Prompts
-from ..integration.wiring import Chain, Wiring
 from ..nn.switch import precision_switch
 from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters
 

@@ -24,8 +24,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing, name="lm_eval") from error
 
 from .. import SpeculationStats
+from ..integration.request import max_positions
 from ..integration.scoring import TokenScores, score_rows
-from ..integration.suitability import max_positions
 from .harness_arguments import Arguments
 from .harness_generation import Writer
 from .harness_requests import Finished, Generation, fit_rows, generation_keys, request_key

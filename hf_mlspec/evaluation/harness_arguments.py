@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import MLSpecConfig, SpeculationConfig
-from ..integration.config import parse_level
-from ..integration.levels import as_words
-from ..integration.load import DTYPES
-from ..integration.packing import switch_of
+from ..integration.levels.load import DTYPES
+from ..integration.levels.resolve import as_words, parse_level
+from ..integration.quantizer.packing import switch_of
 
 _SPECULATION = tuple(field.name for field in fields(SpeculationConfig))
 BATCH_SIZE = 8

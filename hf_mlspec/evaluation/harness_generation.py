@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from .. import Completion, Request, SpeculationStats, generate_stream, last_stats, precision_switch
-from ..integration.comparison import accumulate
+from ..integration.compare import accumulate
 from .harness_arguments import Arguments
 from .harness_requests import Generation, TextBefore, seed_of
 

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import __version__
+from ..integration.call import run
 from ..integration.config import SpeculationConfig
-from ..integration.decoding import run
-from ..integration.generate import prepare_call
-from ..integration.suitability import check_model, check_prompt_rows
-from ..integration.wiring import Chain
+from ..integration.hook import prepare_call
+from ..integration.levels.wiring import Chain
+from ..integration.request import check_model, check_prompt_rows
 from ..nn.switch import precision_switch
 from ..speculation.chain import CheckedDrafter
 from ..speculation.draft import Drafter

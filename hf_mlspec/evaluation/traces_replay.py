@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
 from ..engines.modules.attention import ragged_attention_on
-from ..integration.comparison import accumulate
+from ..integration.compare import accumulate
 from ..integration.config import SpeculationConfig
-from ..integration.levels import Level, resolve
-from ..integration.suitability import check_model, vocab_size
-from ..integration.wiring import Chain, Wiring
+from ..integration.levels.resolve import Level, resolve
+from ..integration.levels.wiring import Chain, Wiring
+from ..integration.request import check_model, vocab_size
 from ..speculation.loop import decode
 from ..speculation.sampling import Sampler
 from ..speculation.stats import SpeculationStats

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engines.rows import up_to_growth
-from ..integration.comparison import accumulate
+from ..integration.compare import accumulate
 from ..integration.config import SpeculationConfig
 from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt

@@ -12,10 +12,10 @@ from transformers.generation import CandidateGenerator, LogitsProcessorList
 from ..engines.modules.attention import ragged_attention_on
 from ..speculation.draft import Draft
 from .config import SpeculationConfig
-from .levels import resolve
+from .levels.resolve import resolve
+from .levels.wiring import Wiring
 from .processing import Prompts
 from .request import check_request, check_target
-from .wiring import Wiring
 
 
 class ChainCandidateGenerator(CandidateGenerator):

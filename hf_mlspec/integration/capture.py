@@ -19,9 +19,9 @@ from ..speculation.rounds.plan import NotCaptured, round_levels
 from ..speculation.rounds.program import RoundLevel
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
-from .comparison import accumulate
+from .compare import accumulate
+from .levels.wiring import Chain
 from .processing import WARPERS
-from .wiring import Chain
 
 _FIRST_NEW_TOKENS = 4096  # a row has slots for at first; more are added, and graphs made anew, where it goes on
 

@@ -1,21 +1,18 @@
-"""What may a user say about a chain? Run-time options and the words for levels are parsed here and nowhere else."""
+"""What may a user say about a chain? Its run-time options are read here and nowhere else."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from ..engines.choose import ENGINES
-from ..formats import FORMATS, casts
+from ..formats import FORMATS
 from ..formats.mxfp4 import require_rule
-from ..precision import Precision, Spelled, spelled
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
 CONFIDENCE_THRESHOLD = 0.4
 CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS = 0.65
 QSPEC_ACTIVATION_BITS = 8  # 4 bits cost the same in every kernel there is, and draft worse
-_OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
 
 
 @dataclass
@@ -117,60 +114,6 @@ class SpeculationConfig:
                 f"{option} has {len(value)} entries for {count} levels: give one number, or one per level"
             )
         return value[index]
-
-
-@dataclass(frozen=True)
-class Word:
-    """A parsed level word: kind "cast", "precision", "load", "prompt_lookup", "ngram" or "early_exit".
-
-    cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
-    it is. precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are.
-    """
-
-    kind: str
-    path: str | None = None
-    cast: str | None = None
-    layers: int = 0
-    precision: Precision | None = None
-
-
-def parse_level(text: str) -> Word:
-    """Read a level word.
-
-    Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
-    """
-    if text in ("prompt_lookup", "ngram"):
-        return Word(text)
-    if text in casts():
-        return Word("cast", cast=text)
-    if text == "qspec":
-        return Word("precision")
-    found = spelled(text)
-    if found is not None and found.family.levels and _says_enough(found):
-        return Word("precision", precision=Precision.parse(text))
-    if text.startswith("early_exit:"):
-        number = text.removeprefix("early_exit:")
-        if not number.isdecimal():
-            raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
-        return Word("early_exit", layers=int(number))
-    path, at, suffix = text.rpartition("@")
-    cast = suffix if at and suffix in casts() else None
-    path = path if cast else text
-    if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
-        return Word("load", path=path, cast=cast)
-    raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(_words())}")
-
-
-def _says_enough(found: Spelled) -> bool:
-    """Whether a word names a level: "w4" alone is a model's weights."""
-    return found.activation_bits is not None or not found.family.tells_activations
-
-
-def _words() -> list[str]:
-    """Every word for a level, for messages."""
-    parts_first = sorted(FORMATS.values(), key=lambda record: not record.reads_part)
-    told = [word for record in parts_first for word in record.level_examples]
-    return [*casts(), *told, *_OTHER_WORDS]
 
 
 def _as_list(value) -> list:

@@ -11,9 +11,8 @@ from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
 from ..speculation.stats import SpeculationStats
-from .processing import Prompts
-from .stopping import Stopping
-from .wiring import Chain
+from .levels.wiring import Chain
+from .processing import Prompts, Stopping
 
 
 def check_given(model: PreTrainedModel, given: DynamicCache | None, prompts: Prompts) -> None:
@@ -101,7 +100,8 @@ class ReturnedCache:
         self._taken: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
-        places = self._loop.rounds.places
+        # Rows that went on step by step, after captured rounds, lie in their order.
+        places = range(len(numbers)) if self._loop is None else self._loop.rounds.places
         for number, place in zip(numbers, places, strict=True):
             row = self.prompts.grown[number]
             full = len(row) - self.prompts.lengths[number] >= self.budget

@@ -77,7 +77,7 @@ def has_compiled_decoder() -> bool:
 
 
 def compiled_decoder(sizes: Sizes, kv_dtype: torch.dtype, embedding: Tensor | NestedTable, final_norm: Tensor):
-    """A decoder without layers; see kernels_ext/bindings_decoder.cpp. KernelError without the compiled library."""
+    """A decoder without layers; see kernels_ext/bindings/cpu/decoder.cpp. KernelError without the compiled library."""
     if not has_compiled_decoder():
         raise KernelError(f"no compiled decoder: {why_not_compiled()}")
     dims = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate, sizes.vocab]

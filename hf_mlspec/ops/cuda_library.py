@@ -15,7 +15,7 @@ import torch
 BUILD_COMMAND = "pip install --no-build-isolation -e ."
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# What kernels_ext/bindings_cuda_linear.cpp leaves in the library for whoever has not loaded it.
+# What kernels_ext/bindings/cuda/linear.cpp leaves in the library for whoever has not loaded it.
 _DESCRIPTION = re.compile(rb"hf_mlspec CUDA toolkit=(\d+) archs=([0-9a-z;]+)\n")
 _loading = threading.Lock()
 _loaded: list[Built] = []  # the one library, once it is loaded

@@ -15,7 +15,7 @@ e: 0, 1): the code stands in half e of the word [w][f][lane][s].
     scales                int4 [w][r][group][h] float16, and behind them the zero points likewise;
                           MXFP4 [w][r][pair of blocks][h][block of the pair], scale byte + 126 - shift
 
-Beyond the last output or input stand weights of 0. kernels_ext/cuda/linear_formats.cuh reads this.
+Beyond the last output or input stand weights of 0. kernels_ext/cuda/linear/linear_formats.cuh reads this.
 """
 
 from __future__ import annotations

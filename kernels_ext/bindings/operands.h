@@ -52,9 +52,9 @@ inline void check_aligned(const char* op, const char* name, const at::Tensor& t,
                     bytes, " bytes; call .clone() once and keep the result");
 }
 
-inline void check_one_of(const char* op, const char* name, int64_t value, std::initializer_list<int64_t> choices) {
+inline void check_one_of(const char* op, const char* name, int64_t value, at::IntArrayRef choices) {
   TORCH_CHECK_VALUE(std::find(choices.begin(), choices.end(), value) != choices.end(), op, ": ", name, " is ", value,
-                    ", choose one of ", at::IntArrayRef(choices));
+                    ", choose one of ", choices);
 }
 
 // Multiply-adds worth the microsecond or two of waking a thread.

@@ -6,6 +6,8 @@
 #pragma once
 #include <cstdint>
 
+#include "../formats.h"
+
 extern "C" {
 
 enum mlspec_dtype { MLSPEC_FLOAT32 = 0, MLSPEC_BFLOAT16 = 1, MLSPEC_FLOAT16 = 2 };

@@ -2,7 +2,7 @@
 //
 // Included inside the anonymous namespaces of w4a16_linear_*.cpp and bitplane_linear_*.cpp.
 
-constexpr int64_t kTileOutputs = 16, kBlockCodes = 32;
+using mlspec::cpu_tiles::kTileOutputs;
 
 // sums [count][16] of one tile to the rows of y from `token` on. Out of line: inlined for every width it was most of the code.
 __attribute__((noinline)) void add_rows(const mlspec_linear_args& a, int64_t tile, int64_t token, int count,

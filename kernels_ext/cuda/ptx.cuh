@@ -102,6 +102,18 @@ __device__ __forceinline__ void store_zeros(uint32_t to) {  // 16 bytes
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// The same with zeros unless `inside`; copies up to a commit are a group, and all but the last kPending groups are waited for.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // What threads wrote into shared memory becomes visible to the copy engine and to wgmma.
 __device__ __forceinline__ void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

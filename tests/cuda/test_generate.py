@@ -13,8 +13,8 @@ from warned import forget_warnings
 
 import hf_mlspec
 from hf_mlspec.engines.cuda.steps import CudaSteps
-from hf_mlspec.integration import decoding
-from hf_mlspec.speculation.rounds import chain as captured_chain
+from hf_mlspec.integration import call as decoding
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.rounds.chain import CapturedChain
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
@@ -180,7 +180,7 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(monkeypatch, laun
     assert torch.equal(out, alone)
     assert launched
     assert caplog.text.count("goes on step by step: no memory for 512 tokens in each of 2 rows (CUDA out of") == 1
-    assert not captured_chain._kept[target]
+    assert not state_of(target).chains
 
 
 def test_a_device_that_is_really_full(caplog):
@@ -264,7 +264,7 @@ def test_without_memory_rounds_run_step_by_step_and_what_was_taken_is_free(monke
     assert len(said) == 1
     assert "Tried to allocate 99 GiB" in said[0]
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
-    assert not captured_chain._kept.get(target)
+    assert not state_of(target).chains
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -18,7 +18,7 @@ from hf_mlspec import MLSpecConfig
 from hf_mlspec.cli import main
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.formats import FORMATS
-from hf_mlspec.integration.config import parse_level
+from hf_mlspec.integration.levels.resolve import parse_level
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.packed_formats import PACKINGS
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder

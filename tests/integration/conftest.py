@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 from warned import forget_warnings
 
-from hf_mlspec.integration import generate as hook
-from hf_mlspec.integration.wiring import Wiring
+from hf_mlspec.integration.levels.wiring import Wiring
 
 
 @pytest.fixture
 def nothing_said_yet():
     """Messages that are said once come again."""
     forget_warnings()
-    hook._said.clear()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 import hf_mlspec
 from hf_mlspec import SpeculationConfig
-from hf_mlspec.integration.generate import _expand
+from hf_mlspec.integration.hook import _expand
 
 TARGET = tiny(seed=4)
 NEAR = near(TARGET, 0.02)

@@ -11,36 +11,26 @@ import weakref
 
 import pytest
 import torch
-from device_path import OPTIONS, on_cuda, rounds, stepwise
+from device_path import OPTIONS, draft, rounds, stepwise, target
 from models import letters, near, prompts, tiny
 from transformers import DynamicCache
 
 import hf_mlspec
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.evaluation import record_trace
-from hf_mlspec.integration import levels as levels_module
+from hf_mlspec.integration.levels import resolve as levels_module
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.rounds import chain as captured_chain
 from hf_mlspec.speculation.rounds.chain import CapturedChain, bucket_of
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
-__all__ = ["rounds"]
+__all__ = ["draft", "rounds", "target"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
     pytest.mark.usefixtures("nothing_said_yet"),
 ]
 
 ONE, TWO = prompts([9]), prompts([9, 4])
-
-
-@pytest.fixture
-def target():
-    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
-
-
-@pytest.fixture
-def draft(target):
-    return near(target, 0.05)
 
 
 @pytest.fixture
@@ -74,11 +64,11 @@ def test_a_chain_is_kept_for_the_next_call_that_it_fits(target, draft, made):
     target.generate(**ONE, **OPTIONS, assistant_models=[])
     target.generate(**ONE, **OPTIONS, assistant_models=[draft])
     assert made[3:] == [(1, 256)]
-    assert len(captured_chain._kept[target]) == 2
+    assert len(state_of(target).chains) == 2
     target.generate(**ONE, **OPTIONS, assistant_models=[draft], speculation_config={"num_draft_tokens": 2})
-    assert len(captured_chain._kept[target]) == 2  # the one that was used last stays
+    assert len(state_of(target).chains) == 2  # the one that was used last stays
     hf_mlspec.clear(target)
-    assert target not in captured_chain._kept
+    assert not state_of(target).chains
 
 
 def test_changed_weights_make_a_chain_anew(target, draft, made):
@@ -89,16 +79,16 @@ def test_changed_weights_make_a_chain_anew(target, draft, made):
     assert len(made) == 2
     assert not torch.equal(first, again)
     assert torch.equal(again, stepwise(target, ONE))
-    assert len(captured_chain._kept[target]) == 1
+    assert len(state_of(target).chains) == 1
 
 
 def test_kept_chains_go_with_their_levels(target):
     draft = near(target, 0.05)
     target.generate(**ONE, **OPTIONS, assistant_models=[draft])
-    assert captured_chain._kept[target]
+    assert state_of(target).chains
     del draft
     gc.collect()
-    assert target not in captured_chain._kept
+    assert not state_of(target).chains
 
 
 @pytest.mark.parametrize("chain", ["alone", "draft", "mxfp4, draft"])
@@ -163,7 +153,7 @@ def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypat
         out = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
     assert torch.equal(out, stepwise(target, ONE))
     assert len(said(caplog, "no memory to capture them for 1 rows of 256 tokens")) == 1
-    assert not captured_chain._kept.get(target)
+    assert not state_of(target).chains
     assert not rounds
 
 
@@ -223,7 +213,7 @@ def test_a_chain_is_handed_on_with_nothing_under_way(target, draft, monkeypatch,
         else:
             target.generate(**ONE, **OPTIONS, assistant_models=[draft], streamer=Streamer())
         assert finished[-1] == (True, 0)
-    assert len(captured_chain._kept[target]) == (not fails)
+    assert len(state_of(target).chains) == (not fails)
 
 
 @pytest.mark.parametrize("levels", [["mxfp4"], ["early_exit:1"], ["mxfp4", "early_exit:1"]], ids=str)

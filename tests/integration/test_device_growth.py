@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_path import OPTIONS, on_cuda, rounds, stepwise
+from device_path import OPTIONS, on_cuda, rounds, stepwise, target
 from models import PAD, near, prompts, tiny
 from transformers import DynamicCache
 
 import hf_mlspec
 from hf_mlspec.engines.rows import DecoderCache
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.rounds import chain as captured_chain
 from hf_mlspec.speculation.rounds.chain import CapturedChain
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
-__all__ = ["rounds"]
+__all__ = ["rounds", "target"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
     pytest.mark.usefixtures("nothing_said_yet"),
 ]
 CHAINS = ["alone", "draft", "mxfp4, draft"]
-
-
-@pytest.fixture
-def target():
-    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
 
 
 @pytest.fixture
@@ -86,7 +81,7 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(
     assert rounds
     message = "LlamaForCausalLM goes on step by step: no memory for 512 tokens in each of 4 rows (CUDA out of memory."
     assert caplog.text.count(message) == 1
-    assert not captured_chain._kept[target]
+    assert not state_of(target).chains
     stats = hf_mlspec.last_stats(target)
     assert stats.new_tokens == 3 + sum(row.tolist().index(end) + 1 if end in row else 200 for row in out[1:, 250:])
     assert stats.tokens_per_target_pass >= 1
@@ -113,14 +108,14 @@ def test_other_errors_of_growing_are_the_callers(target, levels, few_slots, monk
         patch.setattr(CapturedChain, "grow", broken)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             target.generate(**prompts([250]), **OPTIONS, assistant_models=levels["draft"])
-    assert not captured_chain._kept[target]
+    assert not state_of(target).chains
 
 
 def test_a_chain_for_many_rows_and_one_for_many_tokens_are_not_made_one():
     target = on_cuda(tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=2048))
     for lengths in ([3] * 16, [700], [3] * 2):
         target.generate(**prompts(lengths), **OPTIONS, assistant_models=[])
-        (chain,) = captured_chain._kept[target]
+        (chain,) = state_of(target).chains
         assert chain.batch * chain.slots <= 2 * 16 * 256
 
 

@@ -10,7 +10,7 @@ from models import letters, prompts, tiny, together
 
 import hf_mlspec
 from hf_mlspec import NGram, SpeculationConfig
-from hf_mlspec.integration import levels as levels_module
+from hf_mlspec.nn.state import state_of
 
 INPUTS = prompts([8])
 
@@ -20,7 +20,7 @@ def test_a_calls_threshold_is_gone_with_the_call(level):
     target = tiny(seed=2)
     config = SpeculationConfig(confidence_threshold=0.99)
     together(target, INPUTS, [level], max_new_tokens=20, speculation_config=config)
-    table = level if isinstance(level, NGram) else next(entry[1] for entry in levels_module._built[target].values())
+    table = level if isinstance(level, NGram) else next(entry[1] for entry in state_of(target).levels.values())
     assert table.threshold == 0.4
 
 
@@ -29,7 +29,7 @@ def test_a_table_counts_one_vocabulary():
     options = {"tokenizer": letters(extra=64), "eos_token_id": None, "do_sample": True, "max_new_tokens": 40}
     torch.manual_seed(0)
     target.generate(**INPUTS, **options, assistant_models=["ngram"])
-    tables = levels_module._built[target]
+    tables = state_of(target).levels
     assert next(iter(tables.values()))[1].largest_token >= 64
     config = SpeculationConfig(confidence_threshold=0.0, common_vocabulary=False)
     chain = {"assistant_models": [other, "ngram"], "assistant_tokenizers": [letters(), None]}

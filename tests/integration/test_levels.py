@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import weakref
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from models import alone, letters, near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec import NGram, PromptLookup, SpeculationConfig
-from hf_mlspec.integration import levels as levels_module
-from hf_mlspec.integration.config import NUM_DRAFT_TOKENS, Word, parse_level
-from hf_mlspec.integration.levels import as_words
+from hf_mlspec.integration.config import NUM_DRAFT_TOKENS
+from hf_mlspec.integration.levels import resolve as levels_module
+from hf_mlspec.integration.levels.resolve import Word, as_words, parse_level
+from hf_mlspec.nn.state import ModelState, say_once, state_of
 from hf_mlspec.precision import Precision
 
 INPUTS = prompts([8])
@@ -100,7 +102,7 @@ def test_path_objects_are_levels_everywhere(target, tmp_path, built):
     assert out.tolist() == expected.tolist()
     assert [level.name for level in found.levels] == [level.name for level in stats.levels]
     assert found.levels[0].name == tmp_path.name
-    assert [key[0] for key in levels_module._built[target]].count(str(tmp_path)) == 1
+    assert [key[0] for key in state_of(target).levels].count(str(tmp_path)) == 1
     row = INPUTS["input_ids"]
     (done,) = hf_mlspec.generate_stream(target, [row], assistant_models=[tmp_path, "ngram"], **OPTIONS)
     assert done.sequence == expected[0].tolist()
@@ -133,7 +135,7 @@ def test_activation_bits_reach_every_cast(target, tmp_path):
         for given, used in ((None, 8), (8, 8), (16, 16)):
             hf_mlspec.clear(target)
             write(target, word, speculation_config={"cast_activation_bits": given})
-            found = next(entry[1] for entry in levels_module._built[target].values())
+            found = next(entry[1] for entry in state_of(target).levels.values())
             cast = found[0] if isinstance(found, tuple) else found
             bits = {module.activation_bits for module in cast.modules() if hasattr(module, "activation_bits")}
             assert bits == {used}
@@ -141,7 +143,7 @@ def test_activation_bits_reach_every_cast(target, tmp_path):
 
 def test_clear_frees(target, built):
     write(target, "mxfp4", "early_exit:1")
-    kept = [weakref.ref(entry[1]) for entry in levels_module._built[target].values()]
+    kept = [weakref.ref(entry[1]) for entry in state_of(target).levels.values()]
     hf_mlspec.clear(target)
     gc.collect()
     assert [reference() for reference in kept] == [None, None]
@@ -154,7 +156,7 @@ def test_a_target_that_is_gone_takes_its_levels_along():
     target = tiny(dtype=torch.float32)
     write(target, "mxfp4", "early_exit:1", "ngram")
     gone = weakref.ref(target)
-    kept = [weakref.ref(entry[1]) for entry in levels_module._built[target].values()]
+    kept = [weakref.ref(entry[1]) for entry in state_of(target).levels.values()]
     del target
     gc.collect()
     assert gone() is None
@@ -181,7 +183,7 @@ def test_a_path_is_loaded_in_the_targets_dtype(tmp_path, target):
     copy.deepcopy(target).to(torch.bfloat16).save_pretrained(tmp_path)
     _, stats = write(target, str(tmp_path))
     assert stats.levels[0].acceptance > 0.5
-    (model, tokenizer) = next(entry[1] for entry in levels_module._built[target].values())
+    (model, tokenizer) = next(entry[1] for entry in state_of(target).levels.values())
     assert model.dtype == torch.float32
     assert not model.training
     assert tokenizer is None
@@ -314,3 +316,20 @@ def test_the_targets_last_position_is_used():
             speculation_config=SpeculationConfig(11, 0.0),
         )  # fmt: skip
         assert out[:, 28:].tolist() == reference
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_clear_frees_all_that_is_kept_and_a_prepared_target_stays_prepared(prepared):
+    target = tiny(dtype=torch.bfloat16)
+    if prepared:
+        hf_mlspec.prepare(target)
+    expected, _ = write(target, "mxfp4", "ngram")
+    state = state_of(target)
+    say_once(target, "is slow")
+    assert state.levels
+    assert state.last_stats is hf_mlspec.last_stats(target)
+    hf_mlspec.clear(target)
+    left = {one.name for one in fields(state) if getattr(state, one.name) != getattr(ModelState(), one.name)}
+    assert left == ({"prepared", "decoders"} if prepared else set())
+    assert hf_mlspec.last_stats(target) is None
+    assert torch.equal(write(target, "mxfp4", "ngram")[0], expected)

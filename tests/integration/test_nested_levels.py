@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
-from hf_mlspec.integration import levels as levels_module
+from hf_mlspec.integration.levels import resolve as levels_module
+from hf_mlspec.nn.state import state_of
 from tests.models import prompts, tiny
 
 BF16 = torch.bfloat16
@@ -89,7 +90,7 @@ def test_casts_of_a_nested_target_are_kept_and_made_anew_when_it_changes(monkeyp
 def test_words_for_few_bits_cast_like_direct_cast(word, tmp_path):
     target = tiny("llama", dtype=BF16, hidden_size=64, intermediate_size=128, head_dim=16)
     assert torch.equal(write(target, word), write(target))
-    (kept,) = (entry[1] for entry in levels_module._built[target].values())
+    (kept,) = (entry[1] for entry in state_of(target).levels.values())
     draft = hf_mlspec.direct_cast(target, word)
     assert torch.equal(kept(INPUTS["input_ids"]).logits, draft(INPUTS["input_ids"]).logits)
     draft.save_pretrained(tmp_path)

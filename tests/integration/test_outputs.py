@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from device_path import on_device
+from device_path import on_cuda, rounds
 from models import letters, near, prompts, tiny
 from transformers import DynamicCache, pipeline
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -14,7 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 import hf_mlspec
 from hf_mlspec import SpeculationConfig
 
-__all__ = ["on_device"]
+__all__ = ["rounds"]
 
 TARGET = tiny(seed=2)
 NEAR = near(TARGET, 0.02)
@@ -159,14 +159,15 @@ def test_the_cache_of_a_batch_goes_on_in_stock_generate(chain, ends, kind):
 
 @pytest.mark.parametrize("ends", [None, [62], list(range(3, 64, 11))], ids=["budget", "together", "one by one"])
 @pytest.mark.parametrize("way", ["compiled", "captured"])
-def test_the_cache_of_a_batch_comes_out_of_compiled_steps_and_captured_rounds(way, ends, request):
-    rounds = request.getfixturevalue("on_device") if way == "captured" else [1]
+def test_the_cache_of_a_batch_comes_out_of_compiled_steps_and_captured_rounds(way, ends, rounds):
     target = tiny(seed=2, dtype=torch.float32)
+    if way == "captured":
+        on_cuda(target)
     inputs = prompts([8, 5, 11])
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
     cache = DynamicCache()
     ids = target.generate(**inputs, **options, past_key_values=cache, assistant_models=[near(target, 0.02)])
-    assert rounds
+    assert bool(rounds) == (way == "captured")
     new = torch.ones_like(ids[:, 11:]) if ends is None else (ids[:, 11:] != 0).long()
     assert cache.get_seq_length() == 11 + new.sum(dim=1).min() - 1
     mask = torch.cat([inputs["attention_mask"], new], dim=1)

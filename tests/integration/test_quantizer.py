@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from hf_mlspec import MLSpecConfig, direct_cast
-from hf_mlspec.integration import quantizer
+from hf_mlspec.integration.quantizer import quantizer
 from hf_mlspec.nn.linear import Mxfp4Linear
 
 SHAPE = {

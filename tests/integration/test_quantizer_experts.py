@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from hf_mlspec import MLSpecConfig, precision_switch
-from hf_mlspec.integration.packing import packed_modules
+from hf_mlspec.integration.quantizer.packing import packed_modules
 from hf_mlspec.nn.experts import PackedExperts
 
 SHAPE = {

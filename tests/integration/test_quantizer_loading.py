@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_mlspec import MLSpecConfig, precision_switch
-from hf_mlspec.integration.packing import packed_modules
+from hf_mlspec.integration.quantizer.packing import packed_modules
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from tests.models import tiny
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig, direct_cast
-from hf_mlspec.integration import saving
+from hf_mlspec.integration.quantizer import saving
 from tests.models import tiny
 
 IDS = torch.arange(3, 17).view(2, 7)

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_mlspec import SpeculationConfig
-from hf_mlspec.integration.vocabulary import padding_apart
+from hf_mlspec.integration.levels.wiring import padding_apart
 
 TARGET = tiny(seed=2, vocab_size=6, initializer_range=0.15)
 NEAR = near(TARGET, 0.1)

@@ -11,8 +11,8 @@ from models import tiny
 from transformers import AutoModelForCausalLM
 
 from hf_mlspec import MLSpecConfig
-from hf_mlspec.integration.checkpoint import require_own_shards
-from hf_mlspec.integration.load import read_model
+from hf_mlspec.integration.levels.load import read_model
+from hf_mlspec.integration.quantizer.checkpoint import require_own_shards
 
 INDEX = "model.safetensors.index.json"
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")

@@ -7,7 +7,7 @@ import torch
 from models import alone, near, prompts, tiny
 
 import hf_mlspec
-from hf_mlspec.integration import levels
+from hf_mlspec.nn.state import state_of
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 INPUTS = prompts([9])
@@ -56,7 +56,7 @@ def test_the_prompt_is_read_once_where_the_cache_is_shared():
 def test_a_cast_adds_little_memory():
     target = tiny(dtype=torch.bfloat16, hidden_size=128, head_dim=32, intermediate_size=512, vocab_size=256)
     target.generate(**INPUTS, max_new_tokens=4, assistant_models=["mxfp4"])
-    _, cast = next(iter(levels._built[target].values()))
+    _, cast = next(iter(state_of(target).levels.values()))
     linears = [module.weight for module in target.modules() if isinstance(module, torch.nn.Linear)]
     assert hf_mlspec.resident_bytes(cast, shared_with=target) <= 0.28 * sum(weight.nbytes for weight in linears)
 

@@ -13,7 +13,7 @@ from models import EOS, letters, near, packed, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec import Request, generate_stream
-from hf_mlspec.integration.stream import _Stream
+from hf_mlspec.integration.stream.stream import _Stream
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.drafters.ngram import NGram
 from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup

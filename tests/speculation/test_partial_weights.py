@@ -11,8 +11,8 @@ from transformers.generation import LogitsProcessorList
 import hf_mlspec
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.engine import CpuEngine
-from hf_mlspec.integration import wiring
-from hf_mlspec.integration.levels import resolve
+from hf_mlspec.integration.levels import wiring
+from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.processing import Prompts
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder

@@ -5,8 +5,10 @@ Where whole rounds cannot be captured, single forward passes can: their operands
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -103,9 +105,21 @@ def recorded(run: Callable[[], None], device: torch.device, pool=None) -> torch.
     how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     # A capture that fails at its end leaves its stream the current one: the caller's is put back here.
     callers = torch.cuda.stream(torch.cuda.current_stream(device))
-    with capturing, torch.cuda.device(device), callers, torch.cuda.graph(graph, **how):
+    with capturing, _no_collection(), torch.cuda.device(device), callers, torch.cuda.graph(graph, **how):
         run()
     return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage is left alone meanwhile: a graph in it frees device memory, which ends a process that captures."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def out_of_memory(error: BaseException | None) -> bool:

@@ -109,7 +109,7 @@ def nested_linear(
     """float x ``[..., in]`` times a nested weight from ``prepack_nested`` -> ``[..., out]``; codebook uint8 ``[8]``.
 
     weight_bits 16: the exact weight, the bits of ``bf16_linear`` on it. 4: the draft, as ``mxfp4_linear`` with another
-    table; activation_bits 16 or 8. Outputs that have escapes (formats/nested.py) are escape_rows int64 ``[k]``, their
+    table; activation_bits 16 or 8. Outputs that have escapes (formats/nested/) are escape_rows int64 ``[k]``, their
     whole rows escape_weight bfloat16 ``[k, in]``: the exact product takes them from there, the draft does not need
     them.
     """
@@ -192,7 +192,7 @@ def _unpacked(parts: tuple[Tensor, ...], cut: slice | Tensor, out_features: int)
 
 
 def prepack_nested(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> NestedTiles:
-    """The planes of formats/nested.py on one device -> draft_tiles, exponent_tiles, low_tiles.
+    """The planes of formats/nested/ on one device -> draft_tiles, exponent_tiles, low_tiles.
 
     TypeError where one is not uint8, ValueError where their shapes are not those of one weight.
     """

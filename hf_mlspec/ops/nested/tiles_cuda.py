@@ -14,7 +14,7 @@ Tiles, lanes and registers are those of ../tiles_cuda.py. Eight weights of lane 
     2 x 4 low bytes of v [s / 2][w][f][lane][s % 2][h][k], and behind all of them
     4 bytes with the high 4 bits of v [w][f][lane][s][k], number k in the low nibble, number 4 + k in the high one
 
-Beyond the last output or input stand weights of 0. kernels_ext/cuda/nested_linear_format.cuh reads this.
+Beyond the last output or input stand weights of 0. kernels_ext/cuda/nested/nested_linear_format.cuh reads this.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def in_features(draft_tiles: Tensor, exponent_tiles: Tensor) -> int:
 
 
 def pack(packed: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The planes of formats/nested.py -> draft_tiles, exponent_tiles, low_tiles.
+    """The planes of formats/nested/ -> draft_tiles, exponent_tiles, low_tiles.
 
     TypeError where a plane is not uint8; ValueError where their shapes are not those of one weight, or where a weight
     is 2^32 or larger: its tensor stays BF16.

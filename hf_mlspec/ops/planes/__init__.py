@@ -100,7 +100,7 @@ def bitplane_linear(
     out]``.
 
     x is rounded to bfloat16; products are exact, sums float32 within each group of group_size 32, 64 or 128, which is
-    then scaled. zero_doubled: twice the code that means 0 (formats/bitplanes.py).
+    then scaled. zero_doubled: twice the code that means 0 (formats/planes/).
     """
     return _bitplane_linear(x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes)
 

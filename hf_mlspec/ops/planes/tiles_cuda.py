@@ -11,7 +11,7 @@ half e of register h + 2 t that lane 4 r + q of warp w multiplies in step s of h
     plane p       [w][r][q][f] words of 32 bits: bit (16 e + 8 t + 4 h + s - p) mod 32, so that the bits of one code
                   lie side by side once words of several planes are put together
 
-Beyond the last output or input stand scales of 0. kernels_ext/cuda/planes_linear_format.cuh reads this.
+Beyond the last output or input stand scales of 0. kernels_ext/cuda/planes/planes_linear_format.cuh reads this.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ put there. Weights and cache are there once.
 
     QSpec (arXiv 2410.11305)   4-bit weights times 4- or 8-bit activations; the target's are of 16 bits. Draft and
                                check read the same bytes, so this pays where arithmetic is the limit.
-    nested BF16                the 4 bits of each weight that are a draft of it (formats/nested.py): a quarter of the
+    nested BF16                the 4 bits of each weight that are a draft of it (formats/nested/): a quarter of the
                                bytes, and no copy as a cast would be.
-    bit-planes                 the first few planes of each weight (formats/bitplanes.py); several such levels may be
+    bit-planes                 the first few planes of each weight (formats/planes/); several such levels may be
                                in a chain, each with fewer planes than the one that checks it.
 
 A level like this may stand under a `ModelDrafter`, or under a `Checker` in the middle of a chain.

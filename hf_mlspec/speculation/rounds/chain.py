@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ...engines.cuda.steps import out_of_memory
-from ...engines.rows import up_to_growth
-from ...nn.state import say_once
+from ...engines.rows import new_kv, up_to_growth
+from ...nn.state import say_once, state_of
 from .graphs import RoundGraphs
 from .program import RoundLevel, RoundProgram
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _KEPT = 2  # chains of a target: one with levels, and the target alone
-_kept: weakref.WeakKeyDictionary[nn.Module, list[CapturedChain]] = weakref.WeakKeyDictionary()
 _keeping = threading.RLock()
 
 
@@ -89,7 +88,7 @@ class CapturedChain:
     def _larger(self, level: RoundLevel) -> Tensor:
         """Keys and values for all rows and slots, those that there are copied: one level's at a time are there
         twice."""
-        kv = level.decoder.new_kv(self.batch, self.slots)
+        kv = new_kv(level.decoder, self.batch, self.slots)
         if level.kv is not None:
             rows, slots = level.kv.shape[2], level.kv.shape[4]
             kv[:, :, :rows, :, :slots] = level.kv
@@ -144,15 +143,15 @@ def borrowed(
 def let_go(model: nn.Module) -> None:
     """Free what is kept for calls with this target."""
     with _keeping:
-        _kept.pop(model, None)
+        state_of(model).chains.clear()
 
 
 def _drop(model: nn.Module, chain: CapturedChain) -> None:
     """No other call gets this chain, and its memory goes when this one ends."""
     with _keeping:
         chain.dropped = True
-        if model in _kept:
-            _kept[model] = [one for one in _kept[model] if one is not chain]
+        kept = state_of(model).chains
+        kept[:] = [one for one in kept if one is not chain]
 
 
 def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
@@ -202,7 +201,7 @@ def _with_graph(chain: CapturedChain, bucket: int) -> CapturedChain:
 def _find(models, key, batch, slots, build) -> CapturedChain | None:
     """The kept chain of this key where rows and slots fit it, else a new one; None inside a call on the chain."""
     with _keeping, torch.inference_mode():
-        kept = _kept.setdefault(models[0], [])
+        kept: list[CapturedChain] = state_of(models[0]).chains
         kept[:] = [one for one in kept if not one.dropped and one.key[0] == key[0]]  # the target's weights of today
         chain = next((chain for chain in kept if chain.key == key), None)
         if chain is not None and chain.holder == threading.get_ident():

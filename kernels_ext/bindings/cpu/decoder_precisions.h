@@ -48,13 +48,13 @@ inline Linear nested_table(const std::string& name, const NestedTensors& parts, 
 // have the planes of all of them in between.
 inline Linear planes_linear(const std::string& name, const at::Tensor& planes, const at::Tensor& scale, int64_t in, int64_t out,
                             int64_t group, int64_t zero_doubled) {
-  TORCH_CHECK_VALUE((group == 32 || group == 64 || group == 128) && in % group == 0, name,
+  TORCH_CHECK_VALUE(is_group_size(group) && in % group == 0, name,
                     ": bit-planes take scales of groups of 32, 64 or 128 that divide ", in, ", not of ", group);
   const int64_t tiles = (out + kTileOutputs - 1) / kTileOutputs, stored = planes.dim() == 4 ? planes.size(0) : 0;
   TORCH_CHECK_VALUE(stored >= 1 && stored <= kMaxPlanes, name, ".plane_tiles has shape ", planes.sizes(), ", expected [1 to ",
-                    kMaxPlanes, ", ", tiles, ", ", in / kBlock, ", ", kBlock * kTileOutputs / 8, "]");
+                    kMaxPlanes, ", ", tiles, ", ", in / kBlock, ", ", kPlaneBytes, "]");
   check_zero_doubled(name, zero_doubled, stored);
-  check_plain(planes.select(0, 0), name + ".plane_tiles[0]", at::kByte, {tiles, in / kBlock, kBlock * kTileOutputs / 8});
+  check_plain(planes.select(0, 0), name + ".plane_tiles[0]", at::kByte, {tiles, in / kBlock, kPlaneBytes});
   TORCH_CHECK_VALUE(stored == 1 || planes.stride(0) >= planes.numel() / stored, name, ".plane_tiles: one plane of ",
                     planes.numel() / stored, " bytes begins ", planes.stride(0), " behind the one before it");
   check_plain(scale, name + ".scale_tiles", at::kHalf, {tiles, in / group, kTileOutputs});

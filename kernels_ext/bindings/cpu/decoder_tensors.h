@@ -11,6 +11,8 @@
 
 namespace mlspec {
 
+using namespace cpu_tiles;
+
 inline mlspec_dtype storage_dtype(const at::Tensor& tensor, const char* what) {
   switch (tensor.scalar_type()) {
     case at::kFloat: return MLSPEC_FLOAT32;
@@ -57,7 +59,7 @@ inline void check_weight(const std::string& name, const Linear& linear, const at
       check_plain(*scale, name + ".scale", at::kByte, {tiles, blocks, kTileOutputs});
       break;
     case WeightFormat::kInt4:
-      TORCH_CHECK_VALUE((group == 32 || group == 64 || group == 128) && in % group == 0 && scale, what,
+      TORCH_CHECK_VALUE(is_group_size(group) && in % group == 0 && scale, what,
                         ": int4 takes scales of groups of 32, 64 or 128 that divide ", in, ", not of ", group);
       TORCH_CHECK_VALUE(bits == 4 || bits == 8 || bits == 16, what, ": activation_bits is ", bits, ", choose 4, 8 or 16");
       check_plain(*scale, name + ".scale", at::kHalf, {tiles, in / group, kTileOutputs});

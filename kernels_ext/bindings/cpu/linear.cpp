@@ -16,6 +16,7 @@
 namespace {
 
 using namespace mlspec;
+using namespace mlspec::cpu_tiles;
 using at::Tensor;
 
 constexpr int64_t kRowsPerPass = 512;  // bounds the scratch of a long prompt; a row's bits do not depend on it
@@ -135,7 +136,7 @@ Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& s
 mlspec_linear_args int4_weight(const char* op, const Tensor& weight_tiles, const Tensor& scale_tiles,
                                const std::optional<Tensor>& zero_tiles, int64_t out_features, int64_t group_size) {
   const int64_t in = check_tiles(op, weight_tiles, out_features);
-  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  check_one_of(op, "group_size", group_size, kGroupSizes);
   TORCH_CHECK_VALUE(in % group_size == 0, op, ": group_size ", group_size, " does not divide in_features = ", in);
   const int64_t groups[] = {weight_tiles.size(0), in / group_size, kTileOutputs};
   check_weight_part(op, "weight_tiles", weight_tiles, at::kByte, weight_tiles.sizes());
@@ -207,7 +208,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, in
   constexpr const char* op = "quantize_rows";
   const mlspec_dtype dtype = float_dtype(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
-  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  check_one_of(op, "group_size", group_size, kGroupSizes);
   check_one_of(op, "bits", bits, {4, 8});
   const int64_t in = x.size(-1), groups = round_up(in, group_size);
   std::vector<int64_t> shape = x.sizes().vec();

@@ -12,6 +12,7 @@
 namespace {
 
 using namespace mlspec;
+using namespace mlspec::cpu_tiles;
 using at::Tensor;
 
 // The weight of both ops: everything of the arguments but codebook, activations, bias and result.

@@ -8,9 +8,9 @@
 namespace {
 
 using namespace mlspec;
+using namespace mlspec::cpu_tiles;
 using at::Tensor;
 
-constexpr int64_t kPlaneBytes = kTileOutputs * kBlock / 8;
 
 void check_planes(const char* op, const Tensor& tiles, int64_t out_features) {
   check_dtype(op, "plane_tiles", tiles, at::kByte);
@@ -25,7 +25,7 @@ void check_planes(const char* op, const Tensor& tiles, int64_t out_features) {
 Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
                        const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
   constexpr const char* op = "bitplane_linear";
-  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  check_one_of(op, "group_size", group_size, kGroupSizes);
   check_planes(op, plane_tiles, out_features);
   const int64_t in = plane_tiles.size(2) * kBlock;
   TORCH_CHECK_VALUE(in % group_size == 0, op, ": group_size ", group_size, " does not divide in_features = ", in);

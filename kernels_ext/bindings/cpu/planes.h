@@ -4,9 +4,9 @@
 
 #include <string>
 
-namespace mlspec {
+#include "../../formats.h"
 
-inline constexpr int64_t kMaxPlanes = 8;
+namespace mlspec {
 
 // Kernels multiply what planes mean as bfloat16: of eight planes only a zero in the middle leaves no level too long for it.
 inline void check_zero_doubled(const std::string& what, int64_t zero_doubled, int64_t stored_planes) {

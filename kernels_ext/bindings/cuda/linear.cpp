@@ -28,7 +28,7 @@ using namespace mlspec;
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-constexpr int64_t kMxfp4Block = 32, kAlignment = 16;
+constexpr int64_t kAlignment = 16;
 
 // MLSPEC_CUDA_KERNELS=portable: the kernels for every GPU on Hopper, too.
 bool portable_is_forced() {
@@ -150,7 +150,7 @@ mlspec_cuda_linear check_tiles(const char* op, const Tensor& tiles, const Tensor
 Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features, const Maybe& bias,
                     int64_t activation_bits) {
   constexpr const char* op = "mxfp4_linear";
-  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kMxfp4Block, 1);
+  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kBlock, 1);
   check_part(op, "scale_tiles", scale_tiles, at::kByte, {1, scale_tiles.size(1), 4}, "weight_tiles", weight_tiles, 4);
   check_one_of(op, "activation_bits", activation_bits, {8, 16});
   check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
@@ -162,7 +162,7 @@ Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& s
 Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
                    int64_t out_features, const Maybe& bias, int64_t group_size, int64_t activation_bits) {
   constexpr const char* op = "int4_linear";
-  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, group_size, zero_tiles ? 3 : 2);
   const int64_t groups[] = {0, scale_tiles.size(1), 16};
   check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
@@ -202,7 +202,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, in
   constexpr const char* op = "quantize_rows";
   check_dtype(op, "x", x, at::kBFloat16);
   TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
-  check_one_of(op, "group_size", group_size, {32, 64, 128});
+  check_one_of(op, "group_size", group_size, kGroupSizes);
   check_one_of(op, "bits", bits, {4, 8});
   const CudaCall call(op, x);
   const int64_t in = x.size(-1);

@@ -5,10 +5,11 @@
 
 #include "device.h"
 #include "../../cuda/linear/linear.h"
+#include "../../formats.h"
 
 namespace mlspec {
 
-inline constexpr int64_t kPairOutputs = 128, kPairInputs = 128;
+using gpu_tiles::kPairInputs, gpu_tiles::kPairOutputs;
 
 inline int64_t round_up(int64_t items, int64_t step) { return (items + step - 1) / step * step; }
 

@@ -15,9 +15,7 @@ using namespace mlspec;
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-constexpr int64_t kBlock = 32, kShiftBytes = 4, kCodebookBytes = 8;
-constexpr int64_t kDraftBytes = kPairOutputs * kPairInputs / 2 + kPairOutputs * (kPairInputs / kBlock);  // of two tiles
-constexpr int64_t kLowBytes = kPairOutputs * kPairInputs * 12 / 8;
+constexpr int64_t kShiftBytes = 4;
 
 #if MLSPEC_HOPPER
 constexpr LinearKernel kHopperNested = mlspec_cuda_nested_linear;
@@ -33,12 +31,12 @@ int64_t check_nested(const char* op, const Tensor& draft, const Tensor& exponent
   TORCH_CHECK_VALUE(out >= 0, op, ": out_features is ", out, ", it cannot be negative");
   const int64_t in = exponents.size(1) * kBlock;
   const int64_t pairs = round_up(out, kPairOutputs) / kPairOutputs, chunks = round_up(in, kPairInputs) / kPairInputs;
-  const int64_t expected[] = {pairs, chunks, kDraftBytes};
+  const int64_t expected[] = {pairs, chunks, gpu_tiles::kPairDraftBytes};
   TORCH_CHECK_VALUE(draft.sizes() == at::IntArrayRef(expected), op, ": draft_tiles has shape ", draft.sizes(), ", expected ",
                     at::IntArrayRef(expected), " from prepack_nested on a GPU for out_features = ", out, ", in_features = ", in);
   check_part(op, "draft_tiles", draft, at::kByte, expected, "draft_tiles", draft);
   check_part(op, "exponent_tiles", exponents, at::kByte, {1, in / kBlock, kShiftBytes}, "draft_tiles", draft, kShiftBytes);
-  check_part(op, "low_tiles", low, at::kByte, {pairs, chunks, kLowBytes}, "draft_tiles", draft);
+  check_part(op, "low_tiles", low, at::kByte, {pairs, chunks, gpu_tiles::kPairLowBytes}, "draft_tiles", draft);
   return in;
 }
 
@@ -48,7 +46,7 @@ Tensor nested_linear(const Tensor& x, const Tensor& draft_tiles, const Tensor& e
   constexpr const char* op = "nested_linear";
   mlspec_cuda_linear args{};
   args.in_features = check_nested(op, draft_tiles, exponent_tiles, low_tiles, out_features);
-  check_part(op, "codebook", codebook, at::kByte, {kCodebookBytes}, "draft_tiles", draft_tiles, 4);
+  check_part(op, "codebook", codebook, at::kByte, {kCodebookLevels}, "draft_tiles", draft_tiles, 4);
   const bool exact = weight_bits == 16 && activation_bits == 16;
   TORCH_CHECK_VALUE(exact || (weight_bits == 4 && (activation_bits == 8 || activation_bits == 16)), op, ": weight_bits is ",
                     weight_bits, " and activation_bits ", activation_bits, ", choose one of 16 and 16, 4 and 16, 4 and 8");

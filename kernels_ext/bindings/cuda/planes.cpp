@@ -13,7 +13,6 @@ using namespace mlspec;
 using at::Tensor;
 
 constexpr const char* kOp = "bitplane_linear";
-constexpr int64_t kPlaneBytesOfPair = kPairOutputs * kPairInputs / 8, kMostPlanes = 8;
 
 #if MLSPEC_HOPPER
 constexpr LinearKernel kHopper = mlspec_cuda_bitplane_linear;
@@ -28,10 +27,10 @@ mlspec_cuda_linear check_planes(const Tensor& tiles, const Tensor& scale_tiles, 
                     ", expected 3 axes from prepack_planes");
   const int64_t in = scale_tiles.size(1) * group, pairs = round_up(std::max<int64_t>(out, 0), kPairOutputs) / kPairOutputs;
   const int64_t chunks = round_up(in, kPairInputs) / kPairInputs, scales = kPairOutputs * (kPairInputs / group) * 2;
-  const int64_t bytes = tiles.dim() == 3 ? tiles.size(2) - scales : -1, stored = bytes / kPlaneBytesOfPair;
-  const bool fits = out >= 0 && bytes % kPlaneBytesOfPair == 0 && 1 <= stored && stored <= kMostPlanes;
+  const int64_t bytes = tiles.dim() == 3 ? tiles.size(2) - scales : -1, stored = bytes / gpu_tiles::kPairPlaneBytes;
+  const bool fits = out >= 0 && bytes % gpu_tiles::kPairPlaneBytes == 0 && 1 <= stored && stored <= kMaxPlanes;
   TORCH_CHECK_VALUE(fits && tiles.size(0) == pairs && tiles.size(1) == chunks, kOp, ": plane_tiles has shape ", tiles.sizes(),
-                    ", expected [", pairs, ", ", chunks, ", ", scales, " + 1 to ", kMostPlanes, " times ", kPlaneBytesOfPair,
+                    ", expected [", pairs, ", ", chunks, ", ", scales, " + 1 to ", kMaxPlanes, " times ", gpu_tiles::kPairPlaneBytes,
                     "] from prepack_planes on a GPU for out_features = ", out, ", in_features = ", in, ", groups of ", group);
   check_part(kOp, "plane_tiles", tiles, at::kByte, tiles.sizes(), "plane_tiles", tiles);
   check_part(kOp, "scale_tiles", scale_tiles, at::kHalf, {0, scale_tiles.size(1), 16}, "plane_tiles", tiles);
@@ -47,9 +46,9 @@ mlspec_cuda_linear check_planes(const Tensor& tiles, const Tensor& scale_tiles, 
 
 Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
                        const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
-  check_one_of(kOp, "group_size", group_size, {32, 64, 128});
+  check_one_of(kOp, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_planes(plane_tiles, scale_tiles, out_features, group_size);
-  const int64_t stored = plane_tiles.size(2) / kPlaneBytesOfPair, least_zero = stored == kMostPlanes ? 254 : 0;
+  const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes, least_zero = stored == kMaxPlanes ? 254 : 0;
   TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, kOp, ": num_planes is ", num_planes,
                     ", the weight stores ", stored, ": choose 1 to ", stored);
   TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, kOp, ": zero_doubled is ", zero_doubled, ", of ",

@@ -6,12 +6,9 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
-#else
-#pragma GCC target("avx2")
-#endif
+MLSPEC_TARGET("avx2")
 
 namespace {
 
@@ -66,11 +63,6 @@ struct Vec {
 
 }  // namespace
 
-extern "C" void mlspec_pack_rows_avx2(const mlspec_pack_args* args, int64_t row_begin, int64_t row_end,
-                                      int64_t k_begin, int64_t k_end) {
-  pack_rows(*args, row_begin, row_end, k_begin, k_end);
-}
+MLSPEC_PACK_ROWS(avx2)
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

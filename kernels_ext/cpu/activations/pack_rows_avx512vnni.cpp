@@ -6,17 +6,9 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl")
 
 namespace {
 
@@ -30,11 +22,6 @@ struct Vec : Vec512 {
 
 }  // namespace
 
-extern "C" void mlspec_pack_rows_avx512vnni(const mlspec_pack_args* args, int64_t row_begin, int64_t row_end,
-                                            int64_t k_begin, int64_t k_end) {
-  pack_rows(*args, row_begin, row_end, k_begin, k_end);
-}
+MLSPEC_PACK_ROWS(avx512vnni)
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -59,7 +59,4 @@ struct Vec {
 
 }  // namespace
 
-extern "C" void mlspec_pack_rows_generic(const mlspec_pack_args* args, int64_t row_begin, int64_t row_end,
-                                         int64_t k_begin, int64_t k_end) {
-  pack_rows(*args, row_begin, row_end, k_begin, k_end);
-}
+MLSPEC_PACK_ROWS(generic)

@@ -1,6 +1,6 @@
 // How is a row of float32 activations packed for a linear? One algorithm and the same bits for every instruction set.
 //
-// Included by each pack_rows_<isa>.cpp inside its anonymous namespace, after `Vec` and `#pragma GCC target`. Vec has:
+// Included by each pack_rows_<isa>.cpp inside its anonymous namespace, after `Vec` and `MLSPEC_TARGET`. Vec has:
 //   kLanes (L)                            8 or 16
 //   round_bfloat16(x, out)                2 L floats to bfloat16, nearest even
 //   magnitude(x) -> Int                   L floats with the sign bit cleared, as int32
@@ -175,3 +175,9 @@ void pack_rows(const mlspec_pack_args& a, int64_t row_begin, int64_t row_end, in
     }
   }
 }
+
+#define MLSPEC_PACK_ROWS(isa)                                                                                              \
+  extern "C" void mlspec_pack_rows_##isa(const mlspec_pack_args* args, int64_t row_begin, int64_t row_end, int64_t k_begin, \
+                                         int64_t k_end) {                                                                   \
+    pack_rows(*args, row_begin, row_end, k_begin, k_end);                                                                   \
+  }

@@ -17,11 +17,11 @@ bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS
 // f(row, row_end, k, k_end) for pieces of 16 rows by kChunk elements.
 template <class F>
 void share_pieces(Team& team, int64_t rows, int64_t width, F&& f) {
-  const int64_t across = (width + kChunk - 1) / kChunk, down = (rows + kTile - 1) / kTile;
+  const int64_t across = (width + kChunk - 1) / kChunk, down = (rows + kTileOutputs - 1) / kTileOutputs;
   team.share(across * down, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t row = piece / across * kTile, k = piece % across * kChunk;
-      f(row, std::min(row + kTile, rows), k, std::min(k + kChunk, width));
+      const int64_t row = piece / across * kTileOutputs, k = piece % across * kChunk;
+      f(row, std::min(row + kTileOutputs, rows), k, std::min(k + kChunk, width));
     }
   });
 }
@@ -40,7 +40,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.gate_up.reserve(n * 2 * shape.intermediate);
   w.scored.reserve(std::min(kept, kScoredTogether) * shape.hidden);
   w.normed.reserve(n * shape.hidden);
-  w.row_stride = std::max(shape.hidden, kTile * kChunk) + kTile;
+  w.row_stride = std::max(shape.hidden, kTileOutputs * kChunk) + kTileOutputs;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
   const auto measure = [&](const Linear& next, int64_t rows) {

@@ -49,7 +49,7 @@ struct Linear {
   }
 
   // Bytes that a call reads of 16 outputs, nearly.
-  int64_t bytes_per_tile(Bits asked) const { return 16 * in_features * at(asked).weight / 8; }
+  int64_t bytes_per_tile(Bits asked) const { return cpu_tiles::kTileOutputs * in_features * at(asked).weight / 8; }
 };
 
 }  // namespace mlspec

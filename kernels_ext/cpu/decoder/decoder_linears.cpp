@@ -32,11 +32,11 @@ void Decoder::reserve_dense(int threads) {
   const auto measure = [&](std::initializer_list<const Linear*> parts) {
     int64_t tiles = 0, most = 0;
     for (const Linear* part : parts) {
-      const int64_t own = (part->out_features + kTile - 1) / kTile;
+      const int64_t own = (part->out_features + kTileOutputs - 1) / kTileOutputs;
       tiles += own, most = std::max(most, own);
     }
     const Linear& any = **parts.begin();
-    if (dequantizes(any)) elements = std::max(elements, std::min(most, (tiles + threads - 1) / threads) * kTile * any.in_features);
+    if (dequantizes(any)) elements = std::max(elements, std::min(most, (tiles + threads - 1) / threads) * kTileOutputs * any.in_features);
   };
   for (const DecoderLayer& l : layers) {
     measure({&l.q, &l.k, &l.v});
@@ -94,7 +94,7 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
     compute[i] = kernel_for(part);
     escapes[i] = has_escapes(part);
     any_escapes |= escapes[i];
-    const int64_t tiles = (part.out_features + kTile - 1) / kTile;
+    const int64_t tiles = (part.out_features + kTileOutputs - 1) / kTileOutputs;
     first[i + 1] = first[i] + tiles;
     bytes += tiles * part.bytes_per_tile(work_->bits);
     column += part.out_features;
@@ -106,8 +106,8 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
   const int64_t grain = dequantized ? own : std::max<int64_t>(1, piece * first[count] / std::max<int64_t>(bytes, 1));
   team.share(first[count], grain, [&](int64_t begin, int64_t end) {
     for (int i = 0; i < count; ++i) {
-      const int64_t lo = (std::max(begin, first[i]) - first[i]) * kTile;
-      const int64_t hi = std::min((std::min(end, first[i + 1]) - first[i]) * kTile, args[i].out_features);
+      const int64_t lo = (std::max(begin, first[i]) - first[i]) * kTileOutputs;
+      const int64_t hi = std::min((std::min(end, first[i + 1]) - first[i]) * kTileOutputs, args[i].out_features);
       if (lo >= hi) continue;
       if (escapes[i]) {
         multiply_escaped(team, *parts[i], args[i], dense_acts, lo, hi);

@@ -29,7 +29,7 @@ class Buffer {
   int64_t count_ = 0;
 };
 
-inline constexpr int64_t kTile = 16;  // outputs of one weight tile
+using cpu_tiles::kTileOutputs;
 
 struct Decoder::Workspace {
   Buffer<float> hidden;     // [n][hidden], the residual stream

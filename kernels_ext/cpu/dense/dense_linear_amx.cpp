@@ -6,17 +6,9 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_ps (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
 
 namespace {
 
@@ -175,15 +167,13 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
     for (int64_t t = 0; t + 2 <= x_tiles; t += 2) tile_outputs<2>(a, feature, end, t);
     if (x_tiles % 2) tile_outputs<1>(a, feature, end, x_tiles - 1);
   }
-  asm volatile("tilerelease");
 }
 
 }  // namespace
 
 extern "C" void mlspec_bf16_linear_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
   linear(*args, out_begin, out_end);
+  asm volatile("tilerelease");
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

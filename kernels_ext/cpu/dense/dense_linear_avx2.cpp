@@ -7,12 +7,9 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma")
-#endif
+MLSPEC_TARGET("avx2,fma")
 
 namespace {
 
@@ -72,14 +69,7 @@ struct FloatDot {
 
 }  // namespace
 
-extern "C" void mlspec_bf16_linear_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<WidenedDot>(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(bf16_linear_avx2, linear<WidenedDot>)
+MLSPEC_LINEAR(f32_linear_avx2, linear<FloatDot>)
 
-extern "C" void mlspec_f32_linear_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<FloatDot>(*args, out_begin, out_end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -7,17 +7,9 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_ps (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 
 namespace {
 
@@ -44,10 +36,6 @@ struct PairDot {
 
 }  // namespace
 
-extern "C" void mlspec_bf16_linear_avx512bf16(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<PairDot>(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(bf16_linear_avx512bf16, linear<PairDot>)
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -7,17 +7,9 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_ps (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,fma")
 
 namespace {
 
@@ -66,14 +58,7 @@ struct FloatDot {
 
 }  // namespace
 
-extern "C" void mlspec_bf16_linear_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<WidenedDot>(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(bf16_linear_avx512vnni, linear<WidenedDot>)
+MLSPEC_LINEAR(f32_linear_avx512vnni, linear<FloatDot>)
 
-extern "C" void mlspec_f32_linear_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<FloatDot>(*args, out_begin, out_end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

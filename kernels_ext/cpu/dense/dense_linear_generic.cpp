@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
 namespace {
 
@@ -48,10 +49,5 @@ struct Lanes {
 
 }  // namespace
 
-extern "C" void mlspec_bf16_linear_generic(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Lanes<uint16_t>>(*args, out_begin, out_end);
-}
-
-extern "C" void mlspec_f32_linear_generic(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Lanes<float>>(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(bf16_linear_generic, linear<Lanes<uint16_t>>)
+MLSPEC_LINEAR(f32_linear_generic, linear<Lanes<float>>)

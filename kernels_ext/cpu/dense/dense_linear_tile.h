@@ -1,6 +1,6 @@
 // How is a tile of dense weight rows times activation rows summed? One algorithm for every instruction set.
 //
-// Included by each dense_linear_<isa>.cpp inside its anonymous namespace, after `#pragma GCC target`. A `Dot` has:
+// Included by each dense_linear_<isa>.cpp inside its anonymous namespace, after `MLSPEC_TARGET`. A `Dot` has:
 //   Element                     of weights and activations: uint16_t (bfloat16) or float
 //   kStep                       elements of a row that one step multiplies
 //   kMaxCols, rows_for(cols)    activation rows of the widest tile; weight rows of a tile of so many

@@ -10,19 +10,9 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c,amx-tile,amx-int8"))), \
-    apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c,amx-tile,amx-int8")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c,amx-tile,amx-int8")
 
 namespace {
 
@@ -61,7 +51,7 @@ struct SignedCodes {
 // where S is 2. Dots of a group are exact, then they are scaled, as everywhere.
 template <class Format, bool kHasZeros, int T, int M, int S>
 struct Product {
-  static constexpr int kStep = S * kBlockCodes;
+  static constexpr int kStep = S * kBlock;
   const mlspec_linear_args& a;
   const int64_t in, steps, groups, group_steps;
   const int8_t* const x = mlspec_acts_codes(a.acts);
@@ -91,7 +81,7 @@ struct Product {
   template <int kCount>
   void run(int64_t tile, int64_t token, int rows) {
     for (int i = 0; i < kCount; ++i) std::memset(acc[i], 0, rows * sizeof acc[i][0]);
-    const int64_t tile_bytes = steps * S * kTileBlockBytes;
+    const int64_t tile_bytes = steps * S * kTileBytes;
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
     const int8_t* step_x = x + token * in;
     const TileStreams streams(tile_bytes, kCount);
@@ -102,7 +92,7 @@ struct Product {
       for (int64_t s = 1; s <= group_steps; ++s, step_x += kStep) {
         const int64_t next = std::min(++step, steps - 1);  // the last step is unpacked twice
         const int64_t next_group = s < group_steps || step == steps ? g : g + 1;
-        add_step<0, kCount>(tile, next_group, weight, next * S * kTileBlockBytes, streams, step_x, step % 2);
+        add_step<0, kCount>(tile, next_group, weight, next * S * kTileBytes, streams, step_x, step % 2);
       }
       add_group<0, kCount>(tile, token, g, rows);
     }
@@ -114,10 +104,10 @@ struct Product {
     const __m512i zeros = unpack.zeros(a, (tile * groups + g) * kTileOutputs);
 #pragma GCC unroll 2
     for (int s = 0; s < S; ++s) {
-      Isa::prefetch(bytes + ahead + s * kTileBlockBytes);
+      Isa::prefetch(bytes + ahead + s * kTileBytes);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        const __m512i both = _mm512_loadu_si512(bytes + s * kTileBlockBytes + 64 * j);
+        const __m512i both = _mm512_loadu_si512(bytes + s * kTileBytes + 64 * j);
         _mm512_store_si512(to[8 * s + 2 * j], unpack.low(both, zeros));
         _mm512_store_si512(to[8 * s + 2 * j + 1], unpack.low(_mm512_srli_epi16(both, 4), zeros));
       }
@@ -179,7 +169,7 @@ constexpr int64_t kFromSmallGroups = 12, kFromGroups = 6;
 template <class Format, bool kHasZeros, int S>
 void matrix_linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   constexpr int64_t kPanelBytes = 256 * 1024, kPart = 2 * kTileRows;
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kTileBlockBytes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kTileBytes;
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs, parts = (tokens + kPart - 1) / kPart;
   const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(4, kPanelBytes / tile_bytes / 4 * 4);
   for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
@@ -210,7 +200,7 @@ extern "C" void mlspec_nested_linear_int8_amx(const mlspec_linear_args* args, in
 }
 
 extern "C" void mlspec_int4_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  const bool small_groups = args->group == kBlockCodes;
+  const bool small_groups = args->group == kBlock;
   if (args->acts->num_rows < (small_groups ? kFromSmallGroups : kFromGroups)) return linear<Int4>(*args, begin, end);
   if (args->zero && small_groups) return matrix_linear<Int4, true, 1>(*args, begin, end);
   if (args->zero) return matrix_linear<Int4, true, 2>(*args, begin, end);
@@ -218,6 +208,4 @@ extern "C" void mlspec_int4_linear_int8_amx(const mlspec_linear_args* args, int6
   matrix_linear<Int4, false, 2>(*args, begin, end);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -8,22 +8,16 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c")
-#endif
+MLSPEC_TARGET("avx2,fma,f16c")
 
 namespace {
 
+#include "int8_linear_chains.h"
+
 struct Dot {
   static constexpr bool kSigned = false;
-  static __m256i x_dword(const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm256_set1_epi32(four);
-  }
   // vpmaddubsw adds two products to an int16, and as many of those fit as 32767 / (2 * largest code * 127): 8, 5 or 1.
   template <class Format>
   static __m256i dot(__m256i dots, const __m256i (&codes)[8], const int8_t* x) {
@@ -46,18 +40,6 @@ struct Dot {
 
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_int8_avx2(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Mxfp4>(*args, begin, end);
-}
+MLSPEC_INT8_LINEARS(avx2)
 
-extern "C" void mlspec_nested_linear_int8_avx2(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Nested>(*args, begin, end);
-}
-
-extern "C" void mlspec_int4_linear_int8_avx2(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Int4>(*args, begin, end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

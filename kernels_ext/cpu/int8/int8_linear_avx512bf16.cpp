@@ -9,18 +9,9 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c")
 
 namespace {
 
@@ -30,18 +21,6 @@ namespace {
 
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_int8_avx512bf16(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Mxfp4>(*args, begin, end);
-}
+MLSPEC_INT8_LINEARS(avx512bf16)
 
-extern "C" void mlspec_nested_linear_int8_avx512bf16(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Nested>(*args, begin, end);
-}
-
-extern "C" void mlspec_int4_linear_int8_avx512bf16(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Int4>(*args, begin, end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -8,23 +8,22 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
 // GCC knows the instruction from 13 on (the name before that is unknown to its target pragma), Clang from 16 on.
 #if (defined(__clang__) && __clang_major__ >= 16) || (!defined(__clang__) && __GNUC__ >= 13)
 #define MLSPEC_HAS_DPBSSD
 #endif
 
-#if defined(__clang__) && defined(MLSPEC_HAS_DPBSSD)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avxvnniint8"))), apply_to = function)
-#elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#elif defined(MLSPEC_HAS_DPBSSD)
-#pragma GCC target("avx2,fma,f16c,avxvnniint8")
+#if defined(MLSPEC_HAS_DPBSSD)
+MLSPEC_TARGET("avx2,fma,f16c,avxvnniint8")
 #else
-#pragma GCC target("avx2,fma,f16c")
+MLSPEC_TARGET("avx2,fma,f16c")
 #endif
 
 namespace {
+
+#include "int8_linear_chains.h"
 
 #if defined(MLSPEC_INT8_EMULATED)  // for tests: the same kernel on a processor without the instruction
 inline __m256i dpbssd(__m256i sum, __m256i a, __m256i b) {
@@ -58,24 +57,9 @@ inline __m256i dpbssd(__m256i sum, __m256i a, __m256i b) {
 }
 #endif
 
-struct Dot {
+struct Dot : TwoChains<Dot> {
   static constexpr bool kSigned = true;
-  static __m256i x_dword(const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm256_set1_epi32(four);
-  }
-  // Two chains of four: the latency of eight in a row would show at one token.
-  template <class Format>
-  static __m256i dot(__m256i dots, const __m256i (&codes)[8], const int8_t* x) {
-    __m256i odd = _mm256_setzero_si256();
-#pragma GCC unroll 4
-    for (int k = 0; k < 8; k += 2) {
-      dots = dpbssd(dots, codes[k], x_dword(x + 4 * k));
-      odd = dpbssd(odd, codes[k + 1], x_dword(x + 4 * k + 4));
-    }
-    return _mm256_add_epi32(dots, odd);
-  }
+  static __m256i add(__m256i sum, __m256i codes, __m256i x) { return dpbssd(sum, codes, x); }
 };
 
 #include "int8_linear_ymm.h"
@@ -83,18 +67,6 @@ struct Dot {
 
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_int8_avxvnniint8(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Mxfp4>(*args, begin, end);
-}
+MLSPEC_INT8_LINEARS(avxvnniint8)
 
-extern "C" void mlspec_nested_linear_int8_avxvnniint8(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Nested>(*args, begin, end);
-}
-
-extern "C" void mlspec_int4_linear_int8_avxvnniint8(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Int4>(*args, begin, end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -4,11 +4,18 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "../target.h"
 
 namespace {
 
-constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
-constexpr int kDoubledE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+using mlspec::kBlock, mlspec::cpu_tiles::kTileBytes, mlspec::cpu_tiles::kTileOutputs;
+
+constexpr struct DoubledE2M1 {
+  int of[16] = {};
+  constexpr DoubledE2M1() {
+    for (int i = 0; i < 8; ++i) of[i] = mlspec::kDoubledMagnitudes.of[i], of[i + 8] = -of[i];
+  }
+} kDoubledE2M1;
 
 float bits_to_float(uint32_t bits) {
   float value;
@@ -29,7 +36,7 @@ float from_float16(uint16_t half) {
 
 struct Mxfp4 {
   static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
-  static int value(const mlspec_linear_args&, int64_t, int code) { return kDoubledE2M1[code]; }
+  static int value(const mlspec_linear_args&, int64_t, int code) { return kDoubledE2M1.of[code]; }
   static float scale(const mlspec_linear_args& a, int64_t at) {  // 2^(byte - 128), byte 0 is 0, 255 is NaN
     const uint32_t byte = static_cast<const uint8_t*>(a.scale)[at];
     return byte == 255 ? bits_to_float(0x7FC00000u) : bits_to_float(byte << 23) * 0.5f;
@@ -45,7 +52,7 @@ struct Nested {
 };
 
 struct Int4 {
-  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
+  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlock; }
   static int value(const mlspec_linear_args& a, int64_t at, int code) { return code - (a.zero ? a.zero[at] : 8); }
   static float scale(const mlspec_linear_args& a, int64_t at) {
     return from_float16(static_cast<const uint16_t*>(a.scale)[at]);
@@ -55,7 +62,7 @@ struct Int4 {
 // Values of one group of one output, in the order of x; at: index of its scale.
 template <class Format>
 void unpack_group(const mlspec_linear_args& a, int64_t at, const uint8_t* weight, int64_t blocks, int16_t* values) {
-  for (int64_t b = 0; b < blocks; ++b, weight += kTileBlockBytes) {
+  for (int64_t b = 0; b < blocks; ++b, weight += kTileBytes) {
     for (int j = 0; j < 4; ++j) {
       for (int i = 0; i < 4; ++i, ++values) {
         const int byte = weight[64 * j + i];
@@ -69,16 +76,16 @@ void unpack_group(const mlspec_linear_args& a, int64_t at, const uint8_t* weight
 
 template <class Format>
 float dot_row(const mlspec_linear_args& a, int64_t out, int64_t token) {
-  const int64_t blocks = a.in_features / kBlockCodes, group_blocks = Format::blocks_per_group(a);
+  const int64_t blocks = a.in_features / kBlock, group_blocks = Format::blocks_per_group(a);
   const int64_t groups = blocks / group_blocks, tile = out / kTileOutputs, lane = out % kTileOutputs;
   const int8_t* x = mlspec_acts_codes(a.acts) + token * a.in_features;
   const float* x_scale = mlspec_acts_scales(a.acts) + token * groups;
-  const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes + 4 * lane;
+  const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBytes + 4 * lane;
   float acc = 0.0f;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t at = (tile * groups + g) * kTileOutputs + lane, size = group_blocks * kBlockCodes;
+    const int64_t at = (tile * groups + g) * kTileOutputs + lane, size = group_blocks * kBlock;
     int16_t values[128];
-    unpack_group<Format>(a, at, weight + g * group_blocks * kTileBlockBytes, group_blocks, values);
+    unpack_group<Format>(a, at, weight + g * group_blocks * kTileBytes, group_blocks, values);
     int32_t dots = 0;
     for (int64_t k = 0; k < size; ++k) dots += values[k] * x[g * size + k];
     acc = std::fma(static_cast<float>(dots), Format::scale(a, at) * x_scale[g], acc);
@@ -99,14 +106,6 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
 
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Mxfp4>(*args, begin, end);
-}
-
-extern "C" void mlspec_nested_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Nested>(*args, begin, end);
-}
-
-extern "C" void mlspec_int4_linear_int8_generic(const mlspec_linear_args* args, int64_t begin, int64_t end) {
-  linear<Int4>(*args, begin, end);
-}
+MLSPEC_LINEAR(mxfp4_linear_int8_generic, linear<Mxfp4>)
+MLSPEC_LINEAR(nested_linear_int8_generic, linear<Nested>)
+MLSPEC_LINEAR(int4_linear_int8_generic, linear<Int4>)

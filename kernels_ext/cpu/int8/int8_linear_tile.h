@@ -12,7 +12,7 @@
 
 #include "../tile_streams.h"
 
-constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
+using mlspec::kBlock, mlspec::cpu_tiles::kTileBytes, mlspec::cpu_tiles::kTileOutputs;
 constexpr int kLanes = 16 / Isa::kVectors;
 
 // E2M1 doubled is exact in int8; an unsigned operand carries 12 more, taken back 12 * sum(x) at a time.
@@ -33,8 +33,8 @@ struct Mxfp4 {
   static constexpr int kLargestCode = 24;
   static constexpr bool kUsesTable = true;
   static void fill(const mlspec_linear_args&, int8_t (&values)[16]) {
-    constexpr int magnitude[8] = {0, 1, 2, 3, 4, 6, 8, 12};
-    fill_signed(magnitude, kMxfp4Offset, values);
+    constexpr auto magnitude = mlspec::kDoubledMagnitudes;
+    fill_signed(magnitude.of, kMxfp4Offset, values);
   }
   static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
   static int offset(const mlspec_linear_args&) { return kMxfp4Offset; }
@@ -65,7 +65,7 @@ struct Int4 {
   static void fill(const mlspec_linear_args&, int8_t (&values)[16]) {
     for (int code = 0; code < 16; ++code) values[code] = static_cast<int8_t>(code);
   }
-  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
+  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlock; }
   static int offset(const mlspec_linear_args& a) { return a.zero ? kVaries : 8; }
   static Isa::Int minus_zero(const mlspec_linear_args& a, int64_t at) {
     return a.zero ? Isa::minus(Isa::load_bytes(a.zero + at)) : Isa::broadcast(-8 & 0xFFFF);
@@ -143,7 +143,7 @@ inline __attribute__((always_inline)) void start_dots(const mlspec_linear_args& 
 template <class Format, int T, int N>
 void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t token) {
   constexpr int V = Isa::kVectors;
-  const int64_t blocks = a.in_features / kBlockCodes, tile_bytes = blocks * kTileBlockBytes;
+  const int64_t blocks = a.in_features / kBlock, tile_bytes = blocks * kTileBytes;
   const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
   const int8_t* x = part.codes;
@@ -162,8 +162,8 @@ void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64
       const int64_t at = ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes;
       start_dots<Format, N>(a, at, part.prepared, part.corrections + g * N, dots[i / V][i % V]);
     }
-    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += N * kBlockCodes) {
-      const int64_t ahead = streams.distance((g * group_blocks + b) * kTileBlockBytes);
+    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBytes, x += N * kBlock) {
+      const int64_t ahead = streams.distance((g * group_blocks + b) * kTileBytes);
 #pragma GCC unroll 4
       for (int i = 0; i < T * V; ++i) {
         const uint8_t* w = weight + i / V * tile_bytes;
@@ -199,7 +199,7 @@ constexpr int64_t kPartBytes = 256 * 1024;  // of stack; 12 tokens of 17,400 ele
 // Fills space. One token is in order already, so that its length has no limit.
 template <class Format, int N>
 Part arrange(const mlspec_linear_args& a, int64_t token, char* space) {
-  const int64_t in = a.in_features, blocks = in / kBlockCodes, groups = mlspec_groups(a.acts);
+  const int64_t in = a.in_features, blocks = in / kBlock, groups = mlspec_groups(a.acts);
   const int64_t offset = Format::offset(a);
   const int8_t* codes = mlspec_acts_codes(a.acts) + token * in;
   const float* scales = mlspec_acts_scales(a.acts) + token * groups;
@@ -219,7 +219,7 @@ Part arrange(const mlspec_linear_args& a, int64_t token, char* space) {
   char* part_codes = space + 2 * mlspec_align64(N * groups * 4);
   for (int64_t b = 0; b < blocks; ++b) {
     for (int t = 0; t < N; ++t) {
-      std::memcpy(part_codes + (b * N + t) * kBlockCodes, codes + t * in + b * kBlockCodes, kBlockCodes);
+      std::memcpy(part_codes + (b * N + t) * kBlock, codes + t * in + b * kBlock, kBlock);
     }
   }
   return {reinterpret_cast<int8_t*>(part_codes), part_scales, corrections, offset != kVaries};
@@ -244,7 +244,7 @@ template <class Format>
 void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   static constexpr auto kWidths = widths<Format>(std::make_integer_sequence<int, Isa::kMaxTokens>());
   constexpr int64_t kPanelBytes = 512 * 1024;
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kTileBlockBytes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kTileBytes;
   const int64_t token_bytes = a.in_features + 8 * mlspec_groups(a.acts);
   const int64_t most = std::clamp<int64_t>((kPartBytes - 256) / token_bytes, 1, Isa::kMaxTokens);
   const int64_t parts = (tokens + most - 1) / most;
@@ -257,3 +257,9 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
     }
   }
 }
+
+// The three kernels of an instruction set that has no other way.
+#define MLSPEC_INT8_LINEARS(isa)                             \
+  MLSPEC_LINEAR(mxfp4_linear_int8_##isa, linear<Mxfp4>)  \
+  MLSPEC_LINEAR(nested_linear_int8_##isa, linear<Nested>) \
+  MLSPEC_LINEAR(int4_linear_int8_##isa, linear<Int4>)

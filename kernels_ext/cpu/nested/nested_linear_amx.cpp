@@ -7,17 +7,9 @@
 #include <cstdint>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
 
 namespace {
 
@@ -135,10 +127,6 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
 
 }  // namespace
 
-extern "C" void mlspec_nested_linear_exact_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(nested_linear_exact_amx, linear)
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -7,12 +7,9 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma")
-#endif
+MLSPEC_TARGET("avx2,fma")
 
 namespace {
 
@@ -92,10 +89,6 @@ struct Isa {
 
 }  // namespace
 
-extern "C" void mlspec_nested_linear_exact_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(nested_linear_exact_avx2, linear)
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

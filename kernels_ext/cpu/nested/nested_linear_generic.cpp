@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
 namespace {
 
@@ -73,6 +74,4 @@ struct Isa {
 
 }  // namespace
 
-extern "C" void mlspec_nested_linear_exact_generic(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(nested_linear_exact_generic, linear)

@@ -2,8 +2,10 @@
 //
 // Included inside the anonymous namespaces of nested_linear_*.cpp.
 
-constexpr int64_t kTileOutputs = 16, kBlock = 32, kPairs = 16;
-constexpr int64_t kNibbleBytes = 256, kLowBytes = 768;  // of a step
+using mlspec::kBlock;
+using namespace mlspec::cpu_tiles;
+
+constexpr int64_t kPairs = kBlock / 2;
 
 using Pairs = uint32_t[kPairs][kTileOutputs];  // a rebuilt step: bfloat16 [16 pairs][16 outputs][2]
 
@@ -13,28 +15,28 @@ struct TileSteps {
   TileSteps() = default;
   TileSteps(const mlspec_linear_args& a, int64_t tile) {
     const int64_t steps = a.in_features / kBlock * tile;
-    nibbles = static_cast<const uint8_t*>(a.weight) + steps * kNibbleBytes;
+    nibbles = static_cast<const uint8_t*>(a.weight) + steps * kTileBytes;
     exponents = static_cast<const uint8_t*>(a.scale) + steps * kTileOutputs;
-    low = a.low + steps * kLowBytes;
+    low = a.low + steps * kLowTileBytes;
   }
   TileSteps from(int64_t step) const {
     TileSteps later = *this;
-    later.nibbles += step * kNibbleBytes, later.exponents += step * kTileOutputs, later.low += step * kLowBytes;
+    later.nibbles += step * kTileBytes, later.exponents += step * kTileOutputs, later.low += step * kLowTileBytes;
     return later;
   }
   // A step is fetched in kTurns turns. Always inline: GCC drops the call of a function that does nothing but prefetch.
   template <int kTurns>
   __attribute__((always_inline)) inline void prefetch(int64_t step, int turn) const {
-    constexpr int kNibbleLines = kNibbleBytes / 64, kLowLines = kLowBytes / 64;
+    constexpr int kNibbleLines = kTileBytes / 64, kLowLines = kLowTileBytes / 64;
     for (int line = turn * kNibbleLines / kTurns; line < (turn + 1) * kNibbleLines / kTurns; ++line)
-      __builtin_prefetch(nibbles + step * kNibbleBytes + 64 * line, 0, 3);
+      __builtin_prefetch(nibbles + step * kTileBytes + 64 * line, 0, 3);
     for (int line = turn * kLowLines / kTurns; line < (turn + 1) * kLowLines / kTurns; ++line)
-      __builtin_prefetch(low + step * kLowBytes + 64 * line, 0, 3);
+      __builtin_prefetch(low + step * kLowTileBytes + 64 * line, 0, 3);
     if (turn == 0) __builtin_prefetch(exponents + step * kTileOutputs, 0, 3);
   }
   template <class Rebuild>
   __attribute__((always_inline)) inline void rebuild(const Rebuild& rebuild, int64_t step, Pairs& to) const {
-    rebuild(nibbles + step * kNibbleBytes, exponents + step * kTileOutputs, low + step * kLowBytes, to);
+    rebuild(nibbles + step * kTileBytes, exponents + step * kTileOutputs, low + step * kLowTileBytes, to);
   }
 };
 

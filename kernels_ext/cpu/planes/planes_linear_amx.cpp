@@ -6,17 +6,9 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16")
 
 namespace {
 
@@ -69,7 +61,7 @@ struct Product {
   alignas(64) uint16_t pairs[kBuffers][T][kParts][kTileRows][2 * kTileOutputs];
 
   explicit Product(const mlspec_linear_args& args)
-      : a(args), in(a.in_features), blocks(in / kBlockCodes), group_blocks(a.group / kBlockCodes),
+      : a(args), in(a.in_features), blocks(in / kBlock), group_blocks(a.group / kBlock),
         groups(blocks / group_blocks), parts{{a, 0}, {a, 1}} {}
 
   // kCount of the T tiles of outputs times `rows` tokens, over all of in_features. Blocks are unpacked kAhead ahead: a tile
@@ -77,14 +69,14 @@ struct Product {
   template <int kCount>
   void run(int64_t tile, int64_t token, int rows) {
     for (int i = 0; i < kCount; ++i) std::memset(acc[i], 0, rows * sizeof acc[i][0]);
-    const TileStreams streams(blocks * kPlaneBlockBytes, kCount, prefetch_distance(a));
+    const TileStreams streams(blocks * kPlaneBytes, kCount, prefetch_distance(a));
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * streams.tile_bytes;
     const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
     for (int64_t block = 0; block < kAhead; ++block) unpack_tiles<kCount>(weight, std::min(block, blocks - 1), streams, block);
     int64_t block = 0;
     for (int64_t g = 0; g < groups; ++g) {
       clear_sums<0, kCount * M * kParts>();
-      for (int64_t b = 0; b < group_blocks; ++b, ++block, x += kBlockCodes) {
+      for (int64_t b = 0; b < group_blocks; ++b, ++block, x += kBlock) {
         load_x(x);
         // The last blocks are unpacked again, for nobody.
         add_block<0, kCount>(weight, std::min(block + kAhead, blocks - 1), streams, block);
@@ -106,7 +98,7 @@ struct Product {
 
   __attribute__((always_inline)) inline void unpack_block(const uint8_t* tile, int64_t block, const TileStreams& streams,
                                                           uint16_t (*to)[kTileRows][2 * kTileOutputs]) const {
-    const int64_t offset = block * kPlaneBlockBytes;
+    const int64_t offset = block * kPlaneBytes;
     prefetch_planes(a, tile + offset + streams.distance(offset));
 #pragma GCC unroll 2
     for (int i = 0; i < kParts; ++i) {
@@ -178,7 +170,7 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64
 template <int kParts>
 void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   constexpr int64_t kPanelBytes = 256 * 1024, kPart = 2 * kTileRows;
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kPlaneBlockBytes * a.num_planes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kPlaneBytes * a.num_planes;
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
   const int64_t panel = tokens <= kPart ? tile_end : std::max<int64_t>(4, kPanelBytes / tile_bytes / 4 * 4);
   for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
@@ -202,6 +194,4 @@ extern "C" void mlspec_bitplane_linear_amx(const mlspec_linear_args* args, int64
   linear<1>(*args, out_begin, out_end);
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

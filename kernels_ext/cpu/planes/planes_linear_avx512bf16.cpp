@@ -9,21 +9,15 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
 
 namespace {
 
 #include "../tile_rows.h"
+#include "../tokens.h"
+#include "../tokens_zmm.h"
 #include "planes_linear_codes.h"
 #include "planes_linear_nibbles.h"
 #include "planes_linear_zmm.h"
@@ -43,16 +37,7 @@ struct Isa : Zmm {
   }
 
   template <int N>
-  struct Tokens {
-    const uint16_t* x;
-    int64_t stride;
-    void load(const uint16_t* block, int64_t row_stride) { x = block, stride = row_stride; }
-    __m512bh pair(int t, int k) const {
-      int32_t two;
-      std::memcpy(&two, x + t * stride + k, 4);
-      return (__m512bh)_mm512_set1_epi32(two);
-    }
-  };
+  using Tokens = PairTokens<N>;
 
   // One to four planes are looked up. More are bytes, which become floats: two look-ups would be twice the products.
   template <int kParts>
@@ -84,10 +69,6 @@ struct Isa : Zmm {
 
 }  // namespace
 
-extern "C" void mlspec_bitplane_linear_avx512bf16(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  bitplane_linear(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(bitplane_linear_avx512bf16, bitplane_linear)
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

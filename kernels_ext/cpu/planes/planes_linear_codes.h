@@ -3,8 +3,9 @@
 // Included inside the anonymous namespaces of bitplane_linear_*.cpp. The layout of a plane's 64 bytes is drawn in
 // hf_mlspec/ops/tiles_planes.py: bit q of an output's 32-bit word is element 2 q where q < 16, else 2 (q - 16) + 1.
 
-constexpr int64_t kPlaneBlockBytes = 64;  // of one plane: 16 outputs x 32 elements
-constexpr int kNibblePlanes = 4, kMaxPlanes = 8;
+using mlspec::kBlock, mlspec::kMaxPlanes, mlspec::cpu_tiles::kPlaneBytes;
+
+constexpr int kNibblePlanes = 4;
 
 constexpr int element_of(int bit) { return bit < 16 ? 2 * bit : 2 * bit - 31; }
 
@@ -29,7 +30,7 @@ inline float part_value(const mlspec_linear_args& a, int part, int64_t code) {
 
 // Bytes between a plane's block in use and the one to fetch: near where many streams of planes share the L1 cache.
 inline int64_t prefetch_distance(const mlspec_linear_args& a) {
-  return std::max<int64_t>(512, 4096 / a.num_planes / kPlaneBlockBytes * kPlaneBlockBytes);
+  return std::max<int64_t>(512, 4096 / a.num_planes / kPlaneBytes * kPlaneBytes);
 }
 
 // Always inline: GCC drops the call of a function that does nothing but prefetch.

@@ -99,3 +99,21 @@ struct UnpackFields<Bits, 2> {
     });
   }
 };
+
+// The way of an Isa that multiplies floats by floats, a column of elements at a time.
+template <class Isa, class Bits, class Widen>
+struct ByColumns {
+  template <int N>
+  using Tokens = FloatTokens<N, Widen>;
+  template <int kParts>
+  using Unpack = UnpackFields<Bits, kParts>;
+
+  template <int kParts, int N, class Float>
+  static inline __attribute__((always_inline)) void add_block(const Unpack<kParts>& unpack, const uint8_t* block,
+                                                              const Tokens<N>& tokens, Float (&dots)[N]) {
+    unpack.columns(block, [&](int k, Float column) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int t = 0; t < N; ++t) dots[t] = Isa::fma(column, Isa::set(tokens.x[t][k]), dots[t]);
+    });
+  }
+};

@@ -6,50 +6,20 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
 namespace {
 
 #include "../tile_rows.h"
+#include "../lanes_generic.h"
+#include "../tokens.h"
 #include "planes_linear_codes.h"
 
-inline float bits_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline float widen_float16(uint16_t half) {
-  const uint32_t shifted = static_cast<uint32_t>(half & 0x7FFFu) << 13;
-  // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals; Inf and NaN keep the largest exponent.
-  const float magnitude = shifted >= 0x0F800000u ? bits_float(shifted | 0x7F800000u) : bits_float(shifted) * 0x1p112f;
-  return (half & 0x8000u) ? -magnitude : magnitude;
-}
-
-struct Isa {
-  struct Float {
-    float lane[16];
-  };
-  static constexpr int kVectors = 1, kMaxTokens = 4;
+struct Isa : Lanes {
   static constexpr int tiles_for(int, int) { return 1; }
 
-  static Float zeros() { return Float{}; }
-  static Float fma(const Float& a, const Float& b, Float c) {
-    for (int i = 0; i < 16; ++i) c.lane[i] += a.lane[i] * b.lane[i];
-    return c;
-  }
-  static Float load_float16(const uint16_t* p) {
-    Float v;
-    for (int i = 0; i < 16; ++i) v.lane[i] = widen_float16(p[i]);
-    return v;
-  }
-  static void store(float* p, const Float& v) { std::memcpy(p, v.lane, sizeof v.lane); }
-
   template <int N>
-  struct Tokens {
-    const uint16_t* x;
-    int64_t stride;
-    void load(const uint16_t* block, int64_t row_stride) { x = block, stride = row_stride; }
-  };
+  using Tokens = RowTokens<N>;
 
   template <int kParts>
   struct Unpack {
@@ -95,6 +65,4 @@ struct Isa {
 
 }  // namespace
 
-extern "C" void mlspec_bitplane_linear_generic(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<1>(*args, out_begin, out_end);
-}
+MLSPEC_LINEAR(bitplane_linear_generic, linear<1>)

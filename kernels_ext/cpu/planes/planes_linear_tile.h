@@ -7,26 +7,15 @@
 //   load_float16(p), Tokens<N> with load(x, stride) (one block of N rows of x), Unpack<kParts> (planes <= 4 or more), and
 //   add_block<kParts, N>(unpack, block of the first plane, tokens, dots).
 
+#include "../tile_sums.h"
 #include "../tile_streams.h"
-
-constexpr int kLanes = 16 / Isa::kVectors;
-
-template <int N>
-inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token, const Isa::Float (&acc)[Isa::kVectors][N]) {
-  alignas(64) float sums[N][kTileOutputs];
-#pragma GCC unroll 16
-  for (int t = 0; t < N; ++t) {
-    for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums[t] + v * kLanes, acc[v][t]);
-  }
-  add_rows(a, tile, token, N, sums);
-}
 
 // T tiles of 16 outputs times N tokens, over all of in_features.
 template <int kParts, int T, int N>
 void multiply(const mlspec_linear_args& a, const Isa::Unpack<kParts>& unpack, int64_t tile, int64_t token) {
   constexpr int V = Isa::kVectors;
-  const int64_t in = a.in_features, blocks = in / kBlockCodes, tile_bytes = blocks * kPlaneBlockBytes;
-  const int64_t group_blocks = a.group / kBlockCodes, groups = blocks / group_blocks;
+  const int64_t in = a.in_features, blocks = in / kBlock, tile_bytes = blocks * kPlaneBytes;
+  const int64_t group_blocks = a.group / kBlock, groups = blocks / group_blocks;
   const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
   const uint16_t* scales = static_cast<const uint16_t*>(a.scale) + tile * groups * kTileOutputs;
@@ -37,9 +26,9 @@ void multiply(const mlspec_linear_args& a, const Isa::Unpack<kParts>& unpack, in
   for (int64_t g = 0; g < groups; ++g, scales += kTileOutputs) {
     typename Isa::Float dots[T][V][N];
     for (auto& tile_dots : dots) for (auto& row : tile_dots) for (auto& sum : row) sum = Isa::zeros();
-    for (int64_t b = 0; b < group_blocks; ++b, weight += kPlaneBlockBytes, x += kBlockCodes) {
+    for (int64_t b = 0; b < group_blocks; ++b, weight += kPlaneBytes, x += kBlock) {
       tokens.load(x, in);
-      const int64_t ahead = streams.distance((g * group_blocks + b) * kPlaneBlockBytes);
+      const int64_t ahead = streams.distance((g * group_blocks + b) * kPlaneBytes);
 #pragma GCC unroll 4
       for (int i = 0; i < T * V; ++i) {
         const uint8_t* block = weight + i / V * tile_bytes;
@@ -83,7 +72,7 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   static constexpr auto kWidths = widths<kParts>(std::make_integer_sequence<int, Isa::kMaxTokens>());
   constexpr int64_t kPanelBytes = 256 * 1024;
   const Isa::Unpack<kParts> unpack(a);
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kPlaneBlockBytes * a.num_planes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kPlaneBytes * a.num_planes;
   const int64_t parts = (tokens + Isa::kMaxTokens - 1) / Isa::kMaxTokens;
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
   const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(2, kPanelBytes / tile_bytes);

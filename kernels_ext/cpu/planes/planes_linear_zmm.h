@@ -14,14 +14,8 @@ struct Zmm {
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
 
   static Int load_plane(const uint8_t* block) { return _mm512_loadu_si512(block); }
-  template <int k>
-  static Int shift_left(Int v) {
-    return _mm512_slli_epi16(v, k);
-  }
-  template <int k>
-  static Int shift_right(Int v) {
-    return _mm512_srli_epi16(v, k);
-  }
+  template <int k> static Int shift_left(Int v) { return _mm512_slli_epi16(v, k); }
+  template <int k> static Int shift_right(Int v) { return _mm512_srli_epi16(v, k); }
   template <int mask>
   static Int choose(Int a, Int b) {
     return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(mask)), a, b, 0xCA);
@@ -34,14 +28,8 @@ struct Zmm {
   }
 
   static Int shift_left(Int v, int count) { return _mm512_sll_epi16(v, _mm_cvtsi32_si128(count)); }
-  template <int k>
-  static Int word_left(Int v) {
-    return _mm512_slli_epi32(v, k);
-  }
-  template <int k>
-  static Int word_right(Int v) {
-    return _mm512_srli_epi32(v, k);
-  }
+  template <int k> static Int word_left(Int v) { return _mm512_slli_epi32(v, k); }
+  template <int k> static Int word_right(Int v) { return _mm512_srli_epi32(v, k); }
   static Int word(uint32_t bits) { return _mm512_set1_epi32(static_cast<int32_t>(bits)); }
   static Float digits(Int v, Int mask, Int power) { return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(v, mask, power, 0xEA)); }
   static Float subtract(Float a, Float b) { return _mm512_sub_ps(a, b); }

@@ -9,12 +9,9 @@
 
 #include "../attention/attention_limits.h"
 #include "../kernels.h"
+#include "../target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c")
-#endif
+MLSPEC_TARGET("avx2,fma,f16c")
 
 namespace {
 using mlspec::kMaxHeadDim;
@@ -169,6 +166,4 @@ extern const mlspec_row_ops mlspec_row_ops_avx2;
 const mlspec_row_ops mlspec_row_ops_avx2 = {rms_norm, add, widen, narrow, activate_mul, rope, softcap, argmax, attention};
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

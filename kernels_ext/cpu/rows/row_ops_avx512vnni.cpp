@@ -9,17 +9,9 @@
 
 #include "../attention/attention_limits.h"
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_ps (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,fma")
 
 namespace {
 using mlspec::kMaxHeadDim;
@@ -142,6 +134,4 @@ const mlspec_row_ops mlspec_row_ops_avx512vnni = {rms_norm, add,     widen,  nar
                                                   rope,     softcap, argmax, attention};
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

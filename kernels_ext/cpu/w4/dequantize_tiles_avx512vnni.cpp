@@ -5,21 +5,13 @@
 #include <cstdint>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,f16c")
 
 namespace {
 
-constexpr int64_t kTileOutputs = 16, kBlockCodes = 32, kTileBlockBytes = 256;
+using mlspec::kBlock, mlspec::cpu_tiles::kTileBytes, mlspec::cpu_tiles::kTileOutputs;
 
 // What the 16 codes mean, twice: vpermw reads five bits of an index, of which the upper one is another code's.
 inline __m512i value_table(float zero, float scale) {
@@ -79,15 +71,15 @@ inline void write_block(const uint8_t* bytes, const Tables& tables, int64_t outp
 extern "C" void mlspec_int4_dequantize_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end,
                                                   uint16_t* dense) {
   const mlspec_linear_args& a = *args;
-  const int64_t in = a.in_features, groups = in / a.group, group_blocks = a.group / kBlockCodes;
+  const int64_t in = a.in_features, groups = in / a.group, group_blocks = a.group / kBlock;
   Tables tables;
   for (int64_t first = out_begin; first < out_end; first += kTileOutputs, dense += kTileOutputs * in) {
     const int64_t tile = first / kTileOutputs, outputs = std::min(out_end - first, kTileOutputs);
-    const uint8_t* bytes = static_cast<const uint8_t*>(a.weight) + tile * in / kBlockCodes * kTileBlockBytes;
+    const uint8_t* bytes = static_cast<const uint8_t*>(a.weight) + tile * in / kBlock * kTileBytes;
     for (int64_t g = 0; g < groups; ++g) {
       tables.fill(a, (tile * groups + g) * kTileOutputs);
-      for (int64_t b = 0; b < group_blocks; ++b, bytes += kTileBlockBytes) {
-        uint16_t* const block = dense + (g * group_blocks + b) * kBlockCodes;
+      for (int64_t b = 0; b < group_blocks; ++b, bytes += kTileBytes) {
+        uint16_t* const block = dense + (g * group_blocks + b) * kBlock;
         if (outputs == kTileOutputs) {
           write_block(bytes, tables, kTileOutputs, in, block);  // unrolled
         } else {
@@ -98,6 +90,4 @@ extern "C" void mlspec_int4_dequantize_avx512vnni(const mlspec_linear_args* args
   }
 }
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

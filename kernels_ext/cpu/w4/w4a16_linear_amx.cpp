@@ -6,17 +6,9 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16")
 
 namespace {
 
@@ -55,7 +47,7 @@ struct Product {
   alignas(64) uint16_t pairs[2 * T][kTileRows][2 * kTileOutputs];  // two blocks: one is read while the other is written
 
   explicit Product(const mlspec_linear_args& args)
-      : a(args), in(a.in_features), blocks(in / kBlockCodes), group_blocks(Format::blocks_per_group(a)),
+      : a(args), in(a.in_features), blocks(in / kBlock), group_blocks(Format::blocks_per_group(a)),
         groups(blocks / group_blocks), unpack(a) {}
 
   // kCount of the T tiles of outputs times `rows` tokens, over all of in_features. Blocks are unpacked one ahead: a tile
@@ -63,17 +55,17 @@ struct Product {
   template <int kCount>
   void run(int64_t tile, int64_t token, int rows) {
     for (int i = 0; i < kCount; ++i) std::memset(acc[i], 0, rows * sizeof acc[i][0]);
-    const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBlockBytes;
+    const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * blocks * kTileBytes;
     const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
-    const TileStreams streams(blocks * kTileBlockBytes, kCount);
+    const TileStreams streams(blocks * kTileBytes, kCount);
     for (int i = 0; i < kCount; ++i) unpack_block(tile + i, 0, weight + i * streams.tile_bytes, streams.ahead, pairs[i]);
     int64_t block = 0;
     for (int64_t g = 0; g < groups; ++g) {
       clear_sums<0, kCount * M>();
-      for (int64_t b = 1; b <= group_blocks; ++b, x += kBlockCodes) {
+      for (int64_t b = 1; b <= group_blocks; ++b, x += kBlock) {
         const int64_t next = std::min(++block, blocks - 1);  // the last block is unpacked twice
         const int64_t next_group = b < group_blocks || block == blocks ? g : g + 1;
-        add_block<0, kCount>(tile, next_group, weight, next * kTileBlockBytes, streams, x, block % 2);
+        add_block<0, kCount>(tile, next_group, weight, next * kTileBytes, streams, x, block % 2);
       }
       add_group<0, kCount>(tile, g, rows);
     }
@@ -146,7 +138,7 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t tile_end, int64
 template <class Format>
 void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   constexpr int64_t kPanelBytes = 256 * 1024, kPart = 2 * kTileRows;
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kTileBlockBytes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kTileBytes;
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
   const int64_t panel = tokens <= kPart ? tile_end : std::max<int64_t>(4, kPanelBytes / tile_bytes / 4 * 4);
   for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
@@ -163,21 +155,13 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   _tile_release();
 }
 
+inline void int4_linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
+  if (a.zero) return linear<Int4<true>>(a, out_begin, out_end);
+  linear<Int4<false>>(a, out_begin, out_end);
+}
+
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_bf16_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Mxfp4>(*args, out_begin, out_end);
-}
+MLSPEC_W4A16_LINEARS(amx)
 
-extern "C" void mlspec_nested_linear_bf16_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Nested>(*args, out_begin, out_end);
-}
-
-extern "C" void mlspec_int4_linear_bf16_amx(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  if (args->zero) return linear<Int4<true>>(*args, out_begin, out_end);
-  linear<Int4<false>>(*args, out_begin, out_end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

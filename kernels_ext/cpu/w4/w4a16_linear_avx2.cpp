@@ -7,14 +7,14 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c")
-#endif
+MLSPEC_TARGET("avx2,fma,f16c")
 
 namespace {
+
+#include "../tokens.h"
+#include "../tokens_ymm.h"
 
 struct Isa {
   using Float = __m256;
@@ -36,17 +36,7 @@ struct Isa {
   }
 
   template <int N>
-  struct Tokens {
-    alignas(32) float x[N][32];
-    void load(const uint16_t* block, int64_t row_stride) {
-      for (int t = 0; t < N; ++t) {
-        for (int k = 0; k < 32; k += 8) {
-          const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(block + t * row_stride + k)));
-          _mm256_store_si256((__m256i*)&x[t][k], _mm256_slli_epi32(words, 16));
-        }
-      }
-    }
-  };
+  using Tokens = FloatTokens<N, WidenYmm>;
 
   template <class Format>
   struct Unpack {
@@ -91,18 +81,6 @@ struct Isa {
 
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_bf16_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Mxfp4>(*args, out_begin, out_end);
-}
+MLSPEC_W4A16_LINEARS(avx2)
 
-extern "C" void mlspec_nested_linear_bf16_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Nested>(*args, out_begin, out_end);
-}
-
-extern "C" void mlspec_int4_linear_bf16_avx2(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  int4_linear(*args, out_begin, out_end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

@@ -8,20 +8,14 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
 
 namespace {
 
+#include "../tokens.h"
+#include "../tokens_zmm.h"
 #include "w4a16_linear_zmm.h"
 
 struct Isa : Zmm {
@@ -29,16 +23,7 @@ struct Isa : Zmm {
   static constexpr int tiles_for(int tokens) { return tokens <= 2 ? 4 : tokens <= 6 ? 2 : 1; }
 
   template <int N>
-  struct Tokens {
-    const uint16_t* x;
-    int64_t stride;
-    void load(const uint16_t* block, int64_t row_stride) { x = block, stride = row_stride; }
-    __m512bh pair(int t, int k) const {
-      int32_t two;
-      std::memcpy(&two, x + t * stride + k, 4);
-      return (__m512bh)_mm512_set1_epi32(two);
-    }
-  };
+  using Tokens = PairTokens<N>;
 
   template <class Format>
   using Unpack = UnpackPairs<Format>;
@@ -65,18 +50,6 @@ struct Isa : Zmm {
 
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_bf16_avx512bf16(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Mxfp4>(*args, out_begin, out_end);
-}
+MLSPEC_W4A16_LINEARS(avx512bf16)
 
-extern "C" void mlspec_nested_linear_bf16_avx512bf16(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Nested>(*args, out_begin, out_end);
-}
-
-extern "C" void mlspec_int4_linear_bf16_avx512bf16(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  int4_linear(*args, out_begin, out_end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

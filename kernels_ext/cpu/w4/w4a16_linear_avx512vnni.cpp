@@ -8,37 +8,21 @@
 #include <utility>
 
 #include "../kernels.h"
+#include "../target.h"
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
-#endif
+MLSPEC_TARGET_AVX512("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 
 namespace {
 
+#include "../tokens.h"
+#include "../tokens_zmm.h"
 #include "w4a16_linear_zmm.h"
 
 struct Isa : Zmm {
   static constexpr int tiles_for(int tokens) { return tokens <= 2 ? 4 : tokens <= 6 ? 2 : 1; }
 
   template <int N>
-  struct Tokens {
-    alignas(64) float x[N][32];
-    void load(const uint16_t* block, int64_t row_stride) {
-      for (int t = 0; t < N; ++t) {
-        for (int half = 0; half < 32; half += 16) {
-          const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(block + t * row_stride + half)));
-          _mm512_store_si512(&x[t][half], _mm512_slli_epi32(words, 16));
-        }
-      }
-    }
-  };
+  using Tokens = FloatTokens<N, WidenZmm>;
 
   template <class Format>
   struct Unpack {
@@ -78,18 +62,6 @@ struct Isa : Zmm {
 
 }  // namespace
 
-extern "C" void mlspec_mxfp4_linear_bf16_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Mxfp4>(*args, out_begin, out_end);
-}
+MLSPEC_W4A16_LINEARS(avx512vnni)
 
-extern "C" void mlspec_nested_linear_bf16_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  linear<Nested>(*args, out_begin, out_end);
-}
-
-extern "C" void mlspec_int4_linear_bf16_avx512vnni(const mlspec_linear_args* args, int64_t out_begin, int64_t out_end) {
-  int4_linear(*args, out_begin, out_end);
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MLSPEC_TARGET_END

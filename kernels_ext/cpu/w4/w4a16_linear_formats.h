@@ -6,15 +6,15 @@
 
 #include "../tile_rows.h"
 
-constexpr int64_t kTileBlockBytes = 256;
+using mlspec::kBlock, mlspec::cpu_tiles::kTileBytes;
 
 // value(a, i), i in 0..31: the number that nibble i % 16 means; where there are zero points, that the difference i modulo 32
 // means.
 struct Mxfp4 {
   static constexpr bool kHasZeros = false;
   static constexpr float value(const mlspec_linear_args&, int i) {
-    constexpr float magnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-    return ((i & 8) ? -magnitude[i & 7] : magnitude[i & 7]) * Isa::kValueFactor;
+    constexpr auto magnitude = mlspec::kMagnitudes;
+    return ((i & 8) ? -magnitude.of[i & 7] : magnitude.of[i & 7]) * Isa::kValueFactor;
   }
   static int64_t blocks_per_group(const mlspec_linear_args&) { return 1; }
   // 2^(byte - 127), byte 0 is 0; the fma keeps that (or halves it) and makes byte 255, Inf as floats go, NaN.
@@ -44,8 +44,14 @@ struct Int4 {
   static constexpr float value(const mlspec_linear_args&, int i) {
     return static_cast<float>(HasZeros ? (i < 16 ? i : i - 32) : (i & 15) - 8);
   }
-  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlockCodes; }
+  static int64_t blocks_per_group(const mlspec_linear_args& a) { return a.group / kBlock; }
   static Isa::Float scale(const mlspec_linear_args& a, int64_t at) {
     return Isa::load_float16(static_cast<const uint16_t*>(a.scale) + at);
   }
 };
+
+// The three kernels of an instruction set, whose linear<Format> and int4_linear are defined where this stands.
+#define MLSPEC_W4A16_LINEARS(isa)                            \
+  MLSPEC_LINEAR(mxfp4_linear_bf16_##isa, linear<Mxfp4>)  \
+  MLSPEC_LINEAR(nested_linear_bf16_##isa, linear<Nested>) \
+  MLSPEC_LINEAR(int4_linear_bf16_##isa, int4_linear)

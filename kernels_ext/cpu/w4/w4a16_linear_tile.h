@@ -8,26 +8,15 @@
 //   points), Unpack<Format>, Tokens<N> with load(x, stride) (one block of N rows of x), and
 //   add_block<Format, N>(unpack, weight, zeros, tokens, dots).
 
-#include "../tile_streams.h"
 #include "w4a16_linear_formats.h"
-
-constexpr int kLanes = 16 / Isa::kVectors;
-
-template <int N>
-inline void store_tile(const mlspec_linear_args& a, int64_t tile, int64_t token, const Isa::Float (&acc)[Isa::kVectors][N]) {
-  alignas(64) float sums[N][kTileOutputs];
-#pragma GCC unroll 16
-  for (int t = 0; t < N; ++t) {
-    for (int v = 0; v < Isa::kVectors; ++v) Isa::store(sums[t] + v * kLanes, acc[v][t]);
-  }
-  add_rows(a, tile, token, N, sums);
-}
+#include "../tile_sums.h"
+#include "../tile_streams.h"
 
 // T tiles of 16 outputs times N tokens, over all of in_features.
 template <class Format, int T, int N>
 void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
   constexpr int V = Isa::kVectors;
-  const int64_t in = a.in_features, blocks = in / kBlockCodes, tile_bytes = blocks * kTileBlockBytes;
+  const int64_t in = a.in_features, blocks = in / kBlock, tile_bytes = blocks * kTileBytes;
   const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
   const uint16_t* x = static_cast<const uint16_t*>(a.acts->data) + token * in;
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
@@ -44,9 +33,9 @@ void multiply(const mlspec_linear_args& a, int64_t tile, int64_t token) {
       for (int i = 0; i < T * V; ++i)
         zeros[i / V][i % V] = Isa::load_zeros(a.zero + ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes);
     }
-    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBlockBytes, x += kBlockCodes) {
+    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBytes, x += kBlock) {
       tokens.load(x, in);
-      const int64_t ahead = streams.distance((g * group_blocks + b) * kTileBlockBytes);
+      const int64_t ahead = streams.distance((g * group_blocks + b) * kTileBytes);
 #pragma GCC unroll 4
       for (int i = 0; i < T * V; ++i) {
         const uint8_t* w = weight + i / V * tile_bytes;
@@ -88,7 +77,7 @@ template <class Format>
 void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   static constexpr auto kWidths = widths<Format>(std::make_integer_sequence<int, Isa::kMaxTokens>());
   constexpr int64_t kPanelBytes = 256 * 1024;
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlockCodes * kTileBlockBytes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kTileBytes;
   const int64_t parts = (tokens + Isa::kMaxTokens - 1) / Isa::kMaxTokens;
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs;
   const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(2, kPanelBytes / tile_bytes);

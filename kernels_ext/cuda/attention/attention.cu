@@ -257,13 +257,13 @@ __global__ void __launch_bounds__(kAttendThreads) attention_kernel(const Attenti
   for (int stage = 0; !walk.done(); stage = stage + 1 == a.stages ? 0 : stage + 1) {
     const uint32_t keys = shared_address(stages) + stage * Shape::kStageBytes;
     float scores[Shape::kTiles][2][4], factor[Shape::kTiles][2];
-    a.stages == 1 ? wait_copies<1>() : wait_copies<3>();
+    a.stages == 1 ? wait_for_copies<1>() : wait_for_copies<3>();
     __syncthreads();  // keys are here
     block.multiply_keys(keys, scores);
     block.score(a.rule, walk.chunk * kChunk, limit, scores);
     __syncthreads();  // maxima are here
     block.weigh(scores, own, factor);
-    a.stages == 1 ? wait_copies<0>() : wait_copies<2>();
+    a.stages == 1 ? wait_for_copies<0>() : wait_for_copies<2>();
     __syncthreads();  // weights, their sums and values are here
     block.multiply_values(keys + Shape::kLaneBytes, factor, own);
     const int rank = walk.rank;
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kAttendThreads) attention_kernel(const Attenti
     if (!walk.done()) __syncthreads();  // the stage was read
     load_stage<Shape>(keys, lanes, ahead);
   }
-  wait_copies<0>();
+  wait_for_copies<0>();
   if (a.ranks == 1) {
     for_each_pair(all, [&](int row, int element, float low_sum, float high_sum, float sum, float) {
       write_pair(a, tile, row, element, finished(low_sum, sum), finished(high_sum, sum));

@@ -16,10 +16,12 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "../../formats.h"
+
 namespace mlspec {
 
-constexpr int kTileOutputs = 64;
-constexpr int kTileInputs = 128;  // of 4-bit weights
+using namespace gpu_tiles;
+
 constexpr int kSteps = kTileInputs / 16;
 
 __device__ __forceinline__ uint32_t bf16x2_fma(uint32_t a, uint32_t b, uint32_t c) {
@@ -85,7 +87,6 @@ struct Bf16Weights {
   static constexpr int kChunk = 64, kTileBytes = kTileOutputs * kChunk * 2;  // rows of 128 bytes, 128-byte swizzle
 };
 
-constexpr int kCodeBytes = kTileOutputs * kTileInputs / 2;
 
 // What the ring and the loop over chunks ask of weights that are packed in tiles and multiplied from registers, unless a format
 // says otherwise.
@@ -178,7 +179,7 @@ struct Int4Weights : CodeWords {
 
 // Codes with a scale of one byte per 32 inputs, stored as the exponent of a number: bytes [w][r][pair of blocks][h][block % 2]
 // behind the codes.
-constexpr int kBlocks = kTileInputs / 32;
+constexpr int kBlocks = kTileInputs / kBlock;
 constexpr int kScaledTileBytes = kCodeBytes + kTileOutputs * kBlocks;
 
 __device__ __forceinline__ LanePlace place_of_scaled(int warp, int lane) {

@@ -4,12 +4,15 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "../../formats.h"
 #include "linear.h"
 
 namespace mlspec {
 namespace {
 
-constexpr int kOutputs = 64, kInputs = 128, kWeights = kOutputs * kInputs, kCodeBytes = kWeights / 2, kThreads = 256;
+using gpu_tiles::kCodeBytes;
+
+constexpr int kOutputs = gpu_tiles::kTileOutputs, kInputs = gpu_tiles::kTileInputs, kThreads = 256;
 constexpr int kUnused = 8;       // int4 code beyond the weight's edge: worth 0, its scale is 0 too
 constexpr int kBiasOfScale = 126;  // scale byte -> exponent bits of 2^126 * scale
 constexpr int kLargestUnshifted = 128;  // the largest scale byte whose biased exponent is that of a number
@@ -140,10 +143,10 @@ Shape shape_of(const mlspec_cuda_prepack& a) {
 unsigned blocks(int64_t threads) { return unsigned((threads + kThreads - 1) / kThreads); }
 
 const char* problem_of(const mlspec_cuda_prepack& a) {
-  if (a.group_size != 32 && a.group_size != 64 && a.group_size != 128) return "groups hold 32, 64 or 128 inputs";
+  if (!is_group_size(a.group_size)) return "groups hold 32, 64 or 128 inputs";
   if (a.in_features < 1 || a.out_features < 1 || a.in_features % a.group_size) return "in_features must be whole groups";
   if (!a.mxfp4) return nullptr;
-  if (a.group_size != 32 || a.zero) return "MXFP4 has blocks of 32 and no zero points";
+  if (a.group_size != kBlock || a.zero) return "MXFP4 has blocks of 32 and no zero points";
   return a.exponent_shift ? nullptr : "MXFP4 needs a place for the exponent shift";
 }
 

@@ -26,8 +26,6 @@ inline const char* problem_of_nested(const mlspec_cuda_linear& a) {
   return a.more ? nullptr : "exact nested weights need the tiles of their low bits";
 }
 
-constexpr int kFieldBytes = 3 * kCodeBytes;  // of a tile in the second array
-
 // The two pairs of a row from the low and high bytes of its four numbers.
 __device__ __forceinline__ uint32_t first_pair(uint32_t low, uint32_t high) { return __byte_perm(low, high, 0x6240); }
 __device__ __forceinline__ uint32_t second_pair(uint32_t low, uint32_t high) { return __byte_perm(low, high, 0x7351); }

@@ -17,17 +17,15 @@
 
 namespace mlspec {
 
-constexpr int kPlaneBytes = kTileOutputs * kTileInputs / 8;
-
 // Null, or what is wrong with the weight.
 inline const char* problem_of_planes(const mlspec_cuda_linear& a) {
-  if (a.group_size != 32 && a.group_size != 64 && a.group_size != 128) return "groups of bit-planes hold 32, 64 or 128 inputs";
+  if (!is_group_size(a.group_size)) return "groups of bit-planes hold 32, 64 or 128 inputs";
   if (a.in_features % a.group_size) return "in_features must be whole groups";
   if (a.activation_bits != 16) return "activation_bits of bit-planes must be 16";
   const int bytes = a.tile_stride - kTileOutputs * (kTileInputs / a.group_size) * 2, stored = bytes / kPlaneBytes;
-  if (bytes % kPlaneBytes || stored < 1 || stored > 8) return "tile_stride is not that of 1 to 8 planes and their scales";
+  if (bytes % kPlaneBytes || stored < 1 || stored > kMaxPlanes) return "tile_stride is not that of 1 to 8 planes and their scales";
   if (a.num_planes < 1 || a.num_planes > stored) return "num_planes must be 1 to the number of stored planes";
-  if (a.zero_doubled < (stored == 8 ? 254 : 0) || a.zero_doubled > 256)
+  if (a.zero_doubled < (stored == kMaxPlanes ? 254 : 0) || a.zero_doubled > 256)
     return "zero_doubled must be 0 to 256, of 8 planes 254 to 256: weights are then exact in bfloat16";
   return nullptr;
 }

@@ -1,6 +1,7 @@
 // Which integers does a row of bfloat16 become? Exactly the numbers of hf_mlspec/formats/activations.py, on every chip.
 #include <cuda_bf16.h>
 
+#include "../../formats.h"
 #include "../linear/linear.h"
 #include "../ptx.cuh"
 
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeP
 
 const char* problem_of(const mlspec_cuda_quantize& a) {
   if (a.num_tokens < 1 || a.in_features < 1) return "num_tokens and in_features must be at least 1";
-  if (a.group_size != 32 && a.group_size != 64 && a.group_size != 128) return "groups hold 32, 64 or 128 elements";
+  if (!is_group_size(a.group_size)) return "groups hold 32, 64 or 128 elements";
   if (a.bits != 8 && a.bits != 4) return "activations become 8 or 4 bits";
   if (!a.for_linear) return nullptr;
   if (a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";

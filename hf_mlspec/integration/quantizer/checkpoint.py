@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..formats.damage import require_values
-from ..nn.packed import PackedLinear
+from ...formats.damage import require_values
+from ...nn.packed import PackedLinear
 from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 
 # Buffers of older checkpoints that transformers drops without a word.

@@ -1,24 +1,35 @@
-"""How does `model.generate(..., assistant_models=[...])` reach our loop?"""
+"""How does `model.generate(..., assistant_models=[...])` reach our loop? By a detour through stock generate.
+
+    generate (hooked)              the levels, and what else stock generate does not know, go into a _Proxy
+      |                            that is passed on as assistant_model=
+      v
+    generate (stock)               prepares the call as always: settings, cache, processors, criteria;
+      |                            its checks of an assistant see the target's own config
+      v
+    _assisted_decoding (hooked)    finds the _Proxy: everything becomes one Call   (another assistant: stock)
+      |
+      v
+    call.run                       our loop decodes; what it returns goes back through stock generate
+
+A prepared model's plain generate takes the same way with no levels; where our loop refuses, stock `_sample` decodes.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import logging
 import re
 from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..nn.state import is_prepared
-from . import saving
+from ..nn.state import is_prepared, say_once
+from .call import Call, check, run
 from .config import SpeculationConfig
-from .decoding import Call, check, run
+from .quantizer import saving
 from .request import check_target, unserved
 
-logger = logging.getLogger(__name__)
-_said: set[str] = set()  # why calls of prepared models ran in transformers' own loop
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
 
@@ -166,11 +177,10 @@ def _refusal(model, call: Call) -> str | None:
 
 
 def _say_stock(model, reason: str) -> None:
-    name = type(model).__name__
-    kind = name + re.sub(r"\d+", "", reason)  # said once whatever the numbers
-    if kind not in _said:
-        _said.add(kind)
-        logger.warning("%s is prepared, but transformers' own loop runs this call, module by module: %s", name, reason)
+    said = (
+        f"{type(model).__name__} is prepared, but transformers' own loop runs this call, module by module: {reason}"
+    )
+    say_once(model, said, kind=re.sub(r"\d+", "", said))  # whatever the numbers
 
 
 def _check_call(model, kwargs: dict) -> None:

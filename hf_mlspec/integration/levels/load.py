@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
 
-from .checkpoint import require_own_shards
+from ...nn.replace import direct_cast
+from ..quantizer.checkpoint import require_own_shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of from_pretrained, for what is no checkpoint; RuntimeError: weights that cannot be converted.
@@ -73,3 +75,30 @@ def first_line(error: Exception) -> str:
 def hide_progress_bars() -> None:
     """Keep transformers' loading bars out of a program's own output."""
     transformers.utils.logging.disable_progress_bar()
+
+
+def load_level(target: nn.Module, path: str, cast: dict | None):
+    """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it.
+
+    cast: how `direct_cast` is to be called with it; None leaves it as it is.
+    """
+    try:
+        model = read_model(path, target.dtype)
+    except ValueError as error:
+        raise ValueError(f"level {path!r} cannot be loaded as a causal language model: {error}") from error
+    tokenizer = _load_tokenizer(path)
+    model = model.to(next(target.parameters()).device).eval()
+    return (direct_cast(model, **cast) if cast else model), tokenizer
+
+
+def _load_tokenizer(path: str):
+    """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked."""
+    folder = Path(path)
+    if folder.is_dir():
+        # Without files, some tokenizer classes come back empty instead of failing.
+        there = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+        return read_tokenizer(path) if there else None
+    try:
+        return read_tokenizer(path)
+    except ValueError:  # a hub name: its files cannot be listed, and one without a tokenizer is a fine level
+        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +10,40 @@ from typing import Any
 
 from torch import nn
 
-from ..engines.built import drop_outdated, fingerprint
-from ..engines.choose import move_weights
-from ..nn.castable import is_nested
-from ..nn.nest import nest
-from ..nn.packed import PackedModule
-from ..nn.replace import direct_cast, early_exit
-from ..precision import Bits, Precision
-from ..speculation.draft import Drafter
-from ..speculation.drafters.ngram import NGram
-from ..speculation.drafters.prompt_lookup import PromptLookup
-from ..speculation.rounds.chain import let_go
-from .config import SpeculationConfig, Word, parse_level
-from .load import read_model, read_tokenizer
+from ...engines.built import drop_outdated, fingerprint
+from ...engines.choose import move_weights
+from ...formats import FORMATS, casts
+from ...nn.castable import is_nested
+from ...nn.nest import nest
+from ...nn.packed import PackedModule
+from ...nn.replace import direct_cast, early_exit
+from ...nn.state import state_of
+from ...precision import Bits, Precision, Spelled, spelled
+from ...speculation.draft import Drafter
+from ...speculation.drafters.ngram import NGram
+from ...speculation.drafters.prompt_lookup import PromptLookup
+from ...speculation.rounds.chain import let_go
+from ..config import SpeculationConfig
+from ..request import check_device, check_model, vocab_size
+from .load import load_level
 from .lower_precision import check_descent, lower_precision
-from .suitability import check_device, check_model, vocab_size
 
-_built: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # target -> {key: (fingerprint, what was built)}
+_OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A parsed level word: kind "cast", "precision", "load", "prompt_lookup", "ngram" or "early_exit".
+
+    cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
+    it is. precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are.
+    """
+
+    kind: str
+    path: str | None = None
+    cast: str | None = None
+    layers: int = 0
+    precision: Precision | None = None
 
 
 @dataclass
@@ -44,6 +60,45 @@ class Level:
     shape_of_target: bool = False
     tokenizer: object | None = None
     bits: Bits | None = None
+
+
+def parse_level(text: str) -> Word:
+    """Read a level word.
+
+    Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
+    """
+    if text in ("prompt_lookup", "ngram"):
+        return Word(text)
+    if text in casts():
+        return Word("cast", cast=text)
+    if text == "qspec":
+        return Word("precision")
+    found = spelled(text)
+    if found is not None and found.family.levels and _says_enough(found):
+        return Word("precision", precision=Precision.parse(text))
+    if text.startswith("early_exit:"):
+        number = text.removeprefix("early_exit:")
+        if not number.isdecimal():
+            raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
+        return Word("early_exit", layers=int(number))
+    path, at, suffix = text.rpartition("@")
+    cast = suffix if at and suffix in casts() else None
+    path = path if cast else text
+    if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
+        return Word("load", path=path, cast=cast)
+    raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(_words())}")
+
+
+def _says_enough(found: Spelled) -> bool:
+    """Whether a word names a level: "w4" alone is a model's weights."""
+    return found.activation_bits is not None or not found.family.tells_activations
+
+
+def _words() -> list[str]:
+    """Every word for a level, for messages."""
+    parts_first = sorted(FORMATS.values(), key=lambda record: not record.reads_part)
+    told = [word for record in parts_first for word in record.level_examples]
+    return [*casts(), *told, *_OTHER_WORDS]
 
 
 def as_words(levels: Iterable[Any]) -> list[Any]:
@@ -157,7 +212,9 @@ def _from_word(target: nn.Module, text: str, word: Word, config: SpeculationConf
         model = _keep(target, text, fingerprint(target), lambda: early_exit(target, word.layers))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
-    model, tokenizer = _keep(target, key, (place.device, target.dtype), lambda: _load(target, word, cast))
+    given = cast if word.cast else None
+    where = place.device, target.dtype
+    model, tokenizer = _keep(target, key, where, lambda: load_level(target, word.path, given))
     name = Path(word.path).name or text
     return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
 
@@ -175,30 +232,6 @@ def _cast_options(word: Word, config: SpeculationConfig) -> dict:
     if word.cast == "mxfp4":
         options |= {"rule": config.cast_rule, "activation_bits": config.cast_activation_bits}
     return options
-
-
-def _load(target: nn.Module, word: Word, cast: dict):
-    """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it."""
-    try:
-        model = read_model(word.path, target.dtype)
-    except ValueError as error:
-        raise ValueError(f"level {word.path!r} cannot be loaded as a causal language model: {error}") from error
-    tokenizer = _load_tokenizer(word.path)
-    model = model.to(next(target.parameters()).device).eval()
-    return (direct_cast(model, **cast) if word.cast else model), tokenizer
-
-
-def _load_tokenizer(path: str):
-    """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked."""
-    folder = Path(path)
-    if folder.is_dir():
-        # Without files, some tokenizer classes come back empty instead of failing.
-        there = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-        return read_tokenizer(path) if there else None
-    try:
-        return read_tokenizer(path)
-    except ValueError:  # a hub name: its files cannot be listed, and one without a tokenizer is a fine level
-        return None
 
 
 def _name(model: nn.Module) -> str:
@@ -219,7 +252,7 @@ def _is_view(level: nn.Module, target: nn.Module) -> bool:
 
 def _keep(target: nn.Module, key, fingerprint, build):
     """Build once per target; again only if the target's weights moved or changed."""
-    kept = _built.setdefault(target, {})
+    kept = state_of(target).levels
     if key not in kept or kept[key][0] != fingerprint:
         kept[key] = (fingerprint, build())
     return kept[key][1]
@@ -239,8 +272,14 @@ def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
 
 
 def clear(model: nn.Module) -> None:
-    """Free the levels that were built from words for this target (casts, loaded models, n-gram tables), and on a GPU
-    the caches and graphs that are kept for its next call, and what weights it had there before it was moved away."""
-    _built.pop(model, None)
+    """Free all that is kept for the next call of generate on this model; that call builds anew what it needs.
+
+    These are the levels that were built from words for it as a target (casts, early exits, loaded models, n-gram
+    tables) with the decoders over them; on a GPU the caches and graphs of captured rounds; its own decoders, and the
+    weights it had on a GPU before it was moved away; what `last_stats` answers; and which warnings were given, so
+    that they come again. A model that was given to `hf_mlspec.prepare` stays prepared and keeps the decoder that fits
+    it. Models that were passed as levels keep what they have: they may serve other targets.
+    """
     let_go(model)
     drop_outdated(model)
+    state_of(model).clear()

@@ -19,12 +19,12 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from ..nn.castable import require_plain_inputs
-from ..nn.nest import unnest
-from ..nn.packed import PackedLinear, PackedModule
-from ..nn.transforms import NONE
+from ...nn.castable import require_plain_inputs
+from ...nn.nest import unnest
+from ...nn.packed import PackedLinear, PackedModule
+from ...nn.transforms import NONE
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
-from .mlspec_config import QUANT_METHOD, MLSpecConfig
+from .config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import (
     escapes_of,
     nest_loaded,
@@ -43,8 +43,8 @@ from .packing import (
     source_parameters,
     warn_of_unpackable,
 )
-from .quantize_tensors import QuantizeTensor
 from .safetensors_file import CHECKSUMS_KEY, checksums
+from .tensors import QuantizeTensor
 
 
 class MLSpecQuantizer(HfQuantizer):

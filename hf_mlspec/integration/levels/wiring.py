@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sized
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from torch import nn
 from transformers.generation import LogitsProcessorList
 
-from ..engines.choose import engine_of
-from ..engines.engine import Engine
-from ..engines.rows import held_bytes
-from ..nn.state import state_of
-from ..speculation.chain import CheckedDrafter
-from ..speculation.checker import Checker
-from ..speculation.draft import Drafter
-from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
-from ..speculation.drafters.model import ModelDrafter
-from ..speculation.drafters.ngram import NGram
-from ..speculation.drafters.prompt_lookup import PromptLookup
-from ..speculation.drafters.self_precision import at_lower_precision
-from ..speculation.sampling import Sampler
-from ..speculation.stats import SpeculationStats
-from .config import (
+from ...engines.choose import engines_of
+from ...engines.engine import Engine
+from ...engines.rows import held_bytes
+from ...speculation.chain import CheckedDrafter
+from ...speculation.checker import Checker
+from ...speculation.draft import Drafter
+from ...speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
+from ...speculation.drafters.model import ModelDrafter
+from ...speculation.drafters.ngram import NGram
+from ...speculation.drafters.prompt_lookup import PromptLookup
+from ...speculation.drafters.self_precision import at_lower_precision
+from ...speculation.sampling import Sampler
+from ...speculation.stats import SpeculationStats
+from ..config import (
     CONFIDENCE_THRESHOLD,
     CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS,
     NUM_DRAFT_TOKENS,
@@ -29,11 +31,14 @@ from .config import (
     check_num_draft_tokens,
     check_threshold,
 )
-from .levels import Level
+from ..processing import Prompts, split_processors, warp_of
+from ..request import max_positions, vocab_size
 from .lower_precision import drafting_defaults
-from .processing import Prompts, split_processors, warp_of
-from .suitability import max_positions, vocab_size
-from .vocabulary import require_target_tokenizer, same_vocabulary
+from .resolve import Level
+
+# Models of one family round their vocabulary up differently (Qwen2.5: 151936 and 152064 rows for 151665 tokens).
+_MOST_PADDING_ROWS = 1024
+_MOST_PADDING_SHARE = 0.02
 
 
 @dataclass
@@ -98,7 +103,7 @@ class Wiring:
         self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
 
     def build(self, levels: list[Level]) -> Chain:
-        runner = self._runner(self.model, required=True)
+        runner, *self.runners = self._engines([self.model, *(level.model for level in levels if level.model)])
         target = Checker(runner, self._sampler(True), "the target", keep_logits=self.keep_logits)
         chain = Chain(target)
         self.count = len(levels)
@@ -118,7 +123,7 @@ class Wiring:
         size = vocab_size(level.model)
         same = level.shape_of_target or self._same_vocabulary(level, size, above)
         shares = level.shape_of_target and self.config.shared_cache and above.in_target_cache  # law 4
-        runner = self._runner(level.model)
+        runner = self.runners.pop(0)
         if level.bits is not None:
             runner = at_lower_precision(runner, level.bits)
         if shares and runner.name == above.runner.name:
@@ -176,15 +181,15 @@ class Wiring:
             name=level.name,
         )
 
-    def _runner(self, model: nn.Module, required: bool = False) -> Engine:
-        """required: whether the engine that the config names is a must; levels may run module by module."""
-        return engine_of(
-            model,
-            name=self.config.engine or state_of(self.model).engine,
+    def _engines(self, models: list[nn.Module]) -> list[Engine]:
+        """Of the target and of every level that is a model."""
+        return engines_of(
+            models,
+            [max_positions(model) for model in models],
+            name=self.config.engine,
             prepare=self.config.prepare,
-            required=required and self.config.engine is not None,
+            required=self.config.engine is not None,
             capacity=self.capacity,
-            num_positions=max_positions(model),
         )
 
     def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Sampler:
@@ -224,3 +229,64 @@ class Wiring:
 def _by_module(runner: Engine) -> list[nn.Module]:
     """The models whose attention has to be switched while the chain runs."""
     return [runner.model] if runner.can.by_module else []
+
+
+def require_target_tokenizer(tokenizer, size: int) -> None:
+    """ValueError for a tokenizer that cannot be the target's; one warning for one that hardly is.
+
+    size: rows of the target's embedding. A tokenizer with more tokens than rows gives ids that the target cannot
+    embed: it is refused. Fewer are the rule, since rows are rounded up, to a multiple of 64 or far beyond; less than
+    half of the rows is no rounding, so it is said once, and goes on, for every id can be computed with. None, and what
+    has no length, is unknown and passes. Tokenizers of levels are not judged: what a level drafts is checked, and ids
+    beyond its rows are read as padding.
+    """
+    if not isinstance(tokenizer, Sized):
+        return
+    tokens = len(tokenizer)
+    if tokens > size:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens and the target's embedding {size} rows, so that ids from {size} on "
+            "cannot be embedded: pass the target's own tokenizer, or resize its embedding (resize_token_embeddings)"
+        )
+    if 2 * tokens < size:
+        warnings.warn(
+            f"the tokenizer has {tokens} tokens and the target's embedding {size} rows, more than twice as many: it "
+            "may be another model's; pass the target's own tokenizer",
+            stacklevel=2,
+        )
+
+
+def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_tokenizer) -> bool:
+    """Whether ids mean the same to a level and to the level that checks it.
+
+    size, checker_size: rows of the embeddings. tokenizer, checker_tokenizer: their tokenizers, None where unknown; if
+        both are known they decide, else the sizes do, as in transformers: equal, or apart by padding rows only.
+
+    Raises ValueError if the vocabularies differ and a tokenizer is missing.
+    """
+    if tokenizer is not None and checker_tokenizer is not None:
+        sizes = len(tokenizer), len(checker_tokenizer)
+        return tokenizer is checker_tokenizer or _equal(tokenizer, checker_tokenizer, *sizes)
+    if padding_apart(size, checker_size):
+        return True
+    missing = []
+    if checker_tokenizer is None:
+        missing.append("tokenizer=<the target's tokenizer>")
+    if tokenizer is None:
+        missing.append(f"the tokenizer of {name} in assistant_tokenizers=[...]")
+    raise ValueError(
+        f"level {name} has a vocabulary of {size} tokens, the level that checks it {checker_size}: to translate "
+        f"between them generate needs {' and '.join(missing)}"
+    )
+
+
+@lru_cache(maxsize=16)
+def _equal(tokenizer, other, _tokens: int, _others: int) -> bool:
+    """Kept for the next call: reading 150,000 tokens twice takes longer than drafting a sentence."""
+    return tokenizer.get_vocab() == other.get_vocab()
+
+
+def padding_apart(size: int, other: int) -> bool:
+    """Whether two vocabulary sizes can belong to one tokenizer, rounded up differently."""
+    gap = abs(size - other)
+    return gap <= min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(size, other))

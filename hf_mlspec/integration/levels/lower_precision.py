@@ -5,16 +5,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..engines.built import switches
-from ..formats import FORMATS, Format
-from ..nn.switch import PrecisionSwitch, precision_switch
-from ..precision import Bits, Precision
-from .config import (
-    CONFIDENCE_THRESHOLD,
-    NUM_DRAFT_TOKENS,
-    NUM_DRAFT_TOKENS_AT_LOWER_PRECISION,
-    QSPEC_ACTIVATION_BITS,
-)
+from ...engines.built import switches
+from ...formats import FORMATS, Format
+from ...nn.switch import PrecisionSwitch, precision_switch
+from ...precision import Bits, Precision
+from ..config import CONFIDENCE_THRESHOLD, NUM_DRAFT_TOKENS, NUM_DRAFT_TOKENS_AT_LOWER_PRECISION, QSPEC_ACTIVATION_BITS
 
 _QSPEC = "int4"  # whose weights the word "qspec" is meant for
 

@@ -13,22 +13,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..engines.modules.attention import ragged_attention_on
-from ..speculation.checker import Verdict
-from ..speculation.draft import Rows
-from ..speculation.loop import Loop
-from ..speculation.rounds.host import HostRounds
-from ..speculation.row_sampling import RowRule
-from ..speculation.stats import LevelStats, SpeculationStats
-from .config import SpeculationConfig
-from .decoding import keep_stats
-from .levels import resolve
-from .request import check_target
-from .row_wiring import RowWiring
-from .stream_request import Admitted, Completion, Preparation, Request
-from .suitability import vocab_size
-from .vocabulary import require_target_tokenizer
-from .wiring import Chain
+from ...engines.modules.attention import ragged_attention_on
+from ...speculation.checker import Verdict
+from ...speculation.draft import Rows
+from ...speculation.loop import Loop
+from ...speculation.rounds.host import HostRounds
+from ...speculation.row_sampling import RowRule
+from ...speculation.stats import LevelStats, SpeculationStats
+from ..call import keep_stats
+from ..config import SpeculationConfig
+from ..levels.resolve import resolve
+from ..levels.row_wiring import RowWiring
+from ..levels.wiring import Chain, require_target_tokenizer
+from ..request import check_target, vocab_size
+from .request import Admitted, Completion, Preparation, Request
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
 _PAUSE = 0.002  # seconds between two looks at an idle source

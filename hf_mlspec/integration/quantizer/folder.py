@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
-from ..nn.packed import PackedLinear, PackedModule
-from .load import read_model, read_tokenizer, require_folder
-from .mlspec_config import MLSpecConfig
+from ...nn.packed import PackedLinear, PackedModule
+from ..levels.load import read_model, read_tokenizer, require_folder
+from .config import MLSpecConfig
 from .packing import packed_modules
 
 # What belongs to a model and is not written by its own save_pretrained, as patterns in its folder.

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats import FORMATS, Format, format_named, options
-from ..nn.switch import require_activation_bits
-from ..nn.transforms import NONE, transform_named
+from ...formats import FORMATS, Format, format_named, options
+from ...nn.switch import require_activation_bits
+from ...nn.transforms import NONE, transform_named
 
 QUANT_METHOD = "mlspec"
 FORMAT_VERSION = 1  # of what is on disk (docs/formats.md); files that do not say are 1

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..nn.castable import is_nested
-from ..nn.nest import kept_linears, nest_planned, tell_kept
-from ..nn.nest_plan import nothing_to_nest, plan_of
-from ..nn.nested import NestedEmbedding
+from ...nn.castable import is_nested
+from ...nn.nest import kept_linears, nest_planned, tell_kept
+from ...nn.nest_plan import nothing_to_nest, plan_of
+from ...nn.nested import NestedEmbedding
 from .checkpoint import Checkpoint
-from .mlspec_config import MLSpecConfig
+from .config import MLSpecConfig
 from .packing import choose_kept, switch_of
 
 _INDEX, _VALUE = "_escape_index", "_escape_value"

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..nn.expert_modules import ExpertModule, is_experts
-from ..nn.experts import PackedExperts
-from ..nn.linear import is_dense
-from ..nn.packed import PackedModule
-from ..nn.packed_formats import PACKINGS
-from ..nn.switch import PrecisionSwitch
-from ..nn.transforms import NONE, transform_named
-from .mlspec_config import MLSpecConfig
+from ...nn.expert_modules import ExpertModule, is_experts
+from ...nn.experts import PackedExperts
+from ...nn.linear import is_dense
+from ...nn.packed import PackedModule
+from ...nn.packed_formats import PACKINGS
+from ...nn.switch import PrecisionSwitch
+from ...nn.transforms import NONE, transform_named
+from .config import MLSpecConfig
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..speculation.row_sampling import GumbelNoise, RowRule
-from ..speculation.stats import SpeculationStats
-from .decoding import Call, check
-from .generate import prepare_call
-from .processing import Prompts, split_processors
-from .stopping import Stopping
+from ...speculation.row_sampling import GumbelNoise, RowRule
+from ...speculation.stats import SpeculationStats
+from ..call import Call, check
+from ..hook import prepare_call
+from ..processing import Prompts, Stopping, split_processors
 
 _OWN = ("seed", "streamer", "id")
 _LENGTHS = ("max_length", "max_new_tokens")

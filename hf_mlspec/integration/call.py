@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,8 @@ from transformers.generation import (
 )
 
 from ..engines.modules.attention import ragged_attention_on
+from ..nn.state import state_of
+from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop, Stop
 from ..speculation.rounds.captured import CapturedRounds
@@ -27,27 +28,23 @@ from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .capture import captured, go_on
 from .config import SpeculationConfig
-from .levels import resolve
-from .processing import Prompts, calls_like, split_processors
-from .record import Record
-from .request import check_prompts, check_request, check_streamer, check_target
+from .levels.resolve import resolve
+from .levels.wiring import Chain, Wiring
+from .processing import Prompts, Stopping, calls_like, split_processors
+from .request import check_length, check_prompts, check_request, check_streamer, check_target
 from .returned_cache import ReturnedCache, check_given, take_over, tokens_in
-from .stopping import Stopping
-from .suitability import check_length
-from .wiring import Chain, Wiring
 
 _FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as rows do
-_last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def last_stats(model: PreTrainedModel) -> SpeculationStats | None:
     """The counts of the last call of generate with levels on this model, or None."""
-    return _last.get(model)
+    return state_of(model).last_stats
 
 
 def keep_stats(model: PreTrainedModel, stats: SpeculationStats) -> None:
     """What `last_stats` answers from now on."""
-    _last[model] = stats
+    state_of(model).last_stats = stats
 
 
 def generate(
@@ -199,6 +196,8 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, rows: Rows, stop: Stoppi
         with torch.inference_mode():
             stats = go_on(chain, reason, stop, emit, device)
     stats.new_tokens -= stop.cut(rows)
+    if not chain.levels:
+        stats.row_passes = stats.new_tokens  # what ran behind the end of a row is no one's
     return stats, None if returned is None else returned.fill()
 
 
@@ -208,3 +207,53 @@ def _loop(chain: Chain, captured: CapturedChain | None, stop: Stop, emit: Emit, 
     else:
         rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
     return Loop(rounds, stop=stop, emit=emit)
+
+
+class Record:
+    """What is streamed and returned, collected round by round."""
+
+    def __init__(self, settings: GenerationConfig, streamer, batch: int):
+        self.settings, self.streamer, self.batch = settings, streamer, batch
+        wanted = settings.return_dict_in_generate
+        self.scores = [[] for _ in range(batch)] if wanted and settings.output_scores else None
+        self.logits = [[] for _ in range(batch)] if wanted and settings.output_logits else None
+
+    def __call__(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
+        if self.streamer is not None and any(kept):
+            self.streamer.put(torch.tensor(kept[0] if self.batch == 1 else kept))
+        for store, values in ((self.scores, verdict.scores), (self.logits, verdict.logits)):
+            if store is not None:
+                for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
+                    # A copy: views would keep the rejected positions of every round alive.
+                    store[number] += values[r, : len(tokens)].to(torch.float32, copy=True).unbind(0)
+
+    def result(self, prompts: Prompts, rows: Rows, stats: SpeculationStats, cache):
+        new = [row[n:] for row, n in zip(rows, prompts.lengths, strict=True)]
+        width = max(map(len, new))
+        tail = torch.tensor(
+            [line + [prompts.filler] * (width - len(line)) for line in new],
+            dtype=prompts.input_ids.dtype,
+            device=prompts.input_ids.device,
+        ).view(len(new), width)
+        sequences = torch.cat([prompts.input_ids, tail], dim=1)
+        if not self.settings.return_dict_in_generate:
+            return sequences
+        out = GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=_by_step(self.scores, new),
+            logits=_by_step(self.logits, new),
+            past_key_values=cache,
+        )
+        out.speculation = stats
+        return out
+
+
+def _by_step(store: list[list[Tensor]] | None, new: Rows) -> tuple[Tensor, ...] | None:
+    """Per new token one `[batch, vocab]`; rows that had stopped hold zeros."""
+    if store is None:
+        return None
+    blank = torch.zeros_like(next(line[0] for line in store if line))
+    lines = list(zip(store, map(len, new), strict=True))
+    return tuple(
+        torch.stack([line[t] if t < count else blank for line, count in lines]) for t in range(max(map(len, new)))
+    )

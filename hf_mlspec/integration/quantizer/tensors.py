@@ -12,9 +12,9 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
-from ..nn.experts import PackedExperts
+from ...nn.experts import PackedExperts
+from .config import MLSpecConfig
 from .mapped_memory import let_go
-from .mlspec_config import MLSpecConfig
 
 
 class QuantizeTensor(ConversionOps):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..nn.packed import PackedModule
+from ...nn.packed import PackedModule
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

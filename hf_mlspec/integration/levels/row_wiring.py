@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
-from ..speculation.row_sampling import RowRule, RowSampler
-from ..speculation.sampling import Sampler
-from .config import SpeculationConfig
+from ...speculation.row_sampling import RowRule, RowSampler
+from ...speculation.sampling import Sampler
+from ..config import SpeculationConfig
 from .wiring import Wiring
 
 
