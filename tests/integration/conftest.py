@@ -17,12 +17,12 @@ def nothing_said_yet():
 @pytest.fixture
 def runners(monkeypatch):
     """Names of the classes that score tokens, in the order in which chains were wired."""
-    made, make = [], Wiring._runner
+    made, make = [], Wiring._engines
 
-    def counted(self, model, **options):
-        runner = make(self, model, **options)
-        made.append(type(runner).__name__)
-        return runner
+    def counted(self, models):
+        engines = make(self, models)
+        made.extend(type(engine).__name__ for engine in engines)
+        return engines
 
-    monkeypatch.setattr(Wiring, "_runner", counted)
+    monkeypatch.setattr(Wiring, "_engines", counted)
     return made
