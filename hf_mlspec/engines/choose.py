@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..nn.state import ModelState, is_prepared, say_once, state_of
+from ..nn.state import ModelState, is_prepared, say_once, state_of, states_of
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
 from .built import device_of, up_to_date
@@ -77,7 +77,7 @@ def engines_of(
     asked for of each, for other levels (unless prepare is False) the target's, else the fastest. required: whether the
     named engine is a must for the target; levels may run module by module.
     """
-    states = [state_of(model) for model in models]
+    states = states_of(models)
     followed = states[0].engine if prepare else None
     return [
         engine_of(

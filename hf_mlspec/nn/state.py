@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,11 @@ def state_of(model: nn.Module) -> ModelState:
     finalizers take others.
     """
     return states.get(model) or states.setdefault(model, ModelState())
+
+
+def states_of(models: Iterable[nn.Module]) -> list[ModelState]:
+    """`state_of` each of them."""
+    return [state_of(model) for model in models]
 
 
 def is_prepared(model: nn.Module) -> bool:
