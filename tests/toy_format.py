@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_mlspec.formats import CastWord, Format, PackedWeight, register, unregister
-from hf_mlspec.formats.damage import require_values
+from hf_mlspec.formats.damage import require_positive
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.packed_formats import Packing, register_packing, unregister_packing
 from hf_mlspec.precision import Bits, Family
@@ -61,7 +61,7 @@ class Toy6Weight(PackedWeight):
         """Itself, or the error that names what is wrong."""
         shape = out_features or self.out_features, in_features or self.in_features
         self.require_like(zeros(shape, torch.device("meta")), FORMAT.title)
-        require_values(self.name, "weight_scale", self.weight_scale)
+        require_positive(self.name, "weight_scale", self.weight_scale)
         return self
 
 
@@ -77,6 +77,7 @@ FORMAT = Format(
     title="toy6",
     weight=Toy6Weight,
     zeros=zeros,
+    value_checks={"scale": require_positive},
     group=lambda **options: GROUP,
     bits_per_weight=lambda **options: 8 + 16 / GROUP,
     families=(Family("toy6", ((6, 16),), {"toy6": 6}, examples=("toy6",)),),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,22 +11,37 @@ from .packing import LARGEST_CODE
 NAN_SCALE = 255  # of E8M0
 
 
-def require_values(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
-    """ValueError for numbers no quantizer writes, which mean damage: in ``<...>_scale`` of uint8 (E8M0) the NaN code,
-    in one of float16 what is NaN, Inf, zero or negative, in ``<...>_zero`` what is above 15.
+# What a part may hold: ``(name, tensor_name, tensor)`` -> ValueError for numbers that no quantizer writes: damage.
+# It names both, how many there are, and the first with its place. Any number of axes; the meta device passes.
+ValueCheck = Callable[[str, str, torch.Tensor], None]
 
-    Any number of axes, ``[..., out, in / group]``; a tensor of another name or on the meta device passes. The message
-    names ``name``, ``tensor_name``, how many there are, and the first with its place.
-    """
-    if tensor.is_meta or not tensor_name.endswith(("_scale", "_zero")):
-        return
-    if tensor_name.endswith("_zero"):
-        wrong, what = tensor > LARGEST_CODE, f"zero points above {LARGEST_CODE}"
-    elif tensor.dtype == torch.uint8:
-        wrong, what = tensor == NAN_SCALE, f"NaN codes ({NAN_SCALE})"
-    else:
-        wrong, what = ~(tensor.isfinite() & (tensor > 0)), "values that are NaN, Inf, zero or negative"
-    require_none(wrong, name, tensor_name, tensor, what, "it was written from NaN weights")
+
+def require_finite(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
+    """A `ValueCheck` for any floating dtype, float8 too: no NaN, no Inf."""
+    _require(lambda: ~tensor.float().isfinite(), name, tensor_name, tensor, "values that are NaN or Inf")
+
+
+def require_positive(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
+    """A `ValueCheck` of float16 scales: finite and above 0."""
+    what = "values that are NaN, Inf, zero or negative"
+    _require(lambda: ~(tensor.isfinite() & (tensor > 0)), name, tensor_name, tensor, what)
+
+
+def require_exponents(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
+    """A `ValueCheck` of E8M0 scales, uint8: no NaN code."""
+    _require(lambda: tensor == NAN_SCALE, name, tensor_name, tensor, f"NaN codes ({NAN_SCALE})")
+
+
+def require_zero_points(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
+    """A `ValueCheck` of the zero points of 4-bit codes, uint8: 0 to 15."""
+    _require(lambda: tensor > LARGEST_CODE, name, tensor_name, tensor, f"zero points above {LARGEST_CODE}")
+
+
+def _require(
+    wrong: Callable[[], torch.Tensor], name: str, tensor_name: str, tensor: torch.Tensor, what: str
+) -> None:
+    if not tensor.is_meta:
+        require_none(wrong(), name, tensor_name, tensor, what, "it was written from NaN weights")
 
 
 def require_none(
@@ -36,13 +51,19 @@ def require_none(
     than by damage that can have come about."""
     if not wrong.any():
         return
-    *expert, row, column = first = wrong.nonzero()[0].tolist()
-    unit = "group" if tensor.dtype == torch.float16 or tensor_name.endswith("_zero") else "block"
-    place = "".join(f"expert {index}, " for index in expert) + f"row {row}, {unit} {column}"
+    first = tuple(wrong.nonzero()[0].tolist())
     raise ValueError(
-        f"{name}: {tensor_name} holds {int(wrong.sum())} {what}, the first ({tensor[tuple(first)].item():g}) at "
-        f"{place}: the checkpoint is damaged{f' or {otherwise}' if otherwise else ''}"
+        f"{name}: {tensor_name} holds {int(wrong.sum())} {what}, the first ({tensor[first].item():g}) at "
+        f"{_place(first, tensor_name, tensor)}: the checkpoint is damaged{f' or {otherwise}' if otherwise else ''}"
     )
+
+
+def _place(first: tuple[int, ...], tensor_name: str, tensor: torch.Tensor) -> str:
+    if len(first) < 2:
+        return f"index {list(first)}"
+    *expert, row, column = first
+    unit = "group" if tensor.is_floating_point() or tensor_name.endswith("_zero") else "block"
+    return "".join(f"expert {index}, " for index in expert) + f"row {row}, {unit} {column}"
 
 
 def require_size(name: str, tensor_name: str, tensor: torch.Tensor, expected: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..precision import Bits, Family
-from .damage import require_size, require_values
+from .damage import require_positive, require_size, require_zero_points
 from .packing import LARGEST_CODE, pack_nibbles, unpack_nibbles
 from .record import Format, Option
 from .weight import NibbleWeight, require_float_matrix
@@ -262,9 +262,9 @@ class Int4Weight(NibbleWeight):
         require_size(self.name, "weight_scale", self.weight_scale, [packed[0], packed[1] * 2 // group])
         if self.weight_zero is not None:
             require_size(self.name, "weight_zero", self.weight_zero, scale)
-        require_values(self.name, "weight_scale", self.weight_scale)
+        require_positive(self.name, "weight_scale", self.weight_scale)
         if self.weight_zero is not None:
-            require_values(self.name, "weight_zero", self.weight_zero)
+            require_zero_points(self.name, "weight_zero", self.weight_zero)
         return self
 
 
@@ -287,6 +287,7 @@ FORMAT = Format(
     title="int4",
     weight=Int4Weight,
     zeros=zeros,
+    value_checks={"scale": require_positive, "zero": require_zero_points},
     group=lambda group_size=128, **options: group_size,
     require_group=require_group_size,
     bits_per_weight=lambda group_size=128, symmetric=True, **options: 4 + (16 if symmetric else 24) / group_size,

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..precision import Bits, Family
-from .damage import NAN_SCALE, require_size, require_values
+from .damage import NAN_SCALE, require_exponents, require_size
 from .packing import pack_nibbles
 from .record import CastWord, Format, Option
 from .weight import INPUT_DTYPES, NibbleWeight
@@ -231,7 +231,7 @@ class Mxfp4Weight(NibbleWeight):
         require_size(self.name, "weight_scale", self.weight_scale, [packed[0], packed[1] // (BLOCK // 2)])
         if packed[1] % (BLOCK // 2):
             raise ValueError(f"{self.name}: in_features is {packed[1] * 2}, MXFP4 needs a multiple of {BLOCK}")
-        require_values(self.name, "weight_scale", self.weight_scale)
+        require_exponents(self.name, "weight_scale", self.weight_scale)
         return self
 
 
@@ -247,6 +247,7 @@ FORMAT = Format(
     title="MXFP4",
     weight=Mxfp4Weight,
     zeros=zeros,
+    value_checks={"scale": require_exponents},
     group=lambda **options: BLOCK,
     bits_per_weight=lambda **options: 4 + 8 / BLOCK,
     families=(Family("mxfp4", ((4, 4), (4, 8), (4, 16)), {"mxfp4": 4}, examples=("mxfp4",)),),

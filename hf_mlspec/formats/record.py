@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..precision import Bits, Family, add_family, remove_family
+from .damage import ValueCheck, require_finite
 from .weight import PackedWeight, Parts
 
 
@@ -65,7 +68,8 @@ class Format:
     options -> bits a weight takes, scales included. families: words of its precisions, those that a switch of such
     layers is called at first. bit_choices: the number of stored weight bits -> what a call can ask for, the finest
     first; stored_bits: options -> that number. weights_called, remedy: what a message calls the weights that such a
-    level reads, and how a model comes by them.
+    level reads, and how a model comes by them. value_checks: part -> what looks for numbers in it that no quantizer
+    writes (damage.py has some); None: that every floating part is finite.
     """
 
     word: str
@@ -79,6 +83,7 @@ class Format:
     weights_called: str
     remedy: str
     written: str = ""
+    value_checks: Mapping[str, ValueCheck] | None = field(default=None, hash=False)
     require_group: Callable[[int, int], None] | None = None  # (group, in_features); None: a group that divides
     options: tuple[Option, ...] = ()
     stored_bits: Callable[..., int] = lambda **options: 8
@@ -114,6 +119,12 @@ class Format:
     def family(self) -> str:
         """Of the precisions that a call can ask for."""
         return self.families[0].name
+
+    def value_check(self, part: str, dtype: torch.dtype) -> ValueCheck | None:
+        """What looks for damage among the numbers of ``part``, which is saved as ``dtype``; None: nothing does."""
+        if self.value_checks is not None:
+            return self.value_checks.get(part)
+        return require_finite if dtype.is_floating_point else None
 
     def shaping(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Those of ``options`` on which shapes depend."""

@@ -17,6 +17,7 @@ from .switch import PrecisionSwitch
 from .transforms import NONE, Transform
 
 _changing_layout = threading.Lock()
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 class PackedModule(nn.Module, ABC):
@@ -135,21 +136,28 @@ class PackedModule(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         """Moves everything, casts the biases, and never casts a part of a weight: `.half()` and `.to(dtype)` see
-        float16 scales and bfloat16 escapes as int16, whose bits they leave alone. Another kind of device reads other
-        tiles: weights that go there are put back as on disk, and in tiles by the next forward."""
+        floating parts (scales, escapes) as integers of their width, whose bits they leave alone. Another kind of
+        device reads other tiles: weights that go there are put back as on disk, and in tiles by the next forward."""
         codes = self.held(self.names[-1])[0].detach()
         if self.is_prepacked and fn(codes.new_empty(0)).device.type != codes.device.type:
             self.unprepack_()
-        parts = [part for name in self.names for part in self.held(name) if part is not None]
-        halves = {id(part) for part in parts if part.is_floating_point()}
+        parts = [
+            (f"{name}_{part}", tensor)
+            for name in self.names
+            for part, tensor in zip(self.record.parts, self.held(name), strict=True)
+        ]
+        floats = {id(part): name for name, part in parts if part is not None and part.is_floating_point()}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in halves:
+            if id(tensor) not in floats:
                 return fn(tensor)
-            bits = fn(tensor.detach().view(torch.int16))
-            if bits.dtype != torch.int16:
-                what = "float16 scales" if tensor.dtype == torch.float16 else "bfloat16 escapes"
-                raise TypeError(f"{type(self).__name__}: its {what} cannot be cast to {bits.dtype}")
+            integers = _INTEGERS[tensor.element_size()]
+            bits = fn(tensor.detach().view(integers))
+            if bits.dtype != integers:
+                raise TypeError(
+                    f"{type(self).__name__}: its {floats[id(tensor)]} is {tensor.dtype} and cannot be cast to "
+                    f"{bits.dtype}"
+                )
             return bits.view(tensor.dtype)
 
         return super()._apply(moved, recurse)

@@ -1,12 +1,12 @@
 """Is a damaged packed weight refused, with the tensor and the numbers named?"""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_mlspec.formats import Int4Weight, Mxfp4Weight, mxfp4
-from hf_mlspec.formats.damage import require_values
+from hf_mlspec.formats import FORMATS, Int4Weight, Mxfp4Weight, mxfp4
+from hf_mlspec.formats.damage import require_finite, require_zero_points
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_nan_weight_is_named():
 )
 def test_what_does_not_fit_is_named(weight, change, error, message):
     with pytest.raises(error, match=rf"model\.q_proj: .*{message}"):
-        dataclasses.replace(weight, **change).validate()
+        replace(weight, **change).validate()
 
 
 def test_truncated_against_the_layer(weight):
@@ -83,10 +83,23 @@ def test_a_zero_point_beyond_15_names_the_expert():
     zeros[2, 1, 0], zeros[2, 3, 1] = 16, 255
     with pytest.raises(ValueError, match=r"experts: down_proj_zero holds 2 zero points above 15, the first \(16\) at "
                                          r"expert 2, row 1, group 0"):
-        require_values("experts", "down_proj_zero", zeros)
+        require_zero_points("experts", "down_proj_zero", zeros)
 
 
-@pytest.mark.parametrize("name", ["weight_packed", "bias", "weight"])
-def test_values_of_other_tensors_are_not_looked_at(name):
-    require_values("q_proj", name, torch.full((2, 2), torch.nan))
-    require_values("q_proj", "weight_scale", torch.empty(2, 2, dtype=torch.float16, device="meta"))
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float8_e4m3fn, torch.nan), (torch.float32, torch.inf)])
+@pytest.mark.parametrize(("shape", "place"), [((4,), r"index \[2\]"), ((4, 2), "row 2, group 0")])
+def test_floating_parts_of_a_format_that_says_nothing_are_finite(dtype, most, shape, place):
+    check = replace(FORMATS["int4"], value_checks=None).value_check("scale", dtype)
+    held = torch.zeros(shape)
+    check("q_proj", "weight_scale", held.to(dtype))
+    held[(2, 0)[: len(shape)]] = most
+    with pytest.raises(ValueError, match=rf"q_proj: weight_scale holds 1 values .* NaN or Inf, the first .* {place}:"):
+        check("q_proj", "weight_scale", held.to(dtype))
+
+
+def test_values_that_no_check_is_for_are_not_looked_at():
+    assert replace(FORMATS["int4"], value_checks=None).value_check("packed", torch.uint8) is None
+    checked = {(word, part) for word in FORMATS for part in FORMATS[word].parts
+               if FORMATS[word].value_check(part, torch.float16)}  # fmt: skip
+    assert checked == {("int4", "zero"), *((word, "scale") for word in ("mxfp4", "int4", "nested", "planes"))}
+    require_finite("q_proj", "weight_scale", torch.empty(2, 2, dtype=torch.float16, device="meta"))

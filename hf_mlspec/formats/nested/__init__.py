@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...precision import Bits, Family
+from ..damage import require_exponents
 from ..record import Format, Option
 from . import codebooks
 from .fields import (
@@ -78,6 +79,7 @@ FORMAT = Format(
     written="nested-bf16",
     weight=NestedWeight,
     zeros=zeros,
+    value_checks={"scale": require_exponents},  # NestedWeight.validate knows of the rest
     group=lambda **options: BLOCK,
     bits_per_weight=lambda **options: 16 + 8 / BLOCK,
     families=(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...precision import Bits, Family
+from ..damage import require_positive
 from ..int4 import GROUP_OPTION
 from ..record import CastWord, Format, Option
 from .codes import (
@@ -87,6 +88,7 @@ FORMAT = Format(
     written="bitplanes",
     weight=PlanesWeight,
     zeros=zeros,
+    value_checks={"scale": require_positive},
     group=_group,
     require_group=require_group_size,
     bits_per_weight=lambda **options: _stored(**options) + 16 / _group(**options),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..damage import require_size, require_values
+from ..damage import require_positive, require_size
 from ..weight import PackedWeight
 from . import codes
 
@@ -100,7 +100,7 @@ class PlanesWeight(PackedWeight):
             )
         require_size(self.name, "weight_scale", self.weight_scale, [out, size // group])
         require_size(self.name, "weight_zero_doubled", self.weight_zero_doubled, [1])
-        require_values(self.name, "weight_scale", self.weight_scale)
+        require_positive(self.name, "weight_scale", self.weight_scale)
         self._check_zero()
         return self
 

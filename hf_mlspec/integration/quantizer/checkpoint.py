@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ...formats.damage import require_values
-from ...nn.packed import PackedLinear
+from ...formats.damage import ValueCheck
+from ...nn.packed import PackedLinear, PackedModule
 from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 
 # Buffers of older checkpoints that transformers drops without a word.
@@ -125,7 +125,7 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
     _require_fit([(stored[name], expected[name], name in packed) for name in fitting], model)
     for file in checkpoint.checksums:
         require_checksums(file, checkpoint.of(file), sums)
-    _require_packed_values(stored, packed)
+    _require_packed_values(stored, model)
     _require_whole_weights(stored, model)
     _warn_of_unchecked(checkpoint, sums)
 
@@ -253,19 +253,29 @@ def _settings_behind(stored: StoredTensor, expected: torch.Tensor, model: PreTra
     return f"{' or '.join(names)} is {sizes[names[0]]} there, " if names else ""
 
 
-def _require_packed_values(stored: dict[str, StoredTensor], packed: set[str]) -> None:
-    by_file: dict[Path, list[StoredTensor]] = {}
-    for name in packed & stored.keys():
-        if name.endswith(("_scale", "_zero")):
-            by_file.setdefault(stored[name].file, []).append(stored[name])
-    for file, tensors in by_file.items():
+def _require_packed_values(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:
+    by_file: dict[Path, dict[str, tuple[StoredTensor, ValueCheck]]] = {}
+    for name, check in _value_checks(stored, model):
+        by_file.setdefault(stored[name].file, {})[name] = stored[name], check
+    for file, checks in by_file.items():
         with mapped(file) as contents:
-            for tensor in tensors:
-                module, _, part = tensor.name.rpartition(".")
+            for tensor, check in checks.values():
+                module, _, tensor_name = tensor.name.rpartition(".")
                 try:
-                    require_values(module, part, tensor.read(contents))
+                    check(module, tensor_name, tensor.read(contents))
                 except ValueError as error:
                     raise ValueError(f"{error} (in {file})") from error
+
+
+def _value_checks(stored: dict[str, StoredTensor], model: PreTrainedModel) -> Iterator[tuple[str, ValueCheck]]:
+    """Of every stored part of a packed module what its format looks for in it."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in module.names if isinstance(module, PackedModule) else ():
+            for part, tensor in zip(module.record.parts, module.held(name), strict=True):
+                key = f"{path}.{name}_{part}"
+                check = module.record.value_check(part, tensor.dtype) if tensor is not None and key in stored else None
+                if check is not None:
+                    yield key, check
 
 
 def _require_whole_weights(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:
