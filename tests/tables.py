@@ -34,14 +34,10 @@ class TableRunner:
     def __init__(self, probs: Tensor):
         self.logits, self.model = probs.log(), self
         self.device, self.lengths, self.forwards, self.seconds = CPU, [], 0, 0.0
+        self.cache: dict | None = None
 
     def start(self, batch: int, device: torch.device) -> None:
-        self.lengths = [0] * batch
-
-    def sync(self) -> None: ...
-
-    def rollback(self, lengths: list[int]) -> None:
-        self.lengths = [min(have, true) for have, true in zip(self.lengths, lengths, strict=True)]
+        self.lengths, self.cache = [0] * batch, {}
 
     def select(self, keep: list[int]) -> None:
         self.lengths = [self.lengths[r] for r in keep]

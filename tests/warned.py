@@ -7,5 +7,5 @@ from hf_mlspec.nn import state
 
 def forget_warnings() -> None:
     """Everything may be said again, of every model."""
-    for one in list(state._states.values()):
+    for one in list(state.states.values()):
         one.warnings.clear()

@@ -6,13 +6,12 @@ Why it did not get a faster one is said once for each model; `why_by_module` say
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from .. import ops
-from ..nn.state import ModelState, is_prepared, say_once, state_of, states_of
+from ..nn.state import ModelState, is_prepared, say_once, state_of, states
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
 from .built import device_of, up_to_date
@@ -36,17 +35,15 @@ def engine_of(
     required: bool = True,
     capacity: int = 0,
     num_positions: int | None = None,
-    state: ModelState | None = None,
 ) -> Engine:
     """An engine over the model, not yet started.
 
     name: one of ENGINES, None: the fastest. prepare: whether a model that was not given to `hf_mlspec.prepare` gets a
     decoder, too. required: whether the named engine is a must; else its place is taken by the modules, said once.
     capacity: slots that a row of the cache has at first. num_positions: positions that the model knows, None: any.
-    state: what is kept of the model, where the caller has it. KernelError or ValueError, which say why, where the
-    named engine is required and cannot serve.
+    KernelError or ValueError, which say why, where the named engine is required and cannot serve.
     """
-    state = state or state_of(model)
+    state = states.get(model) or state_of(model)
     word = _word(model, state, name, prepare)
     if name in _DECODERS and required:
         decoder = required_decoder(model, name)
@@ -64,23 +61,32 @@ def engine_of(
 
 
 def engines_of(
-    models: Sequence[nn.Module], num_positions: Sequence[int | None], *, required: bool, **how: Any
+    models: Sequence[nn.Module],
+    num_positions: Sequence[int | None],
+    *,
+    name: str | None = None,
+    prepare: bool = True,
+    required: bool = True,
+    capacity: int = 0,
 ) -> list[Engine]:
-    """An engine over each model of a chain, the target first; see `engine_of`.
+    """An engine over each of a chain's models, the target first, as `engine_of` gives them.
 
-    required: whether the named engine is a must for the target. Levels may run module by module.
+    num_positions: of every model. required: for the target; levels may run module by module. name: None: the engine
+    that `hf_mlspec.prepare` was asked for of the target, else the fastest of each.
     """
-    known = zip(models, num_positions, states_of(models), strict=True)
+    name = name or (states.get(models[0]) or state_of(models[0])).engine
     return [
-        engine_of(model, num_positions=most, state=state, required=required and index == 0, **how)
-        for index, (model, most, state) in enumerate(known)
+        engine_of(
+            model, name=name, prepare=prepare, required=required and place == 0, capacity=capacity, num_positions=most
+        )
+        for place, (model, most) in enumerate(zip(models, num_positions, strict=True))
     ]
 
 
 def word_of(model: nn.Module, *, name: str | None = None, prepare: bool = True) -> str:
     """The engine that a model gets if that serves it: the named one, else the one that `hf_mlspec.prepare` was asked
     for, else the fastest where the model is."""
-    return _word(model, state_of(model), name, prepare)
+    return _word(model, states.get(model) or state_of(model), name, prepare)
 
 
 def _word(model: nn.Module, state: ModelState, name: str | None, prepare: bool) -> str:

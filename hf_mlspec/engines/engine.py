@@ -52,7 +52,8 @@ class Engine(Protocol):
     """A model over the rows of a call.
 
     name: "modules", "cpu" or "cuda". dtype: of its logits. vocab_size: entries of its logits. max_positions: tokens of
-    a row that it can attend to, None where nothing bounds them. lengths: per row, the valid slots of the cache.
+    a row that it can attend to, None where nothing bounds them. lengths: per row, the valid slots of the cache; who
+    checks lowers them, which is all that a rollback is (law 4).
     follow: the engine whose cache this one writes into, or None for a cache of its own (law 4). bits: what its packed
     weights are read and multiplied at, OWN_BITS: what the model's switch says; set before it starts. cache: keys and
     values, None before `start`. cache_bytes: those it holds itself. forwards, seconds: forward passes so far and their
@@ -88,12 +89,6 @@ class Engine(Protocol):
 
     def shrink(self, slots: int) -> None:
         """Give memory back where rows of `slots` slots, at least what each holds, need half of what there is."""
-
-    def rollback(self, lengths: list[int]) -> None:
-        """No more than `lengths[r]` slots of row r are valid."""
-
-    def sync(self) -> None:
-        """A follower's lengths are its leader's."""
 
     def feed(
         self,
@@ -137,6 +132,8 @@ class Engine(Protocol):
         num_draft_tokens: int,
         tiny_threshold: float,
         threshold: float,
-    ) -> tuple[Rows, list[int], int]:
+        above: Engine | None = None,
+    ) -> tuple[Rows, list[int], int, Scores | None]:
         """Rounds of `tiny` drafting and this engine checking: the tokens settled for every row, (drafted, accepted) of
-        every row and round behind each other, and the number of rounds."""
+        every row and round behind each other, the number of rounds, and what `above`, the engine of the next level
+        up, scores of the rows and these tokens (None where there is none, or where logits were NaN)."""

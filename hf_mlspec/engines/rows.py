@@ -34,8 +34,8 @@ class Decoder(Protocol):
 class CachedRows:
     """The rows of an engine's cache.
 
-    lengths: per row, how many slots of the cache are valid. follow: the engine whose cache this one writes into, or
-    None for a cache of its own (law 4).
+    lengths: per row, how many slots of the cache are valid; who rejects what was written lowers them. follow: the
+    engine whose cache this one writes into, or None for a cache of its own (law 4).
     """
 
     lengths: list[int]
@@ -46,15 +46,6 @@ class CachedRows:
     def cache_bytes(self) -> int:
         """Bytes of the keys and values this engine holds itself."""
         return 0 if self.follow or self.cache is None else self.cache.nbytes
-
-    def sync(self) -> None:
-        """A follower's lengths are its leader's: what the leader checked, it also wrote."""
-        if self.follow:
-            self.lengths = list(self.follow.lengths)
-
-    def rollback(self, lengths: list[int]) -> None:
-        """No more than `lengths[r]` slots of row r are valid."""
-        self.lengths = [min(have, valid) for have, valid in zip(self.lengths, lengths, strict=True)]
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows only. A follower's cache is its leader's business."""

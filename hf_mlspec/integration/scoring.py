@@ -18,7 +18,7 @@ from ..engines.engine import Engine
 from ..engines.modules.attention import ragged_attention_on
 from ..nn.switch import precision_switch
 from ..precision import Bits
-from ..speculation.checker import nan_error
+from ..speculation.checker import nan_error, roll_back
 from ..speculation.drafters.agreement import common_prefix
 from .request import check_length, check_model, max_positions, vocab_size
 
@@ -152,7 +152,7 @@ class _Scoring:
         if queue:
             keep = list(runner.lengths)
             keep[slot] = min(common_prefix(task.row, queue[0].row), queue[0].before)
-            runner.rollback(keep)
+            roll_back(runner, keep)
         return task
 
     def _leave(self, runner: Engine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,19 +48,15 @@ class ModelState:
         self.warnings.clear()
 
 
-_states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
+# Of the models that were seen already; `state_of` also makes a new one.
+states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
 _adding = threading.RLock()  # threads that ask for the same state get one; a finalizer may ask in between
 
 
 def state_of(model: nn.Module) -> ModelState:
     """The model's state: it lives as long as the model, and is empty when first asked for."""
     with _adding:
-        return _states.setdefault(model, ModelState())
-
-
-def states_of(models: Iterable[nn.Module]) -> list[ModelState]:
-    """`state_of` each of them."""
-    return [state_of(model) for model in models]
+        return states.setdefault(model, ModelState())
 
 
 def is_prepared(model: nn.Module) -> bool:

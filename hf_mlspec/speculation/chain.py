@@ -5,21 +5,17 @@ ML-SpecQD, section 3: the quantized draft of the target is itself sped up by a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..engines.engine import Engine
-from ..engines.rows import held_bytes
 from ..nn.state import say_once
-from .checker import Checker, Verdict, nan_error
+from .checker import Checker, Verdict, catch_up, nan_error, roll_back
 from .draft import Draft, Drafter, Rows
 from .drafters.model import ModelDrafter
-from .loop import Emit, Stop, decode
-from .sampling import Sampler
-from .stats import LevelStats, SpeculationStats
+from .stats import LevelStats
 
 
 class CheckedDrafter:
@@ -28,6 +24,8 @@ class CheckedDrafter:
     num_draft_tokens: how many tokens `inner` may guess before a check.
     threshold:        drafting ends after a settled token whose probability under the checker is below it (0: never).
     max_positions:    tokens the checker can attend to; on longer rows the level rests, said once.
+    scored_by:     the engine of the level above, where that judges greedily: it scores what is handed up in the same
+                   call.
     The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says
     (law 1).
     """
@@ -44,6 +42,7 @@ class CheckedDrafter:
         self.checker, self.inner = checker, inner
         self.num_draft_tokens, self.threshold = num_draft_tokens, threshold
         self.max_positions = max_positions
+        self.scored_by: Engine | None = None
         self.name = checker.name
         self.stats = LevelStats(self.name)
 
@@ -70,11 +69,11 @@ class CheckedDrafter:
         self.inner.replace(row)
 
     def rollback(self, lengths: list[int]) -> None:
-        self.checker.runner.rollback(lengths)
+        roll_back(self.checker.runner, lengths)
         self.inner.rollback(lengths)
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        self.checker.runner.sync()
+        catch_up(self.checker.runner)
         self.stats.rounds += 1
         limits = self._rested(rows, limits)
         if self._runs_in_engine(rows, limits):
@@ -118,14 +117,15 @@ class CheckedDrafter:
 
     def _propose_in_engine(self, rows: Rows, limits: list[int]) -> Draft:
         inner, runner = self.inner, self.checker.runner
-        inner.runner.sync()
-        settled, checks, rounds = runner.draft_checked(
+        catch_up(inner.runner)
+        settled, checks, rounds, scores = runner.draft_checked(
             inner.runner,
             rows,
             limits,
             num_draft_tokens=self.num_draft_tokens,
             tiny_threshold=inner.threshold,
             threshold=self.threshold,
+            above=self.scored_by,
         )
         if any(-1 in row for row in settled):
             raise nan_error(f"level {self.name}", runner.dtype)
@@ -136,7 +136,9 @@ class CheckedDrafter:
             for check in engine_checks(settled, checks):
                 self.checker.on_check(*check)
         self.stats.forwards, self.stats.seconds = runner.forwards, runner.seconds
-        return Draft.from_lists(settled)
+        draft = Draft.from_lists(settled)
+        draft.scores = scores
+        return draft
 
     def _room(self, limits: list[int], settled: Rows, alive: list[bool]) -> list[int]:
         """Tokens the inner level may guess: the check adds one more."""
@@ -201,88 +203,3 @@ def _gather(probs: list[Tensor], places: list[list[int]], draft: Draft) -> Tenso
     """
     columns = Draft.from_lists(places, draft.tokens.device).tokens
     return torch.cat(probs, dim=1).gather(1, columns[..., None].expand(-1, -1, probs[0].shape[-1]))
-
-
-@dataclass
-class Part:
-    """What one level of a chain is made of, the target or one below it.
-
-    engine, sampler: of a level with a model; the sampler is made when the chain is. drafter: instead, a lookup that is
-    ready. num_draft_tokens: the most it drafts before the level above checks. across: makes of its drafter one in the
-    vocabulary of the level above, None where both speak the same.
-    """
-
-    name: str
-    engine: Engine | None = None
-    sampler: Callable[[], Sampler] | None = None
-    drafter: Drafter | None = None
-    num_draft_tokens: int = 0
-    threshold: float = 0.0
-    max_positions: int | None = None
-    across: Callable[[Drafter], Drafter] | None = None
-
-
-@dataclass
-class Chain:
-    """A target and the levels below it, ready to decode.
-
-    levels: the outermost drafter of each level, from the target down. runners: their engines, None for lookups.
-    models: those whose attention has to be switched while target and levels run.
-    """
-
-    target: Checker
-    drafter: Drafter | None = None
-    num_draft_tokens: int = 0
-    levels: list[Drafter] = field(default_factory=list)
-    runners: list[Engine | None] = field(default_factory=list)
-    models: list[nn.Module] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, target: Part, parts: list[Part], *, keep_logits: bool) -> Chain:
-        """The chain of these levels, from the one below the target down."""
-        chain = cls(Checker(target.engine, target.sampler(), target.name, keep_logits=keep_logits))
-        for part in reversed(parts):
-            chain.drafter = _drafter(part, chain.drafter, chain.num_draft_tokens)
-            chain.num_draft_tokens = part.num_draft_tokens
-            chain.levels.insert(0, chain.drafter)
-            chain.runners.insert(0, part.engine)
-        engines = [one.engine for one in (target, *parts) if one.engine is not None]
-        chain.models = [engine.model for engine in engines if engine.can.by_module]
-        return chain
-
-    def decode(
-        self,
-        rows: Rows,
-        budgets: list[int],
-        *,
-        device: torch.device,
-        stop: Stop | None,
-        emit: Emit | None,
-        ends: frozenset[int],
-    ) -> SpeculationStats:
-        """Start anew and extend every row to its end, in rounds of the host; see `loop.decode`."""
-        self.target.start(len(rows), device)
-        most = self.num_draft_tokens
-        options = {"num_draft_tokens": most, "device": device, "stop": stop, "emit": emit, "ends": ends}
-        return self.finish(decode(self.target, self.drafter, rows, budgets, **options))
-
-    def finish(self, stats: SpeculationStats) -> SpeculationStats:
-        """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
-        stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
-        stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
-        for level, count in zip(stats.levels, held, strict=True):
-            level.cache_bytes = count
-        return stats
-
-
-def _drafter(part: Part, inner: Drafter | None, num_draft_tokens: int) -> Drafter:
-    """The drafter of a level over that of the level below it, which drafts so many tokens before a check."""
-    if part.drafter is not None:
-        return part.drafter
-    limits = {"threshold": part.threshold, "max_positions": part.max_positions}
-    if inner is None:
-        made = ModelDrafter(part.engine, part.sampler(), part.name, **limits)
-    else:
-        checker = Checker(part.engine, part.sampler(), part.name, keep_logits=False)
-        made = CheckedDrafter(checker, inner, num_draft_tokens=num_draft_tokens, **limits)
-    return made if part.across is None else part.across(made)

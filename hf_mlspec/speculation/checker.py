@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Verdict:
     confidence: list[list[float]] | None = None
 
 
+@dataclass(eq=False)
 class Checker:
     """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
@@ -45,15 +46,22 @@ class Checker:
     on_check: told of every check, also of those inside the engine; None: nobody listens.
     """
 
-    on_check: OnCheck | None = None
-
-    def __init__(self, runner: Engine, sampler: Sampler, name: str, *, keep_logits: bool = True):
-        self.runner, self.sampler, self.name, self.keep_logits = runner, sampler, name, keep_logits
+    runner: Engine
+    sampler: Sampler
+    name: str
+    _: KW_ONLY
+    keep_logits: bool = True
+    on_check: OnCheck | None = field(default=None, init=False)
 
     @property
     def in_engine(self) -> bool:
         """Whether the engine itself takes the very tokens this level takes."""
         return runner_is_greedy(self.runner, self.sampler)
+
+    @property
+    def settles_in_engine(self) -> bool:
+        """Whether a check takes those tokens, and no logits leave the engine."""
+        return self.in_engine and not self.keep_logits
 
     def start(self, batch: int, device: torch.device) -> None:
         self.runner.start(batch, device)
@@ -88,7 +96,7 @@ class Checker:
         return verdict
 
     def _accept(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
-        if self.in_engine and not self.keep_logits:
+        if self.settles_in_engine:
             return self._check_in_engine(rows, draft, want_confidence, alive)
         guess = draft.tokens if draft.tokens.shape[1] else None
         logits = self.runner.feed(rows, guess, draft.lengths, alive)
@@ -105,19 +113,19 @@ class Checker:
                 self.sampler.refuse(r, len(rows[r]), nan_error(self.name, logits.dtype))
         accepted = [line[1] for line in values]
         tokens = [line[2 : 3 + a] if on else [] for line, a, on in zip(values, accepted, alive, strict=True)]
-        self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
+        roll_back(self.runner, [len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, probs, logits, scores)
 
     def _check_in_engine(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         """Greedy without processors: the engine hands up its argmax, and no logits leave it."""
         guesses = draft.rows()
-        scores = self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
+        scores = draft.scores or self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
         accepted = [accept_row(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
         for r, line in enumerate(tokens):
             if -1 in line:
                 self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, self.runner.dtype))
-        self.runner.rollback([len(row) + a for row, a in zip(rows, accepted, strict=True)])
+        roll_back(self.runner, [len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, None, None, None, scores.confidence)
 
     def _greedy(self, draft: Draft, keys: Tensor) -> Tensor:
@@ -133,6 +141,17 @@ class Checker:
         accepted, after = accept_sampled(draft.tokens, _column(draft, probs), draft.probs, probs, uniforms, noise)
         tokens = torch.cat([draft.tokens, after[:, None]], dim=1).scatter(1, accepted[:, None], after[:, None])
         return torch.cat([_nan_seen(probs[..., 0]), accepted[:, None], tokens], dim=1), probs
+
+
+def roll_back(runner: Engine, lengths: list[int]) -> None:
+    """No more than `lengths[r]` slots of row r are valid; nothing is copied (law 4)."""
+    runner.lengths = [min(have, valid) for have, valid in zip(runner.lengths, lengths, strict=True)]
+
+
+def catch_up(runner: Engine) -> None:
+    """A follower's valid slots are its leader's: what the leader checked, it also wrote."""
+    if runner.follow is not None:
+        runner.lengths = list(runner.follow.lengths)
 
 
 def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..engines.engine import Rows
+from ..engines.engine import Rows, Scores
 from .stats import LevelStats
 
 __all__ = ["Draft", "Drafter", "Rows"]
@@ -22,11 +22,13 @@ class Draft:
     lengths: per row the number of proposed tokens, 0..k.
     probs:   float32 ``[batch, k, vocab]``: the distribution each token was really drawn from (law 1), or None where
              every token is a point mass, as for greedy and lookup drafts.
+    scores:  what the engine of the level above said of row and draft in the call that made it, or None: not asked yet.
     """
 
     tokens: Tensor
     lengths: list[int]
     probs: Tensor | None = None
+    scores: Scores | None = None
 
     @classmethod
     def from_lists(cls, rows: Rows, device: torch.device | str = "cpu") -> Draft:

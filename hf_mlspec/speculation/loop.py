@@ -1,18 +1,28 @@
-"""The loop of decoding: rows join, gain tokens round by round, and leave; rounds/ says how a round runs."""
+"""The chain of a call, and the loop of decoding: rows join, gain tokens round by round, and leave.
+
+rounds/ says how a round runs.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
+from torch import nn
 
+from ..engines.engine import Engine
+from ..engines.rows import held_bytes
+from .chain import CheckedDrafter
 from .checker import Checker, Verdict
 from .draft import Drafter, Rows
 from .drafters.agreement import common_prefix
+from .drafters.model import ModelDrafter
 from .rounds.host import HostRounds
 from .rounds.rounds import NoRoom, Rounds, Unfinished
+from .sampling import Sampler
 from .stats import SpeculationStats
 
 # (row number, row before, accepted tokens) -> (how many of them count, whether the row is finished)
@@ -43,6 +53,7 @@ def decode(
     return Loop(rounds, stop=stop, emit=emit, ends=ends).decode(rows, budgets, cached)
 
 
+@dataclass(eq=False)
 class Loop:
     """The rows a chain is working on, and the rounds in which they gain tokens.
 
@@ -53,19 +64,15 @@ class Loop:
         may reach.
     """
 
-    def __init__(
-        self,
-        rounds: Rounds,
-        *,
-        stop: Stop | None = None,
-        emit: Emit | None = None,
-        ends: frozenset[int] = frozenset(),
-    ):
-        self.rounds, self.stop, self.emit, self.ends = rounds, stop, emit, ends
-        self.rows: Rows = []
-        self.numbers: list[int] = []
-        self.lengths: list[int] = []
-        self.stats = SpeculationStats()
+    rounds: Rounds
+    _: KW_ONLY
+    stop: Stop | None = None
+    emit: Emit | None = None
+    ends: frozenset[int] = frozenset()
+    rows: Rows = field(default_factory=list, init=False)
+    numbers: list[int] = field(default_factory=list, init=False)
+    lengths: list[int] = field(default_factory=list, init=False)
+    stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
 
     @property
     def drafted(self) -> list[int]:
@@ -173,3 +180,88 @@ class Loop:
             return self.stop(number, row, tokens)
         last = next((place for place, token in enumerate(tokens) if token in self.ends), None)
         return (len(tokens), False) if last is None else (last + 1, True)
+
+
+@dataclass
+class Part:
+    """What one level of a chain is made of, the target or one below it.
+
+    engine, sampler: of a level with a model; the sampler is made when the chain is. drafter: instead, a lookup that is
+    ready. num_draft_tokens: the most it drafts before the level above checks. across: makes of its drafter one in the
+    vocabulary of the level above, None where both speak the same.
+    """
+
+    name: str
+    engine: Engine | None = None
+    sampler: Callable[[], Sampler] | None = None
+    drafter: Drafter | None = None
+    num_draft_tokens: int = 0
+    threshold: float = 0.0
+    max_positions: int | None = None
+    across: Callable[[Drafter], Drafter] | None = None
+
+
+@dataclass
+class Chain:
+    """A target and the levels below it, ready to decode.
+
+    levels: the outermost drafter of each level, from the target down. runners: their engines, None for lookups.
+    models: those whose attention has to be switched while target and levels run.
+    """
+
+    target: Checker
+    drafter: Drafter | None = None
+    num_draft_tokens: int = 0
+    levels: list[Drafter] = field(default_factory=list)
+    runners: list[Engine | None] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, target: Part, parts: list[Part], *, keep_logits: bool) -> Chain:
+        """The chain of these levels, from the one below the target down."""
+        chain = cls(Checker(target.engine, target.sampler(), target.name, keep_logits=keep_logits))
+        for part in reversed(parts):
+            chain.drafter = _drafter(part, chain.drafter, chain.num_draft_tokens)
+            chain.num_draft_tokens = part.num_draft_tokens
+            chain.levels.insert(0, chain.drafter)
+            chain.runners.insert(0, part.engine)
+        engines = [one.engine for one in (target, *parts) if one.engine is not None]
+        chain.models = [engine.model for engine in engines if engine.can.by_module]
+        return chain
+
+    def decode(
+        self,
+        rows: Rows,
+        budgets: list[int],
+        *,
+        device: torch.device,
+        stop: Stop | None,
+        emit: Emit | None,
+        ends: frozenset[int],
+    ) -> SpeculationStats:
+        """Start anew and extend every row to its end, in rounds of the host; see `decode`."""
+        self.target.start(len(rows), device)
+        most = self.num_draft_tokens
+        options = {"num_draft_tokens": most, "device": device, "stop": stop, "emit": emit, "ends": ends}
+        return self.finish(decode(self.target, self.drafter, rows, budgets, **options))
+
+    def finish(self, stats: SpeculationStats) -> SpeculationStats:
+        """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
+        stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
+        stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
+        for level, count in zip(stats.levels, held, strict=True):
+            level.cache_bytes = count
+        return stats
+
+
+def _drafter(part: Part, inner: Drafter | None, num_draft_tokens: int) -> Drafter:
+    """The drafter of a level over that of the level below it, which drafts so many tokens before a check."""
+    if part.drafter is not None:
+        return part.drafter
+    limits = {"threshold": part.threshold, "max_positions": part.max_positions}
+    if inner is None:
+        made = ModelDrafter(part.engine, part.sampler(), part.name, **limits)
+    else:
+        checker = Checker(part.engine, part.sampler(), part.name, keep_logits=False)
+        made = CheckedDrafter(checker, inner, num_draft_tokens=num_draft_tokens, **limits)
+    return made if part.across is None else part.across(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from .draft import Rows
 Process = Callable[[Rows, Tensor, list[int]], Tensor]
 
 
+@dataclass(eq=False)
 class Sampler:
     """Turns the logits of a level into scores, probabilities and tokens.
 
@@ -27,19 +29,14 @@ class Sampler:
     row_ids:    numbers of the rows in the original batch; `select` keeps them in step.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        do_sample: bool = False,
-        warp: Callable[[Tensor], Tensor] | None = None,
-        process: Process | None = None,
-        prompt_lengths: list[int] | None = None,
-        ends: frozenset[int] = frozenset(),
-    ):
-        self.vocab_size, self.do_sample, self.warp, self.process = vocab_size, do_sample, warp, process
-        self.prompt_lengths, self.ends = prompt_lengths or [], ends
-        self.row_ids: list[int] = []
+    vocab_size: int
+    _: KW_ONLY
+    do_sample: bool = False
+    warp: Callable[[Tensor], Tensor] | None = None
+    process: Process | None = None
+    prompt_lengths: list[int] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()
+    row_ids: list[int] = field(default_factory=list, init=False)
 
     @property
     def is_greedy(self) -> bool:

@@ -14,6 +14,7 @@ from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.engines.modules.engine import ModuleEngine
 from hf_mlspec.engines.rows import GROWTH
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.checker import catch_up
 
 CPU = torch.device("cpu")
 MODELS = {"modules": tiny(max_position_embeddings=1024), "compiled": tiny(dtype=torch.bfloat16)}
@@ -70,7 +71,7 @@ class Players:
 
     def round(self) -> None:
         """The follower writes tokens that are then overwritten; the leader's logits are those of each row alone."""
-        self.follower.sync()
+        catch_up(self.follower)
         assert self.follower.lengths == self.leader.lengths
         self.follower.feed(self.rows, torch.full((len(self.rows), 2), 5), [2] * len(self.rows))
         logits = self.leader.feed(self.rows)

@@ -18,7 +18,7 @@ from hf_mlspec.engines.rows import GROWTH
 from hf_mlspec.nn.replace import direct_cast, early_exit
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import CheckedDrafter
-from hf_mlspec.speculation.checker import Checker
+from hf_mlspec.speculation.checker import Checker, roll_back
 from hf_mlspec.speculation.draft import Draft, Drafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.sampling import Sampler
@@ -145,7 +145,7 @@ def test_score_feed_and_step_say_the_same():
     torch.testing.assert_close(torch.tensor(list(chain(*scores.confidence))), flat.softmax(-1).amax(-1))
     assert scored.score(rows, guesses).logits is None
     stepped.step(torch.tensor([[5], [5], [5]]), [1, 1, 1], [0, 0, 0], 1)
-    stepped.rollback([0, 0, 0])
+    roll_back(stepped, [0, 0, 0])
     steps = [stepped.step(torch.tensor([[t]] * 3), [1] * 3, [0] * 3, 1) for t in rows[0] + guesses[0]]
     assert all(torch.equal(step[0, 0], logits[0, j]) for j, step in enumerate(steps[2:]))
     assert stepped.lengths == [5, 5, 5]

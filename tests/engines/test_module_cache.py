@@ -16,7 +16,7 @@ from hf_mlspec.engines.modules.cache import RaggedCache
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
 from hf_mlspec.nn.replace import early_exit
 from hf_mlspec.speculation.chain import CheckedDrafter
-from hf_mlspec.speculation.checker import Checker
+from hf_mlspec.speculation.checker import Checker, roll_back
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler
@@ -67,7 +67,7 @@ def test_every_row_of_a_batch_is_scored_as_if_alone(kind, lengths, rounds, seed)
             ]
             for r, (_, true) in enumerate(shape):
                 rows[r] = rows[r] + guesses[r, :true].tolist() + [int(generator.initial_seed() + r) % 61 + 3]
-            runner.rollback([len(row) - 1 for row in rows])
+            roll_back(runner, [len(row) - 1 for row in rows])
     for row, logits, n in scored:
         torch.testing.assert_close(logits, alone(model, row)[-n - 1 :], rtol=0, atol=tolerance)
 

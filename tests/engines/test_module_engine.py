@@ -12,6 +12,7 @@ from models import tiny
 from hf_mlspec.engines.modules.attention import Plan, planned, ragged_attention_on
 from hf_mlspec.engines.modules.cache import RaggedCache
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
+from hf_mlspec.speculation.checker import catch_up, roll_back
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ def test_drafts_follow_their_rows(spy):
 def test_rollback_never_lengthens(spy):
     runner = runner_of(spy, 2)
     runner.feed([[5, 6, 7], [8, 9, 10]])
-    runner.rollback([1, 99])
+    roll_back(runner, [1, 99])
     assert runner.lengths == [1, 3]
     runner.feed([[5, 11], [8, 9, 10, 12]])
     assert spy.fed[1] == [[11], [12]]
@@ -95,7 +96,7 @@ def test_a_follower_uses_its_leaders_cache_and_lengths(spy):
     follower.start(2, CPU)
     assert follower.cache is leader.cache
     leader.feed([[5, 6], [7, 8, 9]])
-    follower.sync()
+    catch_up(follower)
     assert follower.lengths == [2, 3]
     follower.feed([[5, 6, 1], [7, 8, 9, 2]])
     assert leader.lengths == [2, 3]
@@ -128,7 +129,7 @@ def test_the_bare_forward_gives_the_models_own_bits(kind):
         runner.start(2, CPU)
         with ragged_attention_on([model]), torch.no_grad():
             first = runner.feed(rows)
-            runner.rollback([7, 3])
+            roll_back(runner, [7, 3])
             second = runner.feed([[*rows[0][:7], 20], [*rows[1], 21]], torch.tensor([[1, 2], [3, 4]]), [2, 1])
         written.append(torch.cat([first, second], dim=1))
     assert torch.equal(*written)

@@ -18,7 +18,7 @@ from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import Bits
-from hf_mlspec.speculation.checker import Checker
+from hf_mlspec.speculation.checker import Checker, catch_up, roll_back
 from hf_mlspec.speculation.draft import Draft
 from hf_mlspec.speculation.sampling import Sampler
 
@@ -54,12 +54,12 @@ class Game:
 
     def draft(self, limits: list[int], threshold: float) -> list[list[int]]:
         """At fewer bits in the target's cache; now and then with a wrong token, or checked by a level between."""
-        self.drafter.sync()
+        catch_up(self.drafter)
         kind = self.rng.randrange(3)
         if kind == 0:
             tiny = CpuEngine(None, self.decoder, follow=self.target, bits=Bits(4, 4))
             tiny.start(len(self.rows), CPU)
-            tiny.sync()
+            catch_up(tiny)
             options = {"num_draft_tokens": 2, "tiny_threshold": threshold, "threshold": threshold}
             return self.drafter.draft_checked(tiny, self.rows, limits, **options)[0]
         drafted = self.drafter.draft(self.rows, limits, threshold)
@@ -136,9 +136,9 @@ def test_coarser_activations_write_something_else_and_are_often_right():
     game.plain_bits = 4
     with pytest.raises(AssertionError):
         game.compare()
-    game.drafter.sync()
+    catch_up(game.drafter)
     true = game.target.cache.kv.clone()
-    game.drafter.rollback([0] * 4)
+    game.drafter.lengths = [0] * 4
     game.drafter.draft(game.rows, [3] * 4, 0.0)
     assert not torch.equal(game.target.cache.kv[:, :, 0, :, : game.target.lengths[0]],
                            true[:, :, 0, :, : game.target.lengths[0]])  # fmt: skip
@@ -157,11 +157,11 @@ def test_one_decoder_is_both_levels_of_a_round():
         lower = CpuEngine(None, decoder, bits=Bits(4, 4), follow=upper if shared else None)
         upper.start(3, CPU)
         lower.start(3, CPU)
-        settled, checks, rounds = upper.draft_checked(lower, rows, limits, **options)
+        settled, checks, rounds, _ = upper.draft_checked(lower, rows, limits, **options)
         assert settled == expected
         assert 0 < sum(checks[1::2]) <= sum(checks[::2])
         assert rounds > 1
-        upper.rollback([len(row) + max(len(line) - 1, 0) for row, line in zip(rows, settled, strict=True)])
+        roll_back(upper, [len(row) + max(len(line) - 1, 0) for row, line in zip(rows, settled, strict=True)])
         for r, (row, line) in enumerate(zip(rows, settled, strict=True)):
             if line:
                 own, true = upper.cache.kv[:, :, r], slice(0, len(row) + len(line) - 1)

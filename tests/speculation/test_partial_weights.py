@@ -147,14 +147,14 @@ def test_a_checked_cache_is_that_of_the_target_alone(weights):
         upper.start(3, torch.device("cpu"))
         lower.start(3, torch.device("cpu"))
         options = {"num_draft_tokens": 3, "tiny_threshold": 0.0, "threshold": 0.0}
-        settled, checks, _ = upper.draft_checked(lower, rows, limits, **options)
+        settled, checks, *_ = upper.draft_checked(lower, rows, limits, **options)
         assert settled == expected
         assert 0 < sum(checks[1::2]) <= sum(checks[::2])
         for r, (row, line) in enumerate(zip(rows, settled, strict=True)):
             true = slice(0, len(row) + len(line) - 1)
             assert torch.equal(upper.cache.kv[:, :, r, :, true], alone.cache.kv[:, :, r, :, true])
         written = upper.cache.kv.clone()
-        lower.rollback([0] * 3)
+        lower.lengths = [0] * 3
         lower.draft(rows, limits, 0.0)
         assert not torch.equal(upper.cache.kv, written)  # the draft writes something else
 

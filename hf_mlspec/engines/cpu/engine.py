@@ -112,11 +112,12 @@ class CpuEngine(DecoderRows):
         num_draft_tokens: int,
         tiny_threshold: float,
         threshold: float,
-    ) -> tuple[Rows, list[int], int]:
+        above: CpuEngine | None = None,
+    ) -> tuple[Rows, list[int], int, Scores | None]:
         """Rounds of `tiny` drafting and this engine checking, in one call (ML-SpecQD, section 3).
 
-        Returns the settled tokens of every row, (drafted, accepted) of every row and round behind each other, and the
-        number of rounds.
+        Returns the settled tokens of every row, (drafted, accepted) of every row and round behind each other, the
+        number of rounds, and what `above` scores of the rows and these tokens.
         """
         own, small = self._starts(rows), tiny._starts(rows)
         bases = [min(pair) for pair in zip(own, small, strict=True)]
@@ -132,7 +133,8 @@ class CpuEngine(DecoderRows):
         )
         tiny._count(tiny_forwards, tiny_seconds)
         self._count(forwards, time.perf_counter() - begin - tiny_seconds)
-        return settled, checks, rounds
+        failed = any(-1 in row for row in settled)
+        return settled, checks, rounds, None if above is None or failed else above.score(rows, settled)
 
     def _starts(self, rows: Rows) -> list[int]:
         """Per row the tokens that need no feeding: its last one is always scored."""

@@ -13,12 +13,12 @@ from transformers.generation import LogitsProcessorList
 from ...engines.choose import engines_of
 from ...engines.engine import Engine
 from ...nn.state import ModelState, state_of
-from ...speculation.chain import Chain, Part
 from ...speculation.draft import Drafter
 from ...speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ...speculation.drafters.ngram import NGram
 from ...speculation.drafters.prompt_lookup import PromptLookup
 from ...speculation.drafters.self_precision import at_lower_precision
+from ...speculation.loop import Chain, Part
 from ...speculation.sampling import Sampler
 from ..config import (
     CONFIDENCE_THRESHOLD,

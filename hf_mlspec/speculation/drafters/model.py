@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...engines.engine import Engine
 from ...nn.state import say_once
-from ..checker import nan_error, runner_is_greedy
+from ..checker import catch_up, nan_error, roll_back, runner_is_greedy
 from ..draft import Draft, Rows
 from ..sampling import Sampler
 from ..stats import LevelStats
@@ -66,11 +66,11 @@ class ModelDrafter:
         self.dropped[row] = 0
 
     def rollback(self, lengths: list[int]) -> None:
-        self.runner.rollback([max(n - d, 0) for n, d in zip(lengths, self.dropped, strict=True)])
+        roll_back(self.runner, [max(n - d, 0) for n, d in zip(lengths, self.dropped, strict=True)])
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
         self.stats.rounds += 1
-        self.runner.sync()
+        catch_up(self.runner)
         if self.max_positions is not None:
             limits = [min(limit, self.max_positions // 2) for limit in limits]
         if not any(limits):

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
+
 import torch
 
+from ..chain import CheckedDrafter
 from ..checker import Checker, Verdict
 from ..draft import Draft, Drafter, Rows
 from ..stats import LevelStats, SpeculationStats
 
 
+@dataclass(eq=False)
 class HostRounds:
     """Rounds of a chain whose verdicts the host reads one by one. See `Rounds`.
 
     num_draft_tokens: the most a draft may hold. device: where drafts go.
     """
 
-    def __init__(self, target: Checker, drafter: Drafter | None, *, num_draft_tokens: int, device: torch.device):
-        self.target, self.drafter, self.num_draft_tokens, self.device = target, drafter, num_draft_tokens, device
-        self.drafted: list[int] = []
-        # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
-        self._waits = bool(getattr(drafter, "follows", False))
-        self._ready: list[bool] = []
-        self._ends: list[int] = []
+    target: Checker
+    drafter: Drafter | None
+    _: KW_ONLY
+    num_draft_tokens: int
+    device: torch.device
+    drafted: list[int] = field(default_factory=list, init=False)
+    _ready: list[bool] = field(default_factory=list, init=False)
+    _ends: list[int] = field(default_factory=list, init=False)
 
     @property
     def places(self) -> range:
@@ -29,7 +34,11 @@ class HostRounds:
         return range(len(self._ready))
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
-        """As `Rounds.start`; the caller started the target."""
+        """As `Rounds.start`; a target that the caller did not start, to fill its cache, is started here."""
+        if self.target.runner.cache is None:
+            self.target.start(len(rows), self.device)
+        # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
+        self._waits = bool(getattr(self.drafter, "follows", False))
         if self.drafter:
             self.drafter.start(len(rows), self.device)
         self.target.runner.lengths = [cached] * len(rows)
@@ -64,6 +73,8 @@ class HostRounds:
     def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
         """One pass of the target over all rows, behind what the drafter proposed."""
         proposes = self.drafter is not None and any(self._ready)
+        if isinstance(self.drafter, CheckedDrafter):  # asked every round: rows that join may have rules of their own
+            self.drafter.scored_by = self.target.runner if self.target.settles_in_engine else None
         draft = self.drafter.propose(rows, self._limits(rows)) if proposes else self._no_draft(rows)
         verdict = self.target.check(rows, draft)
         self.drafted = draft.lengths
