@@ -19,16 +19,16 @@ import hf_mlspec
 from eval import machine
 
 STOCK, ASSISTED, ALONE = "stock greedy", "stock assisted", "target alone, prepared"
-shapes = {
-    "llama-1.1b": {
-        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,
-    },
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 512,
-    },
-}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size", "max_position_embeddings")
+
+
+def llama(*sizes: int) -> dict[str, int]:
+    """What LlamaConfig takes, from numbers in the order of SIZES."""
+    return dict(zip(SIZES, sizes, strict=True))
+
+
+shapes = {"llama-1.1b": llama(2048, 5632, 22, 32, 4, 32000, 2048), "tiny": llama(64, 128, 2, 4, 2, 96, 512)}
 
 
 class Clock(BaseStreamer):

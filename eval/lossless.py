@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_mlspec
 
 TIE = 1e-5  # two float64 logits closer than this are a tie: float32 sums in another order may turn it around
+Places = dict[str, Path | str]  # what {models}, {data} and {demo} of a plan stand for
 FIELDS = ("prompt", "question", "turns")  # of HumanEval, GSM8K and MT-Bench, of which the first turn is taken
 
 
@@ -59,20 +60,15 @@ def read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-@dataclass(frozen=True)
-class Places:
-    models: Path
-    data: Path
-    demo: str
-
-    def fill(self, text: str) -> str:
-        for name, place in vars(self).items():
-            text = text.replace(f"{{{name}}}", str(place))
-        return text
+def filled(text: str, places: Places) -> str:
+    """`text` with its places. As eval/plan.py has it, which a file that runs by its own path cannot import."""
+    for name, place in places.items():
+        text = text.replace(f"{{{name}}}", str(place))
+    return text
 
 
 def read_prompts(data: dict[str, Any], places: Places) -> list[str]:
-    lines = Path(places.fill(data["file"])).read_text(encoding="utf-8").splitlines()[: data["count"]]
+    lines = Path(filled(data["file"], places)).read_text(encoding="utf-8").splitlines()[: data["count"]]
     entries = [json.loads(line) for line in lines]
     if len(entries) < data["count"]:
         sys.exit(f"{data['file']} holds {len(entries)} prompts, the plan asks for {data['count']}")
@@ -160,7 +156,7 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
     if not left:
         return
     prompts = {data["name"]: read_prompts(data, places) for data in plan["data"]}
-    target = places.fill(plan["target"])
+    target = filled(plan["target"], places)
     model, plain = load(plan, target, device), None
     if plan.get("reference") == "plain":
         plain = load(plan, target, device, plain=True)
@@ -169,7 +165,7 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
         task = progress.add_task(plan["name"], total=len(left))
         for unit in left:
             batch = prompts[unit.data][unit.batch * unit.batch_size :][: unit.batch_size]
-            levels = [places.fill(level) for level in unit.chain]
+            levels = [filled(level, places) for level in unit.chain]
             reference = store.references.get(unit.reference_key)
             if reference is None and plain is not None:
                 reference = written_alone(plain, tokenizer, batch, plan)
@@ -239,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="print the Markdown table and stop")
     args = parser.parse_args(argv)
     plan = read_plan(args.plan)
-    places = Places(args.models, args.data, hf_mlspec.demo_pair()[0])
+    places = {"models": args.models, "data": args.data, "demo": hf_mlspec.demo_pair()[0]}
     store = Store(args.results, plan, args.shard)
     if args.report:
         print("\n".join(report(plan, store)))

@@ -33,7 +33,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_mlspec
-from eval.bench_decode_contenders import shapes
+from eval.bench_decode_contenders import llama, shapes
 from eval.bench_qspec import counts
 from eval.results import Results
 from hf_mlspec import SpeculationStats
@@ -43,14 +43,8 @@ ALONE = "target alone"
 TRACES = Path(__file__).parent / "traces"
 SHAPES = {
     **shapes,
-    "llama-3-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-    },
-    "tiny-2x512": {
-        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 8, "vocab_size": 8192, "max_position_embeddings": 8192,
-    },
+    "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128256, 8192),
+    "tiny-2x512": llama(512, 1536, 2, 8, 8, 8192, 8192),
 }
 
 

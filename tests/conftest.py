@@ -18,6 +18,15 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture
+def from_the_root(monkeypatch):
+    """The programs of eval/ can be imported; behind them torch has the threads it had."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory) -> Path:
     """Folder of a random two-layer Llama (96 wide, float32) and a byte-level tokenizer of 258 tokens, `<end>` last."""

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import needs_plans, program
 
 import hf_mlspec
 from hf_mlspec.evaluation import level_acceptance, read_trace, write_trace
 
+pytestmark = [needs_plans, pytest.mark.usefixtures("from_the_root")]
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = """
 name = "small"
@@ -33,19 +35,6 @@ name = "Words"
 file = "{data}/words.jsonl"
 count = 3
 """
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    pytest.importorskip("tomllib", reason="plans need Python 3.11 or later")
-    monkeypatch.syspath_prepend(str(ROOT))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def program(name: str):
-    return importlib.import_module(f"eval.{name}")
 
 
 @pytest.fixture

@@ -5,24 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from programs import program
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def program(name: str):
-    return importlib.import_module(f"eval.{name}")
+pytestmark = pytest.mark.usefixtures("from_the_root")
 
 
 def test_a_missing_peer_is_named(tmp_path, capsys):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import needs_plans, program, run_plan, system, words, write_words
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = [needs_plans, pytest.mark.usefixtures("from_the_root")]
 PLAN = """
 name = "toy"
 max_new_tokens = 10
@@ -20,28 +17,10 @@ batch_sizes = [1, 2]
 batches = 1
 repeats = 2
 memory = false
-{more}
-[[systems]]
-name = "cast"
-model = "{{models}}"
-dtype = "float32"
-levels = ["mxfp4"]
-num_draft_tokens = 3
-confidence_threshold = 0.0
-
-[[systems]]
-name = "chain"
-model = "{{models}}"
-dtype = "float32"
-levels = ["mxfp4", "{{models}}/."]
-num_draft_tokens = [4, 2]
-confidence_threshold = 0.0
-
-[[data]]
-name = "words"
-file = "{{data}}/words.jsonl"
-count = 3
 """
+PLAN += system("cast", dtype="float32", levels=["mxfp4"], num_draft_tokens=3, confidence_threshold=0.0)
+PLAN += system("chain", dtype="float32", levels=["mxfp4", "{models}/."], num_draft_tokens=[4, 2],
+               confidence_threshold=0.0) + words(3)
 ABLATION = """
 [[ablation]]
 system = "chain"
@@ -51,30 +30,14 @@ batch = 2
 """
 
 
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def program(name: str):
-    return importlib.import_module(f"eval.{name}")
-
-
 @pytest.fixture
 def bench(tmp_path, saved_model, capsys):
     """Runs a plan on three prompts: -> exit status, what was said on stderr, the result lines."""
-    (tmp_path / "words.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("def f(", "a", "class A:")))
+    write_words(tmp_path, ({"prompt": text} for text in ("def f(", "a", "class A:")))
 
-    def run(plan: str = PLAN.format(more="") + ABLATION):
+    def run(plan: str = PLAN + ABLATION):
         (tmp_path / "plan.toml").write_text(plan)
-        status = program("bench_decode").main([
-            str(tmp_path / "plan.toml"), "--models", str(saved_model), "--data", str(tmp_path), "--results",
-            str(tmp_path / "results"), "--threads", "1"])
-        file = tmp_path / "results" / "toy.jsonl"
-        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        status, found = run_plan("bench_decode", tmp_path, saved_model, "--threads", "1")
         return status, capsys.readouterr().err, found
 
     run.folder = tmp_path
@@ -141,7 +104,7 @@ def test_a_killed_run_goes_on_and_decodes_no_unit_twice(bench, monkeypatch):
 
 
 def test_draft_lengths_that_two_curves_share_are_decoded_once(bench):
-    plans, plan = program("bench_decode_plan"), PLAN.format(more="") + ABLATION + """
+    plans, plan = program("bench_decode_plan"), PLAN + ABLATION + """
 [[ablation]]
 system = "chain"
 num_draft_tokens = [4, 6]
@@ -154,14 +117,14 @@ batch = 2
 
 def test_units_of_other_settings_never_meet(bench):
     bench()
-    status, said, _ = bench(PLAN.format(more="").replace("max_new_tokens = 10", "max_new_tokens = 12"))
+    status, said, _ = bench(PLAN.replace("max_new_tokens = 10", "max_new_tokens = 12"))
     assert status == 2
     assert "'max_new_tokens': 12" in said
 
 
 def test_other_weights_under_the_same_name_are_noticed(bench, saved_model, tmp_path):
     draft = shutil.copytree(saved_model, tmp_path / "draft")
-    plan = PLAN.format(more="").replace('"{models}/."', '"{data}/draft"')
+    plan = PLAN.replace('"{models}/."', '"{data}/draft"')
     assert bench(plan)[0] == 0
     (weights,) = draft.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
@@ -171,7 +134,7 @@ def test_other_weights_under_the_same_name_are_noticed(bench, saved_model, tmp_p
 
 
 def test_a_corrected_plan_finds_no_journal_in_its_way(bench):
-    plan = PLAN.format(more="")
+    plan = PLAN
     for wrong, named in ((("max_new_tokens = 10", "max_new_tokens = 512"), "exceed the target's 512 positions"),
                          (('levels = ["mxfp4"]', 'levels = ["w4a4"]'), "'cast': levels ['w4a4']")):
         status, said, _ = bench(plan.replace(*wrong))
@@ -197,7 +160,7 @@ def test_a_corrected_plan_finds_no_journal_in_its_way(bench):
     (("batch = 2", "batch = 4"), "batch is 4, which no data is decoded with"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_decoded(bench, change, named):
-    plan = PLAN.format(more="") + ABLATION
+    plan = PLAN + ABLATION
     assert change[0] in plan
     status, said, found = bench(plan.replace(*change))
     assert (status, found) == (2, [])
@@ -219,7 +182,7 @@ def test_memory_is_that_of_target_levels_and_caches(saved_model, bench, monkeypa
     memory = program("bench_decode_memory")
     monkeypatch.setattr(memory, "ask", memory.measure)  # a fresh process costs seconds; test_bench.py starts one
     monkeypatch.setattr(program("machine").PeakMemory, "__exit__", lambda self, *_: setattr(self, "peak", 5))
-    _, _, found = bench(PLAN.format(more="").replace("memory = false", ""))
+    _, _, found = bench(PLAN.replace("memory = false", ""))
     held = {(e["contender"], e["batch"]): e for e in found if e["kind"] == "memory"}
     alone, cast, chain = (held[name, 2] for name in ("target alone", "cast", "chain"))
     assert alone["weights_bytes"] < cast["weights_bytes"] < alone["weights_bytes"] * 1.4
@@ -240,7 +203,7 @@ def test_a_memory_process_that_fails_is_one_sentence(bench, monkeypatch, said, e
     qspec, real = program("bench_qspec_memory"), program("bench_qspec_memory").subprocess.run
     monkeypatch.setattr(qspec.subprocess, "run", lambda command, **options: real(
         [sys.executable, "-c", failing] if "eval.bench_decode_memory" in command else command, **options))
-    status, stderr, found = bench(PLAN.format(more="").replace("memory = false", "").replace("[1, 2]", "[1]"))
+    status, stderr, found = bench(PLAN.replace("memory = false", "").replace("[1, 2]", "[1]"))
     (sentence,) = (line for line in stderr.splitlines() if line.startswith("error: "))
     assert (status, found) == (2, [])
     assert "memory of 'stock greedy' " + expected in sentence

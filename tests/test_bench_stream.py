@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
+from programs import program
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    threads = torch.get_num_threads()
-    yield importlib.import_module("eval.bench_stream")
-    torch.set_num_threads(threads)
+def bench(from_the_root):
+    return program("bench_stream")
 
 
 @pytest.fixture

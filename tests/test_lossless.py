@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import needs_plans, run_plan, words, write_words
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+pytestmark = needs_plans
 PROGRAM = Path(__file__).resolve().parents[1] / "eval" / "lossless.py"
 PLAN = """
 name = "toy"
@@ -19,27 +20,17 @@ max_new_tokens = 6
 batch_sizes = [1, 2]
 chains = [["mxfp4"], ["prompt_lookup"]]
 
-[[data]]
-name = "words"
-file = "{data}/words.jsonl"
-count = 3
-"""
+""" + words(3)
 
 
 @pytest.fixture
-def lossless(tmp_path, saved_model, monkeypatch, capsys):
+def lossless(tmp_path, saved_model, from_the_root, capsys):
     """Runs the program on three prompts; its exit status and what it prints."""
-    spec = importlib.util.spec_from_file_location("lossless", PROGRAM)
-    program = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "lossless", program)
-    spec.loader.exec_module(program)
     (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
-    lines = [{"prompt": "def f("}, {"prompt": "a"}, {"question": "How many?"}, {"prompt": "not asked for"}]
-    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    write_words(tmp_path, [{"prompt": "def f("}, {"prompt": "a"}, {"question": "How many?"}, {"prompt": "not asked"}])
 
     def run(*options: str) -> tuple[int, str]:
-        places = ["--models", str(saved_model), "--data", str(tmp_path), "--results", str(tmp_path / "results")]
-        status = program.main([str(tmp_path / "plan.toml"), *places, "--device", "cpu", *options])
+        status, _ = run_plan("lossless", tmp_path, saved_model, "--device", "cpu", *options)
         return status, capsys.readouterr().out
 
     run.results = tmp_path / "results"
@@ -134,11 +125,12 @@ def test_a_difference_from_a_quantized_target_is_looked_at_in_float64(lossless, 
     assert difference["gap_float64"] == pytest.approx(difference["gap"], rel=0.1)
 
 
-def test_the_plan_of_qspec_is_complete():
+def test_the_plan_of_qspec_is_complete(monkeypatch):
+    """The program is one file, which runs without its folder being importable: `python eval/lossless.py`."""
     import hf_mlspec
 
     program = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("lossless", PROGRAM))
-    sys.modules["lossless"] = program
+    monkeypatch.setitem(sys.modules, "lossless", program)
     spec.loader.exec_module(program)
     plan = program.read_plan(PROGRAM.parent / "configs" / "lossless_qspec.toml")
     config = hf_mlspec.MLSpecConfig(**plan["quantize"])

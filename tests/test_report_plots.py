@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
+from programs import program
 from result_lines import CHAIN, acceptance, decode, line
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("from_the_root")
 pytest.importorskip("matplotlib")
 
 
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 def test_curves_show_what_the_lines_say(monkeypatch):
-    curves, report = importlib.import_module("eval.plots_curves"), importlib.import_module("eval.report")
-    records_of = importlib.import_module("eval.report_kinds").records_of
+    curves, report = program("plots_curves"), program("report")
+    records_of = program("report_kinds").records_of
 
     def rows(*lines, **more):
         return report.labelled([{**record, "replayed": False, "commit": "x", **more}
@@ -40,8 +33,8 @@ def test_curves_show_what_the_lines_say(monkeypatch):
 
 
 def test_each_level_whose_length_varies_has_its_curve():
-    curves = importlib.import_module("eval.plots_curves")
-    read = importlib.import_module("eval.report_kinds").records_of
+    curves = program("plots_curves")
+    read = program("report_kinds").records_of
 
     def row(first: int, second: int) -> dict:
         made = line("ablation", levels=CHAIN, data="D", num_draft_tokens=[first, second], acceptance=[0.9, 0.8],
@@ -57,7 +50,7 @@ def test_each_level_whose_length_varies_has_its_curve():
 
 
 def test_a_kernel_lies_where_its_bytes_and_seconds_put_it(monkeypatch):
-    points = importlib.import_module("eval.plots_points")
+    points = program("plots_points")
     row = {"label": "ours", "op": "o", "m": 100, "k": 200, "n": 2, "ours": True, "missing": None, "ms": 0.5,
            "weight_bytes": 10_000, "probe": 2e10}
     lines = points.roofline([row, {**row, "n": 4, "missing": "x"}]).axes[0].get_lines()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..nn.packed import PackedLinear
 from ..nn.state import ModelState, state_of
@@ -62,7 +62,14 @@ def fingerprint(model: nn.Module) -> tuple:
 
     What was made in inference mode counts no changes; assigning to `.data` does not change that.
     """
-    return tuple([(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()])
+    return tuple([(p.data_ptr(), _changes(p)) for p in model.parameters()])
+
+
+def _changes(parameter: Tensor) -> int:
+    try:
+        return 0 if parameter.is_inference() else parameter._version
+    except RuntimeError:  # it was moved in inference mode, and its data is a view of a joined weight since
+        return 0
 
 
 def standing(model: nn.Module) -> tuple:
@@ -80,7 +87,7 @@ def standing(model: nn.Module) -> tuple:
         parameters += [p for p in own["_parameters"].values() if p is not None]
         if isinstance(module, PackedLinear):
             packed[id(module.switch)] = module.switch
-    weights = [(p.device, p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+    weights = [(p.device, p.data_ptr(), _changes(p)) for p in parameters]
     vectors = [
         p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in parameters if p.ndim == 1 and p.is_cpu
     ]

@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 
 from .int4 import GROUP_SIZES
+from .weight import INPUT_DTYPES
 
 LARGEST_CODES = {8: 127, 4: 7}
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def num_groups(size: int, group_size: int) -> int:

@@ -40,11 +40,10 @@ from ..precision import Bits, Family
 from .damage import require_size, require_values
 from .packing import LARGEST_CODE, pack_nibbles, unpack_nibbles
 from .record import Format, Option
-from .weight import PackedWeight
+from .weight import NibbleWeight, require_float_matrix
 
 GROUP_SIZES = (32, 64, 128)
 SYMMETRIC_ZERO = 8
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _SYMMETRIC_DIVISORS = (7.0, 7.5, 8.0, 8.5, 9.0)
 _ASYMMETRIC_DIVISORS = (15.0, 16.0, 17.0)
@@ -78,11 +77,7 @@ def quantize(
     TypeError for another dtype; ValueError when ``weight`` is no matrix, ``in`` no multiple of the group, or a row
     holds NaN, Inf or a group whose scale float16 cannot hold (the row and the group are named).
     """
-    if weight.dtype not in INPUT_DTYPES:
-        raise TypeError(f"int4 quantizes float32, bfloat16 or float16, not {weight.dtype}: convert the tensor first")
-    if weight.ndim != 2:
-        raise ValueError(f"int4 quantizes a matrix [out, in], not a tensor of shape {list(weight.shape)}")
-    out_features, in_features = weight.shape
+    out_features, in_features = require_float_matrix("int4 quantizes", weight)
     require_group_size(group_size, in_features)
     codes = torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_features, in_features // group_size, dtype=torch.float16, device=weight.device)
@@ -211,7 +206,7 @@ class Int4Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Int4Weight(PackedWeight):
+class Int4Weight(NibbleWeight):
     """One linear layer's int4 weight, as saved. ``weight_zero`` None: symmetric. ``name`` is only used in messages."""
 
     PARTS = Int4Parts
@@ -230,14 +225,6 @@ class Int4Weight(PackedWeight):
             return cls(*quantize(weight, group_size, symmetric), name)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_packed.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight_packed.shape[1] * 2
 
     @property
     def group_size(self) -> int:

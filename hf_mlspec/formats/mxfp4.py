@@ -39,11 +39,10 @@ from ..precision import Bits, Family
 from .damage import NAN_SCALE, require_size, require_values
 from .packing import pack_nibbles
 from .record import CastWord, Format, Option
-from .weight import PackedWeight
+from .weight import INPUT_DTYPES, NibbleWeight
 
 BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CHUNK = 1 << 19  # elements in flight: the temporaries (under 16 MB) stay in the cache, whatever the tensor's size
 _SEARCH_CHUNK = (1 << 15) - 1  # of quantize, below torch's grain: why is said in int4.py
@@ -193,7 +192,7 @@ class Mxfp4Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mxfp4Weight(PackedWeight):
+class Mxfp4Weight(NibbleWeight):
     """One linear layer's MXFP4 weight, as saved. ``name`` is only used in messages."""
 
     PARTS = Mxfp4Parts
@@ -212,14 +211,6 @@ class Mxfp4Weight(PackedWeight):
                 "draft with: repair the checkpoint or exclude this layer"
             )
         return cls(packed, scales, name)
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_packed.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight_packed.shape[1] * 2
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``[out, in]`` in ``dtype``."""

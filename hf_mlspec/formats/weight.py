@@ -9,8 +9,19 @@ import torch
 
 from .damage import require_dtype, require_size
 
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what can be quantized
 # A NamedTuple of each format's own: tensors on disk, or in the tiles that stand for them; None: done without.
 Parts = tuple[torch.Tensor | None, ...]
+
+
+def require_float_matrix(what: str, weight: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of float32, bfloat16 or float16 ``[out, in]``; TypeError for another dtype, ValueError for
+    another number of axes. ``what``: the words that the message begins with, "int4 quantizes"."""
+    if weight.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{what} float32, bfloat16 or float16, not {weight.dtype}: convert the tensor first")
+    if weight.ndim != 2:
+        raise ValueError(f"{what} a matrix [out, in], not a tensor of shape {list(weight.shape)}")
+    return weight.shape[0], weight.shape[1]
 
 
 class PackedWeight(ABC):
@@ -60,3 +71,19 @@ class PackedWeight(ABC):
         self.require_dtypes(tuple(part.dtype for part in expected), format)
         for part, tensor, other in zip(self.PARTS._fields, self.parts, expected, strict=True):
             require_size(self.name, f"weight_{part}", tensor, other.shape)
+
+
+class NibbleWeight(PackedWeight):
+    """One whose first part is uint8 ``[out, in / 2]``, two codes a byte."""
+
+    weight_packed: torch.Tensor
+
+    @property
+    def out_features(self) -> int:
+        """Rows."""
+        return self.weight_packed.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Columns."""
+        return self.weight_packed.shape[1] * 2

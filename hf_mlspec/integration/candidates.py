@@ -46,7 +46,7 @@ class ChainCandidateGenerator(CandidateGenerator):
         if not levels:
             raise ValueError("ChainCandidateGenerator needs at least one level to draw candidates from")
         check_target(model, settings.num_beams)
-        check_request(torch.ones(1, 1), settings, {})
+        check_request(None, settings, {})
         self.max_length = settings.max_length
         self._prompts, self._settled = None, []
         found = resolve(model, levels, assistant_tokenizers, config)

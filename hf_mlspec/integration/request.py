@@ -61,9 +61,12 @@ def check_target(model, num_beams: int | None) -> None:
         )
 
 
-def check_request(input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
-    """Raise ValueError for an option or an input that cannot go with assistant_models; the target is checked."""
-    if input_ids.numel() == 0:
+def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kwargs: dict) -> None:
+    """Raise ValueError for an option or an input that cannot go with assistant_models; the target is checked.
+
+    input_ids: None where no prompt is known yet.
+    """
+    if input_ids is not None and input_ids.numel() == 0:
         raise ValueError(
             "assistant_models needs input_ids with at least one token per row (inputs_embeds is not supported)"
         )
@@ -79,7 +82,8 @@ def check_request(input_ids: Tensor, settings: GenerationConfig, model_kwargs: d
                 f"{option} and assistant_models were both given: leave {option} out, levels like 'prompt_lookup' and "
                 "'early_exit:4' do the same"
             )
-    _check_mask(input_ids, settings, model_kwargs)
+    if input_ids is not None:
+        _check_mask(input_ids, settings, model_kwargs)
     _check_cache(settings, model_kwargs)
     extra = sorted(k for k, v in model_kwargs.items() if k not in _OURS and v is not None)
     if extra:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_mlspec import ops
+from hf_mlspec.ops import library
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,3 +14,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in here:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def kernels_are_required(monkeypatch):
+    """An op without a kernel is an error instead of slow."""
+    monkeypatch.setenv(library.REQUIRE_VARIABLE, "1")

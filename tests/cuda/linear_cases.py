@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -82,3 +87,46 @@ class Case:
         """Memory the allocator hands out next holds NaN: an output that is not written shows."""
         kept = [torch.full((rows, self.out), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
         del kept
+
+
+def check_captured_chain(multiply: Callable[[Tensor], Tensor], x: Tensor, others: Tensor) -> None:
+    """A graph of square linears, each of which reads what the one before it writes, has the bits of single calls.
+
+    In a graph a kernel starts while the one in front of it ends: x ``[rows, n]`` is what that one writes. others: of
+    x's shape, for a replay with new numbers in its place.
+    """
+    x = x.clone()
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(12):
+            y = multiply(y)
+        return y
+
+    expected = chain()
+    assert not expected.isnan().any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured.view(torch.int16), expected.view(torch.int16))
+    x.copy_(others)
+    graph.replay()
+    replayed = captured.clone()
+    assert torch.equal(replayed, chain())
+
+
+needs_other_kernels = pytest.mark.skipif(os.environ.get("MLSPEC_CUDA_KERNELS") == "portable", reason="they are these")
+
+
+def check_with_the_kernels_of_every_gpu(file: str, op: str) -> None:
+    """Run the tests of `file` with the kernels that serve all GPUs: a process decides once, so another one does."""
+    served = {name: kernel for name, device, kernel in ops.kernel_table() if device == "cuda"}
+    if served[op] != "sm_90a":
+        pytest.skip("this GPU has no other kernels")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, "MLSPEC_CUDA_KERNELS": "portable"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -172,7 +172,7 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(monkeypatch, laun
     alone = stepwise(monkeypatch, target, inputs, max_new_tokens=120)
     hf_mlspec.clear(target)
 
-    def full(self, slots):
+    def full(self, batch, slots):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
 
     monkeypatch.setattr(CapturedChain, "grow", full)

@@ -8,25 +8,31 @@ import sys
 
 import pytest
 import torch
-from linear_cases import DEVICE, FORMATS, SHAPES, TOKENS, Case, Format
+from linear_cases import (
+    DEVICE,
+    FORMATS,
+    SHAPES,
+    TOKENS,
+    Case,
+    Format,
+    check_captured_chain,
+    check_with_the_kernels_of_every_gpu,
+    needs_other_kernels,
+)
 from torch import nn
 
 from hf_mlspec import ops
 from hf_mlspec.formats import activations
 from hf_mlspec.nn.linear import Int4Linear, KernelLinear, Mxfp4Linear
-from hf_mlspec.ops import library, tiles, tiles_cuda
 from hf_mlspec.ops import mxfp4 as mxfp4_tiles
+from hf_mlspec.ops import tiles, tiles_cuda
 
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
 MXFP4, INT4 = Format("mxfp4", 16, 32, mxfp4=True), Format("int4", 16, 128)
 PRODUCTS = [
     (form, (out, size)) for form in FORMATS for out, size in SHAPES if not (form.group_size and size % form.group_size)
 ]
 CHAINED = (Format("bf16"), MXFP4, Format("mxfp4-a8", 8, 32, mxfp4=True), INT4, Format("int4-a8", 8, 32, zeros=True))
-
-
-@pytest.fixture(autouse=True)
-def kernels_are_required(monkeypatch):
-    monkeypatch.setenv(library.REQUIRE_VARIABLE, "1")
 
 
 @pytest.mark.parametrize(("form", "shape"), PRODUCTS, ids=lambda value: getattr(value, "name", str(value)))
@@ -86,28 +92,8 @@ def test_operands_at_any_address_and_of_other_floats():
 @pytest.mark.parametrize("form", CHAINED, ids=lambda form: form.name)
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_captured_chain_of_linears_waits_for_what_it_reads(form, tokens):
-    """In a graph a kernel starts while the one in front of it ends: x is what that one writes."""
     case = Case(form, 1024, 1024)
-    x = case.x[:tokens].clone()
-
-    def chain() -> torch.Tensor:
-        y = x
-        for _ in range(12):
-            y = case.multiply(y)
-        return y
-
-    expected = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        captured.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(captured, expected)
-    x.copy_(case.x[-tokens:])
-    graph.replay()
-    replayed = captured.clone()
-    assert torch.equal(replayed, chain())
+    check_captured_chain(case.multiply, case.x[:tokens], case.x[-tokens:])
 
 
 @pytest.mark.parametrize(("group_size", "bits"), [(32, 8), (64, 8), (128, 8), (32, 4), (64, 4), (128, 4)])
@@ -204,15 +190,9 @@ def test_which_kernels_serve_is_told():
     assert table["quantize_rows"] == "sm_80+"
 
 
-@pytest.mark.skipif(os.environ.get("MLSPEC_CUDA_KERNELS") == "portable", reason="they are these")
+@needs_other_kernels
 def test_the_kernels_for_every_gpu_pass_these_tests():
-    """A process decides once, so another one runs this file."""
-    if dict((op, kernel) for op, device, kernel in ops.kernel_table() if device == "cuda")["bf16_linear"] != "sm_90a":
-        pytest.skip("this GPU has no other kernels")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "MLSPEC_CUDA_KERNELS": "portable"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    check_with_the_kernels_of_every_gpu(__file__, "bf16_linear")
 
 
 def test_an_unknown_choice_of_kernels_is_an_error():

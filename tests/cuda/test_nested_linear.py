@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from linear_cases import DEVICE
+from linear_cases import DEVICE, check_captured_chain, check_with_the_kernels_of_every_gpu, needs_other_kernels
 from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.formats import activations, nested
 from hf_mlspec.formats.nested import codebooks
-from hf_mlspec.ops import library
 from hf_mlspec.ops.nested import tiles as tiles_nested
 from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda
 
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
 # Odd outputs, less than a tile, chunks of 64 and 128 that are not full, 1 to 8 blocks a tile, layers of 8B models.
 SHAPES = (
     (1, 32), (7, 96), (131, 160), (136, 4096), (1000, 352), (4096, 2048), (4096, 4096), (1024, 14336), (4100, 11008),
     (8200, 640), (17000, 1536),
 )  # fmt: skip
 TOKENS = (1, 2, 4, 8, 9, 16, 17, 33, 64, 65, 100, 129, 256, 288, 300)
-
-
-@pytest.fixture(autouse=True)
-def kernels_are_required(monkeypatch):
-    monkeypatch.setenv(library.REQUIRE_VARIABLE, "1")
 
 
 class Nest:
@@ -148,23 +139,12 @@ def test_rows_of_a_table_are_those_of_the_dense_one(scale):
 @pytest.mark.parametrize("tokens", [1, 16, 40, 200])
 def test_a_captured_chain_waits_for_what_it_reads(weight_bits, activation_bits, tokens):
     nest = Nest(1024, 1024, exponent=-20)
-    x = nest.x[:tokens].clone()
 
-    def chain() -> Tensor:
-        y = x
-        for _ in range(10):
-            y = ops.nested_linear(y, *nest.tiles, nest.codebook, 1024, weight_bits=weight_bits,
-                                  activation_bits=activation_bits)  # fmt: skip
-        return y
+    def multiply(y: Tensor) -> Tensor:
+        return ops.nested_linear(y, *nest.tiles, nest.codebook, 1024, weight_bits=weight_bits,
+                                 activation_bits=activation_bits)  # fmt: skip
 
-    expected = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(10):
-        captured.fill_(torch.nan)
-        graph.replay()
-        assert same_bits(captured, expected)
+    check_captured_chain(multiply, nest.x[:tokens], nest.x[-tokens:])
 
 
 def test_operands_of_other_floats_and_shapes():
@@ -205,12 +185,6 @@ def test_weights_beyond_the_kernels_are_refused_with_numbers():
         ops.prepack_nested(nest.planes[0], scale, *nest.planes[2:])
 
 
-@pytest.mark.skipif(os.environ.get("MLSPEC_CUDA_KERNELS") == "portable", reason="they are these")
+@needs_other_kernels
 def test_the_kernels_for_every_gpu_pass_these_tests():
-    """A process decides once, so another one runs this file."""
-    if dict((op, kernel) for op, device, kernel in ops.kernel_table() if device == "cuda")["bf16_linear"] != "sm_90a":
-        pytest.skip("this GPU has no other kernels")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "MLSPEC_CUDA_KERNELS": "portable"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    check_with_the_kernels_of_every_gpu(__file__, "bf16_linear")

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
+from linear_cases import DEVICE, check_captured_chain, check_with_the_kernels_of_every_gpu, needs_other_kernels
 from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.formats import planes as bitplanes
-from hf_mlspec.ops import library
 from hf_mlspec.ops import planes as plane_ops
 from hf_mlspec.ops.operator import REFERENCES
 from hf_mlspec.ops.planes import tiles as tiles_planes
 from hf_mlspec.ops.planes import tiles_cuda as tiles_planes_cuda
 
-DEVICE = "cuda"
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
 WORDS = (8, 7, 6, 5, 4, 3, 2, 1, "int3", "int2", "ternary")
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 130)
 MANY = 300
@@ -66,11 +63,6 @@ def poison(rows: int, out: int) -> None:
     """Memory the allocator hands out next holds NaN: an output that is not written shows."""
     kept = [torch.full((rows, out), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
     del kept
-
-
-@pytest.fixture(autouse=True)
-def kernels_are_required(monkeypatch):
-    monkeypatch.setenv(library.REQUIRE_VARIABLE, "1")
 
 
 def check_product(case: Case, num_planes: int, bias: Tensor | None) -> None:
@@ -131,28 +123,8 @@ def test_a_linear_is_the_reference_up_to_rounding():
 @pytest.mark.parametrize("num_planes", [1, 4, 8])
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_captured_chain_waits_for_what_it_reads(num_planes, tokens):
-    """In a graph a kernel starts while the one in front of it ends: x is what that one writes."""
     case = make(8, 1024, 1024, 128)
-    x = case.x[:tokens].clone()
-
-    def chain() -> Tensor:
-        y = x
-        for _ in range(12):
-            y = case.multiply(y, num_planes)
-        return y
-
-    expected = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        captured.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(captured, expected)
-    x.copy_(case.x[-tokens:])
-    graph.replay()
-    replayed = captured.clone()
-    assert torch.equal(replayed, chain())
+    check_captured_chain(lambda y: case.multiply(y, num_planes), case.x[:tokens], case.x[-tokens:])
 
 
 @pytest.mark.parametrize(("word", "shape"), [(8, (300, 256, 128)), (3, (7, 96, 32)), (5, (129, 192, 64))])
@@ -202,13 +174,6 @@ def test_operands_that_do_not_fit_are_named():
         ops.bitplane_linear(x, *cpu_tiles, 40, group_size=64, zero_doubled=16, num_planes=4)
 
 
-@pytest.mark.skipif(os.environ.get("MLSPEC_CUDA_KERNELS") == "portable", reason="they are these")
+@needs_other_kernels
 def test_the_kernels_for_every_gpu_pass_these_tests():
-    """A process decides once, so another one runs this file."""
-    served = {op: kernel for op, device, kernel in ops.kernel_table() if device == "cuda"}
-    if served["bitplane_linear"] != "sm_90a":
-        pytest.skip("this GPU has no other kernels")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "MLSPEC_CUDA_KERNELS": "portable"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    check_with_the_kernels_of_every_gpu(__file__, "bitplane_linear")

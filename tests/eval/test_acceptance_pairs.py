@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from programs import needs_plans, program
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = needs_plans
 
 
 @pytest.fixture
-def pairs(monkeypatch):
-    pytest.importorskip("tomllib", reason="plans need Python 3.11 or later")
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("eval.acceptance_pairs")
+def pairs(from_the_root):
+    return program("acceptance_pairs")
 
 
 def test_shares_are_of_all_tokens(pairs):
@@ -91,8 +89,8 @@ def test_a_plan_of_pairs_is_measured_once_and_kept(pairs, saved_model, tmp_path,
     (tmp_path / "plan.toml").write_text(PLAN)
     asked = [str(tmp_path / "plan.toml"), "--models", str(saved_model), "--data", str(tmp_path), "--results",
              str(tmp_path / "results"), "--device", "cpu"]
-    program = importlib.import_module("eval.acceptance")
-    assert program.main(asked) == 0
+    acceptance = program("acceptance")
+    assert acceptance.main(asked) == 0
     assert "nested4 mxfp4" in capsys.readouterr().out
     found = [json.loads(line) for line in (tmp_path / "results" / "pairs.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["pair"], line["data"], line["prompts"]) for line in found] == [
@@ -102,7 +100,7 @@ def test_a_plan_of_pairs_is_measured_once_and_kept(pairs, saved_model, tmp_path,
     assert (len(texts), len(casts)) == (1, 1)  # both pairs share them
     assert found[0]["acceptance_against"] == found[1]["acceptance_against"]
     monkeypatch.setattr(pairs, "score_rows", None)  # all is there: nothing is scored again
-    assert program.main(asked) == 0
+    assert acceptance.main(asked) == 0
 
 
 def test_an_exact_draft_agrees_everywhere(pairs, saved_model, tmp_path):
@@ -120,9 +118,9 @@ def test_an_exact_draft_agrees_everywhere(pairs, saved_model, tmp_path):
 
 
 def test_a_missed_margin_is_an_exit_status(pairs, monkeypatch, capsys):
-    program = importlib.import_module("eval.acceptance")
+    acceptance = program("acceptance")
     line = {"kind": "paired acceptance", "target": "x", "data": "d", "draft": "nested4", "codebook": "fitted",
             "against": "mxfp4", "margin": 0.003, "met": False, **pairs.compared([[1, 0]], [[1, 1]])}
-    monkeypatch.setattr(program, "measured", lambda args: iter([line]))
-    assert program.main(["plan.toml"]) == 1
+    monkeypatch.setattr(acceptance, "measured", lambda args: iter([line]))
+    assert acceptance.main(["plan.toml"]) == 1
     assert "MISSED" in capsys.readouterr().out

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from programs import needs_plans, program, run_plan, system, words, write_words
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [needs_plans, pytest.mark.usefixtures("from_the_root")]
 PLAN = """
 name = "toy"
 max_new_tokens = 8
@@ -18,46 +15,20 @@ batches = 2
 repeats = 1
 memory = false
 over = ["cast"]
-[[systems]]
-name = "cast"
-model = "{models}"
-levels = ["mxfp4"]
-num_draft_tokens = 3
-[[systems]]
-name = "own"
-model = "{models}"
-format = "nested-bf16"
-levels = ["nested"]
-num_draft_tokens = 3
-[[data]]
-name = "words"
-file = "{data}/words.jsonl"
-count = 2
 """
+PLAN += system("cast", levels=["mxfp4"], num_draft_tokens=3)
+PLAN += system("own", format="nested-bf16", levels=["nested"], num_draft_tokens=3) + words(2)
 
 
 @pytest.fixture
-def program(monkeypatch):
-    pytest.importorskip("tomllib", reason="plans need Python 3.11 or later")
-    monkeypatch.syspath_prepend(str(ROOT))
-    threads = torch.get_num_threads()
-    yield lambda name: importlib.import_module(f"eval.{name}")
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def bench(program, tmp_path, saved_model, capsys):
+def bench(tmp_path, saved_model, capsys):
     """Runs a plan on two prompts: -> exit status, what it says on stderr, its lines."""
-    (tmp_path / "words.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("def f(", "class A:")))
+    write_words(tmp_path, ({"prompt": text} for text in ("def f(", "class A:")))
 
     def run(plan: str = PLAN):
         (tmp_path / "plan.toml").write_text(plan)
-        status = program("bench_decode").main([
-            str(tmp_path / "plan.toml"), "--models", str(saved_model), "--data", str(tmp_path), "--results",
-            str(tmp_path / "results"), "--threads", "1"])
-        file = tmp_path / "results" / "toy.jsonl"
-        return status, capsys.readouterr().err, [
-            json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        status, found = run_plan("bench_decode", tmp_path, saved_model, "--threads", "1")
+        return status, capsys.readouterr().err, found
 
     return run
 
@@ -90,7 +61,7 @@ def test_what_cannot_be_compared_is_refused(old, new, named, bench):
     assert named in said
 
 
-def test_a_nested_draft_reads_its_share_of_the_bytes(program, saved_model):
+def test_a_nested_draft_reads_its_share_of_the_bytes(saved_model):
     from transformers import AutoModelForCausalLM
 
     import hf_mlspec

@@ -9,17 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import program
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
-def program(name: str = "bench_gpu"):
-    return importlib.import_module(f"eval.{name}")
+pytestmark = pytest.mark.usefixtures("from_the_root")
 
 
 def finding(**changes):
@@ -33,31 +25,31 @@ def bench(**changes):
 
 
 def test_groups_are_named_and_put_in_order():
-    assert program().groups("step, linear,step") == ["linear", "step"]
-    assert program().parse([]).only == list(program().GROUPS)
+    assert program("bench_gpu").groups("step, linear,step") == ["linear", "step"]
+    assert program("bench_gpu").parse([]).only == list(program("bench_gpu").GROUPS)
 
 
 @pytest.mark.parametrize("text", ["", "lines", "linear,,step"])
 def test_an_unknown_group_is_refused(text, capsys):
     with pytest.raises(SystemExit):
-        program().parse([f"--only={text}"])
+        program("bench_gpu").parse([f"--only={text}"])
     assert "is no group: choose from linear, step" in capsys.readouterr().err
 
 
 def test_every_group_is_there():
-    for name, module in program().GROUPS.items():
+    for name, module in program("bench_gpu").GROUPS.items():
         assert callable(getattr(importlib.import_module(module), name))
         assert name in program("bench_gpu_report").TITLES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
 def test_without_a_gpu_nothing_is_run(capsys):
-    assert program().main(["--only", "linear"]) == 2
+    assert program("bench_gpu").main(["--only", "linear"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_large_shapes_are_not_for_a_cpu(capsys):
-    assert program().main(["--device", "cpu"]) == 2
+    assert program("bench_gpu").main(["--device", "cpu"]) == 2
     assert "--quick" in capsys.readouterr().err
 
 
@@ -69,7 +61,7 @@ def test_targets(value, target, at_least, met):
 
 
 def test_a_group_that_fails_is_told_and_the_others_go_on(monkeypatch, tmp_path, capsys):
-    bench_gpu, out, written = program(), tmp_path / "out.jsonl", tmp_path / "table.md"
+    bench_gpu, out, written = program("bench_gpu"), tmp_path / "out.jsonl", tmp_path / "table.md"
 
     def broken(bench):
         yield finding(what="M = 1")

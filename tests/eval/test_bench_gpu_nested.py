@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import program
 
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("from_the_root")
 compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="takes minutes without the compiled kernels")
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
-def program(name: str):
-    return importlib.import_module(f"eval.{name}")
 
 
 def bench():

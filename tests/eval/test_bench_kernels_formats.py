@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from programs import program
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def program(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    threads = torch.get_num_threads()
-    yield lambda name: importlib.import_module(f"eval.{name}")
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("from_the_root")
 
 
 @pytest.mark.parametrize(("op", "ours", "peers"), [
@@ -25,7 +16,7 @@ def program(monkeypatch):
      ["mxfp4 x int8", "mxfp4 x bf16", "bf16"]),
     ("bitplane_linear", [f"{count} of 8 planes x bf16" for count in (2, 3, 4, 8)], ["int4 g128 x bf16", "bf16"]),
 ])
-def test_every_precision_is_right_and_timed(op, ours, peers, program, tmp_path):
+def test_every_precision_is_right_and_timed(op, ours, peers, tmp_path):
     if not program("bench_kernels_samples").has_schedstat():
         pytest.skip("this system has no /proc/self/task/*/schedstat")
     out = tmp_path / "out.jsonl"
@@ -47,7 +38,7 @@ def test_every_precision_is_right_and_timed(op, ours, peers, program, tmp_path):
         assert in_order[-1] < 0.02
 
 
-def test_bytes_are_those_of_what_is_read(program):
+def test_bytes_are_those_of_what_is_read():
     contenders = program("bench_kernels_contenders")
     w = contenders.Weights(64, 128)
     sizes = {one.name: one.nbytes for one in contenders.contenders("nested_linear", w, None)}
@@ -59,7 +50,7 @@ def test_bytes_are_those_of_what_is_read(program):
     assert planes["2 of 8 planes x bf16"] == w.planes[0].nbytes // 4 + w.planes[1].nbytes
 
 
-def test_a_ratio_is_of_rounds_in_which_both_were_uncontended(program):
+def test_a_ratio_is_of_rounds_in_which_both_were_uncontended():
     Series = program("bench_kernels_samples").Series
     one, other = (Series(name, lambda: None, 1) for name in "ab")
     for mine, its, quiet in ((2.0, 1.0, True), (9.0, 1.0, False), (6.0, 3.0, True), (8.0, 8.0, True)):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-from pathlib import Path
-
 import pytest
+from programs import needs_plans, program, run_plan, words, write_words
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = needs_plans
 PLAN = """
 name = "words"
 target = "{models}"
@@ -19,31 +16,20 @@ batch_sizes = [2]
 chains = [[], ["nested"]]
 [quantize]
 format = "nested-bf16"
-[[data]]
-name = "words"
-file = "{data}/words.jsonl"
-count = 3
-"""
+""" + words(3)
 
 
 @pytest.fixture
-def lossless(tmp_path, saved_model, monkeypatch, capsys):
+def lossless(tmp_path, saved_model, from_the_root, capsys):
     """Runs the program on three prompts: -> its exit status, its lines, what it prints."""
-    pytest.importorskip("tomllib", reason="plans need Python 3.11 or later")
-    monkeypatch.syspath_prepend(str(ROOT))
-    program = importlib.import_module("eval.lossless")
-    lines = [{"prompt": "def f("}, {"prompt": "a"}, {"question": "How many?"}]
-    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    write_words(tmp_path, [{"prompt": "def f("}, {"prompt": "a"}, {"question": "How many?"}])
 
     def run(*options: str, plan: str = PLAN):
         (tmp_path / "plan.toml").write_text(plan, encoding="utf-8")
-        status = program.main([str(tmp_path / "plan.toml"), "--models", str(saved_model), "--data", str(tmp_path),
-                               "--results", str(tmp_path / "results"), "--device", "cpu", *options])
-        found = [json.loads(line) for file in (tmp_path / "results").glob("*.jsonl")
-                 for line in file.read_text().splitlines()]
+        status, found = run_plan("lossless", tmp_path, saved_model, "--device", "cpu", *options)
         return status, found, capsys.readouterr().out
 
-    run.program = program
+    run.program = program("lossless")
     return run
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
+from programs import program
 
 
 @pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("eval.nested_quality")
+def quality(from_the_root):
+    return program("nested_quality")
 
 
 def test_escapes_and_their_bytes_are_counted(quality):

@@ -357,14 +357,18 @@ def test_a_badge_replaces_itself_and_touches_nothing_else(made, tmp_path, before
     assert card.read_bytes() == once
 
 
+def refused_and_kept(save, path, text, said):
+    """`save` does not overwrite a file that holds `text`."""
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        save(path)
+    assert path.read_text(encoding="utf-8") == text
+
+
 @pytest.mark.parametrize("text", [f"{BEGIN}\n", f"{END}\n", f"{END}\n{BEGIN}\n",
                                   f"{BEGIN}\nx\n{END}\n{BEGIN}\ny\n{END}\n"])
 def test_a_card_with_half_a_block_is_refused_and_kept(made, tmp_path, text):
-    card = tmp_path / "README.md"
-    card.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"README\.md' holds \d lines"):
-        made.save_badge(card)
-    assert card.read_text(encoding="utf-8") == text
+    refused_and_kept(made.save_badge, tmp_path / "README.md", text, r"README\.md' holds \d lines")
 
 
 def test_other_cards_are_refused(made, tmp_path):
@@ -405,11 +409,8 @@ def test_a_failing_write_leaves_the_earlier_file(made, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["weights", '{"schema": "mlspec-trace/1"}', ""])
 def test_only_a_certificate_is_overwritten(made, tmp_path, content):
-    path = tmp_path / "model.safetensors"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"model\.safetensors' is there and no certificate"):
-        made.save(path)
-    assert path.read_text(encoding="utf-8") == content
+    said = r"model\.safetensors' is there and no certificate"
+    refused_and_kept(made.save, tmp_path / "model.safetensors", content, said)
 
 
 def test_two_levels_of_one_name_are_told_apart(target, tmp_path, saved_model):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from models import near, tiny
 from torch import nn
 
 import hf_mlspec
@@ -18,6 +19,16 @@ OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
 def on_cuda(model: nn.Module) -> nn.Module:
     """The model, whose chains run on the CUDA engine from now on, by the CPU's ops."""
     return hf_mlspec.prepare(model, engine="cuda")
+
+
+@pytest.fixture
+def target():
+    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def draft(target):
+    return near(target, 0.05)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from device_path import OPTIONS, on_cuda, rounds, stepwise
+from device_path import OPTIONS, draft, rounds, stepwise, target
 from models import letters, near, prompts, tiny
 from transformers import DynamicCache
 
@@ -24,23 +24,13 @@ from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds.chain import CapturedChain, bucket_of
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
-__all__ = ["rounds"]
+__all__ = ["draft", "rounds", "target"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
     pytest.mark.usefixtures("nothing_said_yet"),
 ]
 
 ONE, TWO = prompts([9]), prompts([9, 4])
-
-
-@pytest.fixture
-def target():
-    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
-
-
-@pytest.fixture
-def draft(target):
-    return near(target, 0.05)
 
 
 @pytest.fixture

@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_path import OPTIONS, on_cuda, rounds, stepwise
+from device_path import OPTIONS, draft, on_cuda, rounds, stepwise, target
+from frequencies import check_sampled_frequencies
 from models import EOS, near, packed, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
-__all__ = ["rounds"]
+__all__ = ["draft", "rounds", "target"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
     pytest.mark.usefixtures("nothing_said_yet"),
 ]
 
 BATCHES = {"one row": prompts([9]), "three": prompts([3, 17, 1]), "eight": prompts([3, 17, 1, 9, 9, 2, 30, 5])}
-
-
-@pytest.fixture
-def target():
-    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
-
-
-@pytest.fixture
-def draft(target):
-    return near(target, 0.05)
 
 
 def chains(draft) -> dict[str, list]:
@@ -199,18 +190,8 @@ def test_sampled_ids_are_those_of_the_target_alone_with_the_same_seed(rounds, ta
 
 
 def test_sampled_frequencies_are_the_targets(rounds, target, draft):
-    prompt = prompts([6])["input_ids"].repeat(2000, 1)
-    asked = {"max_new_tokens": 2, "do_sample": True, "top_k": 16, "eos_token_id": None, "temperature": 2.0}
-    torch.manual_seed(0)
-    mask = torch.ones_like(prompt)
-    out = target.generate(prompt, attention_mask=mask, **asked, assistant_models=[draft])
+    check_sampled_frequencies(target, [draft])
     assert rounds
-    asked |= {"assistant_models": [], "return_dict_in_generate": True, "output_scores": True}
-    expected = target.generate(prompt[:1], attention_mask=mask[:1], **asked).scores[0][0].double().softmax(-1)
-    likely, seen = expected > 0, torch.bincount(out[:, 6], minlength=64)
-    assert seen[~likely].sum() == 0
-    expected = 2000 * expected[likely]
-    assert ((seen[likely] - expected) ** 2 / expected).sum() < 37.7  # chi-squared, 15 degrees of freedom: 1 in 1000
 
 
 def test_end_of_sequence_of_the_model_itself(rounds, target, draft):

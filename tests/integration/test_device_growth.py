@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_path import OPTIONS, on_cuda, rounds, stepwise
+from device_path import OPTIONS, on_cuda, rounds, stepwise, target
 from models import PAD, near, prompts, tiny
 from transformers import DynamicCache
 
@@ -18,17 +18,12 @@ from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds.chain import CapturedChain
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
-__all__ = ["rounds"]
+__all__ = ["rounds", "target"]
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
     pytest.mark.usefixtures("nothing_said_yet"),
 ]
 CHAINS = ["alone", "draft", "mxfp4, draft"]
-
-
-@pytest.fixture
-def target():
-    return on_cuda(tiny(seed=2, dtype=torch.bfloat16))
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import copy
 import io
-import threading
 
 import pytest
 import torch
+from threaded import in_four_threads
 from torch import nn
 from transformers import GptOssConfig, MixtralConfig, NemotronHConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -275,14 +275,7 @@ def test_first_forwards_from_several_threads():
     inputs = routing(module)
     expected = PackedExperts.from_module(module)(*inputs)
     for _ in range(5):
-        packed, results = PackedExperts.from_module(module), []
-        threads = [threading.Thread(target=lambda p=packed, r=results: r.append(p(*inputs))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 4
-        assert all(torch.equal(y, expected) for y in results)
+        assert all(torch.equal(y, expected) for y in in_four_threads(PackedExperts.from_module(module), *inputs))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

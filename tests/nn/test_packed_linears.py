@@ -2,12 +2,12 @@
 
 import copy
 import io
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+from threaded import in_four_threads
 from torch import nn
 
 from hf_mlspec import ops
@@ -57,17 +57,6 @@ WIDTHS = [(kind, bits) for kind in KINDS for bits in ((16, 8) if kind == "mxfp4"
 @pytest.fixture(params=KINDS)
 def kind(request) -> Kind:
     return KINDS[request.param]
-
-
-@pytest.fixture
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(64, 43).to(torch.bfloat16).requires_grad_(False)  # 43: the last tile is short
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
 def shapes(layer) -> dict:
@@ -217,14 +206,7 @@ def test_layers_that_share_a_weight_change_together(linear, x, kind):
 def test_first_forwards_from_several_threads_and_in_inference_mode(linear, x, kind):
     expected = kind.of(linear)(x)
     for _ in range(10):
-        layer, results = kind.of(linear), []
-        threads = [threading.Thread(target=lambda la=layer, r=results: r.append(la(x))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 4
-        assert all(torch.equal(y, expected) for y in results)
+        assert all(torch.equal(y, expected) for y in in_four_threads(kind.of(linear), x))
     with torch.inference_mode():
         made_inside = kind.of(linear)
         layer = kind.of(linear)

@@ -17,17 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
 KINDS = [(8, 32), (8, 64), (6, 32), (4, 64), (1, 32), ("int3", 64), ("int2", 64), ("ternary", 64)]
 
 
-@pytest.fixture
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(64, 43).to(torch.bfloat16).requires_grad_(False)  # 43: the last tile is short
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
 def same_state(one: nn.Module, saved: dict) -> bool:
     own = one.state_dict()
     return own.keys() == saved.keys() and all(torch.equal(own[n], saved[n]) for n in saved if n != "bias")

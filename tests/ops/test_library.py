@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from test_instruction_sets import ISAS
+from instruction_sets import ISAS
 
 from hf_mlspec import ops
 from hf_mlspec.ops import library

@@ -1,13 +1,11 @@
 """Does every instruction set of this machine multiply with every prefix of every count of planes?"""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import plane_cases
 import pytest
 import torch
+from instruction_sets import PACKAGE, output_on
 
 from hf_mlspec import ops
 from hf_mlspec.ops import library
@@ -15,37 +13,21 @@ from hf_mlspec.ops import library
 needs_kernel = pytest.mark.skipif(
     library.kernel_of("bitplane_linear", "cpu") == "reference", reason="the compiled library is not built"
 )
-# A process per instruction set, without hf_mlspec/__init__.py: test_instruction_sets.py says why.
-CODE = """
-import sys, types, torch
-package = types.ModuleType("hf_mlspec")
-package.__path__ = [sys.argv[1] + "/../../hf_mlspec"]
-sys.modules["hf_mlspec"] = package
-from hf_mlspec.ops import library
-torch.set_num_threads(1)
-sys.path.insert(0, sys.argv[1])
+CODE = (
+    PACKAGE
+    + """
 import plane_cases
 assert library.kernel_of("bitplane_linear", "cpu") == sys.argv[2], library.kernel_table()
 plane_cases.check_all()
 print("checked")
 """
+)
 
 
 @needs_kernel
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512vnni", "avx512bf16", "amx"])
 def test_every_prefix(isa):
-    result = subprocess.run(
-        [sys.executable, "-c", CODE, str(Path(__file__).parent), isa],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MLSPEC_CPU_ISA": isa},
-    )
-    if f"MLSPEC_CPU_ISA={isa} is not supported by this CPU" in result.stderr or (
-        isa != "generic" and f"MLSPEC_CPU_ISA={isa} is unknown" in result.stderr
-    ):
-        pytest.skip(f"this CPU has no {isa}")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "checked"
+    assert output_on(isa, CODE, Path(__file__).parent) == "checked"
 
 
 def test_levels_without_a_kernel_of_ones_choice():

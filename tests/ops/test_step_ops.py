@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,16 +253,6 @@ def test_operands_that_do_not_fit(op, change, error, message):
         getattr(torch.ops.mlspec, op).default(*operands.values())
     if op == "rope_write_rows" and "starts" not in change:
         assert all(torch.equal(a, b) for a, b in zip(lanes, before, strict=True))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_operands_on_two_devices_are_refused(op):
-    assert cases.refuses_two_devices(op, good(op)) == (op != "gated")  # it has one tensor
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_opcheck_and_meta_tensors(op):
-    cases.check_registration(op, good(op))
 
 
 def test_no_rows():

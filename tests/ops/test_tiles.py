@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plane_cases import random_planes
 
 from hf_mlspec import ops
 from hf_mlspec.formats.packing import unpack_nibbles
 from hf_mlspec.ops import mxfp4, tiles
+from hf_mlspec.ops.planes import tiles as planes_tiles
 
 
 def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -47,13 +49,16 @@ def test_round_trips(out, blocks, seed):
                 assert again[2] is None if zero is None else torch.equal(again[2], zero)
 
 
-def test_tiles_in_several_chunks(monkeypatch):
-    packed, scale = random_bytes(200, 48), random_bytes(200, 3)
-    whole = ops.prepack_mxfp4(packed, scale)
-    monkeypatch.setattr(tiles, "_CHUNK", 2 * 16 * 96)
-    for cut, uncut in zip(ops.prepack_mxfp4(packed, scale), whole, strict=True):
+@pytest.mark.parametrize(("pack", "unpack", "weight", "chunk"), [
+    (ops.prepack_mxfp4, ops.unprepack_mxfp4, (random_bytes(200, 48), random_bytes(200, 3)), 2 * 16 * 96),
+    (planes_tiles.pack, planes_tiles.unpack, random_planes(2, 200, 96, 32), 3 * 16 * 12),
+], ids=["mxfp4", "planes"])
+def test_tiles_in_several_chunks(monkeypatch, pack, unpack, weight, chunk):
+    whole = pack(*weight)
+    monkeypatch.setattr(tiles, "_CHUNK", chunk)
+    for cut, uncut in zip(pack(*weight), whole, strict=True):
         assert torch.equal(cut, uncut)
-    assert torch.equal(ops.unprepack_mxfp4(*whole, 200)[0], packed)
+    assert torch.equal(unpack(*whole, 200)[0], weight[0])
 
 
 def test_what_is_no_weight_is_refused():

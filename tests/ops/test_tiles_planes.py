@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mlspec.ops import tiles
 from hf_mlspec.ops.planes import tiles as tiles_planes
 
 
@@ -40,15 +39,6 @@ def test_unpack_is_the_inverse_bit_for_bit(count, out, groups, group):
     back = tiles_planes.unpack(*tiles_planes.pack(planes, scale), out)
     assert torch.equal(back[0], planes)
     assert torch.equal(back[1].view(torch.int16), scale.view(torch.int16))
-
-
-def test_tiles_in_several_chunks(monkeypatch):
-    planes, scale = random_weight(2, 200, 96, 32)
-    whole = tiles_planes.pack(planes, scale)
-    monkeypatch.setattr(tiles, "_CHUNK", 3 * 16 * 12)
-    for cut, uncut in zip(tiles_planes.pack(planes, scale), whole, strict=True):
-        assert torch.equal(cut, uncut)
-    assert torch.equal(tiles_planes.unpack(*whole, 200)[0], planes)
 
 
 def test_what_is_no_weight_is_refused():

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import ISAS, output_on
 from models import packed, tiny
 
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
@@ -168,7 +166,6 @@ def test_one_decoder_is_both_levels_of_a_round():
                 assert torch.equal(own[:, :, :, true], plain.cache.kv[:, :, r, :, true])
 
 
-ISAS = ("generic", "avx2", "avxvnni", "avxvnniint8", "avx512vnni", "avx512bf16", "amx")
 PLAY = """
 import sys, torch
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
@@ -183,14 +180,4 @@ for dtype, group, symmetric in ((torch.bfloat16, 128, True), (torch.float32, 32,
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_on_every_instruction_set(isa):
-    result = subprocess.run(
-        [sys.executable, "-c", PLAY, str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MLSPEC_CPU_ISA": isa},
-    )
-    if f"MLSPEC_CPU_ISA={isa} is not supported by this CPU" in result.stderr or (
-        isa != "generic" and f"MLSPEC_CPU_ISA={isa} is unknown" in result.stderr
-    ):
-        pytest.skip(f"this CPU has no {isa}")
-    assert result.returncode == 0, result.stderr
+    output_on(isa, PLAY, Path(__file__).parent)

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from ..packing import pack_nibbles, unpack_nibbles
+from ..weight import require_float_matrix
 
 GROUP_SIZES = (32, 64, 128)
 MAX_PLANES = 8
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_SCALE = torch.finfo(torch.float16).max
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest subnormal
 _RATIOS = tuple(0.30 + 0.05 * step for step in range(15))  # of largest magnitude / largest level: 0.30 ... 1.00
@@ -99,11 +99,7 @@ def quantize(weight: Tensor, planes: int | str = 8, group_size: int = 128) -> Pl
     ``in``, and a row with NaN, Inf or a group whose scale float16 cannot hold (row and group are named).
     """
     cast = cast_of(planes)
-    if weight.dtype not in INPUT_DTYPES:
-        raise TypeError(f"bit-planes quantize float32, bfloat16 or float16, not {weight.dtype}: convert the tensor")
-    if weight.ndim != 2:
-        raise ValueError(f"bit-planes quantize a matrix [out, in], not a tensor of shape {list(weight.shape)}")
-    out_features, in_features = weight.shape
+    out_features, in_features = require_float_matrix("bit-planes quantize", weight)
     require_group_size(group_size, in_features)
     search = _search_of(planes, cast)
     packed = weight.new_empty((cast.num_planes, out_features, in_features // 8), dtype=torch.uint8)
