@@ -83,7 +83,8 @@ class ChainCandidateGenerator(CandidateGenerator):
         self._settled = row
         room = len(row) + self._chain.num_draft_tokens if self.max_length is None else self.max_length - 1
         limit = max(min(self._chain.num_draft_tokens, room - len(row)), 0)
-        with ragged_attention_on(self._chain.level_models), torch.inference_mode():
+        runners = [runner for runner in self._chain.runners if runner is not None and runner.can.by_module]
+        with ragged_attention_on([runner.model for runner in runners]), torch.inference_mode():
             draft = self._chain.drafter.propose([row], [limit])
         self._drafted = draft.lengths[0]
         return self._as_candidates(input_ids, draft)
