@@ -21,6 +21,7 @@ from eval.bench_gpu_timing import Timing, capture, synchronize, time_each
 from hf_mlspec import ops
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.rows import new_kv
 
 KEPT = 512  # tokens in the cache
 UNROLL = 4  # steps in one graph
@@ -59,7 +60,7 @@ class Step:
         self.ids = self.first.clone()
         self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
         self.counts = torch.full((batch,), width, dtype=torch.int32, device=device)
-        self.kv = decoder.new_kv(batch, kept + UNROLL * width)
+        self.kv = new_kv(decoder, batch, kept + UNROLL * width)
         self.kv.normal_()
         self.tokens = torch.empty(UNROLL, batch, width, dtype=torch.int32, device=device)
         decoder.reserve_positions(kept + UNROLL * width)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.precision import OWN_BITS, Bits
 
 _SHAPE = {
@@ -76,7 +77,7 @@ class Lanes:
     def __init__(self, decoder: CudaDecoder, batch: int, slots: int = 64, rows: int | None = None):
         """rows: of the cache, of which the first `batch` are used."""
         self.decoder, self.lengths = decoder, [0] * batch
-        self.cache = decoder.new_kv(rows or batch, slots).fill_(1e4)
+        self.cache = new_kv(decoder, rows or batch, slots).fill_(1e4)
         self.kv = self.cache[:, :, :batch]
 
     def feed(self, tokens: list[list[int]], *, padding: int = 0, bits: Bits = OWN_BITS) -> list[torch.Tensor]:

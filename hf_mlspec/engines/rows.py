@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
@@ -23,9 +24,9 @@ class Decoder(Protocol):
     vocab_size: int
     max_positions: int | None
     positions: int  # for how many there are rotary tables
-
-    def new_kv(self, batch: int, slots: int) -> Tensor:
-        """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]`, zeros."""
+    num_layers: int
+    sizes: Sizes
+    device: torch.device
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions."""
@@ -81,7 +82,7 @@ class DecoderCache:
     @classmethod
     def new(cls, decoder: Decoder, batch: int, capacity: int) -> DecoderCache:
         """An empty cache for `batch` rows of `capacity` slots or a few more."""
-        return cls(decoder.new_kv(batch, up_to_growth(capacity)), batch)
+        return cls(new_kv(decoder, batch, up_to_growth(capacity)), batch)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row, and for half as many again as there were where there is memory for those.
@@ -192,6 +193,13 @@ class DecoderRows(CachedRows):
         self.cache.reserve(slots)
         if slots > self.decoder.positions:
             self.decoder.reserve_positions(slots)
+
+
+def new_kv(decoder: Decoder, batch: int, slots: int) -> Tensor:
+    """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]` for a decoder, zeros."""
+    shape = (decoder.num_layers, 2, batch, decoder.sizes.kv_heads, slots, decoder.sizes.head_dim)
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
 
 def up_to_growth(slots: int) -> int:

@@ -19,6 +19,7 @@ from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_bfloat16, require_served
+from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import OWN_BITS, Bits
@@ -127,9 +128,9 @@ def test_logits_of_all_tokens_or_of_those_asked_for():
     decoder = CudaDecoder(random_model("llama", torch.float32))
     ids = torch.tensor(random_ids(2, 5), dtype=torch.int32)
     zeros, counts = torch.zeros(2, dtype=torch.int32), torch.full((2,), 5, dtype=torch.int32)
-    whole = decoder.forward(ids, zeros, counts, decoder.new_kv(2, 8))
+    whole = decoder.forward(ids, zeros, counts, new_kv(decoder, 2, 8))
     assert whole.shape == (10, decoder.vocab_size)
-    picked = decoder.forward(ids, zeros, counts, decoder.new_kv(2, 8), pick=torch.tensor([9, 4, 4]))
+    picked = decoder.forward(ids, zeros, counts, new_kv(decoder, 2, 8), pick=torch.tensor([9, 4, 4]))
     torch.testing.assert_close(picked, whole[[9, 4, 4]])
 
 
@@ -168,7 +169,7 @@ def test_positions_end_where_the_rotation_changes():
 )
 def test_operands_that_do_not_fit_are_named_before_anything_is_written(change, words):
     decoder = CudaDecoder(random_model("llama", torch.float32))
-    kv, ones = decoder.new_kv(2, 8), torch.ones(2, dtype=torch.int32)
+    kv, ones = new_kv(decoder, 2, 8), torch.ones(2, dtype=torch.int32)
     operands = {"ids": ones[:, None], "starts": ones, "counts": ones, "kv": kv, **change(kv)}
     with pytest.raises(ValueError, match=words):
         decoder.forward(**operands)

@@ -11,6 +11,7 @@ from warned import forget_warnings
 from hf_mlspec.engines.cuda import steps as cuda_steps
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.steps import CudaSteps
+from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.precision import OWN_BITS
 
 SLOTS = 64
@@ -63,7 +64,7 @@ def operands(batch: int, width: int, seed: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("pick", [None, torch.tensor([0, 3])], ids=["all", "some"])
 def test_replays_return_what_the_decoder_returns(decoder, captured, pick):
-    steps, kv = steps_of(decoder), decoder.new_kv(2, SLOTS).normal_()
+    steps, kv = steps_of(decoder), new_kv(decoder, 2, SLOTS).normal_()
     other = kv.clone()
     for seed in range(8):
         given = operands(2, 3, seed)
@@ -74,7 +75,7 @@ def test_replays_return_what_the_decoder_returns(decoder, captured, pick):
 
 
 def test_many_shapes_are_not_captured_again_and_again(decoder, captured):
-    steps, kv = steps_of(decoder), decoder.new_kv(1, SLOTS)
+    steps, kv = steps_of(decoder), new_kv(decoder, 1, SLOTS)
     for turn in range(60):
         for width in range(1, 13):
             steps.forward(*operands(1, width, turn), kv, pick=None, bits=OWN_BITS)
@@ -84,7 +85,7 @@ def test_many_shapes_are_not_captured_again_and_again(decoder, captured):
 
 def test_another_cache_has_graphs_of_its_own(decoder, captured):
     steps = steps_of(decoder)
-    for kv in (decoder.new_kv(1, SLOTS).normal_(), decoder.new_kv(1, SLOTS).normal_()):
+    for kv in (new_kv(decoder, 1, SLOTS).normal_(), new_kv(decoder, 1, SLOTS).normal_()):
         for seed in range(12):
             given = operands(1, 2, seed)
             expected = decoder.forward(*given, kv.clone())
@@ -93,7 +94,7 @@ def test_another_cache_has_graphs_of_its_own(decoder, captured):
 
 
 def test_long_steps_and_those_of_the_cpu_are_not_captured(decoder, captured):
-    kv = decoder.new_kv(1, 256)
+    kv = new_kv(decoder, 1, 256)
     steps, plain = steps_of(decoder), CudaSteps(nn.Identity(), decoder)
     for seed in range(5):
         steps.forward(*operands(1, cuda_steps._MOST_TOKENS + 1, seed), kv, pick=None, bits=OWN_BITS)
@@ -107,7 +108,7 @@ def test_without_memory_steps_run_uncaptured_and_it_is_said(decoder, monkeypatch
 
     forget_warnings()
     monkeypatch.setattr(cuda_steps, "recorded", full)
-    steps, kv = steps_of(decoder), decoder.new_kv(2, SLOTS)
+    steps, kv = steps_of(decoder), new_kv(decoder, 2, SLOTS)
     for seed in range(9):
         given = operands(2, 1, seed)
         expected = decoder.forward(*given, kv.clone())

@@ -74,13 +74,13 @@ def test_a_prepared_model_keeps_the_engine_it_was_prepared_for(name):
 
 @pytest.mark.parametrize("name", choose.ENGINES)
 def test_generate_runs_target_and_levels_on_the_named_engine(model, name, monkeypatch):
-    made, make = [], hf_mlspec.integration.wiring.engine_of
+    made, make = [], choose.engine_of
 
     def counted(model, **options):
         made.append(make(model, **options))
         return made[-1]
 
-    monkeypatch.setattr(hf_mlspec.integration.wiring, "engine_of", counted)
+    monkeypatch.setattr(choose, "engine_of", counted)
     inputs, draft = prompts([5]), near(model, 0.05)
     alone = model.generate(**inputs, **OPTIONS, assistant_models=[], speculation_config={"engine": name})
     out = model.generate(**inputs, **OPTIONS, assistant_models=["mxfp4", draft], speculation_config={"engine": name})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...nn.switch import PrecisionSwitch
 from ...ops.compiled_decoder import compiled_decoder, set_linear
-from ..architecture import UnknownArchitecture, rotary
+from ..architecture import CPU, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
 
@@ -25,7 +24,7 @@ class CpuDecoder:
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where it cannot run the model; KernelError without kernels."""
         found = weights.read(model)
-        self.sizes, self.dtype = found.sizes, found.dtype
+        self.sizes, self.dtype, self.device = found.sizes, found.dtype, CPU
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
         self.max_positions, self.positions = rotary.rotary_border(model), 0
@@ -51,12 +50,6 @@ class CpuDecoder:
             for index, table in enumerate(rotary.rope_tables(self._rotary, self._kinds, positions)):
                 self.handle.set_rope(index, *table)
             self.positions = positions  # last: other threads look at it
-
-    def new_kv(self, batch: int, slots: int) -> Tensor:
-        """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]`, zeros."""
-        sizes = self.sizes
-        shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
-        return torch.zeros(shape, dtype=self.dtype)
 
 
 def _multiply(found: list[PrecisionSwitch]) -> str:

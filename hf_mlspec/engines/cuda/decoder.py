@@ -107,13 +107,6 @@ class CudaDecoder:
                 self._ropes = [(cos.to(self.device), sin.to(self.device)) for cos, sin in tables]
                 self.positions = positions  # last: other threads look at it
 
-    def new_kv(self, batch: int, slots: int) -> Tensor:
-        """Keys and values ``[layers, 2, batch, kv_heads, slots, head_dim]``, zeros."""
-        sizes = self.sizes
-        shape = (self.num_layers, 2, batch, sizes.kv_heads, slots, sizes.head_dim)
-        with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
     def forward(
         self,
         ids: Tensor,

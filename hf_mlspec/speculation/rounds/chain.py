@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engines.cuda.steps import out_of_memory
-from ...engines.rows import up_to_growth
+from ...engines.rows import new_kv, up_to_growth
 from ...nn.state import say_once, state_of
 from .graphs import RoundGraphs
 from .program import RoundLevel, RoundProgram
@@ -88,7 +88,7 @@ class CapturedChain:
     def _larger(self, level: RoundLevel) -> Tensor:
         """Keys and values for all rows and slots, those that there are copied: one level's at a time are there
         twice."""
-        kv = level.decoder.new_kv(self.batch, self.slots)
+        kv = new_kv(level.decoder, self.batch, self.slots)
         if level.kv is not None:
             rows, slots = level.kv.shape[2], level.kv.shape[4]
             kv[:, :, :rows, :, :slots] = level.kv
