@@ -71,6 +71,14 @@ PROMPTS = {
         {**PAIR, "attention_mask": torch.ones(2, 7, dtype=torch.long)},
         r"attention_mask has shape \[2, 7\] and input_ids \[2, 6\]: one flag",
     ),
+    "a mask of ones, of another batch": (
+        {**PAIR, "attention_mask": torch.ones(3, 6, dtype=torch.long)},
+        r"attention_mask or position_ids have shape \[3, 6\] and input_ids \[2, 6\]: one row",
+    ),
+    "positions of another batch": (
+        {**PAIR, "position_ids": torch.zeros(3, 6, dtype=torch.long)},
+        r"attention_mask or position_ids have shape \[3, 6\] and input_ids \[2, 6\]: one row",
+    ),
     "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"at least one token per row"),
     "beyond the positions": (prompts([520]), r"520 prompt tokens.*512 positions.*shorten the prompt"),
 }
@@ -87,6 +95,12 @@ def test_positions_that_are_the_masks_own_are_fine():
     options = {"max_new_tokens": 5, "do_sample": False}
     stock = TARGET.generate(**PAIR, **options)
     assert torch.equal(TARGET.generate(**PAIR, **options, position_ids=positions, assistant_models=[NEAR]), stock)
+
+
+def test_one_row_of_ones_is_a_mask_for_all():
+    ids, options = prompts([6, 6])["input_ids"], {"max_new_tokens": 5, "do_sample": False, "assistant_models": [NEAR]}
+    ones = torch.ones(1, 6, dtype=torch.long)
+    assert torch.equal(TARGET.generate(ids, attention_mask=ones, **options), TARGET.generate(ids, **options))
 
 
 def test_unknown_model_inputs():
