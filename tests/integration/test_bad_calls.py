@@ -153,6 +153,24 @@ def test_a_sliding_cache_cannot_be_continued():
     )  # fmt: skip
 
 
+OTHER_STATES = {
+    "more heads": (lambda states: states.repeat(1, 2, 1, 1), r"have shape \[1, 4, 3, 8\], and \[1, 2, 3, 8\]"),
+    "rows": (lambda states: states.expand(2, -1, -1, -1), r"have shape \[2, 2, 3, 8\], and \[1, 2, 3, 8\] is what"),
+    "a shorter head": (lambda states: states[..., :4], r"have shape \[1, 2, 3, 4\], and \[1, 2, 3, 8\] is what"),
+    "another dtype": (lambda states: states.half(), r"are torch\.float16 on cpu, and LlamaForCausalLM computes in"),
+}
+
+
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_another_models_cache_is_refused_by_its_keys_and_its_values(name, which):
+    change, words = OTHER_STATES[name]
+    cache = TARGET(INPUTS["input_ids"][:, :3], use_cache=True).past_key_values
+    setattr(cache.layers[1], which, change(getattr(cache.layers[1], which)))
+    words = rf"the {which} of layer 1 of past_key_values {words}"
+    refused(ValueError, words, past_key_values=cache, assistant_models=[NEAR])
+
+
 def test_rotary_embeddings_that_change_with_length():
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     target = tiny(rope_parameters=scaling, max_position_embeddings=64)
