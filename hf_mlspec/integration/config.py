@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ..engines.choose import ENGINES
-from ..formats import FORMATS
-from ..formats.mxfp4 import require_rule
+from ..formats import casts, options
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
@@ -34,7 +33,7 @@ class SpeculationConfig:
     cast_head: quantize the output head of "mxfp4", "int3", "int2" and "ternary" levels too.
     cast_activation_bits: what multiplies the 4-bit weights of "mxfp4", "PATH@mxfp4" and "nested" levels: 8 (int8, a
         scale per token and block of 32: the paper's kernel) or 16 (bfloat16: nearer to the target, slower); None: 8 on
-        a CPU, else 16. Bit-planes ("planes4", "int3") are multiplied by bfloat16.
+        a CPU, else 16. Casts without that choice ("int3", "int2", "ternary") are multiplied by bfloat16.
     materialize: keep dequantized weights next to the packed ones of cast levels: faster where no kernel is built, at
         the memory of a full copy.
     max_ngram: longest suffix that "prompt_lookup" looks for.
@@ -83,9 +82,9 @@ class SpeculationConfig:
         if self.engine is not None and self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
         if self.cast_rule != type(self).cast_rule:
-            require_rule(self.cast_rule)
+            options()["rule"].require(self.cast_rule)
         bits = self.cast_activation_bits
-        if bits is not None and (not _is_count(bits, 1) or bits not in FORMATS["mxfp4"].activations):
+        if bits is not None and (not _is_count(bits, 1) or bits not in _cast_activations()):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")
 
     @classmethod
@@ -115,6 +114,11 @@ class SpeculationConfig:
                 f"{option} has {len(value)} entries for {count} levels: give one number, or one per level"
             )
         return value[index]
+
+
+def _cast_activations() -> set[int]:
+    """Activation bits that a cast to any format can ask for."""
+    return {bits for record, _ in casts().values() for bits in record.activations}
 
 
 def _as_list(value) -> list:

@@ -94,12 +94,18 @@ def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kw
 
 
 def _check_mask(input_ids: Tensor, settings: GenerationConfig, model_kwargs: dict) -> None:
-    """transformers drops a mask of ones, since 5.23, and keeps its width."""
+    """transformers drops a mask of ones, since 5.23, and keeps its width, and the positions that it made of it."""
     mask, width = model_kwargs.get("attention_mask"), getattr(settings, "_mask_length", None)
     if mask is not None:
         check_mask(list(mask.shape), input_ids)
     elif width is not None:
         check_mask([len(input_ids), width], input_ids)
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(input_ids)):
+        raise ValueError(
+            f"attention_mask or position_ids have shape {list(positions.shape)} and input_ids "
+            f"{list(input_ids.shape)}: one row for each prompt is needed"
+        )
 
 
 def _check_cache(settings: GenerationConfig, model_kwargs: dict) -> None:

@@ -49,22 +49,30 @@ def _check_layers(model: PreTrainedModel, given: DynamicCache, prompts: Prompts)
             f"past_key_values has {len(given.layers)} layers and {type(model).__name__} {config.num_hidden_layers}: "
             "it is another model's; leave it out"
         )
-    heads, dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    latent = hasattr(config, "kv_lora_rank")  # its head_dim is of a part of the keys only
+    heads, dim = (None if latent else getattr(config, name, None) for name in ("num_key_value_heads", "head_dim"))
     for index, layer in enumerate(given.layers):
-        keys = layer.keys
-        expected = [len(ids), heads or keys.shape[1], given.get_seq_length(), dim or keys.shape[3]]
-        if hasattr(config, "kv_lora_rank"):  # its head_dim is of a part of the keys only
-            expected[1], expected[3] = keys.shape[1], keys.shape[3]
-        if list(keys.shape) != expected:
-            raise ValueError(
-                f"the keys of layer {index} of past_key_values have shape {list(keys.shape)}, and {expected} is what "
-                f"{type(model).__name__} would make of the first tokens of {len(ids)} rows; leave it out"
-            )
-        if keys.device != ids.device or (keys.dtype != model.dtype and not torch.is_autocast_enabled(ids.device.type)):
-            raise ValueError(
-                f"the keys of layer {index} of past_key_values are {keys.dtype} on {keys.device}, and "
-                f"{type(model).__name__} computes in {model.dtype} on {ids.device}; leave it out"
-            )
+        size = dim or layer.keys.shape[-1]
+        own = latent or hasattr(config, "v_head_dim")
+        expected = [len(ids), heads or layer.keys.shape[1], given.get_seq_length(), size]
+        _check_states(model, layer.keys, expected, ids, f"the keys of layer {index}")
+        expected = [*expected[:3], layer.values.shape[-1] if own else size]
+        _check_states(model, layer.values, expected, ids, f"the values of layer {index}")
+
+
+def _check_states(model: PreTrainedModel, states: Tensor, expected: list[int], ids: Tensor, what: str) -> None:
+    if list(states.shape) != expected:
+        raise ValueError(
+            f"{what} of past_key_values have shape {list(states.shape)}, and {expected} is what "
+            f"{type(model).__name__} would make of the first tokens of {len(ids)} rows; leave it out"
+        )
+    if states.device != ids.device or (
+        states.dtype != model.dtype and not torch.is_autocast_enabled(ids.device.type)
+    ):
+        raise ValueError(
+            f"{what} of past_key_values are {states.dtype} on {states.device}, and "
+            f"{type(model).__name__} computes in {model.dtype} on {ids.device}; leave it out"
+        )
 
 
 def tokens_in(given: DynamicCache | None, prompts: Prompts) -> int:

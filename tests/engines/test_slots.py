@@ -12,7 +12,6 @@ from hf_mlspec.engines.cpu import weights as cpu_weights
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cuda import weights as cuda_weights
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
-from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 cpu = pytest.param("cpu", marks=pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled kernels"))
@@ -32,8 +31,8 @@ def test_both_decoders_read_the_same_formats():
 
 @pytest.mark.parametrize("name", [cpu, "cuda"])
 def test_a_format_without_a_slot_is_refused(model, name, monkeypatch, caplog):
-    monkeypatch.setattr(Int4Linear, "format", "toy")
-    words = f"linears are toy, which the {NAMES[name]} decoder does not read"
+    monkeypatch.delitem((cpu_weights if name == "cpu" else cuda_weights).SLOTS, "int4")
+    words = f"linears are int4, which the {NAMES[name]} decoder does not read"
     with pytest.raises(UnknownArchitecture, match=words):
         DECODERS[name](model)
     assert decoder_of(model, name) is None

@@ -17,11 +17,12 @@ import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.cli import main
 from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cpu import weights as cpu_weights
 from hf_mlspec.formats import FORMATS
 from hf_mlspec.integration.levels.resolve import parse_level
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.packed_formats import PACKINGS
-from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.ops.compiled_decoder import F32, Weight, has_compiled_decoder
 from hf_mlspec.precision import Precision
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,33 @@ def test_compiled_decoders_say_that_it_runs_module_by_module(folder, caplog, dec
         pytest.skip("no compiled library")
     assert decoder_of(quantized(folder), decoder) is None
     (said,) = [record.getMessage() for record in caplog.records if "module by module" in record.getMessage()]
-    assert said.startswith("LlamaForCausalLM runs module by module: it has a toy_format.Toy6Linear (its module model.")
+    which = {"cpu": "its q linears are toy6, which the CPU", "cuda": "its q, k, v linears are toy6, which the CUDA"}
+    assert f"LlamaForCausalLM runs module by module: {which[decoder]} decoder does not read" in said
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled library")
+def test_with_a_slot_a_compiled_decoder_runs_it(folder, monkeypatch, caplog):
+    def slot(linear, parts, shape):
+        assert type(linear) is toy_format.Toy6Linear
+        assert parts.codes.dtype == torch.uint8
+        return Weight(F32, linear.dequantized(), **shape)
+
+    inputs = prompts([8, 5])
+    model = quantized(folder)
+    alone = model.generate(**inputs, **GREEDY)
+    monkeypatch.setitem(cpu_weights.SLOTS, "toy6", slot)
+    assert decoder_of(model, "cpu") is not None
+    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_models=[]), alone)
+    assert "module by module" not in caplog.text
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled library")
+def test_a_class_that_no_format_registered_is_not_decoded(folder, monkeypatch, caplog):
+    model = quantized(folder)
+    monkeypatch.setitem(cpu_weights.SLOTS, "toy6", lambda *args: pytest.fail("a slot was asked for another class"))
+    model.model.layers[1].mlp.up_proj.__class__ = type("Mine", (toy_format.Toy6Linear,), {"__module__": "mine"})
+    assert decoder_of(model, "cpu") is None
+    assert "runs module by module: it has a mine.Mine (its module model.layers.1.mlp.up_proj)" in caplog.text
 
 
 def test_words_and_choices_are_those_of_the_record(folder, tmp_path, capsys):

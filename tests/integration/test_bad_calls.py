@@ -71,6 +71,14 @@ PROMPTS = {
         {**PAIR, "attention_mask": torch.ones(2, 7, dtype=torch.long)},
         r"attention_mask has shape \[2, 7\] and input_ids \[2, 6\]: one flag",
     ),
+    "a mask of ones, of another batch": (
+        {**PAIR, "attention_mask": torch.ones(3, 6, dtype=torch.long)},
+        r"attention_mask or position_ids have shape \[3, 6\] and input_ids \[2, 6\]: one row",
+    ),
+    "positions of another batch": (
+        {**PAIR, "position_ids": torch.zeros(3, 6, dtype=torch.long)},
+        r"attention_mask or position_ids have shape \[3, 6\] and input_ids \[2, 6\]: one row",
+    ),
     "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"at least one token per row"),
     "beyond the positions": (prompts([520]), r"520 prompt tokens.*512 positions.*shorten the prompt"),
 }
@@ -87,6 +95,12 @@ def test_positions_that_are_the_masks_own_are_fine():
     options = {"max_new_tokens": 5, "do_sample": False}
     stock = TARGET.generate(**PAIR, **options)
     assert torch.equal(TARGET.generate(**PAIR, **options, position_ids=positions, assistant_models=[NEAR]), stock)
+
+
+def test_one_row_of_ones_is_a_mask_for_all():
+    ids, options = prompts([6, 6])["input_ids"], {"max_new_tokens": 5, "do_sample": False, "assistant_models": [NEAR]}
+    ones = torch.ones(1, 6, dtype=torch.long)
+    assert torch.equal(TARGET.generate(ids, attention_mask=ones, **options), TARGET.generate(ids, **options))
 
 
 def test_unknown_model_inputs():
@@ -137,6 +151,24 @@ def test_a_sliding_cache_cannot_be_continued():
         ValueError, r"cannot be continued.*without sliding layers", target=target, past_key_values=cache,
         assistant_models=[NEAR],
     )  # fmt: skip
+
+
+OTHER_STATES = {
+    "more heads": (lambda states: states.repeat(1, 2, 1, 1), r"have shape \[1, 4, 3, 8\], and \[1, 2, 3, 8\]"),
+    "rows": (lambda states: states.expand(2, -1, -1, -1), r"have shape \[2, 2, 3, 8\], and \[1, 2, 3, 8\] is what"),
+    "a shorter head": (lambda states: states[..., :4], r"have shape \[1, 2, 3, 4\], and \[1, 2, 3, 8\] is what"),
+    "another dtype": (lambda states: states.half(), r"are torch\.float16 on cpu, and LlamaForCausalLM computes in"),
+}
+
+
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_another_models_cache_is_refused_by_its_keys_and_its_values(name, which):
+    change, words = OTHER_STATES[name]
+    cache = TARGET(INPUTS["input_ids"][:, :3], use_cache=True).past_key_values
+    setattr(cache.layers[1], which, change(getattr(cache.layers[1], which)))
+    words = rf"the {which} of layer 1 of past_key_values {words}"
+    refused(ValueError, words, past_key_values=cache, assistant_models=[NEAR])
 
 
 def test_rotary_embeddings_that_change_with_length():

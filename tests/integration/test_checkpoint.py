@@ -178,7 +178,10 @@ def test_a_damaged_header(folder, old, new, words):
     ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0.0, 4.0]}}, "a has 0.0 among its sizes and offsets"),
     (b'{"a":' * 100_000, "cannot be read"),
     ({"__metadata__": {CHECKSUMS_KEY: "[" * 100_000}}, "its checksums cannot be read"),
-], ids=["metadata", "no metadata", "negative", "no integers", "nested", "nested checksums"])  # fmt: skip
+    *[({"__metadata__": {CHECKSUMS_KEY: text}}, "damaged: its checksums cannot .* no JSON object of texts")
+      for text in ("[]", '[["a", "00000000"]]', '["ab"]', '{"a": 5}', '{"a": {}}', '"ab"', "null")],
+], ids=["metadata", "no metadata", "negative", "no integers", "nested", "nested checksums", "a list", "pairs",
+        "a list of a text", "a number for a text", "an object for a text", "a text", "null"])  # fmt: skip
 def test_a_strange_header(tmp_path, change, words):
     file = tmp_path / "model.safetensors"
     text = change if isinstance(change, bytes) else json.dumps(change).encode()

@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 import weakref
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,10 @@ from models import alone, letters, near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec import NGram, PromptLookup, SpeculationConfig
+from hf_mlspec.formats import FORMATS, CastWord
 from hf_mlspec.integration.config import NUM_DRAFT_TOKENS
 from hf_mlspec.integration.levels import resolve as levels_module
-from hf_mlspec.integration.levels.resolve import Word, as_words, parse_level
+from hf_mlspec.integration.levels.resolve import Word, _cast_options, as_words, parse_level
 from hf_mlspec.nn.state import ModelState, say_once, state_of
 from hf_mlspec.precision import Precision
 
@@ -139,6 +140,27 @@ def test_activation_bits_reach_every_cast(target, tmp_path):
             cast = found[0] if isinstance(found, tuple) else found
             bits = {module.activation_bits for module in cast.modules() if hasattr(module, "activation_bits")}
             assert bits == {used}
+
+
+def test_what_a_cast_is_told_is_what_its_format_takes(monkeypatch):
+    """Also of one that only its record knows: its words and options decide, not its name."""
+    own = replace(FORMATS["mxfp4"], word="toy", written="toy", casts=(CastWord("toy"),), options=())
+    monkeypatch.setitem(FORMATS, "toy", own)
+    config = SpeculationConfig(cast_rule="ceil", cast_activation_bits=16)
+    always = {"cast_head": True, "materialize": False}
+    assert _cast_options(parse_level("mxfp4"), config) == {
+        "format": "mxfp4", "rule": "ceil", "activation_bits": 16, **always
+    }  # fmt: skip
+    assert _cast_options(parse_level("toy"), config) == {"format": "toy", "activation_bits": 16, **always}
+    for word in ("int3", "ternary"):
+        assert _cast_options(parse_level(word), config) == {"format": word, **always}
+
+
+def test_a_cast_without_a_choice_of_activations_goes_by_its_own():
+    target = tiny(seed=2, dtype=torch.float32, hidden_size=64, head_dim=32)
+    write(target, "int3", speculation_config={"cast_activation_bits": 8, "cast_rule": "ceil"})
+    (cast,) = [entry[1] for entry in state_of(target).levels.values()]
+    assert {module.activation_bits for module in cast.modules() if hasattr(module, "activation_bits")} == {16}
 
 
 def test_clear_frees(target, built):

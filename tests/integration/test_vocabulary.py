@@ -62,6 +62,11 @@ def test_a_tokenizer_of_more_tokens_than_the_target_embeds_is_refused(call):
         CALLS[call](tokenizer=OTHER)
 
 
+def test_a_target_alone_reads_a_tokenizer_for_stop_strings_only():
+    how = {"max_new_tokens": 3, "do_sample": False, "tokenizer": OTHER, "stop_strings": ["zz"]}
+    assert torch.equal(TARGET.generate(**INPUTS, **how, assistant_models=[]), TARGET.generate(**INPUTS, **how))
+
+
 @pytest.mark.parametrize("rows", [64, 65, 128])
 def test_fewer_tokens_than_rows_are_the_rule(rows, recwarn):
     require_target_tokenizer(TOKENIZER, rows)

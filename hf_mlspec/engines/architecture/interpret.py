@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...nn.linear import Int4Linear, KernelLinear, Mxfp4Linear, is_dense
-from ...nn.nested import NestedEmbedding, NestedLinear
-from ...nn.planes import PlanesLinear
+from ...nn.linear import KernelLinear, is_dense
+from ...nn.nested import NestedEmbedding
+from ...nn.packed import PackedLinear
+from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import NONE
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from .description import NORMS, Description, not_served
 from .known import KNOWN
 from .rotary import rope_tables
 
-# Modules of a known class that are not transformers' own.
-_PACKED = {Mxfp4Linear, Int4Linear, NestedLinear, PlanesLinear}
-_BLOCKS = _PACKED | {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
+# Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
+_BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU}
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
@@ -83,12 +83,18 @@ def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
     """(in, out) features of a linear that a compiled decoder can read; UnknownArchitecture for another module."""
     if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
         return linear.weight.shape[1], linear.weight.shape[0]
-    if type(linear) not in _PACKED:
+    if not _is_packed(linear):
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
     if linear.transform is not NONE:
         what = linear.transform.word
         raise UnknownArchitecture(f"its {name} transforms its inputs ({what}), which no compiled decoder does")
     return linear.in_features, linear.out_features
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Whether a module is the very class that its format registered; whether a decoder reads it, its slots say."""
+    packing = PACKINGS.get(module.format) if isinstance(module, PackedLinear) else None
+    return packing is not None and type(module) is packing.linear
 
 
 def table_dtype(table: nn.Module) -> torch.dtype:
@@ -145,7 +151,8 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has forward hooks ({place})"
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
-        if type(module) not in _BLOCKS and not type(module).__module__.startswith(origins):
+        known = type(module) in _BLOCKS or _is_packed(module) or type(module).__module__.startswith(origins)
+        if not known:
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
 
 

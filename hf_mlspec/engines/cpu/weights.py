@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...formats import Parts
-from ...formats.mxfp4 import BLOCK
+from ...formats.int4 import Int4Parts
+from ...formats.mxfp4 import BLOCK, Mxfp4Parts
+from ...formats.nested import NestedParts
+from ...formats.planes import PlanesParts
 from ...nn.linear import Int4Linear, Mxfp4Linear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
@@ -96,23 +99,24 @@ def _packed(linear: PackedLinear, bias: Tensor | None, name: str) -> Weight:
     return slot(linear, linear.prepack_().parts("weight"), {**shape, "bits": linear.switch.bits})
 
 
-def _nested(linear: NestedLinear, parts: Parts, shape: dict[str, Any]) -> Weight:
-    draft, exponents, low, _, codebook, escape_rows, escape_weight = parts
-    escapes = {"escape_rows": escape_rows, "escape_weight": escape_weight}
-    return Weight(NESTED, draft, scale=exponents, low=low, codebook=codebook, group_size=BLOCK, **escapes, **shape)
+def _nested(linear: NestedLinear, parts: NestedParts, shape: dict[str, Any]) -> Weight:
+    own = {"scale": parts.scale, "low": parts.low, "codebook": parts.codebook, "group_size": BLOCK}
+    escapes = {"escape_rows": parts.escape_index, "escape_weight": parts.escape_value}
+    return Weight(NESTED, parts.packed, **own, **escapes, **shape)
 
 
-def _planes(linear: PlanesLinear, parts: Parts, shape: dict[str, Any]) -> Weight:
+def _planes(linear: PlanesLinear, parts: PlanesParts, shape: dict[str, Any]) -> Weight:
     own = {"group_size": linear.group_size, "zero_doubled": linear.zero_doubled}
-    return Weight(PLANES, parts[0], scale=parts[1], **own, **shape)
+    return Weight(PLANES, parts.planes, scale=parts.scale, **own, **shape)
 
 
-def _mxfp4(linear: Mxfp4Linear, parts: Parts, shape: dict[str, Any]) -> Weight:
-    return Weight(MXFP4, parts[0], scale=parts[1], group_size=BLOCK, **shape)
+def _mxfp4(linear: Mxfp4Linear, parts: Mxfp4Parts, shape: dict[str, Any]) -> Weight:
+    return Weight(MXFP4, parts.packed, scale=parts.scale, group_size=BLOCK, **shape)
 
 
-def _int4(linear: Int4Linear, parts: Parts, shape: dict[str, Any]) -> Weight:
-    return Weight(INT4, parts[0], scale=parts[1], zero=parts[2], group_size=linear.group_size, **shape)
+def _int4(linear: Int4Linear, parts: Int4Parts, shape: dict[str, Any]) -> Weight:
+    own = {"scale": parts.scale, "zero": parts.zero, "group_size": linear.group_size}
+    return Weight(INT4, parts.packed, **own, **shape)
 
 
 # Of each format: (linear, its tiles, its shape, bias and bits as fields of a Weight) -> how the CPU decoder reads it.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...formats import Parts
-from ...nn.linear import Int4Linear
 from ...nn.nested import NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import as_one
@@ -49,7 +48,7 @@ class FourBitLinear:
     def __init__(self, module: PackedLinear, tiles: Parts, out_features: int, bias: Tensor | None):
         self.tiles, self.out_features, self.bias, self.extra_bytes = tiles, out_features, bias, 0
         self.own = module.switch.bits
-        self.group_size = module.group_size if isinstance(module, Int4Linear) else None  # None: MXFP4
+        self.group_size = getattr(module, "group_size", None)  # None: blocks of MXFP4
         self.dequantize = module.switch.multiply == "dequant"
 
     def __call__(self, x: Tensor, bits: Bits) -> Tensor:
@@ -251,15 +250,15 @@ def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
         if one is None:
             return None
         whole.append(one)
-    return _with_escapes(modules, held, whole) if modules[0].format == "nested" else tuple(whole)
+    return _with_escapes(modules, held, whole) if hasattr(held[0], "escape_index") else tuple(whole)
 
 
 def _with_escapes(modules: Sequence[PackedLinear], held: list[Parts], whole: list[Tensor | None]) -> Parts:
-    """The parts of a nested group, with the rows of all of them that have escapes."""
+    """The parts of a group with escapes (nested), with the rows of all of them that have escapes."""
     rows, weights, first = [], [], 0
     for module, parts in zip(modules, held, strict=True):
-        if parts[5] is not None:
-            rows.append(parts[5] + first)
-            weights.append(parts[6])
+        if parts.escape_index is not None:
+            rows.append(parts.escape_index + first)
+            weights.append(parts.escape_value)
         first += module.out_features
     return *whole[:5], torch.cat(rows) if rows else None, torch.cat(weights) if weights else None

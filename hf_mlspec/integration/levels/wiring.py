@@ -198,7 +198,8 @@ def require_target_tokenizer(tokenizer, size: int) -> None:
     embed: it is refused. Fewer are the rule, since rows are rounded up, to a multiple of 64 or far beyond; less than
     half of the rows is no rounding, so it is said once, and goes on, for every id can be computed with. None, and what
     has no length, is unknown and passes. Tokenizers of levels are not judged: what a level drafts is checked, and ids
-    beyond its rows are read as padding.
+    beyond its rows are read as padding. Nor is that of a target alone (no levels), which reads it for stop strings
+    only, as stock generate does: no id of it is embedded, and a call that transformers serves is not refused.
     """
     if not isinstance(tokenizer, Sized):
         return

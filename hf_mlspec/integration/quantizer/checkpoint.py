@@ -65,9 +65,15 @@ def _checksums_of(file: Path, metadata: dict[str, str]) -> dict[str, str]:
                 "the checkpoint again"
             )
     try:
-        return dict(json.loads(metadata.get(CHECKSUMS_KEY, "{}")))
+        sums = json.loads(metadata.get(CHECKSUMS_KEY, "{}"))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: its checksums cannot be read ({error})") from error
+    if not isinstance(sums, dict) or not all(isinstance(value, str) for value in sums.values()):
+        raise ValueError(
+            f"{file} is damaged: its checksums cannot be read (its {CHECKSUMS_KEY} is no JSON object of texts); "
+            "download or write the checkpoint again"
+        )
+    return sums
 
 
 def _nearly(key: str, known: str) -> bool:
