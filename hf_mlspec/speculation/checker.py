@@ -110,7 +110,8 @@ class Checker:
         values = columns.tolist()
         for r, (line, on) in enumerate(zip(values, alive, strict=True)):
             if line[0] and on:
-                self.sampler.refuse(r, len(rows[r]), nan_error(self.name, logits.dtype))
+                processed = self.sampler.do_sample and self.sampler.reads_tokens
+                self.sampler.refuse(r, len(rows[r]), nan_error(self.name, logits.dtype, processed))
         accepted = [line[1] for line in values]
         tokens = [line[2 : 3 + a] if on else [] for line, a, on in zip(values, accepted, alive, strict=True)]
         roll_back(self.runner, [len(row) + a for row, a in zip(rows, accepted, strict=True)])
@@ -159,11 +160,12 @@ def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:
     return runner.can.greedy_rounds and sampler.is_greedy and runner.vocab_size <= sampler.vocab_size
 
 
-def nan_error(name: str, dtype: torch.dtype) -> FloatingPointError:
-    """What NaN logits of a level mean."""
+def nan_error(name: str, dtype: torch.dtype, processed: bool = False) -> FloatingPointError:
+    """What NaN logits of a level mean; processed: of a row that is sampled, as processors left it."""
+    masked = ", or a logits processor left no token" if processed else ""
     return FloatingPointError(
-        f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}; check "
-        "the checkpoint, or load it in bfloat16 or float32"
+        f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}{masked}; "
+        "check the checkpoint, or load it in bfloat16 or float32"
     )
 
 

@@ -13,6 +13,7 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     BertModel,
+    LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
     T5Config,
@@ -182,6 +183,16 @@ def nan_head(model):
     with torch.no_grad():
         model.lm_head.weight[3, 4] = float("nan")
     return model
+
+
+@pytest.mark.parametrize("levels", [[], ["prompt_lookup"]])
+def test_a_processor_that_leaves_no_token_is_among_the_causes(levels):
+    def none_left(ids, scores):
+        return torch.full_like(scores, -float("inf"))
+
+    options = {"logits_processor": LogitsProcessorList([none_left]), "max_new_tokens": 5, "do_sample": True}
+    with pytest.raises(FloatingPointError, match=r"NaN: its weights .*, or a logits processor left no token; check"):
+        TARGET.generate(**INPUTS, **options, assistant_models=levels)
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
