@@ -234,18 +234,20 @@ def _from_word(
     if word.kind == "precision":
         bits = lower_precision(target, text, _precision(word, config))
         return Level(text, model=target, shape_of_target=True, bits=bits)
-    cast = _cast_options(word, config)
-    key = (text, *cast.values())
+    key = text, config.cast_head, config.materialize, config.cast_rule, config.cast_activation_bits
     if word.kind == "cast":
-        model = _keep(state, key, fingerprint(target), lambda: direct_cast(target, **cast))
+        model = _keep(state, key, fingerprint(target), lambda: direct_cast(target, **_cast_options(word, config)))
         return Level(text, model=model, shape_of_target=True)
     if word.kind == "early_exit":
         model = _keep(state, text, fingerprint(target), lambda: early_exit(target, word.layers))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
-    given = cast if word.cast else None
     where = place.device, target.dtype
-    model, tokenizer = _keep(state, key, where, lambda: load_level(target, word.path, given))
+
+    def load() -> tuple[nn.Module, object | None]:
+        return load_level(target, word.path, _cast_options(word, config) if word.cast else None)
+
+    model, tokenizer = _keep(state, key if word.cast else text, where, load)
     name = Path(word.path).name or text
     return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
 
