@@ -7,7 +7,7 @@
 
 namespace mlspec {
 
-// A nested weight as the kernels read it (ops/tiles_nested.py), with the whole rows of outputs that have escapes.
+// A nested weight as the kernels read it (ops/nested/tiles.py), with the whole rows of outputs that have escapes.
 struct NestedTensors {
   const at::Tensor &draft, &exponents, &low;
   const std::optional<at::Tensor>&escape_rows, &escape_weight;
@@ -44,7 +44,7 @@ inline Linear nested_table(const std::string& name, const NestedTensors& parts, 
   return linear;
 }
 
-// plane_tiles [stored planes, tiles, in / 32, 64], as ops/tiles_planes.py has them; the tiles of a part of the outputs (Phi-3)
+// plane_tiles [stored planes, tiles, in / 32, 64], as ops/planes/tiles.py has them; the tiles of a part of the outputs (Phi-3)
 // have the planes of all of them in between.
 inline Linear planes_linear(const std::string& name, const at::Tensor& planes, const at::Tensor& scale, int64_t in, int64_t out,
                             int64_t group, int64_t zero_doubled) {

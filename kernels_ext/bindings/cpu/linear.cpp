@@ -1,5 +1,5 @@
 // How do the linear kernels meet torch? Check the operands, pack the activations, hand out output features to threads.
-// The schemas are Python's (hf_mlspec/ops/schema.py); this file holds no Python symbol.
+// The schemas are Python's (hf_mlspec/ops, a file a family); this file holds no Python symbol.
 #include "linear.h"
 
 #include <ATen/ops/empty.h>

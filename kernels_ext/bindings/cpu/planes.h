@@ -1,4 +1,4 @@
-// Which zero may a weight of bit-planes have? One with which bfloat16 holds the levels of every prefix (formats/bitplanes.py).
+// Which zero may a weight of bit-planes have? One with which bfloat16 holds the levels of every prefix (formats/planes/codes.py).
 #pragma once
 #include <c10/util/Exception.h>
 

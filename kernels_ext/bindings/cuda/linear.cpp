@@ -1,5 +1,5 @@
 // How do the linear kernels of GPUs meet torch? Check the operands, choose Hopper's kernels or those for every GPU, enqueue.
-// The schemas are Python's (hf_mlspec/ops/schema.py), tiles are drawn in hf_mlspec/ops/tiles_cuda.py.
+// The schemas are Python's (hf_mlspec/ops, a file a family), tiles are drawn in hf_mlspec/ops/tiles_cuda.py.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

@@ -1,5 +1,5 @@
-// How do the kernels of nested BF16 weights meet torch on a GPU? Schemas: hf_mlspec/ops/schema_formats.py, tiles:
-// hf_mlspec/ops/tiles_nested_cuda.py.
+// How do the kernels of nested BF16 weights meet torch on a GPU? Schemas: hf_mlspec/ops/nested, tiles:
+// hf_mlspec/ops/nested/tiles_cuda.py.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

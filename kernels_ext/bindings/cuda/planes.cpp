@@ -1,5 +1,5 @@
 // How do the kernels of bit-planes on GPUs meet torch? Check the operands, choose Hopper's kernels or those for every GPU,
-// enqueue. The schema is hf_mlspec/ops/schema_formats.py's, tiles are drawn in hf_mlspec/ops/tiles_planes_cuda.py.
+// enqueue. The schema is that of hf_mlspec/ops/planes, tiles are drawn in hf_mlspec/ops/planes/tiles_cuda.py.
 #include <torch/library.h>
 
 #include <algorithm>

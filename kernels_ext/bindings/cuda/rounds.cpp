@@ -1,4 +1,4 @@
-// How do the ops that keep the books of a captured round meet torch? What they take: hf_mlspec/ops/schema_round.py.
+// How do the ops that keep the books of a captured round meet torch? What they take: hf_mlspec/ops/round.py.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

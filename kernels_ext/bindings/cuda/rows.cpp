@@ -1,5 +1,5 @@
-// How do the kernels over rows, their cache and their logits meet torch on a GPU? What the ops take: hf_mlspec/ops/schema.py and
-// schema_step.py. Activations are bfloat16 here.
+// How do the kernels over rows, their cache and their logits meet torch on a GPU? What the ops take: hf_mlspec/ops/rows.py and
+// attention.py. Activations are bfloat16 here.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

@@ -14,7 +14,7 @@ struct Bits {
   bool operator==(const Bits&) const = default;
 };
 
-// Rows of a nested weight that its fields do not hold (formats/nested.py): whole, in bfloat16.
+// Rows of a nested weight that its fields do not hold (formats/nested/fields.py): whole, in bfloat16.
 struct EscapedRows {
   const int64_t* rows = nullptr;      // [count], ascending
   const uint16_t* weight = nullptr;  // [count][in]

@@ -47,7 +47,7 @@ struct Isa {
     return _mm256_or_si256(_mm256_add_epi16(v, _mm256_andnot_si256(is_zero, base)), _mm256_and_si256(signs, words(0x8000)));
   }
 
-  // Eight elements of 8 outputs: four registers of pairs (hf_mlspec/ops/tiles_nested.py).
+  // Eight elements of 8 outputs: four registers of pairs (hf_mlspec/ops/nested/tiles.py).
   static void rebuild_eight(const uint8_t* nibbles, const uint8_t* low, __m256i base, uint32_t (*pairs)[16]) {
     // Bytes 0 1 2 3 of an output in the order 0 2 1 3: words whose nibbles belong to elements (0, 4, 2, 6) and (1, 5, 3, 7).
     const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));

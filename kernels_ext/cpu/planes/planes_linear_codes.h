@@ -1,7 +1,7 @@
 // What do the bits of a few planes mean, and how do planes become codes side by side?
 //
 // Included inside the anonymous namespaces of bitplane_linear_*.cpp. The layout of a plane's 64 bytes is drawn in
-// hf_mlspec/ops/tiles_planes.py: bit q of an output's 32-bit word is element 2 q where q < 16, else 2 (q - 16) + 1.
+// hf_mlspec/ops/planes/tiles.py: bit q of an output's 32-bit word is element 2 q where q < 16, else 2 (q - 16) + 1.
 
 using mlspec::kBlock, mlspec::kMaxPlanes, mlspec::cpu_tiles::kPlaneBytes;
 

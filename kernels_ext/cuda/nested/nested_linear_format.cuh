@@ -5,7 +5,7 @@
 // number 4 + k at bit 8 k + 3: as selectors of a byte permutation the indices look up four magnitudes at once, and the signs are
 // the highest bits of four bytes. A second array holds the 12 bits v of the exact weights in three parts of the shape of the
 // nibbles: low bytes of steps 4 f, 4 f + 1, those of 4 f + 2, 4 f + 3 (per step a word of row r and one of row r + 8), and words
-// of high nibbles, number k in the low half of byte k, number 4 + k in the high half. hf_mlspec/ops/tiles_nested_cuda.py packs.
+// of high nibbles, number k in the low half of byte k, number 4 + k in the high half. hf_mlspec/ops/nested/tiles_cuda.py packs.
 //
 // A magnitude of the codebook is an integer below 64: as bits of a bfloat16 that integer times 2^-133, exactly. A scale byte is
 // the exponent of 2^(S + 1 - shift), so that the product is units * 2^(S - 132 - shift); the outputs are multiplied by 2^shift.

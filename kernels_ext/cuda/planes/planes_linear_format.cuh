@@ -9,7 +9,7 @@
 // the planes by log2 F rounds of bit selections without a shift. F is the power of two that is at least b.
 // As bits of a bfloat16 the lower 8 are an integer times 2^-133, exactly: one fused multiply-add makes two weights
 //   (code_b + code_offset) / 64,   code_offset = ((2^(B - b) - 1) / 2 - zero_doubled / 2) / 2^(B - b)
-// and the outputs are multiplied by 64 * 2^(B - b): see formats/bitplanes.py.
+// and the outputs are multiplied by 64 * 2^(B - b): see formats/planes/codes.py.
 #pragma once
 
 #include "../linear/linear.h"

@@ -1,5 +1,5 @@
 // Which noise belongs to a token? Philox4x32-10 (Salmon, Moraes, Dror and Shaw, SC 2011): words that are a pure function of
-// (seed, stream, position, token), as in hf_mlspec/ops/reference_step.py.
+// (seed, stream, position, token), as in hf_mlspec/ops/choose.py.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
 // What do the kernels that keep the books of a captured round take? Plain C: every pointer is device memory, every call only
-// enqueues work on `stream`. What the tensors hold: hf_mlspec/ops/schema_round.py.
+// enqueues work on `stream`. What the tensors hold: hf_mlspec/ops/round.py.
 #pragma once
 
 #include <stdint.h>

@@ -1,6 +1,6 @@
 // What do the kernels over rows, their cache and their logits take? Plain C: every pointer is device memory, every call only
 // enqueues work. Tensors lie dense and start at multiples of 16 bytes unless strides are given; what they mean:
-// hf_mlspec/ops/schema.py and schema_step.py.
+// hf_mlspec/ops/rows.py and attention.py.
 #pragma once
 
 #include <stdint.h>
