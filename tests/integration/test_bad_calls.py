@@ -5,6 +5,7 @@ from __future__ import annotations
 import models
 import pytest
 import torch
+import transformers
 from models import letters, near, prompts, tiny
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
@@ -73,11 +74,11 @@ PROMPTS = {
     ),
     "a mask of ones, of another batch": (
         {**PAIR, "attention_mask": torch.ones(3, 6, dtype=torch.long)},
-        r"attention_mask or position_ids have shape \[3, 6\] and input_ids \[2, 6\]: one row",
+        r"attention_mask (or position_ids have|has) shape \[3, 6\] and input_ids \[2, 6\]: one",
     ),
     "positions of another batch": (
         {**PAIR, "position_ids": torch.zeros(3, 6, dtype=torch.long)},
-        r"attention_mask or position_ids have shape \[3, 6\] and input_ids \[2, 6\]: one row",
+        r"attention_mask (or position_ids have|has) shape \[3, 6\] and input_ids \[2, 6\]: one",
     ),
     "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"at least one token per row"),
     "beyond the positions": (prompts([520]), r"520 prompt tokens.*512 positions.*shorten the prompt"),
@@ -97,6 +98,7 @@ def test_positions_that_are_the_masks_own_are_fine():
     assert torch.equal(TARGET.generate(**PAIR, **options, position_ids=positions, assistant_models=[NEAR]), stock)
 
 
+@pytest.mark.skipif(transformers.__version__ < "5.18", reason="this transformers hands the mask on")
 def test_one_row_of_ones_is_a_mask_for_all():
     ids, options = prompts([6, 6])["input_ids"], {"max_new_tokens": 5, "do_sample": False, "assistant_models": [NEAR]}
     ones = torch.ones(1, 6, dtype=torch.long)

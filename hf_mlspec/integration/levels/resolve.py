@@ -247,7 +247,7 @@ def _from_word(
     def load() -> tuple[nn.Module, object | None]:
         return load_level(target, word.path, _cast_options(word, config) if word.cast else None)
 
-    model, tokenizer = _keep(state, key if word.cast else text, where, load)
+    model, tokenizer = _keep(state, key if word.cast else (text,), where, load)
     name = Path(word.path).name or text
     return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
 
