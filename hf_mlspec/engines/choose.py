@@ -118,6 +118,12 @@ def decoder_of(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder | None:
     return _decoder(model, state_of(model), word)
 
 
+def built_decoder(model: nn.Module, word: str, state: ModelState | None = None) -> CpuDecoder | CudaDecoder:
+    """The model's decoder for the "cpu" or "cuda" engine, whatever else stands against its use; UnknownArchitecture
+    where it does not know the model. state: the model's, where the caller has it."""
+    return up_to_date(model, _DECODERS[word], state)
+
+
 def _decoder(
     model: nn.Module, state: ModelState, word: str, asked: bool = False
 ) -> CpuDecoder | CudaDecoder | None:
@@ -125,7 +131,7 @@ def _decoder(
     reason = _unserved(model, state, word)
     if reason is None and (word == "cuda" or state.prepared or _is_whole(model)):
         try:
-            return up_to_date(model, _DECODERS[word], state)
+            return built_decoder(model, word, state)
         except UnknownArchitecture as error:
             reason = error
     if isinstance(reason, UnknownArchitecture):
@@ -144,7 +150,7 @@ def required_decoder(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder:
     reason = _unserved(model, state, word)
     if reason is None:
         try:
-            return up_to_date(model, _DECODERS[word], state)
+            return built_decoder(model, word, state)
         except UnknownArchitecture as error:
             reason = error
     raise ValueError(
@@ -167,7 +173,7 @@ def why_by_module(model: nn.Module, *, name: str | None, prepare: bool) -> str:
     if word == "cpu" and not has_compiled_decoder():
         return "no compiled kernels"
     try:
-        up_to_date(model, _DECODERS[word])
+        built_decoder(model, word)
     except UnknownArchitecture as error:
         return str(error)
     return str(_unserved(model, state_of(model), word) or "autocast")

@@ -14,10 +14,7 @@ from ..nn.linear import KernelLinear, is_dense
 from ..nn.state import say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
-from .built import up_to_date
-from .choose import ENGINES, required_decoder
-from .cpu.decoder import CpuDecoder
-from .cuda.decoder import CudaDecoder
+from .choose import ENGINES, built_decoder, required_decoder
 
 
 def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
@@ -51,7 +48,7 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
         required_decoder(model, engine)
     else:
         try:
-            up_to_date(model, CpuDecoder if device.type == "cpu" else CudaDecoder)
+            built_decoder(model, device.type)
         except UnknownArchitecture as error:
             _serve_linears(model, str(error))
     state = state_of(model)

@@ -260,13 +260,13 @@ def _precision(word: Word, config: SpeculationConfig) -> Precision | None:
 
 
 def _cast_options(word: Word, config: SpeculationConfig) -> dict:
-    """How `direct_cast` is called for a word: with the rule where its format has rules, and with the activations where
-    it has a choice of them."""
+    """How `direct_cast` is called for a word that names a cast: with the rule where its format has rules, and with the
+    activations where it has a choice of them."""
     options = {"format": word.cast, "cast_head": config.cast_head, "materialize": config.materialize}
-    record = casts()[word.cast][0] if word.cast else None
-    if record is not None and "rule" in record.option_names:
+    record, _ = casts()[word.cast]
+    if "rule" in record.option_names:
         options["rule"] = config.cast_rule
-    if record is not None and len(record.activations) > 1:
+    if len(record.activations) > 1:
         options["activation_bits"] = config.cast_activation_bits
     return options
 
