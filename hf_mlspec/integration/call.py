@@ -24,7 +24,6 @@ from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
 from ..speculation.rounds.captured import CapturedRounds
 from ..speculation.rounds.chain import CapturedChain
-from ..speculation.rounds.host import HostRounds
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .capture import captured, go_on
@@ -226,7 +225,7 @@ def _loop(chain: Chain, captured: CapturedChain | None, device: torch.device, ho
     if captured is not None:
         rounds = CapturedRounds(captured, chain.target, chain.drafter)
     else:
-        rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+        rounds = chain.host_rounds(device)
     return Loop(rounds, **how)
 
 

@@ -15,7 +15,6 @@ from ..speculation.draft import Rows
 from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt
 from ..speculation.rounds.chain import CapturedChain, borrowed
-from ..speculation.rounds.host import HostRounds
 from ..speculation.rounds.plan import NotCaptured, round_levels
 from ..speculation.rounds.program import RoundLevel
 from ..speculation.rounds.rounds import NoRoom
@@ -65,7 +64,7 @@ def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> Spe
     model = chain.target.runner.model
     say_once(model, f"{type(model).__name__} goes on step by step: {reason}")
     chain.target.start(len(left.rows), device)
-    rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+    rounds = chain.host_rounds(device)
     loop, total = Loop(rounds, **how), chain.finish(left.stats)
     loop.start(left.rows, left.budgets)
     loop.numbers = left.numbers

@@ -17,7 +17,8 @@ from ..nn.state import say_once
 from .checker import Checker, Verdict, catch_up, nan_error, roll_back
 from .draft import Draft, Drafter, Rows
 from .drafters.model import ModelDrafter
-from .loop import Emit, Stop, decode
+from .loop import Emit, Loop, Stop
+from .rounds.host import HostRounds
 from .sampling import Sampler
 from .stats import LevelStats, SpeculationStats
 
@@ -256,6 +257,10 @@ class Chain:
         chain.models = [engine.model for engine in engines if engine.can.by_module]
         return chain
 
+    def host_rounds(self, device: torch.device) -> HostRounds:
+        """Rounds of this chain on the host, drafts on `device`."""
+        return HostRounds(self.target, self.drafter, num_draft_tokens=self.num_draft_tokens, device=device)
+
     def decode(
         self,
         rows: Rows,
@@ -266,11 +271,10 @@ class Chain:
         emit: Emit | None,
         ends: frozenset[int],
     ) -> SpeculationStats:
-        """Start anew and extend every row to its end, in rounds of the host; see `loop.decode`."""
+        """Start anew and extend every row to its end, in rounds of the host; see `Loop`."""
         self.target.start(len(rows), device)
-        most = self.num_draft_tokens
-        options = {"num_draft_tokens": most, "device": device, "stop": stop, "emit": emit, "ends": ends}
-        return self.finish(decode(self.target, self.drafter, rows, budgets, **options))
+        loop = Loop(self.host_rounds(device), stop=stop, emit=emit, ends=ends)
+        return self.finish(loop.decode(rows, budgets))
 
     def finish(self, stats: SpeculationStats) -> SpeculationStats:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""

@@ -17,7 +17,6 @@ from ...engines.modules.attention import ragged_attention_on
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
-from ...speculation.rounds.host import HostRounds
 from ...speculation.row_sampling import RowRule
 from ...speculation.stats import LevelStats, SpeculationStats
 from ..call import keep_stats
@@ -100,7 +99,7 @@ class _Stream:
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
         self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
-        rounds = HostRounds(chain.target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, device=device)
+        rounds = chain.host_rounds(device)
         self.loop = Loop(rounds, stop=self._stop, emit=self._emit)
         chain.target.start(0, device)
         self.loop.start([], [])
