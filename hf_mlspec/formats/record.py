@@ -147,8 +147,7 @@ FORMATS: dict[str, Format] = {}
 
 def register(record: Format) -> Format:
     """Make a format known to everything that goes through FORMATS. ValueError when one of its words is taken."""
-    words = {record.word, record.written, *(cast.word for cast in record.casts)}
-    taken = words & {word for known in FORMATS.values() for word in _words(known)}
+    taken = {*_words(record)} & {word for known in FORMATS.values() for word in _words(known)}
     if taken:
         raise ValueError(f"format {record.word!r}: the word {min(taken)!r} is taken, choose another")
     for family in record.families:

@@ -38,11 +38,6 @@ class Packing:
     beside: Callable[..., Parts] | None = None
     join: Callable[[Sequence[Parts]], Parts] | None = None
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the format's tensors, behind ``weight_``."""
-        return FORMATS[self.linear.format].parts
-
 
 PACKINGS: dict[str, Packing] = {}
 

@@ -16,6 +16,7 @@ from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.weights import joined
+from hf_mlspec.formats import FORMATS
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.packed_formats import PACKINGS
 from hf_mlspec.nn.switch import PrecisionSwitch
@@ -219,7 +220,7 @@ def test_tiles_of_a_gpu_are_shared_where_pairs_are_full(monkeypatch, weights, sy
         assert module.is_prepacked == shared
     assert (group.extra_bytes == 0) == shared
     whole = unpack(*group.tiles, first + 72)
-    for part, values in zip(PACKINGS[weights].parts, whole, strict=True):
+    for part, values in zip(FORMATS[weights].parts, whole, strict=True):
         if values is not None:
             assert torch.equal(values, torch.cat([one[f"weight_{part}"] for one in before]))
     again = joined(modules, "x")

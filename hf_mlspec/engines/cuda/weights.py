@@ -215,7 +215,7 @@ def _joined_packed(
 
 def _on_disk(module: PackedLinear) -> Parts:
     weight = module.packed_weight()
-    return tuple([getattr(weight, f"weight_{part}") for part in module.packing.parts])
+    return tuple([getattr(weight, f"weight_{part}") for part in module.record.parts])
 
 
 def _codebooks_differ(modules: Sequence[PackedLinear]) -> bool:
