@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import Tensor
 
-from hf_mlspec.engines.engine import Capabilities
+from hf_mlspec.engines.engine import Capabilities, Guess
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, Verdict
 from hf_mlspec.speculation.draft import Draft, Drafter, Rows
@@ -48,17 +48,12 @@ class TableRunner:
     def forget(self, row: int) -> None:
         self.lengths[row] = 0
 
-    def feed(
-        self,
-        rows: Rows,
-        draft: Tensor | None = None,
-        drafted: list[int] | None = None,
-        alive: list[bool] | None = None,
-    ) -> Tensor:
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         last = torch.tensor([row[-1] for row in rows])[:, None]
-        fed = zip(rows, drafted or [0] * len(rows), self.lengths, alive or [True] * len(rows), strict=True)
-        self.lengths = [len(row) + d if on else have for row, d, have, on in fed]
-        return self.step(last if draft is None else torch.cat([last, draft], dim=1))
+        lengths = guess.lengths if guess else [0] * len(rows)
+        fed = zip(rows, lengths, self.lengths, alive or [True] * len(rows), strict=True)
+        self.lengths = [len(row) + n if on else have for row, n, have, on in fed]
+        return self.step(torch.cat([last, guess.tokens], dim=1) if guess else last)
 
     def step(self, tokens: Tensor, *shape) -> Tensor:
         self.forwards += 1

@@ -8,7 +8,7 @@ the CPU (cpu/), and kernels that only enqueue, on a GPU (cuda/). choose.py decid
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,13 @@ from torch import Tensor, nn
 from ..precision import Bits
 
 Rows = list[list[int]]
+
+
+class Guess(NamedTuple):
+    """Guessed tokens behind every row: int64 `[batch, k]`, the first `lengths[r]` entries of row r valid."""
+
+    tokens: Tensor
+    lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -90,18 +97,11 @@ class Engine(Protocol):
     def shrink(self, slots: int) -> None:
         """Give memory back where rows of `slots` slots, at least what each holds, need half of what there is."""
 
-    def feed(
-        self,
-        rows: Rows,
-        draft: Tensor | None = None,
-        drafted: list[int] | None = None,
-        alive: list[bool] | None = None,
-    ) -> Tensor:
-        """Score what the cache lacks of every row, followed by its draft: logits `[batch, k + 1, vocab]`.
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """Score what the cache lacks of every row, followed by its guess: logits `[batch, k + 1, vocab]`.
 
-        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. alive: False for inactive rows.
-        Position j follows row r and its first j drafted tokens (beyond drafted[r], and of inactive rows: meaningless).
-        The cache then holds all of it.
+        alive: False for inactive rows. Position j follows row r and its first j guessed tokens (beyond the length of
+        its guess, and of inactive rows: meaningless). The cache then holds all of it.
         """
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:

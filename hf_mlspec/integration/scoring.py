@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engines.choose import engine_of
-from ..engines.engine import Engine
+from ..engines.engine import Engine, Guess
 from ..engines.modules.attention import ragged_attention_on
 from ..nn.switch import precision_switch
 from ..precision import Bits
@@ -216,7 +216,7 @@ def _logits(runner: Engine, rows: list[list[int]], guesses: list[list[int]]) -> 
     width = max(map(len, guesses))
     filled = [guess + [0] * (width - len(guess)) for guess in guesses]
     draft = torch.tensor(filled, device=runner.device, dtype=torch.long).view(len(rows), width)
-    logits = runner.feed(rows, draft if width else None, [len(guess) for guess in guesses])
+    logits = runner.feed(rows, Guess(draft, [len(guess) for guess in guesses]))
     flat = torch.cat([lane[: len(guess) + 1] for lane, guess in zip(logits, guesses, strict=True)]).float()
     return flat, flat.argmax(dim=-1)
 

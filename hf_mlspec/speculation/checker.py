@@ -98,9 +98,9 @@ class Checker:
     def _accept(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         if self.settles_in_engine:
             return self._check_in_engine(rows, draft, want_confidence, alive)
-        guess = draft.tokens if draft.tokens.shape[1] else None
-        logits = self.runner.feed(rows, guess, draft.lengths, alive)
-        scores = self.sampler.scores(logits, rows, guess, draft.lengths, alive)
+        guess = draft.guess()
+        logits = self.runner.feed(rows, guess, alive)
+        scores = self.sampler.scores(logits, rows, guess, alive)
         if self.sampler.do_sample:
             columns, probs = self._sampled(draft, scores)  # [batch, 2 + k + 1]: NaN seen, accepted, tokens
         else:

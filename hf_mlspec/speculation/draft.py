@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..engines.engine import Rows, Scores
+from ..engines.engine import Guess, Rows, Scores
 from .stats import LevelStats
 
 __all__ = ["Draft", "Drafter", "Rows"]
@@ -29,6 +29,10 @@ class Draft:
     lengths: list[int]
     probs: Tensor | None = None
     scores: Scores | None = None
+
+    def guess(self) -> Guess | None:
+        """The tokens and their lengths, as an engine takes them; None where nothing at all is proposed."""
+        return Guess(self.tokens, self.lengths) if self.tokens.shape[1] else None
 
     @classmethod
     def from_lists(cls, rows: Rows, device: torch.device | str = "cpu") -> Draft:

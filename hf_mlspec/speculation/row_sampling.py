@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .draft import Rows
+from ..engines.engine import Guess, Rows
 from .sampling import Process, Sampler
 
 
@@ -74,15 +74,15 @@ class RowRule:
         """Whether the row takes the argmax of the logits as they come."""
         return self.noise is None and self.sampler.is_greedy
 
-    def scores(self, scores: Tensor, row: list[int], guess: Tensor | None, judges: bool) -> Tensor:
-        """Float32 `[k + 1, vocab]` -> processed, guess int64 `[1, k]`. judges: it is the target that asks."""
+    def scores(self, scores: Tensor, row: list[int], guess: Guess | None, judges: bool) -> Tensor:
+        """Float32 `[k + 1, vocab]` -> processed; guess: of this one row. judges: it is the target that asks."""
         if self.sampler.is_greedy:
             return scores
         self.error = None if judges else self.error
         try:
-            return self.sampler.scores(scores[None], [row], guess, [len(scores) - 1])[0]
+            return self.sampler.scores(scores[None], [row], guess)[0]
         except Exception:  # the row's own code, which ends this row only, and only if the failing token is reached
-            return self._one_by_one(scores.clone(), row + ([] if guess is None else guess[0].tolist()), judges)
+            return self._one_by_one(scores.clone(), row + (guess.tokens[0].tolist() if guess else []), judges)
 
     def _one_by_one(self, scores: Tensor, tokens: list[int], judges: bool) -> Tensor:
         """Scores processed up to the position where a processor fails; `tokens` are the row and its guesses."""
@@ -125,23 +125,18 @@ class RowSampler(Sampler):
         self.rules[row].error, self.rules[row].failed_at = error, position
 
     def scores(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        draft: Tensor | None = None,
-        lengths: list[int] | None = None,
-        alive: list[bool] | None = None,
+        self, logits: Tensor, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None
     ) -> Tensor:
         """See `Sampler.scores`."""
         scores = self.fit(logits)
         if all(rule.sampler.is_greedy for rule in self.rules):
             return scores
-        lengths, alive = lengths or [0] * len(rows), alive or [True] * len(rows)
+        alive, lengths = alive or [True] * len(rows), guess.lengths if guess else [0] * len(rows)
         scores = scores.clone()
         for r, (rule, row, n, on) in enumerate(zip(self.rules, rows, lengths, alive, strict=True)):
             if on:
-                guess = None if draft is None else draft[r : r + 1, :n]
-                scores[r, : n + 1] = rule.scores(scores[r, : n + 1], row, guess, self.judges)
+                own = Guess(guess.tokens[r : r + 1, :n], [n]) if guess else None
+                scores[r, : n + 1] = rule.scores(scores[r, : n + 1], row, own, self.judges)
         return scores
 
     def keys(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:

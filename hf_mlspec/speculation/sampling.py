@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .draft import Rows
+from ..engines.engine import Guess, Rows
 
 # (prefixes, scores [n, vocab], row numbers of the original batch) -> scores [n, vocab]
 Process = Callable[[Rows, Tensor, list[int]], Tensor]
@@ -74,22 +74,18 @@ class Sampler:
         return logits[..., : self.vocab_size]
 
     def scores(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        draft: Tensor | None = None,
-        lengths: list[int] | None = None,
-        alive: list[bool] | None = None,
+        self, logits: Tensor, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None
     ) -> Tensor:
-        """Logits `[batch, k + 1, vocab]` -> processed float32 scores; position j follows rows[r] + draft[r, :j].
+        """Logits `[batch, k + 1, vocab]` -> processed float32 scores; position j follows row r and j guessed tokens.
 
-        lengths: per row the true length of its draft; what lies beyond has no meaning, nor has a row not alive.
+        What lies beyond the length of a guess has no meaning, nor has a row not alive.
         """
         scores = self.fit(logits)
         if self.process is not None:
-            lengths = lengths or [0] * len(rows)
+            nothing = [[]] * len(rows), [0] * len(rows)
+            guesses, lengths = (guess.tokens.tolist(), guess.lengths) if guess else nothing
             asked = lengths if alive is None else [n if on else -1 for n, on in zip(lengths, alive, strict=True)]
-            scores = self._process_by_length(scores, rows, draft, asked)
+            scores = self._process_by_length(scores, rows, guesses, asked)
         return self.warp(scores) if self.warp is not None else scores
 
     def keys(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
@@ -99,13 +95,12 @@ class Sampler:
         """
         return scores
 
-    def _process_by_length(self, scores: Tensor, rows: Rows, draft: Tensor | None, lengths: list[int]) -> Tensor:
+    def _process_by_length(self, scores: Tensor, rows: Rows, guesses: Rows, lengths: list[int]) -> Tensor:
         """Processors take equally long prefixes: group the positions of all rows by the number of generated tokens.
 
         They are asked about prefixes they would let happen, as in decoding token by token: nothing behind a guess they
         forbid or behind the end of a sequence, which no check can reach (a constraint may have no answer there).
         """
-        guesses = draft.tolist() if draft is not None else [[]] * len(rows)
         groups: dict[int, list[tuple[int, int]]] = {}
         for r, row in enumerate(rows):
             generated = len(row) - self.prompt_lengths[self.row_ids[r]]

@@ -10,6 +10,7 @@ from models import tiny
 
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.engines.modules.engine import ModuleEngine
 from hf_mlspec.engines.rows import GROWTH
@@ -73,7 +74,7 @@ class Players:
         """The follower writes tokens that are then overwritten; the leader's logits are those of each row alone."""
         catch_up(self.follower)
         assert self.follower.lengths == self.leader.lengths
-        self.follower.feed(self.rows, torch.full((len(self.rows), 2), 5), [2] * len(self.rows))
+        self.follower.feed(self.rows, Guess(torch.full((len(self.rows), 2), 5), [2] * len(self.rows)))
         logits = self.leader.feed(self.rows)
         for row, line in zip(self.rows, logits, strict=True):
             self.alone.start(1, CPU)

@@ -15,6 +15,7 @@ from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.linear import Int4Linear, KernelLinear, Mxfp4Linear
 from hf_mlspec.nn.state import is_prepared
 from hf_mlspec.nn.switch import PrecisionSwitch, precision_switch
@@ -39,7 +40,7 @@ def runner_of(model: nn.Module, batch: int, bits: Bits = OWN_BITS) -> CpuEngine:
 
 def scored_together(model: nn.Module, ids: torch.Tensor, bits: Bits = OWN_BITS) -> torch.Tensor:
     rows = [row[:1] for row in ids.tolist()]
-    return runner_of(model, len(ids), bits).feed(rows, ids[:, 1:], [ids.shape[1] - 1] * len(ids))
+    return runner_of(model, len(ids), bits).feed(rows, Guess(ids[:, 1:], [ids.shape[1] - 1] * len(ids)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -70,7 +71,7 @@ def test_bits_do_not_depend_on_the_grouping(name, dtype):
     assert torch.equal(together[1:], scored_together(model, ids[1:]))
     ragged = runner_of(model, 2)
     ragged.feed([rows[0][:30], rows[1][:5]])
-    logits = ragged.feed([rows[0][:31], rows[1][:6]], torch.tensor([rows[0][31:34], rows[1][6:9]]), [3, 2])
+    logits = ragged.feed([rows[0][:31], rows[1][:6]], Guess(torch.tensor([rows[0][31:34], rows[1][6:9]]), [3, 2]))
     assert torch.equal(logits[0], together[0, 30:34])
     assert torch.equal(logits[1, :3], together[1, 5:8])
 

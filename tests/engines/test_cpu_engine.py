@@ -14,6 +14,7 @@ from models import near, tiny
 
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.rows import GROWTH
 from hf_mlspec.nn.replace import direct_cast, early_exit
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -135,7 +136,7 @@ def test_score_feed_and_step_say_the_same():
     for one in (scored, fed, stepped):
         one.start(3, CPU)
     scores = scored.score(rows, guesses, want_confidence=True, want_logits=True)
-    logits = fed.feed(rows, torch.tensor([[20, 21], [22, 0], [0, 0]]), [2, 1, 0])
+    logits = fed.feed(rows, Guess(torch.tensor([[20, 21], [22, 0], [0, 0]]), [2, 1, 0]))
     assert scored.lengths == fed.lengths == [5, 2, 4]
     assert scored.forwards == fed.forwards == 1
     flat = torch.cat([logits[0], logits[1, :2], logits[2, :1]])

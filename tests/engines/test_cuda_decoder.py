@@ -19,6 +19,7 @@ from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_bfloat16, require_served
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -64,7 +65,7 @@ def test_it_is_the_compiled_decoder_of_the_cpu_but_for_rounding(name):
     out = capped(torch.stack(Lanes(decoder, 2).feed(ids)), decoder)
     runner = CpuEngine(model, CpuDecoder(model), capacity=LENGTH)
     runner.start(2, torch.device("cpu"))
-    other = runner.feed([row[:1] for row in ids], torch.tensor(ids)[:, 1:], [LENGTH - 1] * 2)
+    other = runner.feed([row[:1] for row in ids], Guess(torch.tensor(ids)[:, 1:], [LENGTH - 1] * 2))
     torch.testing.assert_close(out.float(), other, atol=1e-5, rtol=1e-5)
 
 

@@ -18,6 +18,7 @@ from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -45,7 +46,7 @@ def made_up(dtype: torch.dtype = torch.float32) -> nn.Module:
 def by_the_cpu(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     runner = CpuEngine(model, CpuDecoder(model), capacity=LENGTH + 1)
     runner.start(1, torch.device("cpu"))
-    return runner.feed([ids[0, :1].tolist()], ids[:, 1:], [ids.shape[1] - 1])[0].double()
+    return runner.feed([ids[0, :1].tolist()], Guess(ids[:, 1:], [ids.shape[1] - 1]))[0].double()
 
 
 def by_a_device(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

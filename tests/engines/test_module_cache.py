@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models import ARCHITECTURES, near, prompts, tiny
 from transformers import DynamicCache
 
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.modules.attention import Plan, attend, planned, ragged_attention_on
 from hf_mlspec.engines.modules.cache import RaggedCache
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
@@ -60,7 +61,7 @@ def test_every_row_of_a_batch_is_scored_as_if_alone(kind, lengths, rounds, seed)
         for shape in rounds:
             drafted = [n for n, _ in shape]
             guesses = torch.randint(3, 64, (len(rows), max(drafted)), generator=generator)
-            logits = runner.feed(rows, guesses if max(drafted) else None, drafted)
+            logits = runner.feed(rows, Guess(guesses, drafted) if max(drafted) else None)
             scored += [
                 (row + guesses[r, :n].tolist(), logits[r, : n + 1], n)
                 for r, (row, n) in enumerate(zip(rows, drafted, strict=True))

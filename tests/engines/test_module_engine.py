@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import tiny
 
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.modules.attention import Plan, planned, ragged_attention_on
 from hf_mlspec.engines.modules.cache import RaggedCache
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
@@ -74,7 +75,7 @@ def test_rows_of_different_lengths(spy):
 
 def test_drafts_follow_their_rows(spy):
     runner = runner_of(spy, 2)
-    logits = runner.feed([[5, 6, 7], [8]], torch.tensor([[20, 21], [30, 31]]), [2, 1])
+    logits = runner.feed([[5, 6, 7], [8]], Guess(torch.tensor([[20, 21], [30, 31]]), [2, 1]))
     assert last_tokens(logits)[0] == [7, 20, 21]
     assert last_tokens(logits)[1][:2] == [8, 30]
     assert runner.lengths == [5, 2]
@@ -107,7 +108,7 @@ def test_ids_and_positions_beyond_the_model_are_read_as_its_last(spy):
     runner = runner_of(spy, 2, num_embeddings=50, num_positions=4)
     runner.feed([[5, 60], [7, 8, 9, 61]])
     assert max(max(line) for line in spy.fed[0]) == 49
-    runner.feed([[5, 60, 1], [7, 8, 9, 61]], torch.tensor([[1, 2], [3, 4]]), [2, 0])
+    runner.feed([[5, 60, 1], [7, 8, 9, 61]], Guess(torch.tensor([[1, 2], [3, 4]]), [2, 0]))
     assert max(max(line) for line in spy.positions[1]) == 3
 
 
@@ -130,7 +131,7 @@ def test_the_bare_forward_gives_the_models_own_bits(kind):
         with ragged_attention_on([model]), torch.no_grad():
             first = runner.feed(rows)
             roll_back(runner, [7, 3])
-            second = runner.feed([[*rows[0][:7], 20], [*rows[1], 21]], torch.tensor([[1, 2], [3, 4]]), [2, 1])
+            second = runner.feed([[*rows[0][:7], 20], [*rows[1], 21]], Guess(torch.tensor([[1, 2], [3, 4]]), [2, 1]))
         written.append(torch.cat([first, second], dim=1))
     assert torch.equal(*written)
 

@@ -14,6 +14,7 @@ from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.nested import NestedEmbedding, NestedLinear
 from hf_mlspec.nn.switch import PrecisionSwitch, precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -65,7 +66,7 @@ def on_cpu(model: nn.Module, bits: Bits = OWN_BITS) -> torch.Tensor:
     runner = CpuEngine(model, CpuDecoder(model), capacity=LENGTH, bits=bits)
     runner.start(2, torch.device("cpu"))
     rows = [row[:1] for row in ids.tolist()]
-    return runner.feed(rows, ids[:, 1:], [LENGTH - 1] * 2)
+    return runner.feed(rows, Guess(ids[:, 1:], [LENGTH - 1] * 2))
 
 
 @pytest.mark.parametrize("name", NAMES)

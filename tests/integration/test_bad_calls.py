@@ -22,6 +22,12 @@ def refused(error: type[Exception], words: str, inputs: dict | None = None, targ
     models.refused(error, words, INPUTS if inputs is None else inputs, target, **options)
 
 
+def of_shape(name: str, batch: int, width: int) -> tuple[dict, str]:
+    """Inputs of two prompts of six tokens with ones of this shape, and what is said of them."""
+    said = rf"attention_mask (or position_ids have|has) shape \[{batch}, {width}\] and input_ids \[2, 6\]: one"
+    return {**PAIR, name: torch.ones(batch, width, dtype=torch.long)}, said
+
+
 CALLS = {
     "beams": ({"num_beams": 2}, r"num_beams=2 with assistant_models.*num_beams=1"),
     "beams in a config": ({"generation_config": GenerationConfig(num_beams=3)}, r"num_beams=3"),
@@ -64,22 +70,10 @@ PROMPTS = {
         r"prompt 1 of the batch has no token",
     ),
     "a mask too short": ({**PAIR, "attention_mask": PAIR["attention_mask"][:, 1:]}, r"\[2, 5\] .*\[2, 6\].*one flag"),
-    "a mask of ones, too short": (
-        {**PAIR, "attention_mask": torch.ones(2, 5, dtype=torch.long)},
-        r"attention_mask has shape \[2, 5\] and input_ids \[2, 6\]: one flag",
-    ),
-    "a mask of ones, too long": (
-        {**PAIR, "attention_mask": torch.ones(2, 7, dtype=torch.long)},
-        r"attention_mask has shape \[2, 7\] and input_ids \[2, 6\]: one flag",
-    ),
-    "a mask of ones, of another batch": (
-        {**PAIR, "attention_mask": torch.ones(3, 6, dtype=torch.long)},
-        r"attention_mask (or position_ids have|has) shape \[3, 6\] and input_ids \[2, 6\]: one",
-    ),
-    "positions of another batch": (
-        {**PAIR, "position_ids": torch.zeros(3, 6, dtype=torch.long)},
-        r"attention_mask (or position_ids have|has) shape \[3, 6\] and input_ids \[2, 6\]: one",
-    ),
+    "a mask of ones, too short": of_shape("attention_mask", 2, 5),
+    "a mask of ones, too long": of_shape("attention_mask", 2, 7),
+    "a mask of ones, of another batch": of_shape("attention_mask", 3, 6),
+    "positions of another batch": of_shape("position_ids", 3, 6),
     "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"at least one token per row"),
     "beyond the positions": (prompts([520]), r"520 prompt tokens.*512 positions.*shorten the prompt"),
 }

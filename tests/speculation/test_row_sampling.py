@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chisquare
 from tables import CPU, VOCAB, PointMasses, TableRunner, counts, exact, table
 
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Drafter
@@ -157,7 +158,7 @@ def test_rows_are_processed_by_their_own_rules_only():
     logits = torch.randn(4, 3, VOCAB)
     before = logits.clone()
     draft, lengths = torch.tensor([[1, 3], [0, 0], [1, 1], [1, 1]]), [2, 1, 2, 2]
-    scores = sampler.scores(logits, [[0, 1], [1], [2], [0, 0]], draft, lengths, [True, True, True, False])
+    scores = sampler.scores(logits, [[0, 1], [1], [2], [0, 0]], Guess(draft, lengths), [True, True, True, False])
     assert torch.equal(logits, before)
     assert scores[0, :, 2].isneginf().all()
     assert torch.equal(scores[1, :2], 2 * logits[1, :2])

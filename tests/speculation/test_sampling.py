@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from scipy.stats import chisquare
 
+from hf_mlspec.engines.engine import Guess
 from hf_mlspec.speculation.sampling import Sampler
 
 
@@ -74,7 +75,7 @@ def test_positions_with_equally_many_generated_tokens_are_asked_together():
     asked = Asked()
     rows = [[1, 2, 3], [4, 5, 6, 7]]  # one and three generated tokens
     draft = torch.tensor([[8, 7, 6], [5, 4, 0]])
-    sampler(asked, [2, 1]).scores(torch.zeros(2, 4, 9), rows, draft, [3, 2])
+    sampler(asked, [2, 1]).scores(torch.zeros(2, 4, 9), rows, Guess(draft, [3, 2]))
     assert asked.calls == [
         [(0, (1, 2, 3))],
         [(0, (1, 2, 3, 8))],
@@ -86,7 +87,7 @@ def test_positions_with_equally_many_generated_tokens_are_asked_together():
 
 def test_nothing_is_asked_behind_a_forbidden_guess():
     asked = Asked([((3, 8), 7)])
-    scores = sampler(asked, [2]).scores(torch.zeros(1, 4, 9), [[1, 2, 3]], torch.tensor([[8, 7, 6]]), [3])
+    scores = sampler(asked, [2]).scores(torch.zeros(1, 4, 9), [[1, 2, 3]], Guess(torch.tensor([[8, 7, 6]]), [3]))
     assert [call[0][1] for call in asked.calls] == [(1, 2, 3), (1, 2, 3, 8)]
     assert scores[0, 1, 7] == float("-inf")
     assert torch.equal(scores[0, 2:], torch.zeros(2, 9))
@@ -95,11 +96,11 @@ def test_nothing_is_asked_behind_a_forbidden_guess():
 def test_nothing_is_asked_behind_the_end_of_a_sequence():
     asked = Asked()
     made = sampler(asked, [2, 2], ends=frozenset({7}))
-    made.scores(torch.zeros(2, 3, 9), [[7, 7, 3], [1, 2, 7]], torch.tensor([[7, 5], [5, 5]]), [2, 2])
+    made.scores(torch.zeros(2, 3, 9), [[7, 7, 3], [1, 2, 7]], Guess(torch.tensor([[7, 5], [5, 5]]), [2, 2]))
     # Ends within a prompt are no end of it.
     assert asked.calls == [[(0, (7, 7, 3))]]
     asked.calls.clear()
-    made.scores(torch.zeros(2, 3, 9), [[7, 7, 3], [1, 2, 6]], torch.tensor([[5, 7], [5, 5]]), [2, 2])
+    made.scores(torch.zeros(2, 3, 9), [[7, 7, 3], [1, 2, 6]], Guess(torch.tensor([[5, 7], [5, 5]]), [2, 2]))
     assert [len(call) for call in asked.calls] == [2, 2, 1]
 
 

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from ..engine import Capabilities, Rows, Scores
+from ..engine import Capabilities, Guess, Rows, Scores
 from ..rows import DecoderRows
 from .decoder import CpuDecoder
 
@@ -20,19 +20,15 @@ class CpuEngine(DecoderRows):
     decoder: CpuDecoder
     device = torch.device("cpu")
 
-    def feed(
-        self,
-        rows: Rows,
-        draft: Tensor | None = None,
-        drafted: list[int] | None = None,
-        alive: list[bool] | None = None,
-    ) -> Tensor:
-        """Score rows and drafts as `Engine.feed` does: logits `[batch, k + 1, vocab]`, zeros where nothing was fed."""
-        drafted, alive = drafted or [0] * len(rows), alive or [True] * len(rows)
-        width = draft.shape[1] if draft is not None else 0
-        guesses = [line[:n] for line, n in zip(draft.tolist(), drafted, strict=True)] if width else [[]] * len(rows)
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """`Engine.feed`: logits `[batch, k + 1, vocab]`, zeros where nothing was fed."""
+        alive = alive or [True] * len(rows)
+        width = guess.tokens.shape[1] if guess else 0
+        guesses: Rows = [[] for _ in rows]
+        if width:
+            guesses = [line[:n] for line, n in zip(guess.tokens.tolist(), guess.lengths, strict=True)]
         logits = self.score(rows, guesses, want_logits=True, alive=alive).logits
-        return _padded(logits, [n + 1 if on else 0 for n, on in zip(drafted, alive, strict=True)], width + 1)
+        return _padded(logits, [len(g) + 1 if on else 0 for g, on in zip(guesses, alive, strict=True)], width + 1)
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
         """Feed tokens `[batch, q]` behind what the cache holds; logits of the last `kept`, as `Engine.step`.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...precision import OWN_BITS, Bits
-from ..engine import Capabilities, Rows
+from ..engine import Capabilities, Guess, Rows
 from ..rows import DecoderRows
 from .decoder import CudaDecoder
 from .steps import CudaSteps
@@ -37,29 +37,23 @@ class CudaEngine(DecoderRows):
         self.device = decoder.device
         self._steps = CudaSteps(model, decoder)
 
-    def feed(
-        self,
-        rows: Rows,
-        draft: Tensor | None = None,
-        drafted: list[int] | None = None,
-        alive: list[bool] | None = None,
-    ) -> Tensor:
-        """Score rows and drafts as `Engine.feed` does: float32 logits `[batch, k + 1, vocab]`.
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """Score rows and guesses as `Engine.feed` does: float32 logits `[batch, k + 1, vocab]`.
 
-        A row that lacks a token or two is fed them with its draft, and its neighbours are fed as many, which their
+        A row that lacks a token or two is fed them with its guess, and its neighbours are fed as many, which their
         cache may hold already: it writes the same bits again (law 3).
         """
-        alive, drafted = alive or [True] * len(rows), drafted or [0] * len(rows)
-        width = draft.shape[1] if draft is not None else 0
-        reach = max(len(row) + n for row, n, on in zip(rows, drafted, alive, strict=True) if on)
+        alive, lengths = alive or [True] * len(rows), guess.lengths if guess else [0] * len(rows)
+        width = guess.tokens.shape[1] if guess else 0
+        reach = max(len(row) + n for row, n, on in zip(rows, lengths, alive, strict=True) if on)
         self._reserve(reach)
         lead = self._fill(rows, alive)
         starts = [len(row) - lead if on else 0 for row, on in zip(rows, alive, strict=True)]
         last = [row[-lead:] if on else [] for row, on in zip(rows, alive, strict=True)]
         ids = int32(padded(last, lead), self.decoder)
         if width:
-            ids = torch.cat([ids, draft.to(ids)], dim=1)
-        counts = [lead + n if on else 0 for n, on in zip(drafted, alive, strict=True)]
+            ids = torch.cat([ids, guess.tokens.to(ids)], dim=1)
+        counts = [lead + n if on else 0 for n, on in zip(lengths, alive, strict=True)]
         logits = self._forward(ids, starts, counts, [lead - 1] * len(rows), width + 1)
         self.lengths = [
             start + count if on else have

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from ...nn.switch import precision_switch
 from ...precision import OWN_BITS, Bits
-from ..engine import Capabilities, Rows
+from ..engine import Capabilities, Guess, Rows
 from ..rows import CachedRows
 from .attention import Plan, planned
 from .cache import RaggedCache
@@ -93,19 +93,10 @@ class ModuleEngine(CachedRows):
         num_layers = self.model.config.get_text_config().num_hidden_layers
         self.cache = self.follow.cache if self.follow else RaggedCache(num_layers, self.capacity)
 
-    def feed(
-        self,
-        rows: Rows,
-        draft: Tensor | None = None,
-        drafted: list[int] | None = None,
-        alive: list[bool] | None = None,
-    ) -> Tensor:
-        """Score what the cache lacks of every row, followed by its draft.
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """Score rows and guesses as `Engine.feed` does: logits `[batch, k + 1, vocab]`.
 
-        draft: int64 `[batch, k]`, its first `drafted[r]` entries of row r valid. alive: False for inactive rows:
-        they are padded with one token that the cache does not keep. Returns logits `[batch, k + 1, vocab]`: position j
-        follows row r and its first j drafted tokens (beyond drafted[r], and of inactive rows: meaningless). The cache
-        then holds all of it.
+        Inactive rows are padded with one token that the cache does not keep.
         """
         alive = alive or [True] * len(rows)
         # A row's last token is always scored, cached or not: its logits are what the caller wants.
@@ -113,19 +104,17 @@ class ModuleEngine(CachedRows):
             min(have, len(row) - 1) if on else have for row, have, on in zip(rows, self.lengths, alive, strict=True)
         ]
         missing = [len(row) - have if on else 1 for row, have, on in zip(rows, self.lengths, alive, strict=True)]
-        drafted = drafted or [0] * len(rows)
-        width = draft.shape[1] if draft is not None else 0
+        lengths, width = (guess.lengths, guess.tokens.shape[1]) if guess else ([0] * len(rows), 0)
         if len(set(missing)) == 1:
             tokens = torch.tensor([row[-missing[0] :] for row in rows], device=self.device)
             if width:
-                tokens = torch.cat([tokens, draft], dim=1)
+                tokens = torch.cat([tokens, guess.tokens], dim=1)
         else:
-            tokens = self._ragged(rows, missing, draft, width)
-        counts = [m + d if on else 0 for m, d, on in zip(missing, drafted, alive, strict=True)]
+            tokens = self._ragged(rows, missing, guess.tokens.tolist() if guess else [[]] * len(rows), width)
+        counts = [m + n if on else 0 for m, n, on in zip(missing, lengths, alive, strict=True)]
         return self.step(tokens, counts, [m - 1 for m in missing], width + 1)
 
-    def _ragged(self, rows: Rows, missing: list[int], draft: Tensor | None, width: int) -> Tensor:
-        guesses = draft.tolist() if width else [[]] * len(rows)
+    def _ragged(self, rows: Rows, missing: list[int], guesses: Rows, width: int) -> Tensor:
         longest = max(missing) + width
         fed = [row[len(row) - m :] + guess for row, m, guess in zip(rows, missing, guesses, strict=True)]
         return torch.tensor([line + [line[-1]] * (longest - len(line)) for line in fed], device=self.device)
