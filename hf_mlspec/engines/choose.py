@@ -14,7 +14,7 @@ from .. import ops
 from ..nn.state import ModelState, is_prepared, say_once, state_of, states_of
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
-from .built import device_of, up_to_date
+from .built import device_of, fitting, parameters_of, up_to_date
 from .cpu.decoder import CpuDecoder
 from .cpu.engine import CpuEngine
 from .cuda.decoder import CudaDecoder
@@ -129,6 +129,9 @@ def _decoder(
 ) -> CpuDecoder | CudaDecoder | None:
     """asked: for this very engine; then whatever stands against it is said."""
     reason = _unserved(model, state, word)
+    kept = fitting(model, _DECODERS[word], state) if reason is None else None
+    if kept is not None:
+        return kept
     if reason is None and (word == "cuda" or state.prepared or _is_whole(model)):
         try:
             return built_decoder(model, word, state)
@@ -194,4 +197,4 @@ def _unserved(model: nn.Module, state: ModelState, word: str) -> UnknownArchitec
 
 def _is_whole(model: nn.Module) -> bool:
     """Whether all of a model is on the CPU; a decoder elsewhere is built for those only who asked."""
-    return all(parameter.is_cpu for parameter in model.parameters())
+    return all(parameter.is_cpu for parameter in parameters_of(model))

@@ -10,6 +10,7 @@ from warned import forget_warnings
 
 import hf_mlspec
 from hf_mlspec.engines import choose
+from hf_mlspec.engines.built import modules_of, parameters_of
 from hf_mlspec.engines.choose import decoder_of, engine_of, required_decoder, why_by_module, word_of
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.engine import CudaEngine
@@ -172,3 +173,19 @@ def test_a_served_head_stays_tied(tiny_model):
 def test_a_linear_alone_is_no_model_to_prepare():
     with pytest.raises(ValueError, match="a single Linear is no model"):
         hf_mlspec.prepare(nn.Linear(32, 32).eval(), engine="modules")
+
+
+def test_modules_and_parameters_are_those_that_torch_counts(model):
+    shared = nn.Linear(4, 4)
+    shared.none = None
+    for one in (model, nn.ModuleList([nn.Sequential(shared, nn.ReLU()), shared, model]), nn.Identity()):
+        assert modules_of(one) == list(one.modules())
+        assert list(map(id, parameters_of(one))) == list(map(id, one.parameters()))
+
+
+def test_a_model_that_decoded_and_left_for_the_meta_device_is_refused_as_any_other():
+    target = tiny(seed=2, dtype=torch.bfloat16)
+    options = {"max_new_tokens": 4, "do_sample": False, "assistant_models": ["mxfp4"]}
+    target.generate(**prompts([5]), **options)
+    with pytest.raises(ValueError, match=r"meta device.*load it onto"):
+        target.to("meta").generate(**prompts([5]), **options)

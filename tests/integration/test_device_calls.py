@@ -220,12 +220,12 @@ def test_a_chain_is_handed_on_with_nothing_under_way(target, draft, monkeypatch,
 def test_views_of_the_target_are_built_once(made, monkeypatch, levels):
     """Although the target's decoder moves the weights that they are views of."""
     target = tiny(seed=2, dtype=torch.bfloat16)
-    built, keep = [], levels_module._keep
+    built, keep = [], levels_module._keep_view
 
-    def counted(target, key, fingerprint, build):
-        return keep(target, key, fingerprint, lambda: built.append(key) or build())
+    def counted(state, key, target, config, build):
+        return keep(state, key, target, config, lambda: built.append(key) or build())
 
-    monkeypatch.setattr(levels_module, "_keep", counted)
+    monkeypatch.setattr(levels_module, "_keep_view", counted)
     for _ in range(3):
         target.generate(**ONE, **OPTIONS, assistant_models=levels, speculation_config={"engine": "cuda"})
     assert len(built) == len(levels)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from ...engines.built import drop_outdated, fingerprint
+from ...engines.built import device_of, drop_outdated, fingerprint
 from ...engines.choose import move_weights
 from ...formats import FORMATS, casts
 from ...nn.castable import is_nested
@@ -143,8 +142,6 @@ def resolve(
     words = [parse_level(level) if isinstance(level, str) else None for level in levels]  # before anything is built
     _check_order(levels, words)
     device = next(target.parameters()).device
-    if any(word is not None and word.kind in ("cast", "early_exit") for word in words):
-        _move_weights_first(target, device, config, state)
     resolved = []
     vocabulary = vocab_size(target)  # of the nearest model above
     for index, (level, word, tokenizer) in enumerate(zip(levels, words, tokenizers, strict=True)):
@@ -192,12 +189,10 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
             )
 
 
-def _move_weights_first(
-    target: nn.Module, device: torch.device, config: SpeculationConfig, state: ModelState
-) -> None:
+def _move_weights_first(target: nn.Module, config: SpeculationConfig, state: ModelState) -> None:
     """A decoder on a GPU puts weights side by side, and the first product puts nested ones in tiles; views built
     before that would be built anew in the next call."""
-    if "cuda" in (device.type, config.engine, state.engine):
+    if "cuda" in (device_of(target).type, config.engine, state.engine):
         move_weights(target, name=config.engine, prepare=config.prepare)
     for module in target.modules():
         if isinstance(module, PackedModule):
@@ -236,10 +231,10 @@ def _from_word(
         return Level(text, model=target, shape_of_target=True, bits=bits)
     key = text, config.cast_head, config.materialize, config.cast_rule, config.cast_activation_bits
     if word.kind == "cast":
-        model = _keep(state, key, fingerprint(target), lambda: direct_cast(target, **_cast_options(word, config)))
+        model = _keep_view(state, key, target, config, lambda: direct_cast(target, **_cast_options(word, config)))
         return Level(text, model=model, shape_of_target=True)
     if word.kind == "early_exit":
-        model = _keep(state, text, fingerprint(target), lambda: early_exit(target, word.layers))
+        model = _keep_view(state, text, target, config, lambda: early_exit(target, word.layers))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
     where = place.device, target.dtype
@@ -293,6 +288,14 @@ def _keep(state: ModelState, key, fingerprint, build):
     if key not in kept or kept[key][0] != fingerprint:
         kept[key] = (fingerprint, build())
     return kept[key][1]
+
+
+def _keep_view(state: ModelState, key, target: nn.Module, config: SpeculationConfig, build):
+    """`_keep` for what shares the target's weights."""
+    if key not in state.levels or state.levels[key][0] != fingerprint(target):
+        _move_weights_first(target, config, state)
+        state.levels[key] = fingerprint(target), build()
+    return state.levels[key][1]
 
 
 def draws_on_nested(level: str) -> bool:
