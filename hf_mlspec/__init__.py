@@ -12,6 +12,7 @@ from .integration.config import SpeculationConfig
 from .integration.hook import disable, enable, enabled
 from .integration.levels.resolve import clear
 from .integration.quantizer.quantizer import MLSpecConfig
+from .integration.stream.events import NewTokens
 from .integration.stream.request import Completion, Request
 from .integration.stream.stream import generate_stream
 from .nn.nest import nest, unnest
@@ -33,6 +34,7 @@ __all__ = [
     "LevelStats",
     "MLSpecConfig",
     "NGram",
+    "NewTokens",
     "PromptLookup",
     "Request",
     "SpeculationConfig",

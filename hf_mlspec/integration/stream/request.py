@@ -142,8 +142,8 @@ class Preparation:
     def __init__(self, model: PreTrainedModel, tokenizer, vocab_size: int, defaults: dict):
         self.model, self.tokenizer, self.vocab_size, self.defaults = model, tokenizer, vocab_size, defaults
 
-    def check_defaults(self) -> None:
-        """Raise TypeError or ValueError for arguments of the stream that no request could be served with."""
+    def checked(self) -> Preparation:
+        """Itself; TypeError or ValueError for arguments of the stream that no request could be served with."""
         misplaced = sorted(name for name in (*_OWN, "input_ids", "inputs", "attention_mask") if name in self.defaults)
         if misplaced:
             raise TypeError(f"generate_stream got {', '.join(misplaced)}: these belong to each Request")
@@ -153,6 +153,7 @@ class Preparation:
             options["max_new_tokens"] = 1  # transformers says its default once per call: leave that to the requests
         one = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
         check(self.model, self._call(one, {**options, "attention_mask": torch.ones_like(one)}))
+        return self
 
     def __call__(self, request: Request, began: float) -> Admitted:
         """Raises TypeError or ValueError for what cannot be served, before anything is computed."""

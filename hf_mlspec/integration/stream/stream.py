@@ -25,6 +25,7 @@ from ..levels.resolve import resolve
 from ..levels.row_wiring import RowWiring
 from ..levels.wiring import Chain, require_target_tokenizer
 from ..request import check_target, vocab_size
+from .events import NewTokens, TextPieces
 from .request import Admitted, Completion, Preparation, Request
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
@@ -40,8 +41,9 @@ def generate_stream(
     assistant_tokenizers: list | None = None,
     speculation_config: SpeculationConfig | dict | None = None,
     tokenizer=None,
+    events: bool = False,
     **defaults,
-) -> Iterator[Completion]:
+) -> Iterator[Completion | NewTokens]:
     """Decode requests as slots become free, first come, first served; completions come in the order they end.
 
     requests: any iterable of Request, or of what makes one: a list of ids, a tensor, a string, a dict of arguments. It
@@ -50,35 +52,35 @@ def generate_stream(
     max_batch: rows decoded at a time.
     assistant_models, assistant_tokenizers, speculation_config: as in `model.generate`; no levels: the target alone.
     tokenizer: the target's, for prompts and stop strings; completions then carry their text.
+    events: also yield `NewTokens` of every request that gained some in a round, before that round's completions.
     defaults: arguments of generate (generation_config too) for requests that do not say otherwise.
 
     A greedy request gets the ids of `model.generate` for it alone, whoever joins or leaves. A sampled one depends on
-    its seed and its scores alone: not on its neighbours, nor on the levels (see speculation/row_sampling.py). Both are
-    exact where the models run compiled; module by module, ties can fall either way (law 3).
+    its seed and its scores alone, not on its neighbours or the levels. Both are exact where the models run compiled;
+    module by module, ties can fall either way (law 3).
 
-    Decoding happens while the iterator is asked for the next completion; closing it gives everything back. For a
-    progress bar wrap it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose
-    own processor, criterion or streamer fails, completes with "error", and so does one for which the target's logits
-    are NaN (FloatingPointError; those of a level below end the whole stream). Raises TypeError or ValueError at once
-    for arguments of the call itself, and what `requests` raised once the requests in flight have completed.
+    Decoding happens while the iterator is asked for more; closing it gives everything back. For a progress bar wrap
+    it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose own processor,
+    criterion or streamer fails, completes with "error", and so does one for which the target's logits are NaN
+    (FloatingPointError; those of a level below end the whole stream). Raises TypeError or ValueError at once for
+    arguments of the call itself, and what `requests` raised once the requests in flight have completed.
     """
-    check_target(model, None)
-    _check_call(requests, max_batch, tokenizer, vocab_size(model))
-    prepare = Preparation(model, tokenizer, vocab_size(model), defaults)
-    prepare.check_defaults()
+    _check_call(model, requests, max_batch, tokenizer)
+    prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
     config = SpeculationConfig.of(speculation_config)
     levels = resolve(model, assistant_models if assistant_models is not None else [], assistant_tokenizers, config)
     rules: list[RowRule] = []
     chain = RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY).build(levels)
-    return _Stream(model, chain, rules, prepare, iter(requests), max_batch).completions()
+    return _Stream(model, chain, rules, prepare, iter(requests), max_batch, events).completions()
 
 
-def _check_call(requests: Any, max_batch: Any, tokenizer: Any, vocabulary: int) -> None:
+def _check_call(model: PreTrainedModel, requests: Any, max_batch: Any, tokenizer: Any) -> None:
+    check_target(model, None)
     if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
         raise ValueError(f"max_batch is {max_batch!r}, it must be a positive integer: the rows decoded at a time")
     if isinstance(requests, (str, Request)) or not isinstance(requests, Iterable):
         raise TypeError(f"requests is a {type(requests).__name__}, it must be an iterable: write [request]")
-    require_target_tokenizer(tokenizer, vocabulary)
+    require_target_tokenizer(tokenizer, vocab_size(model))
 
 
 class _Stream:
@@ -92,11 +94,14 @@ class _Stream:
         prepare: Preparation,
         source: Iterator,
         max_batch: int,
+        events: bool,
     ):
         self.model, self.chain, self.prepare, self.source = model, chain, prepare, source
         self.rules, self.max_batch, self.exhausted, self.admitted = rules, max_batch, False, 0
         self.live: dict[int, Admitted] = {}  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
+        self.gained: dict[int, list[int]] | None = {} if events else None  # new tokens of a round, by number
+        self.pieces: dict[int, TextPieces] = {}
         self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
         rounds = chain.host_rounds(device)
@@ -104,8 +109,8 @@ class _Stream:
         chain.target.start(0, device)
         self.loop.start([], [])
 
-    def completions(self) -> Iterator[Completion]:
-        """The loop: refill, one round, hand out who ended; in between the caller's code runs."""
+    def completions(self) -> Iterator[Completion | NewTokens]:
+        """The loop: refill, one round, hand out what is new and who ended; in between the caller's code runs."""
         going: list[int] = []
         keep_stats(self.model, SpeculationStats([level.stats for level in self.chain.levels]))
         try:
@@ -121,6 +126,7 @@ class _Stream:
                 self._place(going, joining)
                 if self.loop.rows:
                     going = self._round()
+                    yield from self._events()
                     for number in [n for n in self.loop.numbers if self.live[n].finish_reason]:
                         yield self._complete(self.live.pop(number))
                 else:
@@ -236,11 +242,28 @@ class _Stream:
                 one.rule.noise.settle(len(one.row))
             if tokens:
                 one.stream(torch.tensor(tokens))
+            if self.gained is not None:
+                self.gained[number] = list(tokens)
+
+    def _events(self) -> Iterator[NewTokens]:
+        """What the requests gained in the last round; with it, of one that ended, the text that was held back."""
+        for number in list(self.gained or ()):
+            one, tokens, text = self.live[number], self.gained.pop(number), None
+            if self.prepare.tokenizer is not None:
+                pieces = self.pieces.setdefault(number, TextPieces(self.prepare.tokenizer))
+                text = pieces.add(tokens)
+                if one.finish_reason:
+                    text += pieces.rest(self._text(one))
+                    del self.pieces[number]
+            if tokens or text:
+                yield NewTokens(one.request, tokens, text)
 
     def _complete(self, one: Admitted) -> Completion:
         one.end_stream()
         one.stats.seconds = time.perf_counter() - one.began
-        tokenizer, new = self.prepare.tokenizer, list(one.new_tokens)
-        text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else None
-        whole = one.prompts.whole(0, one.row)
-        return Completion(one.request, whole, new, one.finish_reason, one.error, one.stats, text)
+        whole, text = one.prompts.whole(0, one.row), self._text(one)
+        return Completion(one.request, whole, list(one.new_tokens), one.finish_reason, one.error, one.stats, text)
+
+    def _text(self, one: Admitted) -> str | None:
+        tokenizer = self.prepare.tokenizer
+        return None if tokenizer is None else tokenizer.decode(list(one.new_tokens), skip_special_tokens=True)

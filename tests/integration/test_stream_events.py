@@ -1,0 +1,132 @@
+"""Does a stream with events hand out every token once, in time, and the same text as the completion?"""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+import torch
+from models import letters, near, tiny
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import hf_mlspec
+from hf_mlspec import Completion, NewTokens, Request, generate_stream
+from hf_mlspec.integration.stream.events import TextPieces
+
+TARGET = tiny(seed=2, dtype=torch.bfloat16)
+NEAR = near(TARGET, 0.05)
+TEXT = "Grüße, мир! 🙂🙃 def naïve(x):\n    return '日本語'  # 한국\n\n"
+
+
+def asked(count: int = 7, **options) -> list[Request]:
+    return [Request([3 + n, 9, 20 - n], id=n, max_new_tokens=1 + 5 * n, **options) for n in range(count)]
+
+
+def heard(requests, levels, **options) -> tuple[dict[int, list[NewTokens]], dict[int, Completion]]:
+    """Events of every request, and its completion; no event may come behind that."""
+    events, ended = {}, {}
+    for item in generate_stream(TARGET, requests, assistant_models=levels, events=True, **options):
+        if isinstance(item, Completion):
+            ended[item.id] = item
+        else:
+            assert item.id not in ended
+            events.setdefault(item.id, []).append(item)
+    return events, ended
+
+
+@pytest.mark.parametrize("levels", [[], ["mxfp4", NEAR], ["prompt_lookup"]], ids=["alone", "chain", "lookup"])
+@pytest.mark.parametrize("tokenizer", [None, letters()], ids=["ids", "text"])
+def test_events_are_the_completions_tokens_and_text_in_order(levels, tokenizer):
+    options = {"max_batch": 3, "tokenizer": tokenizer}
+    events, ended = heard(asked(eos_token_id=[11, 30]), levels, **options)
+    without = generate_stream(TARGET, asked(eos_token_id=[11, 30]), assistant_models=levels, **options)
+    assert {one.id: one.sequence for one in without} == {id: one.sequence for id, one in ended.items()}
+    assert len(ended) == 7
+    for id, one in ended.items():
+        assert [token for event in events[id] for token in event.tokens] == one.new_tokens
+        texts = [event.text for event in events[id]]
+        assert texts == [None] * len(texts) if tokenizer is None else "".join(texts) == one.text
+    assert max(map(len, events.values())) > 2  # they came as they were decoded
+
+
+def test_an_event_comes_in_the_round_of_its_tokens_and_can_cancel_the_request():
+    seen = []
+    for item in generate_stream(TARGET, [Request([5, 6], max_new_tokens=40, eos_token_id=None)], events=True):
+        seen.append(item)
+        if len(seen) == 2:
+            item.request.cancel()
+    assert [type(item) for item in seen[:2]] == [NewTokens] * 2
+    assert seen[-1].finish_reason == "cancelled"
+    assert len(seen[-1].new_tokens) == sum(len(item.tokens) for item in seen[:-1]) < 40
+
+
+def test_one_that_never_got_a_slot_has_no_events():
+    events, ended = heard([Request([], id=0), Request([5], id=1, max_new_tokens=2)], [])
+    assert (list(events), ended[0].finish_reason) == ([1], "error")
+
+
+def test_a_queue_between_threads_is_a_source_that_never_blocks():
+    """The pattern of docs/guide/streams.md."""
+    waiting: queue.Queue[Request | None] = queue.Queue()
+
+    def source():
+        while True:
+            try:
+                item = waiting.get_nowait()
+            except queue.Empty:
+                yield None
+                continue
+            if item is None:
+                return
+            yield item
+
+    def ask():
+        for request in asked(4):
+            waiting.put(request)
+        waiting.put(None)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    events, ended = heard(source(), ["mxfp4"])
+    thread.join()
+    assert sorted(ended) == sorted(events) == [0, 1, 2, 3]
+
+
+def by_spaces() -> PreTrainedTokenizerFast:
+    """Words whose first space is not written, as in Llama 2's tokenizer."""
+    words = ["▁def", "▁mean", "(", "▁a", "b", "▁"]
+    tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="▁"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("kind", ["bytes", "spaces"])
+def test_pieces_of_text_are_the_text(kind, size):
+    if kind == "bytes":
+        tokenizer = AutoTokenizer.from_pretrained(hf_mlspec.demo_pair()[0])
+        tokens = tokenizer(TEXT)["input_ids"]
+    else:
+        tokenizer, tokens = by_spaces(), [0, 1, 2, 3, 4, 5, 1, 4, 4, 2]
+    pieces = TextPieces(tokenizer)
+    said = [pieces.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    whole = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert all("\ufffd" not in piece for piece in said)
+    assert "".join(said) + pieces.rest(whole) == whole
+    assert pieces.rest(whole) == ""
+    assert sum(map(bool, said)) > 3 or size == 7
+
+
+def test_a_character_that_stays_incomplete_is_said_at_the_end():
+    tokenizer = AutoTokenizer.from_pretrained(hf_mlspec.demo_pair()[0])
+    tokens = tokenizer("a🙂")["input_ids"][:-1]
+    pieces = TextPieces(tokenizer)
+    said = "".join(pieces.add([token]) for token in tokens)
+    whole = tokenizer.decode(tokens)
+    assert said == "a"
+    assert said + pieces.rest(whole) == whole
+    assert whole.endswith("\ufffd")
