@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
@@ -216,6 +217,14 @@ def command():
     return BuildKernels.with_options(no_python_abi_suffix=True)
 
 
+class AnyPython(bdist_wheel):
+    """The libraries know torch and no Python: one wheel a platform and a minor version of torch."""
+
+    def get_tag(self):
+        *_, platform_name = super().get_tag()
+        return "py3", "none", platform_name
+
+
 def build():
     try:
         cpu = extension(CPU_LIBRARY, cpu_sources(), *compiler_flags())
@@ -229,7 +238,8 @@ def build():
     except (Exception, SystemExit) as error:
         skip(CUDA_LIBRARY, f"{type(error).__name__}: {error}")
         cuda = None
-    return {"ext_modules": [cpu, cuda] if cuda else [cpu], "cmdclass": {"build_ext": command()}}
+    commands = {"build_ext": command(), "bdist_wheel": AnyPython}
+    return {"ext_modules": [cpu, cuda] if cuda else [cpu], "cmdclass": commands}
 
 
 setup(**build())
