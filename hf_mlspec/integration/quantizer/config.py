@@ -139,7 +139,9 @@ def _require_known(quant_method: str, format: str, version: int, unknown: set[st
 def _require_own(record: Format, given: dict[str, Any]) -> None:
     for name, value in given.items():
         option = options()[name]
-        if name not in record.option_names and value != option.default:
+        if name not in record.option_names:
+            if value == option.default:
+                continue
             having = [owner.written for owner in FORMATS.values() if name in owner.option_names]
             owners = " or ".join(f"format={written!r}" for written in having)
             raise ValueError(
