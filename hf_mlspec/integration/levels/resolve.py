@@ -284,18 +284,19 @@ def _is_view(level: nn.Module, target: nn.Module) -> bool:
 
 def _keep(state: ModelState, key, fingerprint, build):
     """Build once per target; again only if the target's weights moved or changed."""
-    kept = state.levels
-    if key not in kept or kept[key][0] != fingerprint:
-        kept[key] = (fingerprint, build())
-    return kept[key][1]
+    kept = state.levels.get(key)
+    if kept is None or kept[0] != fingerprint:
+        kept = state.levels[key] = fingerprint, build()
+    return kept[1]
 
 
 def _keep_view(state: ModelState, key, target: nn.Module, config: SpeculationConfig, build):
     """`_keep` for what shares the target's weights."""
-    if key not in state.levels or state.levels[key][0] != fingerprint(target):
+    kept = state.levels.get(key)
+    if kept is None or kept[0] != fingerprint(target):
         _move_weights_first(target, config, state)
-        state.levels[key] = fingerprint(target), build()
-    return state.levels[key][1]
+        kept = state.levels[key] = fingerprint(target), build()
+    return kept[1]
 
 
 def draws_on_nested(level: str) -> bool:
