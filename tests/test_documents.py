@@ -8,6 +8,7 @@ script, in a folder that holds nothing but `eval`, as the checkout does.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -236,6 +237,18 @@ def test_the_picture_shows_figures_of_the_benchmarks():
         row = r"\|.*".join(rf"\| {speed} " for speed in system["tokens_per_second"])
         assert [line for line in lines if re.search(row, line)], system
     assert (DOCS / "figures" / "one_prompt.png").stat().st_size < MOST_PICTURE_BYTES
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_the_picture_has_a_bar_for_every_figure():
+    pytest.importorskip("matplotlib")
+    headline = importlib.import_module("eval.headline")
+    figures = json.loads((DOCS / "figures" / "one_prompt.json").read_text(encoding="utf-8"))
+    panels = headline.draw(figures).axes
+    assert [one.get_title(loc="left") for one in panels] == figures["data"]
+    drawn = [[bar.get_width() for bar in one.patches] for one in panels]
+    speeds = [one["tokens_per_second"] for one in figures["systems"]]
+    assert drawn == [list(column) for column in zip(*speeds, strict=True)]
 
 
 def test_words_of_our_own_are_few():
