@@ -25,7 +25,7 @@ from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "notebooks").glob("*.md")),
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "notebooks").glob("*.md")),
              ROOT / "kernels_ext" / "README.md", *sorted((ROOT / "hf_mlspec").rglob("*.md"))]
 MOST_README_LINES, MOST_OWN_WORDS, MOST_PICTURE_BYTES = 150, 20, 100_000
 FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w*)\n(?P<code>.*?)\n```\n", re.DOTALL)
