@@ -132,9 +132,8 @@ def test_without_lm_eval_the_command_says_what_to_install(monkeypatch, capsys):
         __import__("hf_mlspec.evaluation.harness")
 
 
-def test_help_does_not_load_lm_eval():
-    program = ("import sys; from hf_mlspec.cli import parser; text = parser().format_help(); "
-               "assert '{' not in text and ' eval ' in text, text; assert 'lm_eval' not in sys.modules")
+def test_the_commands_do_not_load_lm_eval():
+    program = "import sys, hf_mlspec.cli; assert 'lm_eval' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
