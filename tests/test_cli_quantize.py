@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.cli import main
@@ -73,6 +76,18 @@ def test_help_that_names_a_format_lists_the_options_of_all(capsys):
     assert left.value.code == 0
     expected = ("--group-size", "--asymmetric", "--rule", "--codebook", "--num-planes", "--overwrite")
     assert [option for option in expected if option not in told] == []
+
+
+def test_one_bar_moves_on_a_terminal(monkeypatch, saved_model, tmp_path):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    logging.enable_progress_bar()
+    assert main(["quantize", str(saved_model), str(tmp_path / "out")]) == 0
+    assert "Quantizing to mxfp4" in terminal.getvalue()
+    assert "Loading weights" not in terminal.getvalue()
+    AutoModelForCausalLM.from_pretrained(saved_model)
+    assert "Loading weights" in terminal.getvalue()
 
 
 def test_a_folder_is_overwritten_only_when_told(capsys, saved_model, tmp_path):
