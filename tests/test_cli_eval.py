@@ -109,6 +109,13 @@ def test_an_error_is_one_line(task, capsys, words, told):
     assert lines[0].startswith(f"mlspec eval: {told}")
 
 
+def test_data_without_a_folder_is_one_line(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "--tasks", "x", "--data"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "mlspec eval: --data: expected one argument; see mlspec eval --help\n"
+
+
 def test_an_interrupt_is_130(monkeypatch, capsys):
     def interrupted(words):
         raise KeyboardInterrupt
