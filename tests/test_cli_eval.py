@@ -116,6 +116,13 @@ def test_data_without_a_folder_is_one_line(capsys):
     assert capsys.readouterr().err == "mlspec eval: --data: expected one argument; see mlspec eval --help\n"
 
 
+def test_what_lm_eval_does_not_know_is_said_of_the_command_that_was_typed(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "--bogus"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "mlspec eval: error: unrecognized arguments: --bogus"
+
+
 def test_an_interrupt_is_130(monkeypatch, capsys):
     def interrupted(words):
         raise KeyboardInterrupt
