@@ -136,7 +136,7 @@ def test_demo_on_another_model_in_json(capsys, saved_model):
 
 def test_the_console_script_is_the_module():
     """`mlspec` and `python -m hf_mlspec` are one program."""
-    assert 'mlspec = "hf_mlspec.cli:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'mlspec = "mlspec_cli:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     ran = subprocess.run([sys.executable, "-m", "hf_mlspec", "generate", "--model", "no/such/folder", "--prompt", "x"],
                          capture_output=True, text=True, check=False)
     assert ran.returncode == 2

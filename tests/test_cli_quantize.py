@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.cli import main
@@ -24,8 +27,9 @@ def run(capsys, *argv: object) -> str:
 
 
 @pytest.mark.parametrize(("options", "settings"), [
-    (["--group-size", "32"], {"format": "int4", "group_size": 32}),
-    (["--group-size", "32", "--asymmetric", "--activation-bits", "8", "--skip", "down_proj", "--skip", "o_proj"],
+    (["--format", "int4", "--group-size", "32"], {"format": "int4", "group_size": 32}),
+    (["--format", "int4", "--group-size", "32", "--asymmetric", "--activation-bits", "8", "--skip", "down_proj",
+      "--skip", "o_proj"],
      {"format": "int4", "group_size": 32, "symmetric": False, "activation_bits": 8,
       "skip_modules": ["down_proj", "o_proj"]}),
     (["--format", "mxfp4", "--rule", "ceil"], {"format": "mxfp4", "rule": "ceil"})])
@@ -49,32 +53,64 @@ def test_a_folder_is_what_from_pretrained_makes(capsys, saved_model, tmp_path, o
 
 
 def test_what_is_printed(capsys, saved_model, tmp_path):
-    lines = run(capsys, saved_model, tmp_path / "out", "--group-size", 32).splitlines()
+    lines = run(capsys, saved_model, tmp_path / "out", "--format", "int4", "--group-size", 32).splitlines()
     assert lines[0] == f"{saved_model} in int4"
     assert "  bits per packed weight: 4.5" in lines
     assert "  kept wide: lm_head" in lines
     assert lines[-1] == f"written to {tmp_path / 'out'}"
 
 
+def test_the_default_format_is_that_of_the_config(capsys, saved_model, tmp_path):
+    default = MLSpecConfig().format
+    told = json.loads(run(capsys, saved_model, tmp_path / "out", "--json"))
+    assert told["format"] == told["asked"]["format"] == default
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    assert f"(default: {default}, as of MLSpecConfig)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_that_names_a_format_lists_the_options_of_all(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["quantize", "--format", "int4", "--help"])
+    told = capsys.readouterr().out
+    assert left.value.code == 0
+    expected = ("--group-size", "--asymmetric", "--rule", "--codebook", "--num-planes", "--overwrite")
+    assert [option for option in expected if option not in told] == []
+
+
+def test_one_bar_moves_on_a_terminal(monkeypatch, saved_model, tmp_path):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    logging.enable_progress_bar()
+    assert main(["quantize", str(saved_model), str(tmp_path / "out")]) == 0
+    assert "Quantizing to mxfp4" in terminal.getvalue()
+    assert "Loading weights" not in terminal.getvalue()
+    AutoModelForCausalLM.from_pretrained(saved_model)
+    assert "Loading weights" in terminal.getvalue()
+
+
 def test_a_folder_is_overwritten_only_when_told(capsys, saved_model, tmp_path):
     out = tmp_path / "out"
     run(capsys, saved_model, out, "--format", "mxfp4")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    line = refusal(capsys, "quantize", saved_model, out, "--group-size", 32)
+    line = refusal(capsys, "quantize", saved_model, out, "--format", "int4", "--group-size", 32)
     assert line == f"mlspec quantize: folder '{out}' is not empty; name another one, or overwrite it (--overwrite)\n"
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    run(capsys, saved_model, out, "--group-size", 32, "--overwrite")
+    run(capsys, saved_model, out, "--format", "int4", "--group-size", 32, "--overwrite")
     assert AutoModelForCausalLM.from_pretrained(out).config.quantization_config.format == "int4"
 
 
 @pytest.mark.parametrize(("argv", "message"), [
-    (["MODEL", "OUT"], "int4 with group_size=128 does not divide the in_features of 14 layers"),
-    (["MODEL", "OUT", "--group-size", "48"], "group_size is 48, int4 has 32 or 64 or 128"),
-    (["MODEL", "OUT", "--group-size", "32", "--rule", "ceil"], "rule is 'ceil', but format 'int4' has no rule"),
+    (["MODEL", "OUT", "--format", "int4"], "int4 with group_size=128 does not divide the in_features of 14 layers"),
+    (["MODEL", "OUT", "--format", "int4", "--group-size", "48"], "group_size is 48, int4 has 32 or 64 or 128"),
+    (["MODEL", "OUT", "--format", "int4", "--group-size", "32", "--rule", "ceil"],
+     "rule is 'ceil', but format 'int4' has no rule"),
     (["MODEL", "OUT", "--format", "mxfp4", "--group-size", "32"], "format 'mxfp4' has no group_size"),
     (["MODEL", "OUT", "--format", "mxfp4", "--asymmetric"], "format 'mxfp4' has no symmetric"),
     (["MODEL", "OUT", "--format", "mxfp4", "--activation-bits", "4"], "activation_bits is 4"),
-    (["MODEL", "OUT", "--format", "nf4"], "nf4"),
+    (["MODEL", "OUT", "--format", "nf4"], "mlspec quantize: format 'nf4' is unknown to this version, it has"),
+    (["MODEL", "OUT", "--dtype", "int8"], "--dtype is 'int8', it must be one of auto, float32, bfloat16, float16"),
     (["MODEL", "OUT", "--format", "mxfp4", "--skip", "dwn_proj"], "did you mean down_proj"),
     (["MODEL", "OUT", "--format", "mxfp4", "--max-shard-size", "5G"], "5G is no size"),
     (["./nowhere", "OUT", "--format", "mxfp4"], "model folder './nowhere' does not exist"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -15,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_mlspec"
+START = "mlspec_cli"  # reads a command line: until a command runs it imports the standard library alone
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = [
     "demo_pair", "precision", "formats", "ops", "nn", "engines", "speculation", "integration", "", "evaluation", "cli"
@@ -75,6 +77,22 @@ def import_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
             there = there if there in FLOORS else ""  # `from hf_mlspec import direct_cast`: a public name
             if FLOORS.index(there) > FLOORS.index(here):
                 yield f"line {line}: {here or PACKAGE} imports {name}, which stands above it"
+        if top == START and here != "cli":
+            yield f"line {line}: {here or PACKAGE} imports {name}, which stands above it"
+
+
+def start_violations(tree: ast.Module, path: PurePosixPath) -> Iterator[str]:
+    """`mlspec --help` answers at once: what takes time is imported in functions, and of the package only its cli."""
+    inside = {id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef)
+              for node in ast.walk(function)}
+    at_once = ast.Module([node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+                          and id(node) not in inside], [])
+    for line, name in imported_modules(at_once, path):
+        if name.split(".")[0] not in {START, *sys.stdlib_module_names}:
+            yield f"line {line}: {name} is imported before a command runs"
+    for line, name in imported_modules(tree, path):
+        if name.split(".")[0] == PACKAGE and room(name) != "cli":
+            yield f"line {line}: {START} knows of {PACKAGE} only its cli, not {name}"
 
 
 def compiled_op_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
@@ -134,6 +152,9 @@ def public_name_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
 def violations(path: PurePosixPath, source: str) -> list[str]:
     """Every rule that the file at `path` (relative to the project) breaks with this text."""
     tree = ast.parse(source)
+    if path.parts[0] == START:
+        return [*start_violations(tree, path), *size_violations(tree, source), *opening_violations(tree),
+                *name_violations(path), *class_violations(tree)]
     if path.parts[0] != PACKAGE:
         return [*opening_violations(tree), *name_violations(path), *public_name_violations(tree, path)]
     return [*import_violations(tree, path), *compiled_op_violations(tree, path), *size_violations(tree, source),
@@ -141,7 +162,7 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
 
 
 def project_sources() -> list[PurePosixPath]:
-    found = [path for top in (PACKAGE, "eval") for path in sorted((ROOT / top).rglob("*.py"))]
+    found = [path for top in (PACKAGE, START, "eval") for path in sorted((ROOT / top).rglob("*.py"))]
     return [PurePosixPath(path.relative_to(ROOT).as_posix()) for path in found]
 
 
@@ -177,6 +198,7 @@ BREAKS_A_RULE = {
     "unknown room": ("attic/x.py", OPENING, "not in the import rule"),
     "transformers in formats": ("formats/x.py", OPENING + "import transformers.utils\n", "only in integration/"),
     "transformers in the loop": ("speculation/loop.py", OPENING + "import transformers\n", "only in integration/"),
+    "the start of the command line": ("evaluation/x.py", OPENING + "import mlspec_cli\n", "stands above"),
     "lm_eval": ("integration/x.py", OPENING + "import lm_eval\n", "lm_eval"),
     "compiled op outside ops": ("nn/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n", "torch.ops.mlspec"),
     "compiled op by getattr": ("nn/x.py", OPENING + "y = getattr(torch.ops, 'mlspec')\n", "torch.ops.mlspec"),
@@ -193,7 +215,8 @@ KEEPS_THE_RULES = {
     "import within a room": ("speculation/drafters/x.py", OPENING + "from ..draft import Draft\nfrom .x import N\n"),
     "compiled op in ops": ("ops/x.py", OPENING + "y = torch.ops.mlspec.linear(x)\n"),
     "lm_eval in the harness": ("evaluation/harness_x.py", OPENING + "import lm_eval\nfrom .. import direct_cast\n"),
-    "the command line": ("cli/x.py", OPENING + "import hf_mlspec\nfrom .tables import table\nfrom .. import ops\n"),
+    "the command line": ("cli/x.py", OPENING + "import hf_mlspec\nfrom .tables import table\nfrom .. import ops\n"
+                         "from mlspec_cli import main\n"),
     "public names": ("__init__.py", OPENING + "from .integration.generate import enable\n"),
     "largest file": ("nn/x.py", OPENING + "x = 1\n" * (MAX_FILE_LINES - 1)),
     "largest function": ("nn/x.py", OPENING + "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
@@ -210,6 +233,20 @@ def test_a_broken_rule_is_found(name, source, expected):
 @pytest.mark.parametrize(("name", "source"), KEEPS_THE_RULES.values(), ids=KEEPS_THE_RULES)
 def test_a_kept_rule_is_not_reported(name, source):
     assert violations(PurePosixPath(PACKAGE, name), source) == []
+
+
+@pytest.mark.parametrize(("statement", "expected"), [
+    ("import torch", "before a command runs"), ("if x:\n    from rich import box", "before a command runs"),
+    ("def f():\n    from hf_mlspec.nn.nest import nest", "only its cli"),
+    ("def f():\n    import hf_mlspec", "only its cli")])
+def test_a_heavy_import_of_the_start_is_found(statement, expected):
+    (found,) = violations(PurePosixPath(START, "x.py"), OPENING + statement + "\n")
+    assert expected in found
+
+
+def test_the_start_imports_the_command_line_when_it_runs():
+    source = "import argparse\nfrom .start import main\ndef f():\n    from hf_mlspec.cli import run\n    import rich\n"
+    assert violations(PurePosixPath(START, "x.py"), OPENING + source) == []
 
 
 @pytest.mark.parametrize("statement", ["from hf_mlspec.nn.linear import X", "from hf_mlspec import formats",

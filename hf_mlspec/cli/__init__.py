@@ -1,54 +1,44 @@
-"""What can be done from a shell? mlspec demo | quantize | verify | generate | eval | info."""
+"""What does a command of mlspec do? A file a command; mlspec_cli reads its words and starts it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import warnings
-from typing import Any, NoReturn
+import traceback
+
+from mlspec_cli import main
 
 from ..integration.hook import enable
 from ..ops import KernelError
-from .demo import add_demo
-from .eval import add_eval
-from .generate import add_generate
-from .info import add_info
-from .quantize import add_quantize
-from .verify import add_verify
+from .demo import run_demo
+from .eval import run_eval
+from .generate import run_generate
+from .info import run_info
+from .quantize import run_quantize
+from .verify import run_verify
+
+__all__ = ["main", "run"]
+
+_COMMANDS = {"demo": run_demo, "quantize": run_quantize, "verify": run_verify, "generate": run_generate,
+             "eval": run_eval, "info": run_info}  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line, each command with a `run(args) -> exit status`."""
-    top = _Parser(prog="mlspec", description="Multi-level lossless speculative decoding for transformers.")
-    top.add_argument("--traceback", action="store_true", help="show where an error came from")
-    names = "demo | quantize | verify | generate | eval | info"
-    commands = top.add_subparsers(dest="command", required=True, metavar=names)
-    for add in (add_demo, add_quantize, add_verify, add_generate, add_eval, add_info):
-        add(commands)
-    return top
-
-
-def _one_line(message: Warning | str, *where: Any, **more: Any) -> None:
-    print(f"mlspec: {' '.join(str(message).split())}", file=sys.stderr)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run a command; 0 as expected, 1 if ids differ, 2 for input that cannot work, 130 when interrupted."""
-    args: Any = parser().parse_args(argv)
-    warnings.showwarning = _one_line
+def run(args: argparse.Namespace) -> int:
+    """Run `args.command`; 0 as expected, 1 if ids differ, 2 for input that cannot work, said in one line."""
     enable()
     try:
-        return args.run(args)
-    except KeyboardInterrupt:
-        print(f"mlspec {args.command}: interrupted", file=sys.stderr)
-        return 130
+        return _COMMANDS[args.command](args)
+    except BrokenPipeError:  # an OSError that says nothing of the input
+        raise
     except (ValueError, TypeError, FloatingPointError, OSError, KernelError) as error:
         if args.traceback:
-            raise
-        print(f"mlspec {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+            traceback.print_exc()
+        print(f"mlspec {args.command}: {said(error)}", file=sys.stderr)
         return 2
+
+
+def said(error: Exception) -> str:
+    """What an error says, in one line, without the name of a class that only Python knows."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).removeprefix("MLSpecConfig: ").split()) or type(error).__name__

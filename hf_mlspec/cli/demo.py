@@ -5,25 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import closing
-from typing import Any
 
 from rich.console import Console
 
 from ..demo_pair import DEMO_DRAFT, DEMO_TARGET, demo_pair, demo_prompts
 from ..integration.compare import Comparison, Item, compare
-from .request import add_chain_options, chain_config, load_target
+from .request import chain_config, load_target
 from .stream import LiveTable, TextStream
 from .tables import describe, say, show_comparison
-
-
-def add_demo(commands: Any) -> None:
-    parser = commands.add_parser("demo", help="watch a chain write, and see that the target alone writes the same",
-                                 description="Decode the demo prompts with a chain of levels, then with the target "
-                                             "alone; exit status 1 if any id differs.")
-    parser.add_argument("--model", help="folder of the target (default: the demo target, with levels mxfp4 and the "
-                                        "demo draft)")
-    add_chain_options(parser, max_new_tokens=96)
-    parser.set_defaults(run=run_demo)
 
 
 def run_demo(args: argparse.Namespace) -> int:

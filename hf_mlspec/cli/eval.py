@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 _OWN_HELP = """Options of mlspec beside those of lm-eval, which follow:
   --data FOLDER       where the data of the mlspec_... tasks lie (sets MLSPEC_DATA)
@@ -16,21 +15,12 @@ _OWN_HELP = """Options of mlspec beside those of lm-eval, which follow:
 """
 
 
-def add_eval(commands: Any) -> None:
-    parser = commands.add_parser("eval", help="score a chain on tasks of lm-eval, with all of lm-eval's options",
-                                 add_help=False)
-    # Every word behind `eval` is lm-eval's, whose parser is asked for only when the command runs: it takes seconds.
-    parser.parse_known_args = lambda words, _=None: (argparse.Namespace(words=list(words), run=run_eval), [])
-
-
 def run_eval(args: argparse.Namespace) -> int:
-    options = argparse.ArgumentParser(prog="mlspec eval", add_help=False, allow_abbrev=False)
-    options.add_argument("--data", metavar="FOLDER")
-    given, words = options.parse_known_args(args.words)
-    if given.data is not None:
-        if not Path(given.data).is_dir():
-            raise ValueError(f"--data {given.data}: there is no such folder")
-        os.environ["MLSPEC_DATA"] = str(Path(given.data).resolve())
+    if args.data is not None:
+        if not Path(args.data).is_dir():
+            raise ValueError(f"--data {args.data}: there is no such folder")
+        os.environ["MLSPEC_DATA"] = str(Path(args.data).resolve())
+    words = args.words
     if "-h" in words or "--help" in words or not words:
         print(_OWN_HELP)
     try:

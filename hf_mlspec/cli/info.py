@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,12 +21,6 @@ from .tables import show
 
 VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS")
 PACKAGES = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safetensors", "tokenizers", "numpy")
-
-
-def add_info(commands: Any) -> None:
-    parser = commands.add_parser("info", help="versions, devices, and the kernel behind every op")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run_info)
 
 
 def run_info(args: argparse.Namespace) -> int:

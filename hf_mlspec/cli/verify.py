@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -15,32 +13,8 @@ from ..evaluation.certificate import Certificate, check_place
 from ..evaluation.certificate_badge import check_place as check_badge
 from ..evaluation.certificate_run import attest
 from ..integration.compare import Comparison, compare
-from .request import add_chain_options, chain_config, load_target, positive, positives, read_prompts
+from .request import chain_config, load_target, read_prompts
 from .tables import describe, say, show_comparison
-
-
-def add_verify(commands: Any) -> None:
-    parser = commands.add_parser("verify", help="compare a chain with the target alone on any prompts",
-                                 description="Decode prompts with a chain of levels and with the target alone; exit "
-                                             "status 1 if any id differs. With --check: is a certificate that an "
-                                             "earlier call wrote still one of this model and these kernels?")
-    parser.add_argument("model", help="folder of the target")
-    parser.add_argument("--prompts", metavar="FILE",
-                        help='text with one prompt a line, or .jsonl with "prompt" or "question" (HumanEval, GSM8K)')
-    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
-    parser.add_argument("--batch-size", type=positives, default=[1], metavar="N[,N...]",
-                        help="prompts decoded together; several numbers: one comparison each (default 1)")
-    parser.add_argument("--reference", choices=["ours", "stock"], default="ours",
-                        help="the target alone through our loop or through transformers' own (default %(default)s)")
-    parser.add_argument("--tolerate-ties", type=_gap, metavar="GAP",
-                        help="float32 only: a difference whose two best float64 logits lie closer than GAP is listed, "
-                             "but does not fail")
-    parser.add_argument("--certificate", metavar="FILE", help="write all that was found, and of what, as JSON")
-    parser.add_argument("--badge", metavar="FILE",
-                        help="put the outcome into a Markdown file, such as the README.md of the model")
-    parser.add_argument("--check", metavar="CERTIFICATE", help="compare nothing, hash weights and kernels anew")
-    add_chain_options(parser, max_new_tokens=128)
-    parser.set_defaults(run=run_verify)
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -120,16 +94,6 @@ def _check(args: argparse.Namespace) -> int:
     say(console, "the certificate is of this model and these kernels" if found
         else f"the certificate is not of this model and these kernels: {len(found.different)} differences")
     return 0 if holds else 1
-
-
-def _gap(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is no distance of two logits, a finite number of 0 or more")
-    return value
-
-
-_gap.__name__ = "number"  # argparse: "invalid number value"
 
 
 def _failing(args: argparse.Namespace, runs: dict[int, Comparison]) -> int:

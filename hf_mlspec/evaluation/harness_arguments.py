@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import MLSpecConfig, SpeculationConfig
 from ..integration.levels.load import DTYPES
-from ..integration.levels.resolve import as_words, parse_level
+from ..integration.levels.resolve import as_words, check_words
 from ..integration.quantizer.packing import switch_of
 
 _SPECULATION = tuple(field.name for field in fields(SpeculationConfig))
@@ -64,6 +64,7 @@ class Arguments:
     def __post_init__(self) -> None:
         self.speculation = SpeculationConfig.of(self.speculation)
         self.levels = parse_levels(self.levels)
+        check_words(self.levels)
         for name in ("num_draft_tokens", "confidence_threshold"):
             self.speculation.of_level(name, 0, len(self.levels)) if self.levels else None
         self.batch_size = _batch_size(self.batch_size, self.max_batch_size)
@@ -77,6 +78,7 @@ class Arguments:
             raise ValueError(f"think_end_token is {self.think_end_token!r}, it must be a text")
         if not isinstance(self.seed, int):
             raise ValueError(f"seed is {self.seed!r}, it must be an integer")
+        _require_folder_of(self.journal)
         if self.quantization is not None and self.precision is not None:
             switch_of(self.quantization).bits_of(self.precision)
         if not isinstance(self.pretrained, str):
@@ -106,10 +108,18 @@ class Arguments:
                              f"{type(self.pretrained).__name__} already: pass its folder, or leave them out")
 
 
+def _require_folder_of(journal: str | Path | None) -> None:
+    """No folder is made for a journal: a slip of the pen would begin anew what is half done elsewhere."""
+    folder = None if journal is None else Path(journal).parent
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"journal is {str(journal)!r}, and no folder {str(folder)!r} is there: make it, or name a "
+                         "file elsewhere")
+
+
 def parse_levels(levels: str | list[Any] | tuple[Any, ...] | None) -> list[Any]:
     """The levels of a model argument: "mxfp4+PATH" or a list of what `assistant_models` takes; None: no levels.
 
-    A "+" in the name of a folder needs the list, if it is not the only level. ValueError for a word that is none.
+    A "+" in the name of a folder needs the list, if it is not the only level. ValueError for what is neither.
     """
     if levels is None or levels == "":
         return []
@@ -117,11 +127,7 @@ def parse_levels(levels: str | list[Any] | tuple[Any, ...] | None) -> list[Any]:
         levels = [levels] if Path(levels).is_dir() else levels.split("+")
     if not isinstance(levels, (list, tuple)):
         raise ValueError(f'levels is {levels!r}, it must be words joined by "+", as in mxfp4+PATH, or a list')
-    levels = as_words(levels)
-    for level in levels:
-        if isinstance(level, str):
-            parse_level(level)
-    return levels
+    return as_words(levels)
 
 
 def _per_level(options: dict[str, Any]) -> dict[str, Any]:

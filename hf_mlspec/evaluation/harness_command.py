@@ -20,6 +20,8 @@ def run(words: list[str]) -> None:
     """Run `lm-eval WORDS`: its subcommands, options and output. SystemExit as its parser raises it."""
     setup_logging()
     command = HarnessCLI()
+    if (parser := getattr(command, "_parser", None)) is not None:
+        parser.prog = "mlspec eval"  # its errors begin with what was typed
     before, sys.argv = sys.argv, ["mlspec eval", *words]
     try:
         args = command.parse_args()  # which reads sys.argv, and takes "run" as said where no subcommand is

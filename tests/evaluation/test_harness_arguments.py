@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from hf_mlspec import SpeculationConfig
 from hf_mlspec.evaluation import MLSpecLM
 from hf_mlspec.evaluation.harness_arguments import Arguments, parse_levels
 from hf_mlspec.evaluation.harness_requests import Generation, generation_keys, request_key
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("given", "words"), [
@@ -35,8 +39,12 @@ from hf_mlspec.evaluation.harness_requests import Generation, generation_keys, r
     ({"max_gen_toks": 0}, "max_gen_toks is 0"),
     ({"seed": "x"}, "seed is 'x'"),
     ({"think_end_token": 5}, "think_end_token is 5"),
+    ({"journal": "no/such/journal.jsonl"}, "journal is 'no/such/journal.jsonl', and no folder"),
+    ({"levels": "ngram+mxfp4"}, "level 0 \\(ngram\\) checks nothing, so no level can stand below it"),
+    ({"levels": "tests"}, "level 'tests' cannot be loaded as a causal language model: the folder"),
 ])
-def test_wrong_arguments_are_refused_before_loading(given, words):
+def test_wrong_arguments_are_refused_before_loading(given, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError, match=words):
         MLSpecLM("no/such/folder", **({"levels": "mxfp4"} | given))
 

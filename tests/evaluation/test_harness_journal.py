@@ -79,7 +79,7 @@ def keys(journal: Path) -> list[str]:
 
 
 def test_a_finished_run_asks_nothing_again(saved_model, tasks, tmp_path, asked):
-    journal = tmp_path / "deep" / "journal.jsonl"
+    journal = tmp_path / "journal.jsonl"
     lm = system(saved_model, journal)
     first = evaluate(lm, tasks, list(TASKS))
     assert asked == {"generated": 10 + 20, "scored": 30 + len(asked_windows(lm, first))}

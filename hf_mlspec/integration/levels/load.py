@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +39,22 @@ def require_folder(path: str) -> None:
         raise ValueError(f"model folder {path!r} does not exist; give a folder written by save_pretrained")
 
 
+def require_config(path: str, name: str) -> None:
+    """ValueError, which calls the model `name`, for a folder that holds none; a hub name passes."""
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{name} cannot be loaded as a causal language model: the folder holds no config.json")
+
+
 def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transformers.PreTrainedModel:
     """The causal language model of a folder or hub name, on the CPU, loaded with these options of from_pretrained.
     ValueError, in one line, where there is none."""
     require_own_shards(path)
     try:
         # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **options
-        )
+        with _one_bar(packing="quantization_config" in options):
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **options
+            )
     except LOAD_ERRORS as error:
         raise ValueError(f"{path!r} cannot be loaded as a causal language model: {first_line(error)}") from error
     if found["mismatched_keys"]:
@@ -77,6 +86,23 @@ def hide_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+@contextmanager
+def _one_bar(packing: bool) -> Iterator[None]:
+    """Where weights are packed while they load, our bar counts them: transformers' own stays away."""
+
+    def choose(bar: Callable[..., Any], words: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return bar(*words, **options | ({"disable": True} if options.get("desc") == "Loading weights" else {}))
+
+    if not packing:
+        yield
+        return
+    before = transformers.utils.logging.set_tqdm_hook(choose)
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_tqdm_hook(before)
+
+
 def load_level(target: nn.Module, path: str, cast: dict | None):
     """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it.
 
@@ -85,7 +111,8 @@ def load_level(target: nn.Module, path: str, cast: dict | None):
     try:
         model = read_model(path, target.dtype)
     except ValueError as error:
-        raise ValueError(f"level {path!r} cannot be loaded as a causal language model: {error}") from error
+        said = str(error)
+        raise ValueError(f"level {said}" if said.startswith(repr(path)) else f"level {path!r}: {said}") from error
     tokenizer = _load_tokenizer(path)
     model = model.to(next(target.parameters()).device).eval()
     return (direct_cast(model, **cast) if cast else model), tokenizer

@@ -25,7 +25,7 @@ from ...speculation.drafters.prompt_lookup import PromptLookup
 from ...speculation.rounds.chain import let_go
 from ..config import SpeculationConfig
 from ..request import check_device, check_model, vocab_size
-from .load import load_level
+from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 
 _OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
@@ -139,8 +139,7 @@ def resolve(
     _check_lists(levels, tokenizers)
     tokenizers = tokenizers if tokenizers is not None else [None] * len(levels)
     levels = as_words(levels)
-    words = [parse_level(level) if isinstance(level, str) else None for level in levels]  # before anything is built
-    _check_order(levels, words)
+    words = _read_words(levels)  # before anything is built
     device = next(target.parameters()).device
     resolved = []
     vocabulary = vocab_size(target)  # of the nearest model above
@@ -156,6 +155,21 @@ def resolve(
     if any(own is not None for own in bits):
         check_descent(target, bits, levels)
     return resolved
+
+
+def _read_words(levels: list) -> list[Word | None]:
+    """Every level that is a word; ValueError for an unknown one, and for one below a level that cannot check it."""
+    words = [parse_level(level) if isinstance(level, str) else None for level in levels]
+    _check_order(levels, words)
+    return words
+
+
+def check_words(levels: list) -> None:
+    """What can be known of levels before a target is loaded: ValueError for a word that is unknown, out of order or
+    names a folder without a model."""
+    for level, word in zip(levels, _read_words(levels), strict=True):
+        if word is not None and word.path is not None:
+            require_config(word.path, f"level {level!r}")
 
 
 def _check_lists(levels: list, tokenizers: list | None) -> None:

@@ -22,7 +22,7 @@ class MLSpecCommand(BaseOptimumCLICommand):
         parser.parse_known_args = keep
 
     def run(self):
-        from hf_mlspec.cli import main
+        from mlspec_cli import main
 
         sys.exit(main(self.args.words))
 

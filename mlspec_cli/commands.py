@@ -1,0 +1,142 @@
+"""Which commands are there, and which words does each take? What they do is in hf_mlspec/cli, a file a command.
+
+What a record of the package decides (formats, level words, dtypes) is any word here, and is looked at when the command
+runs: asking the records would import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .parser import Parser
+from .values import gap, numbers, positive, positives, seed, size, text
+
+
+def add_commands(top: Parser) -> list[str]:
+    """Every command, in the order of the help; -> their names."""
+    commands = top.add_subparsers(dest="command")
+    for add in (_add_demo, _add_quantize, _add_verify, _add_generate, _add_eval, _add_info):
+        add(commands)
+    commands.metavar = " | ".join(commands.choices)
+    return list(commands.choices)
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="watch a chain write, and see that the target alone writes the same",
+                                 description="Decode the demo prompts with a chain of levels, then with the target "
+                                             "alone; exit status 1 if any id differs.")
+    parser.add_argument("--model", metavar="FOLDER",
+                        help="the target (default: the demo target, with levels mxfp4 and the demo draft)")
+    _add_chain(parser, max_new_tokens=96)
+
+
+def _add_quantize(commands: Any) -> None:
+    parser = commands.add_parser("quantize", help="write a packed form of a model",
+                                 description="Quantize a causal language model while it loads, tensor by tensor, and "
+                                             "save it with its tokenizer.",
+                                 epilog="A format has options of its own, such as --group-size: mlspec quantize "
+                                        "--format int4 --help lists those of all formats.")
+    parser.complete = _add_format_options
+    parser.add_argument("model", help="folder of the model")
+    parser.add_argument("out", help="folder to write to")
+    parser.add_argument("--format", metavar="WORD",
+                        help="one of the weight formats that mlspec info lists (default: mxfp4, as of MLSpecConfig)")
+    parser.add_argument("--activation-bits", type=int, metavar="N",
+                        help="what the layers compute with unless told otherwise: 16, for mxfp4 and int4 also 8, for "
+                             "int4 also 4 (default 16)")
+    parser.add_argument("--skip", action="append", metavar="NAME", type=text,
+                        help="a module to keep wide, by the end or start of its name or a pattern; repeat it for more "
+                             "(the output head is kept, but in nested-bf16)")
+    parser.add_argument("--dtype", metavar="WORD", default="auto",
+                        help="of what stays wide: auto (default: the model's own), float32, bfloat16 or float16")
+    parser.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE",
+                        help="such as 500MB or 5GB (default %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    _add_json(parser)
+
+
+def _add_format_options(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Those of the formats' records; help that names no format does without them, and comes at once."""
+    asks_for_help = any(word in ("-h", "--help") for word in words)
+    if asks_for_help and not any(word.startswith("--format") for word in words):
+        return
+    from hf_mlspec.cli.quantize import add_format_options
+
+    add_format_options(parser)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser("verify", help="compare a chain with the target alone on any prompts",
+                                 description="Decode prompts with a chain of levels and with the target alone; exit "
+                                             "status 1 if any id differs. With --check: is a certificate that an "
+                                             "earlier call wrote still one of this model and these kernels?")
+    parser.add_argument("model", help="folder of the target")
+    parser.add_argument("--prompts", metavar="FILE",
+                        help='text with one prompt a line, or .jsonl with "prompt" or "question" (HumanEval, GSM8K)')
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
+    parser.add_argument("--batch-size", type=positives, default=[1], metavar="N[,N...]",
+                        help="prompts decoded together; several numbers: one comparison each (default 1)")
+    parser.add_argument("--reference", choices=["ours", "stock"], default="ours",
+                        help="the target alone through our loop or through transformers' own (default %(default)s)")
+    parser.add_argument("--tolerate-ties", type=gap, metavar="GAP",
+                        help="float32 only: a difference whose two best float64 logits lie closer than GAP is listed, "
+                             "but does not fail")
+    parser.add_argument("--certificate", metavar="FILE", help="write all that was found, and of what, as JSON")
+    parser.add_argument("--badge", metavar="FILE",
+                        help="put the outcome into a Markdown file, such as the README.md of the model")
+    parser.add_argument("--check", metavar="CERTIFICATE", help="compare nothing, hash weights and kernels anew")
+    _add_chain(parser, max_new_tokens=128)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue prompts with a chain of levels",
+                                 description="Continue one prompt, or those of a file one after another.")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="the target")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT", type=text, help="the text to continue")
+    prompts.add_argument("--prompt-file", metavar="FILE",
+                         help='text with one prompt a line, or .jsonl with "prompt" or "question"; -: standard input, '
+                              "one prompt a line")
+    parser.add_argument("--stop", action="append", metavar="TEXT", type=text,
+                        help="a text ends behind this; repeat it for more")
+    _add_chain(parser, max_new_tokens=128)
+    parser.add_argument("--compare", action="store_true",
+                        help="decode with the target alone too; exit status 1 if any id differs")
+    parser.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
+    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("seed", seed)):
+        parser.add_argument(f"--{name}", type=kind, metavar="N", help="with --do-sample")
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="score a chain on tasks of lm-eval, with all of lm-eval's options",
+                                 add_help=False, allow_abbrev=False)
+    parser.passes_on = True  # to lm-eval's own parser, --help too: it is asked for when the command runs
+    parser.add_argument("--data", metavar="FOLDER", help="where the data of the mlspec_... tasks lie")
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser("info", help="versions, devices, and the kernel behind every op")
+    _add_json(parser)
+
+
+def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """The options that every decoding command has."""
+    parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
+                        help="a level below the target, from the largest down; repeat it for more: a folder, mxfp4, "
+                             "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
+                             "target is nested for it); planes1 ... planes8, qspec, w4a8, w4a4 for a packed target")
+    parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
+                        help="tokens to write for each prompt (default %(default)s)")
+    parser.add_argument("--dtype", default="float32", metavar="WORD",
+                        help="float32 (default: there the chain's ids are the target's own), bfloat16 or float16")
+    parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--num-draft-tokens", type=numbers(int), metavar="N[,N...]",
+                        help="tokens a level drafts before it is checked: one number, or one a level")
+    parser.add_argument("--confidence-threshold", type=numbers(float), metavar="P[,P...]",
+                        help="a level stops drafting after a token it gave less: one number, or one a level")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -1,0 +1,74 @@
+"""Which values may stand behind an option? Types for argparse, whose errors it puts behind the option's name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from typing import Any
+
+
+def positive(text: str) -> int:
+    """An integer of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+positive.__name__ = "integer"  # argparse: "invalid integer value"
+
+
+def positives(text: str) -> list[int]:
+    """Different integers of 1 or more, between commas."""
+    values = [positive(part) for part in text.split(",")]
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text} names one number twice")
+    return values
+
+
+positives.__name__ = "list of integers"
+
+
+def seed(text: str) -> int:
+    """What torch.manual_seed takes."""
+    value = int(text)
+    if not 0 <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"{value} is not in 0 to 2**64 - 1")
+    return value
+
+
+def gap(text: str) -> float:
+    """A distance of two logits."""
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is no distance of two logits, a finite number of 0 or more")
+    return value
+
+
+gap.__name__ = "number"
+
+
+def size(text: str) -> str:
+    """Of a file, in the words of save_pretrained."""
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", text):
+        raise argparse.ArgumentTypeError(f"{text} is no size; write a number with KB, MB, GB or TB, such as 500MB")
+    return text
+
+
+def text(given: str) -> str:
+    """Something, at least one character of it."""
+    if not given:
+        raise argparse.ArgumentTypeError("the text is empty; write one")
+    return given
+
+
+def numbers(kind: type) -> Any:
+    """A type: one number, or a list of those between commas."""
+
+    def parse(text: str) -> Any:
+        values = [kind(part) for part in text.split(",")]
+        return values[0] if len(values) == 1 else values
+
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse

@@ -1,0 +1,146 @@
+"""Does mlspec start at once where nothing is computed, and end with the right status whatever ends it?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import hf_mlspec
+import mlspec_cli.start
+from hf_mlspec import cli
+from mlspec_cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "transformers", "numpy", "rich", "hf_mlspec")
+LIGHT = f"""
+import sys
+from mlspec_cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    loaded = [name for name in {HEAVY} if name in sys.modules]
+    assert not loaded, loaded
+"""
+
+
+def python(*words: str, **options) -> subprocess.CompletedProcess:
+    """What an interpreter of its own says, whose output is not a terminal."""
+    packages = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options}
+    environment = {**os.environ, "PYTHONPATH": packages, "PYTHONUNBUFFERED": ""}  # output is written at the end
+    return subprocess.run([sys.executable, *words], env=environment, check=False, **options)
+
+
+@pytest.mark.parametrize(("words", "status", "said"), [
+    (["--help"], 0, "write a packed form of a model"), (["--version"], 0, f"mlspec {hf_mlspec.__version__}\n"),
+    (["generate", "--help"], 0, "--prompt-file"), (["quantize", "--help"], 0, "--max-shard-size"),
+    (["dance"], 2, "mlspec: there is no command 'dance': demo | quantize | verify | generate | eval | info;"),
+    (["genrate", "--model", "x"], 2, "mlspec: there is no command 'genrate': perhaps generate; see mlspec --help"),
+    ([], 2, "mlspec: no command is given; there are demo | quantize"),
+    (["verify", "x", "--lvel", "mxfp4"], 2, "mlspec verify: unknown words --lvel mxfp4; see mlspec verify --help\n"),
+    (["info", "--jso=n"], 2, "mlspec info: ")])
+def test_nothing_heavy_is_imported_before_a_command_runs(words, status, said):
+    ran = python("-c", LIGHT, *words)
+    assert ran.returncode == status, ran.stderr
+    assert said in (ran.stdout if status == 0 else ran.stderr)
+    assert status == 0 or ran.stderr.count("\n") == 1 + ran.stderr.startswith("Traceback")
+
+
+def test_the_module_is_the_command():
+    assert python("-m", "mlspec_cli", "--version").stdout == f"mlspec {hf_mlspec.__version__}\n"
+
+
+SLOW_IMPORT = """
+import sys, types
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "hf_mlspec":
+            import time
+            print("importing", flush=True)
+            try:
+                time.sleep(30)
+            except BaseException as error:  # as some libraries do around an import of their own
+                raise RuntimeError("an import failed") from error
+sys.meta_path.insert(0, Slow())
+from mlspec_cli import main
+sys.exit(main(["info"]))
+"""
+
+
+def test_an_interrupt_during_imports_is_quiet():
+    running = subprocess.Popen([sys.executable, "-c", SLOW_IMPORT], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    assert running.stdout.readline() == "importing\n"
+    running.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    _, said = running.communicate(timeout=20)
+    assert (running.returncode, said) == (130, "mlspec: interrupted\n")
+    assert time.monotonic() - begun < 10
+
+
+def test_a_signal_handler_that_is_there_stays(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "run", lambda args: 0)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(signal.SIGINT, handler)
+            assert main(["info"]) == 0
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("command", ["info", "--help"])
+def test_a_reader_that_goes_away_is_no_difference(command):
+    """rich leaves with 1 there, Python with 120."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ran = python("-m", "mlspec_cli", command, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        ran = python("-m", "mlspec_cli", "info", stdout=full)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("mlspec info: ")
+    assert ran.stderr.endswith("No space left on device\n")
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("error", "status", "said"), [
+    (BrokenPipeError(), 141, ""), (KeyboardInterrupt(), 130, "mlspec info: interrupted\n"),
+    (ZeroDivisionError("never seen"), 70, "ZeroDivisionError: never seen\n"),
+    (FileNotFoundError(2, "No such file or directory", "a/b"), 2, "mlspec info: a/b: No such file or directory\n"),
+    (ValueError("MLSpecConfig: format is 5"), 2, "mlspec info: format is 5\n")])
+def test_every_end_has_its_status(monkeypatch, capsys, error, status, said):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(mlspec_cli.start, "_let_go_of_output", lambda: None)
+    monkeypatch.setitem(cli._COMMANDS, "info", fail)
+    assert main(["info"]) == status
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_the_shell_is_told_what_could_come_next(monkeypatch):
+    asked = []
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setitem(sys.modules, "argcomplete", types.SimpleNamespace(autocomplete=asked.append))
+    monkeypatch.setattr(cli, "run", lambda args: 0)
+    assert main(["info"]) == 0
+    assert [parser.prog for parser in asked] == ["mlspec"]
+    monkeypatch.setitem(sys.modules, "argcomplete", None)  # not installed
+    assert main(["info"]) == 0
+    assert "PYTHON_ARGCOMPLETE_OK" in Path(mlspec_cli.__file__).read_text(encoding="utf-8")[:1024]
