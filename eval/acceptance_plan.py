@@ -15,7 +15,7 @@ from eval import machine
 from eval.acceptance_pairs import Pair, PairUnit, pair_units
 from eval.plan import Places, PlanError, check_name, read_table, read_tables, read_toml
 from eval.plan_identity import arithmetic, digest, fingerprint, level_weights
-from eval.plan_systems import Prompts, System, check_systems, read_prompts
+from eval.plan_systems import Prompts, System, check_systems, prompts_of
 from eval.quality_models import Loaded, Models, check_levels
 from hf_mlspec.evaluation import Journal, Trace, record_trace
 
@@ -117,7 +117,7 @@ def units_of_pairs(plan: Plan, places: Places, path: Path) -> list[PairUnit]:
 
 
 def _prompts(plan: Plan, places: Places, path: Path) -> dict[str, list[str]]:
-    return {data.name: read_prompts(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
+    return {data.name: prompts_of(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
 
 
 def record(todo: list[Unit], places: Places, *, device: str, folder: Path,

@@ -31,21 +31,7 @@ import hf_mlspec
 from eval import machine
 from eval.bench_decode_contenders import Contender, chains, measure, of_shape, shapes
 from eval.bench_decode_report import summary, table
-
-FIELDS = ("prompt", "question", "text")
-
-
-def read_prompts(path: Path, count: int) -> list[str]:
-    """The first `count` prompts of a JSON list or of JSON lines; the first turn where an entry has several."""
-    text = path.read_text(encoding="utf-8")
-    entries = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
-    found = []
-    for entry in entries[:count]:
-        value = next((entry[name] for name in FIELDS if name in entry), None) or entry.get("turns", [None])[0]
-        if not isinstance(value, str):
-            raise ValueError(f"{path}: an entry has none of {', '.join(FIELDS)}, turns; it has {', '.join(entry)}")
-        found.append(value)
-    return found
+from hf_mlspec.evaluation import read_prompts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chain", action="append", default=[],
                         help="levels with commas between; LEVEL=12:0.2 drafts 12 tokens to threshold 0.2")
     parser.add_argument("--prompts", type=Path, action="append", default=[],
-                        help='JSON or JSON lines with "prompt", "question", "text" or "turns"; may be repeated')
+                        help="text with one prompt a line, .jsonl or .json of HumanEval, GSM8K ...; may be repeated")
     parser.add_argument("--count", type=int, help="prompts to read of each file (10)")
     parser.add_argument("--repeats", type=int, help="(3)")
     parser.add_argument("--max-new-tokens", type=int, help="(128)")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.plan import Places, PlanError, check_name, read_table, read_tables, read_toml
-from eval.plan_systems import Prompts, System, check_systems, read_prompts
+from eval.plan_systems import Prompts, System, check_systems, prompts_of
 
 STOCK, ASSISTED, ALONE = "stock greedy", "stock assisted", "target alone"
 NESTED_ALONE = "nested target alone"
@@ -151,7 +151,7 @@ def check(plan: Plan, places: Places, path: Path) -> dict[str, list[str]]:
     found = {}
     for data in plan.data:
         where = f"{path}: [[data]] {data.name!r}"
-        prompts = read_prompts(data, places, where)
+        prompts = prompts_of(data, places, where)
         random.Random(plan.seed).shuffle(prompts)
         if len(prompts) < max(sizes_of(plan, data)):
             raise PlanError(f"{where}: count is {data.count}, which does not fill a batch of "

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import hf_mlspec
-from eval.bench_decode import read_prompts
 from eval.bench_gpu_findings import Bench
+from hf_mlspec.evaluation import read_prompts
 
 FILES = {"HumanEval": ("humaneval/HumanEval.jsonl", 164), "GSM8K": ("gsm8k/test.jsonl", 300)}
 TARGET, DRAFT = "code-21m", "code-4m"

@@ -35,8 +35,9 @@ from eval import bench_qspec_memory as memory
 from eval import bench_qspec_plot as plotting
 from eval import bench_qspec_report as reporting
 from eval import machine
-from eval.bench_decode import read_prompts, why_not_prepared
+from eval.bench_decode import why_not_prepared
 from eval.bench_qspec_contenders import ALONE, DEQUANT, LIKE_ALONE, Contender, Target, contenders, measure, typical
+from hf_mlspec.evaluation import read_prompts
 
 QUICK = {"batch": [1, 2], "gamma": [2, 3], "count": 2, "batches": 1, "repeats": 1, "max_new_tokens": 12,
          "parts": ["decode"]}
@@ -59,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of the BF16 model, quantized while loading (the demo pair's)")
     parser.add_argument("--prompts", type=Path, action="append", default=[], metavar="FILE",
-                        help='JSON or JSON lines with "prompt", "question", "text" or "turns"; may be repeated')
+                        help="text with one prompt a line, .jsonl or .json of HumanEval, GSM8K ...; may be repeated")
     parser.add_argument("--draft", action="append", default=[], metavar="PATH[@mxfp4]", help="an ordinary draft")
     parser.add_argument("--draft-threshold", type=float, default=0.3, help="of ordinary drafts (%(default)s)")
     parser.add_argument("--batch", type=counts, help="(1,2,4,8,16,32)")

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
 from eval import machine
-from eval.bench_decode import read_prompts
+from hf_mlspec.evaluation import read_prompts
 
 Work = list[tuple[list[int], int]]  # prompt and limit of every request
 Written = tuple[list[list[int]], list[float]]  # new tokens of every request, seconds until it was there
@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
     parser.add_argument("--level", action="append", default=[], help="a level of the chain; may be repeated")
-    parser.add_argument("--prompts", type=Path, help='JSON or JSON lines with "prompt", "question", "text" or "turns"')
+    parser.add_argument("--prompts", type=Path, help="text with one prompt a line, .jsonl or .json")
     parser.add_argument("--requests", type=int, help="(32)")
     parser.add_argument("--shortest", type=int, help="smallest limit of new tokens (8)")
     parser.add_argument("--longest", type=int, help="largest limit of new tokens (256)")

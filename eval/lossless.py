@@ -29,10 +29,10 @@ from rich.progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
+from hf_mlspec.evaluation import read_prompts
 
 TIE = 1e-5  # two float64 logits closer than this are a tie: float32 sums in another order may turn it around
 Places = dict[str, Path | str]  # what {models}, {data} and {demo} of a plan stand for
-FIELDS = ("prompt", "question", "turns")  # of HumanEval, GSM8K and MT-Bench, of which the first turn is taken
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,16 @@ def filled(text: str, places: Places) -> str:
     return text
 
 
-def read_prompts(data: dict[str, Any], places: Places) -> list[str]:
-    lines = Path(filled(data["file"], places)).read_text(encoding="utf-8").splitlines()[: data["count"]]
-    entries = [json.loads(line) for line in lines]
-    if len(entries) < data["count"]:
-        sys.exit(f"{data['file']} holds {len(entries)} prompts, the plan asks for {data['count']}")
-    found = [next(entry[field] for field in FIELDS if field in entry) for entry in entries]
-    return [text if isinstance(text, str) else text[0] for text in found]
+def prompts_of(data: dict[str, Any], places: Places) -> list[str]:
+    """The prompts of a data set of the plan; exits where its file is not what it must be."""
+    file = filled(data["file"], places)
+    try:
+        found = read_prompts(file, data["count"])
+    except ValueError as error:
+        sys.exit(str(error))
+    if len(found) < data["count"]:
+        sys.exit(f"{file} holds {len(found)} prompts, the plan asks for {data['count']}")
+    return found
 
 
 def units(plan: dict[str, Any], shard: int, shards: int) -> Iterator[Unit]:
@@ -155,7 +158,7 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
     left = [unit for unit in units(plan, shard, shards) if unit not in store.done]
     if not left:
         return
-    prompts = {data["name"]: read_prompts(data, places) for data in plan["data"]}
+    prompts = {data["name"]: prompts_of(data, places) for data in plan["data"]}
     target = filled(plan["target"], places)
     model, plain = load(plan, target, device), None
     if plan.get("reference") == "plain":

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hf_mlspec
 from eval.plan import Places, PlanError
+from hf_mlspec.evaluation import read_prompts
 
 DTYPES = ("float32", "bfloat16", "float16")
-PROMPT_FIELDS = ("prompt", "question", "text")  # of HumanEval, GSM8K and the demo; "turns" of MT-Bench: the first one
 _TARGET = ("model", "dtype", "format", "group_size", "precision")
 
 
@@ -58,7 +57,7 @@ class System:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The first `count` prompts of a JSON or JSON lines file; `batch_sizes`: rows decoded together, each a run."""
+    """The first `count` prompts of a file; `batch_sizes`: rows decoded together, each a run."""
 
     name: str
     file: str
@@ -133,29 +132,15 @@ def require_file(filled: str, where: str) -> Path:
     return Path(filled)
 
 
-def read_prompts(asked: Prompts, places: Places, where: str) -> list[str]:
+def prompts_of(asked: Prompts, places: Places, where: str) -> list[str]:
     """The prompts; PlanError for a file that is not there, is none, or holds fewer than asked."""
     file = require_file(places.fill(asked.file), f"{where}: file")
     if asked.count < 1:
         raise PlanError(f"{where}: count is {asked.count}, it must be at least 1")
     try:
-        text = file.read_text(encoding="utf-8")
-        entries = json.loads(text) if file.suffix == ".json" else [json.loads(x) for x in text.splitlines() if x]
+        found = read_prompts(file, asked.count)
     except ValueError as error:
-        raise PlanError(f"{where}: {file} is no JSON of prompts: {error}") from error
-    if not isinstance(entries, list) or len(entries) < asked.count:
-        number = len(entries) if isinstance(entries, list) else "a table and no list of"
-        raise PlanError(f"{where}: {file} holds {number} prompts, count is {asked.count}")
-    found = [_prompt(entry) for entry in entries[: asked.count]]
-    if None in found:
-        raise PlanError(f"{where}: {file}, entry {found.index(None) + 1}: none of {', '.join(PROMPT_FIELDS)}, turns "
-                        "is a text in it")
+        raise PlanError(f"{where}: {error}") from error
+    if len(found) < asked.count:
+        raise PlanError(f"{where}: {file} holds {len(found)} prompts, count is {asked.count}")
     return found
-
-
-def _prompt(entry: Any) -> str | None:
-    fields = entry if isinstance(entry, dict) else {}
-    turns = fields.get("turns")
-    first = turns[0] if isinstance(turns, list) and turns else None
-    value = next((fields[name] for name in PROMPT_FIELDS if name in fields), first)
-    return value if isinstance(value, str) and value else None

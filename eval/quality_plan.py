@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.plan import Places, PlanError, check_name, read_table, read_tables, read_toml
-from eval.plan_systems import Prompts, System, check_systems, read_prompts, require_file
+from eval.plan_systems import Prompts, System, check_systems, prompts_of, require_file
 
 PARTS = {
     "tasks": "lm-eval tasks, item by item against the reference",
@@ -178,7 +178,7 @@ def _check_pairs(plan: Plan, path: Path) -> None:
 def check_plan(plan: Plan, places: Places, path: Path) -> Material:
     """What the plan's files hold; PlanError for folders and files that are not there or hold too little."""
     check_systems(plan.systems, places, path)
-    prompts = {data.name: read_prompts(data, places, f"{path}: [[fidelity]] {data.name!r}") for data in plan.fidelity}
+    prompts = {data.name: prompts_of(data, places, f"{path}: [[fidelity]] {data.name!r}") for data in plan.fidelity}
     return Material(prompts, {text.name: _read_text(text, places, path) for text in plan.perplexity})
 
 

@@ -73,14 +73,6 @@ def test_levels_are_one_chain_and_chains_are_many():
         bench.parse(["--shape", "tiny", "--level", "mxfp4"])
 
 
-def test_prompts_of_every_kind_are_read(tmp_path):
-    read, file = program("bench_decode").read_prompts, tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "a"}\n{"question": "b"}\n{"turns": ["c", "d"]}\n{"answer": "e"}\n')
-    assert read(file, 3) == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="none of prompt, question, text, turns; it has answer"):
-        read(file, 4)
-
-
 def test_every_contender_has_a_line(saved_model, tmp_path):
     prompts, out = tmp_path / "words.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "def f("}\n')

@@ -26,7 +26,8 @@ def add_verify(commands: Any) -> None:
                                              "earlier call wrote still one of this model and these kernels?")
     parser.add_argument("model", help="folder of the target")
     parser.add_argument("--prompts", metavar="FILE",
-                        help='text with one prompt a line, or .jsonl with "prompt" or "question" (HumanEval, GSM8K)')
+                        help='text with one prompt a line, or .jsonl with "prompt", "question", "turns" ... '
+                             "(HumanEval, GSM8K, MT-Bench, Spec-Bench, ARC, MATH)")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     parser.add_argument("--batch-size", type=positives, default=[1], metavar="N[,N...]",
                         help="prompts decoded together; several numbers: one comparison each (default 1)")
