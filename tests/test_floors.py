@@ -135,7 +135,8 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
     """Every rule that the file at `path` (relative to the project) breaks with this text."""
     tree = ast.parse(source)
     if path.parts[0] != PACKAGE:
-        return [*opening_violations(tree), *name_violations(path), *public_name_violations(tree, path)]
+        return [*size_violations(tree, source), *opening_violations(tree), *name_violations(path),
+                *public_name_violations(tree, path)]
     return [*import_violations(tree, path), *compiled_op_violations(tree, path), *size_violations(tree, source),
             *opening_violations(tree), *name_violations(path), *class_violations(tree)]
 

@@ -59,6 +59,11 @@ def test_no_folder_imports_itself_by_way_of_others():
     assert circles(rooms()) == set()
 
 
+def test_tests_of_programs_are_short_and_stand_here():
+    assert [file.name for file in ROOT.glob("tests/eval/*.py") if len(file.read_text().splitlines()) > 350] == []
+    assert [file.name for file in ROOT.glob("tests/test_*.py") if "from programs import" in file.read_text()] == []
+
+
 def test_nobody_imports_a_program_but_its_caller():
     assert [(module, name) for module in MODULES for name in imports(module) if name.endswith("__main__")] == []
 
