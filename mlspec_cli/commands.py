@@ -73,7 +73,8 @@ def _add_verify(commands: Any) -> None:
                                              "earlier call wrote still one of this model and these kernels?")
     parser.add_argument("model", help="folder of the target")
     parser.add_argument("--prompts", metavar="FILE",
-                        help='text with one prompt a line, or .jsonl with "prompt" or "question" (HumanEval, GSM8K)')
+                        help='text with one prompt a line, or .jsonl with "prompt", "question", "turns" ... '
+                             "(HumanEval, GSM8K, MT-Bench, Spec-Bench, ARC, MATH)")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     parser.add_argument("--batch-size", type=positives, default=[1], metavar="N[,N...]",
                         help="prompts decoded together; several numbers: one comparison each (default 1)")
@@ -96,8 +97,8 @@ def _add_generate(commands: Any) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", type=text, help="the text to continue")
     prompts.add_argument("--prompt-file", metavar="FILE",
-                         help='text with one prompt a line, or .jsonl with "prompt" or "question"; -: standard input, '
-                              "one prompt a line")
+                         help='text with one prompt a line, or .jsonl with "prompt", "question", "turns" ...; '
+                              "-: standard input, one prompt a line")
     parser.add_argument("--stop", action="append", metavar="TEXT", type=text,
                         help="a text ends behind this; repeat it for more")
     _add_chain(parser, max_new_tokens=128)

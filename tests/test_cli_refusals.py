@@ -34,7 +34,7 @@ def refusal(capsys, *argv: object) -> str:
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("p.txt", b"\n \n", "holds no prompts"), ("p.txt", b"\xff\xfe", "is not UTF-8 text: byte 0"),
-    ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: no JSON"), ("p.jsonl", b'{"text": "a"}', "it has ['text']"),
+    ("p.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: no JSON"), ("p.jsonl", b'{"title": "a"}', "it has ['title']"),
     ("p.jsonl", b"[1]", "it has list"), ("p.jsonl", b'{"prompt": 3}', "line 1: 'prompt' is 3, not a text")])
 def test_a_bad_prompts_file_is_refused(capsys, tmp_path, saved_model, name, content, message):
     (tmp_path / name).write_bytes(content)
@@ -60,7 +60,8 @@ def test_a_bad_option_is_refused(capsys, saved_model, prompts, change, message):
 
 def test_a_missing_prompts_file_is_refused(capsys, saved_model):
     line = refusal(capsys, "verify", saved_model, "--level", "mxfp4", "--prompts", "nowhere.txt")
-    assert line == "mlspec verify: prompts file 'nowhere.txt' cannot be read: No such file or directory\n"
+    assert line == "mlspec verify: prompts file 'nowhere.txt' cannot be read: No such file or directory; " \
+        "give text with one prompt a line, or .jsonl with one object a line\n"
 
 
 @pytest.mark.parametrize(("argv", "message"), [

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "notebooks").glob("*.md")),
-             ROOT / "kernels_ext" / "README.md", *sorted((ROOT / "hf_mlspec").rglob("*.md"))]
+             ROOT / "kernels_ext" / "README.md", ROOT / "eval" / "README.md", *sorted((ROOT / "hf_mlspec").rglob("*.md"))]
 MOST_README_LINES, MOST_OWN_WORDS, MOST_PICTURE_BYTES = 150, 20, 100_000
 FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w*)\n(?P<code>.*?)\n```\n", re.DOTALL)
 
@@ -242,7 +242,7 @@ def test_the_picture_shows_figures_of_the_benchmarks():
 @pytest.mark.usefixtures("from_the_root")
 def test_the_picture_has_a_bar_for_every_figure():
     pytest.importorskip("matplotlib")
-    headline = importlib.import_module("eval.headline")
+    headline = importlib.import_module("eval.headline.__main__")
     figures = json.loads((DOCS / "figures" / "one_prompt.json").read_text(encoding="utf-8"))
     panels = headline.draw(figures).axes
     assert [one.get_title(loc="left") for one in panels] == figures["data"]

@@ -29,8 +29,8 @@ TRANSFORMERS_ALLOWED = (
 # Programs that time ops and decoders or measure formats, which are no public names: how a path begins, which rooms it
 # may enter.
 TIMES_ROOMS = {
-    "eval/bench_kernels_contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
-    "eval/nested_quality.py": ("hf_mlspec.formats",),
+    "eval/bench_kernels/contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
+    "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
@@ -156,7 +156,8 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
         return [*start_violations(tree, path), *size_violations(tree, source), *opening_violations(tree),
                 *name_violations(path), *class_violations(tree)]
     if path.parts[0] != PACKAGE:
-        return [*opening_violations(tree), *name_violations(path), *public_name_violations(tree, path)]
+        return [*size_violations(tree, source), *opening_violations(tree), *name_violations(path),
+                *public_name_violations(tree, path)]
     return [*import_violations(tree, path), *compiled_op_violations(tree, path), *size_violations(tree, source),
             *opening_violations(tree), *name_violations(path), *class_violations(tree)]
 
@@ -258,11 +259,11 @@ def test_a_program_entering_a_room_is_found(statement):
 
 def test_only_programs_that_time_a_room_enter_it():
     statement = OPENING + "from hf_mlspec.engines.choose import decoder_of\nfrom hf_mlspec import ops\n"
-    assert violations(PurePosixPath("eval", "bench_gpu_step.py"), statement) == []
-    assert len(violations(PurePosixPath("eval", "bench_kernels_contenders.py"), statement)) == 1
-    assert len(violations(PurePosixPath("eval", "bench_decode.py"), statement)) == 2
+    assert violations(PurePosixPath("eval", "bench_gpu", "step.py"), statement) == []
+    assert len(violations(PurePosixPath("eval", "bench_kernels", "contenders.py"), statement)) == 1
+    assert len(violations(PurePosixPath("eval", "bench_decode", "run.py"), statement)) == 2
     entering = OPENING + "from hf_mlspec.speculation.loop import decode\n"
-    assert len(violations(PurePosixPath("eval", "bench_gpu_step.py"), entering)) == 1
+    assert len(violations(PurePosixPath("eval", "bench_gpu", "step.py"), entering)) == 1
 
 
 def test_a_program_using_public_names_is_not_reported():

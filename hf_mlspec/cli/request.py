@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import ops
+from ..evaluation.prompts import read_prompts as read_prompts  # the commands take it from here
 from ..integration.config import SpeculationConfig
 from ..integration.levels.load import DTYPES, hide_progress_bars, load_causal_lm
 from ..integration.levels.resolve import check_words, draws_on_nested, nested_for
-
-PROMPT_FIELDS = ("prompt", "question")  # HumanEval, GSM8K
-
-
-def read_prompts(path: str, limit: int | None = None) -> list[str]:
-    """The prompts of a file: .jsonl with a "prompt" or "question" in every line, or text with one prompt a line.
-
-    Raises ValueError naming file, line and remedy.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
-    except OSError as error:
-        raise ValueError(f"prompts file {path!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts file {path!r} is not UTF-8 text: byte {error.start} cannot be decoded") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    prompts = [_from_json(path, number, line) if path.endswith(".jsonl") else line for number, line in lines[:limit]]
-    if not prompts:
-        raise ValueError(f"prompts file {path!r} holds no prompts; write one a line")
-    return prompts
-
-
-def _from_json(path: str, number: int, line: str) -> str:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: no JSON ({error.msg}); .jsonl has one object a line") from error
-    names = list(entry) if isinstance(entry, dict) else []
-    field = next((name for name in PROMPT_FIELDS if name in names), None)
-    if field is None:
-        raise ValueError(f"{path}, line {number}: no text under {' or '.join(map(repr, PROMPT_FIELDS))}; "
-                         f"it has {names or type(entry).__name__}")
-    if not isinstance(entry[field], str) or not entry[field]:
-        raise ValueError(f"{path}, line {number}: {field!r} is {entry[field]!r}, not a text; write one in quotes")
-    return entry[field]
 
 
 def chain_config(args: argparse.Namespace) -> SpeculationConfig:

@@ -18,7 +18,7 @@ def demo_pair() -> tuple[str, str]:
         if not (folder / "model.safetensors").is_file():
             raise FileNotFoundError(f"{folder / 'model.safetensors'} is missing: this copy of hf_mlspec came without "
                                     "its demo models; install it from a full checkout, or train them with "
-                                    "eval/train_demo_pair.py")
+                                    "eval/train_demo_pair")
     return str(DEMO_TARGET), str(DEMO_DRAFT)
 
 

@@ -26,6 +26,7 @@ _HOMES = {
     "Trace": ".speculation.traces.trace",
     "certify": "certificate_run",
     "level_acceptance": "traces_counts",
+    "read_prompts": "prompts",
     "read_trace": ".speculation.traces.file",
     "record_trace": "traces",
     "replay": "traces_replay",

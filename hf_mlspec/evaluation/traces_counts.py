@@ -17,7 +17,7 @@ class LevelAcceptance:
     how many were reached by a check, all before them being accepted, and how many of these were kept.
     draft_lengths: how many drafts held so many tokens; index 0 counts rounds in which nothing was drafted.
     tokens_per_pass: tokens committed in a pass of the level above; the target's pass that reads the prompt is one of
-    them, as in `hf_mlspec.last_stats`. Programs that time decoding (eval/bench_decode.py, eval/replay.py) leave that
+    them, as in `hf_mlspec.last_stats`. Programs that time decoding (eval/bench_decode, eval/replay) leave that
     pass and its token out, so that their number is the larger one.
     """
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the linear kernels for Hopper into a shared library for eval/bench_gpu_linear.py: build.sh [FOLDER]
+# Builds the linear kernels for Hopper into a shared library for eval/bench_gpu_linear: build.sh [FOLDER]
 set -e
 sources=$(dirname "$0")
 out=${1:-$sources/../../build}

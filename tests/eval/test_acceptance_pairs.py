@@ -14,7 +14,7 @@ pytestmark = needs_plans
 
 @pytest.fixture
 def pairs(from_the_root):
-    return program("acceptance_pairs")
+    return program("acceptance.pairs")
 
 
 def test_shares_are_of_all_tokens(pairs):
@@ -55,7 +55,8 @@ def test_drafts_without_the_same_tokens_are_refused(mine, its, pairs):
     ({"model": "{models}/nowhere"}, "nowhere holds no config.json"),
 ])
 def test_a_pair_that_cannot_be_is_refused(change, words, pairs, saved_model, tmp_path):
-    from eval.plan import Places, PlanError
+    from eval.plans.places import Places
+    from eval.plans.tables import PlanError
 
     asked = {"name": "one", "model": str(saved_model), "draft": "nested4a8", **change}
     with pytest.raises(PlanError, match=words):

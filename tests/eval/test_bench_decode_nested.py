@@ -66,7 +66,7 @@ def test_a_nested_draft_reads_its_share_of_the_bytes(saved_model):
 
     import hf_mlspec
 
-    memory = program("bench_decode_memory")
+    memory = program("bench_decode.memory")
     plain = AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.bfloat16)
     weights = sum(module.weight.numel() for module in plain.modules() if isinstance(module, torch.nn.Linear))
     whole = memory.reads(None, plain)

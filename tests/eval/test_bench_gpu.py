@@ -15,12 +15,12 @@ pytestmark = pytest.mark.usefixtures("from_the_root")
 
 
 def finding(**changes):
-    Finding = program("bench_gpu_findings").Finding
+    Finding = program("bench_gpu.findings").Finding
     return Finding(**{"group": "linear", "what": "M = 1", "contender": "bf16", "value": 36.0, "unit": "us", **changes})
 
 
 def bench(**changes):
-    Bench = program("bench_gpu_findings").Bench
+    Bench = program("bench_gpu.findings").Bench
     return Bench(torch.device("cpu"), Path("models"), Path("data"), quick=True, **changes)
 
 
@@ -39,7 +39,7 @@ def test_an_unknown_group_is_refused(text, capsys):
 def test_every_group_is_there():
     for name, module in program("bench_gpu").GROUPS.items():
         assert callable(getattr(importlib.import_module(module), name))
-        assert name in program("bench_gpu_report").TITLES
+        assert name in program("bench_gpu.report").TITLES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
@@ -70,8 +70,8 @@ def test_a_group_that_fails_is_told_and_the_others_go_on(monkeypatch, tmp_path, 
     def whole(bench):
         yield finding(group="step", what="batch 1", contender="BF16", value=4.2, unit="ms", target=4.5, share=0.9)
 
-    monkeypatch.setattr(program("bench_gpu_products"), "linear", broken)
-    monkeypatch.setattr(program("bench_gpu_step"), "step", whole)
+    monkeypatch.setattr(program("bench_gpu.products"), "linear", broken)
+    monkeypatch.setattr(program("bench_gpu.step"), "step", whole)
     asked = ["--quick", "--device", "cpu", "--only", "linear,step", "--out", str(out), "--table", str(written)]
     assert bench_gpu.main(asked) == 1
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -87,13 +87,13 @@ def test_a_group_that_fails_is_told_and_the_others_go_on(monkeypatch, tmp_path, 
 
 def test_a_table_has_every_contender_and_says_what_was_missed():
     lines = [finding(value=40.0, target=37.0), finding(what="M = 2", contender="torch|bf16", value=33.25)]
-    text = program("bench_gpu_report").group_table([line.to_dict() for line in lines])
+    text = program("bench_gpu.report").group_table([line.to_dict() for line in lines])
     assert text.splitlines() == [
         "|  | bf16 | torch\\|bf16 |", "|---|--:|--:|", "| M = 1 | 40 us; <= 37: MISSED |  |", "| M = 2 |  | 33.2 us |"]
 
 
 def products():
-    return program("bench_gpu_products")
+    return program("bench_gpu.products")
 
 
 def test_products_are_right_and_timed():
@@ -145,8 +145,8 @@ def test_a_peer_that_fails_takes_no_part(monkeypatch):
 
 def test_a_captured_step_that_chooses_other_tokens_is_found(monkeypatch):
     """On a CPU the replay is the work itself, so that a second run in a changed state stands for a bad capture."""
-    step = program("bench_gpu_step")
-    model = program("bench_gpu_models").random_model("tiny", torch.device("cpu"))
+    step = program("bench_gpu.step")
+    model = program("bench_gpu.models").random_model("tiny", torch.device("cpu"))
     decoder = step.decoder_of(model, "cuda")
     case = step.Case("batch 2", 2, 1, None)
     assert step.Step(decoder, case, 16).timed().median > 0
@@ -162,8 +162,8 @@ def test_a_captured_step_that_chooses_other_tokens_is_found(monkeypatch):
 
 
 def test_bytes_of_a_step_leave_an_untied_embedding_out():
-    step = program("bench_gpu_step")
-    model = program("bench_gpu_models").random_model("tiny", torch.device("cpu"))
+    step = program("bench_gpu.step")
+    model = program("bench_gpu.models").random_model("tiny", torch.device("cpu"))
     whole = sum(p.nbytes for p in model.parameters())
     assert step.read_bytes(model) == whole - model.get_input_embeddings().weight.nbytes
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -171,7 +171,7 @@ def test_bytes_of_a_step_leave_an_untied_embedding_out():
 
 
 def test_random_int4_models_decode_at_every_width():
-    models = program("bench_gpu_models")
+    models = program("bench_gpu.models")
     model = models.without_end(models.random_int4_model("tiny", torch.device("cpu")))
     from hf_mlspec import precision_switch
 
@@ -183,20 +183,20 @@ def test_random_int4_models_decode_at_every_width():
 
 
 def test_rows_that_differ():
-    differ = program("bench_gpu_decoding").rows_that_differ
+    differ = program("bench_gpu.decoding").rows_that_differ
     assert differ(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])) == 1
     assert differ(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 2]])) == 0
     assert differ(torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2]])) == 1
 
 
 def test_ids_end_at_an_end():
-    until_end = program("bench_gpu_exact").until_end
+    until_end = program("bench_gpu.exact").until_end
     assert until_end([5, 6, 2, 0, 0], [2, 9]) == [5, 6, 2]
     assert until_end([5, 6], [2]) == [5, 6]
 
 
 def test_a_chain_that_differs_is_counted_and_fails(monkeypatch):
-    exact = program("bench_gpu_exact")
+    exact = program("bench_gpu.exact")
     real = exact._decoded
 
     def decoded(bench, model, rows, case, batch):
@@ -214,7 +214,7 @@ def test_a_chain_that_differs_is_counted_and_fails(monkeypatch):
 
 
 def test_missing_prompts_and_models_are_named(tmp_path):
-    prompts, models = program("bench_gpu_prompts"), program("bench_gpu_models")
+    prompts, models = program("bench_gpu.prompts"), program("bench_gpu.models")
     full = bench()
     full.quick, full.data, full.models = False, tmp_path, tmp_path
     with pytest.raises(ValueError, match=r"HumanEval\.jsonl does not exist: --data names the folder"):
@@ -231,7 +231,7 @@ def test_missing_prompts_and_models_are_named(tmp_path):
 def test_a_stock_step_is_timed_with_the_hook_out_and_back():
     import hf_mlspec
 
-    stock, models = program("bench_gpu_stock"), program("bench_gpu_models")
+    stock, models = program("bench_gpu.stock"), program("bench_gpu.models")
     model = models.random_model("tiny", torch.device("cpu"))
     prompt = torch.randint(90, (2, 6))
     assert stock.eager_step(model, prompt, 5) > 0
@@ -240,7 +240,7 @@ def test_a_stock_step_is_timed_with_the_hook_out_and_back():
 
 
 def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
-    startup = program("bench_gpu_startup")
+    startup = program("bench_gpu.startup")
     (tmp_path / "setup.py").write_text("raise SystemExit('no compiler')\n")
     monkeypatch.setattr(startup, "ROOT", tmp_path)
     with pytest.raises(startup.BuildFailed, match="no compiler"):
@@ -249,7 +249,7 @@ def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("captured", [False, True], ids=["pass by pass", "in rounds"])
 def test_chains_are_replayed(monkeypatch, captured):
-    chain = program("bench_gpu_chain")
+    chain = program("bench_gpu.chain")
     if captured:
         monkeypatch.setattr(chain, "replay", partial(chain.replay_captured, speculation_config={"engine": "cuda"}))
     found = list(chain.chain(bench()))
@@ -265,13 +265,13 @@ def test_chains_are_replayed(monkeypatch, captured):
 
 
 def test_rows_are_spread():
-    spread = program("bench_gpu_chain").spread
+    spread = program("bench_gpu.chain").spread
     assert spread(32, 4) == [0, 8, 16, 24]
     assert spread(32, 32) == spread(32, 40) == list(range(32))
 
 
 def test_every_target_of_a_chain_is_measured():
-    chain = program("bench_gpu_chain")
+    chain = program("bench_gpu.chain")
     data = {"HumanEval", "GSM8K"}
     measured = {(one.name, name, 1) for one in chain.CHAINS for name in data}
     measured |= {(chain.CHAINS[0].name, name, batch) for name in data for batch in chain.LARGE_BATCHES}

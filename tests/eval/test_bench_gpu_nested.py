@@ -16,7 +16,7 @@ compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="takes minutes 
 
 
 def bench():
-    Bench = program("bench_gpu_findings").Bench
+    Bench = program("bench_gpu.findings").Bench
     return Bench(torch.device("cpu"), Path("models"), Path("data"), quick=True)
 
 
@@ -25,16 +25,16 @@ def by_name(found) -> dict[tuple[str, str], float]:
 
 
 def test_every_group_has_a_title_and_a_program():
-    shell, report = program("bench_gpu"), program("bench_gpu_report")
+    shell, report = program("bench_gpu"), program("bench_gpu.report")
     for name, module in shell.GROUPS.items():
         assert name in report.TITLES
         assert name in shell.__doc__
         assert callable(getattr(importlib.import_module(module), name))
 
 
-@pytest.mark.parametrize("module", ["bench_gpu_nested", "bench_gpu_planes"])
+@pytest.mark.parametrize("module", ["bench_gpu.nested", "bench_gpu.planes"])
 def test_every_chain_has_its_traces(module):
-    chains, traces = program(module).CHAINS, program("bench_gpu_chain").TRACES
+    chains, traces = program(module).CHAINS, program("bench_gpu.chain").TRACES
     assert chains
     for one in chains:
         for data in ("humaneval", "gsm8k"):
@@ -43,12 +43,12 @@ def test_every_chain_has_its_traces(module):
 
 
 def test_every_target_of_planes_is_measured():
-    planes = program("bench_gpu_planes")
+    planes = program("bench_gpu.planes")
     assert {*planes.OVER_OWN, *planes.OVER_BF16} == {one.name for one in planes.CHAINS}
 
 
 def test_planes_are_compared_with_their_own_greedy_decoding(monkeypatch):
-    planes = program("bench_gpu_planes")
+    planes = program("bench_gpu.planes")
     monkeypatch.setattr(planes, "CHAINS", planes.CHAINS[:1])
     found = list(planes.planes(bench()))
     values = by_name(found)
@@ -66,7 +66,7 @@ def test_planes_are_compared_with_their_own_greedy_decoding(monkeypatch):
 
 @compiled
 def test_nested_chains_are_compared_with_those_of_the_cast(monkeypatch):
-    nested = program("bench_gpu_nested")
+    nested = program("bench_gpu.nested")
     monkeypatch.setattr(nested, "CHAINS", nested.CHAINS[:1])
     found = list(nested.nested(bench()))
     values = by_name(found)
@@ -81,7 +81,7 @@ def test_nested_chains_are_compared_with_those_of_the_cast(monkeypatch):
 
 @compiled
 def test_a_nested_target_that_writes_other_ids_fails(monkeypatch):
-    exact, nested_exact = program("bench_gpu_exact"), program("bench_gpu_nested_exact")
+    exact, nested_exact = program("bench_gpu.exact"), program("bench_gpu.nested_exact")
     real = exact._decoded
 
     def decoded(bench, model, rows, case, batch):
@@ -101,7 +101,7 @@ def test_a_nested_target_that_writes_other_ids_fails(monkeypatch):
 
 
 def test_products_of_formats_are_right_and_a_wrong_one_is_told(monkeypatch):
-    formats = program("bench_gpu_formats")
+    formats = program("bench_gpu.formats")
     names = ["bf16", "mxfp4 a16", "nested draft a16", "nested exact", *(f"{n} of 8 planes" for n in (8, 4, 3, 2))]
     assert list(dict.fromkeys(line.contender for line in formats.formats(bench()))) == names
     real = formats.ops.nested_linear
@@ -113,7 +113,7 @@ def test_products_of_formats_are_right_and_a_wrong_one_is_told(monkeypatch):
 
 
 def test_what_planes_may_take_follows_from_all_of_them():
-    target = program("bench_gpu_formats")._target
+    target = program("bench_gpu.formats")._target
     assert target("4 of 8 planes", 8, 20.0) == pytest.approx(1.15 * 10 + 3)
     assert target("4 of 8 planes", 32, 20.0) is None
     assert target("8 of 8 planes", 1, 20.0) is None

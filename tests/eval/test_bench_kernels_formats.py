@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("from_the_root")
     ("bitplane_linear", [f"{count} of 8 planes x bf16" for count in (2, 3, 4, 8)], ["int4 g128 x bf16", "bf16"]),
 ])
 def test_every_precision_is_right_and_timed(op, ours, peers, tmp_path):
-    if not program("bench_kernels_samples").has_schedstat():
+    if not program("bench_kernels.samples").has_schedstat():
         pytest.skip("this system has no /proc/self/task/*/schedstat")
     out = tmp_path / "out.jsonl"
     asked = ["--op", op, "--m", "64", "--k", "128", "--n", "1,3", "--samples", "1", "--quick", "--threads", "1",
@@ -39,7 +39,7 @@ def test_every_precision_is_right_and_timed(op, ours, peers, tmp_path):
 
 
 def test_bytes_are_those_of_what_is_read():
-    contenders = program("bench_kernels_contenders")
+    contenders = program("bench_kernels.contenders")
     w = contenders.Weights(64, 128)
     sizes = {one.name: one.nbytes for one in contenders.contenders("nested_linear", w, None)}
     draft, exponents, low, _ = w.nested_tiles
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_what_is_read():
 
 
 def test_a_ratio_is_of_rounds_in_which_both_were_uncontended():
-    Series = program("bench_kernels_samples").Series
+    Series = program("bench_kernels.samples").Series
     one, other = (Series(name, lambda: None, 1) for name in "ab")
     for mine, its, quiet in ((2.0, 1.0, True), (9.0, 1.0, False), (6.0, 3.0, True), (8.0, 8.0, True)):
         one.add(mine, quiet)

@@ -5,7 +5,7 @@
 // alternately to the groups of four warps that share a tile (bfloat16 and what equals it one, else two). A group sums its chunks
 // in ascending order; the sums are added group 0 + group 1 in each block, then over blocks by rank. A token is a column of operand
 // B: neither the number of columns nor their place changes what the tensor cores add, nor in what order, and mma and wgmma add
-// alike (checked bit for bit by eval/bench_gpu_linear.py).
+// alike (checked bit for bit by eval/bench_gpu_linear).
 #pragma once
 
 #include "linear_ring.cuh"

@@ -1,0 +1,170 @@
+"""What does it bring that a finished row's slot is refilled at once, over batches that wait for their longest row?
+
+    python -m eval.bench_stream --model PATH --level PATH --prompts FILE --json out.jsonl
+    python -m eval.bench_stream --quick                     # the demo pair, few requests
+
+Requests with limits of very different lengths (log-uniform, end-of-sequence tokens ignored, so that every contender
+has the same work) are decoded with the target alone and with the levels: as a stream, in static batches in their order
+of arrival, where a row that reached its limit goes on until its batch has ended, and one by one. What counts are the
+tokens that were asked for, a second. The static batches of one contender are one call of generate each, with the
+batch's largest limit. Contenders take turns; medians over repeats. Ids are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import hf_mlspec
+from eval.records import machine
+from hf_mlspec.evaluation import read_prompts
+
+Work = list[tuple[list[int], int]]  # prompt and limit of every request
+Written = tuple[list[list[int]], list[float]]  # new tokens of every request, seconds until it was there
+
+
+def as_stream(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
+    begin, new, seconds = time.perf_counter(), [[] for _ in work], [0.0] * len(work)
+    requests = (
+        hf_mlspec.Request(ids, max_new_tokens=limit, id=number) for number, (ids, limit) in enumerate(work)
+    )
+    for done in hf_mlspec.generate_stream(model, requests, max_batch=max_batch, assistant_models=levels,
+                                          do_sample=False, eos_token_id=[]):
+        if done.error is not None:
+            raise done.error
+        new[done.id], seconds[done.id] = done.new_tokens, time.perf_counter() - begin
+    return new, seconds
+
+
+def in_batches(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
+    begin, new, seconds = time.perf_counter(), [], []
+    for first in range(0, len(work), max_batch):
+        batch = work[first : first + max_batch]
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([[0] * (width - len(row)) + row for row, _ in batch])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row, _ in batch])
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max(limit for _, limit in batch),
+                             assistant_models=levels, do_sample=False, eos_token_id=[])
+        new += [row[:limit] for row, (_, limit) in zip(out[:, width:].tolist(), batch, strict=True)]
+        seconds += [time.perf_counter() - begin] * len(batch)
+    return new, seconds
+
+
+def one_by_one(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
+    return in_batches(model, levels, work, 1)
+
+
+CONTENDERS: dict[str, Callable[[PreTrainedModel, list, Work, int], Written]] = {
+    "stream": as_stream, "static batches": in_batches, "one by one": one_by_one,
+}  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_stream", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of the target (the demo pair's)")
+    parser.add_argument("--level", action="append", default=[], help="a level of the chain; may be repeated")
+    parser.add_argument("--prompts", type=Path, help="text with one prompt a line, .jsonl or .json")
+    parser.add_argument("--requests", type=int, help="(32)")
+    parser.add_argument("--shortest", type=int, help="smallest limit of new tokens (8)")
+    parser.add_argument("--longest", type=int, help="largest limit of new tokens (256)")
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--repeats", type=int, help="(3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the limits")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="6 requests of 2 to 12 tokens, 1 repeat")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
+    args = parser.parse_args(argv)
+    few = {"requests": 6, "shortest": 2, "longest": 12, "repeats": 1}
+    many = {"requests": 32, "shortest": 8, "longest": 256, "repeats": 3}
+    for name, value in (few if args.quick else many).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if not 1 <= args.shortest <= args.longest:
+        parser.error(f"--shortest {args.shortest} and --longest {args.longest}: 1 <= shortest <= longest is meant")
+    return args
+
+
+def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
+    """The target, its levels, and the requests."""
+    demo = hf_mlspec.demo_pair()
+    folder = args.model or str(demo[0])
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    file = args.prompts or Path(demo[0]).parent / "prompts.json"
+    encoded = [tokenizer(text)["input_ids"] for text in read_prompts(file, args.requests)]
+    rng = random.Random(args.seed)
+    ratio = args.longest / args.shortest
+    limits = [round(args.shortest * ratio ** rng.random()) for _ in range(args.requests)]
+    work = [(encoded[number % len(encoded)], limit) for number, limit in enumerate(limits)]
+    return target, args.level or ([] if args.model else [str(demo[1])]), work
+
+
+def measure(target: PreTrainedModel, levels: list[str], work: Work, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One entry a contender; every contender writes what the first one wrote."""
+    runs = [(name, chain) for chain in ([[], levels] if levels else [[]]) for name in CONTENDERS]
+    times: dict[tuple, list[tuple[float, float]]] = {}
+    first: list[list[int]] | None = None
+    for repeat in range(args.repeats + 1):  # the first is a warm-up
+        for name, chain in runs:
+            new, seconds = CONTENDERS[name](target, chain, work, args.max_batch)
+            first = first or new
+            if new != first:
+                raise AssertionError(f"{name} with levels {chain} wrote other tokens than {runs[0][0]} without")
+            if repeat:
+                times.setdefault((name, tuple(chain)), []).append((max(seconds), statistics.mean(seconds)))
+    tokens = sum(limit for _, limit in work)
+    return [
+        {
+            "contender": name, "levels": list(chain), "requests": len(work), "tokens": tokens,
+            "max_batch": args.max_batch if name != "one by one" else 1,
+            "seconds": statistics.median(whole for whole, _ in seen),
+            "mean_wait_seconds": statistics.median(wait for _, wait in seen),
+            "tokens_per_second": tokens / statistics.median(whole for whole, _ in seen),
+        }
+        for (name, chain), seen in times.items()
+    ]  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table("levels", "contender", "tokens/s", "x static", "mean wait, s")
+    for row in rows:
+        static = next(r for r in rows if r["contender"] == "static batches" and r["levels"] == row["levels"])
+        ratio = row["tokens_per_second"] / static["tokens_per_second"]
+        levels = " > ".join(Path(level).name for level in row["levels"]) or "none"
+        made.add_row(levels, row["contender"], f"{row['tokens_per_second']:.1f}", f"{ratio:.2f}",
+                     f"{row['mean_wait_seconds']:.2f}")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    target, levels, work = load(args)
+    rows = measure(target, levels, work, args)
+    console = Console(width=None if Console().is_terminal else 200)
+    limits = sorted(limit for _, limit in work)
+    console.print(f"{len(work)} requests of {limits[0]} to {limits[-1]} new tokens, {args.max_batch} at a time")
+    console.print(table(rows))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        asked = {name: str(value) for name, value in vars(args).items()}
+        with args.json.open("a", encoding="utf-8") as out:
+            out.writelines(json.dumps({**row, "machine": machine.card(), "asked": asked}) + "\n" for row in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Which targets do benchmarks decode with: which shapes of random weights, and does one run compiled steps?"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_mlspec
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+          "vocab_size", "max_position_embeddings")
+
+
+def llama(*sizes: int) -> dict[str, int]:
+    """What LlamaConfig takes, from numbers in the order of _SIZES."""
+    return dict(zip(_SIZES, sizes, strict=True))
+
+
+SMALL_SHAPES = {"llama-1.1b": llama(2048, 5632, 22, 32, 4, 32000, 2048), "tiny": llama(64, 128, 2, 4, 2, 96, 512)}
+SHAPES = {
+    **SMALL_SHAPES,
+    "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128256, 8192),
+    "tiny-2x512": llama(512, 1536, 2, 8, 8, 8192, 8192),
+}
+
+
+def random_model(shape: str, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
+    """A model of this shape and of random BF16 weights."""
+    torch.manual_seed(seed)
+    before, config = torch.get_default_dtype(), LlamaConfig(**SHAPES[shape], eos_token_id=None)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_start(shape: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model of random BF16 weights, and 32 random ids to start from."""
+    target = random_model(shape)
+    ids = torch.randint(0, target.config.vocab_size, (1, 32))
+    return target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def why_not_prepared(target: PreTrainedModel) -> str | None:
+    """The reason why no compiled steps run this target; None where they do."""
+    try:
+        hf_mlspec.prepare(target)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    by_linear = any(type(module).__name__ == "KernelLinear" for module in target.modules())
+    hf_mlspec.restore(target)
+    return f"{type(target).__name__}'s linears run one by one, as the log says why" if by_linear else None
