@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "notebooks").glob("*.md")),
-             ROOT / "kernels_ext" / "README.md", ROOT / "eval" / "README.md", *sorted((ROOT / "hf_mlspec").rglob("*.md"))]
+             ROOT / "kernels_ext" / "README.md", ROOT / "eval" / "README.md",
+             *sorted((ROOT / "hf_mlspec").rglob("*.md"))]
 MOST_README_LINES, MOST_OWN_WORDS, MOST_PICTURE_BYTES = 150, 20, 100_000
 FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w*)\n(?P<code>.*?)\n```\n", re.DOTALL)
 
