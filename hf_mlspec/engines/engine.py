@@ -19,7 +19,7 @@ Rows = list[list[int]]
 
 
 class Guess(NamedTuple):
-    """Guessed tokens behind every row: int64 `[batch, k]`, the first `lengths[r]` entries of row r valid."""
+    """Tokens guessed behind every row, on the engine's device: int64 `[batch, k]`, lengths[r] of row r valid."""
 
     tokens: Tensor
     lengths: list[int]

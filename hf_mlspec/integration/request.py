@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
-from ..engines.built import modules_of, parameters_of
-from ..nn.state import states
 from .processing import Prompts, check_mask
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -186,10 +183,8 @@ def check_model(model: nn.Module, name: str) -> None:
     if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
         raise TypeError(f"{name} ({kind}) is no causal language model: load it with AutoModelForCausalLM")
     config = model.config.get_text_config()
-    kept = states.get(model)
-    known = kept is not None and bool(kept.decoders)  # it was checked, and decoders look at what changes
-    modules = [] if known or config is not model.config else modules_of(model)
-    if any(vars(module).get("is_causal") is False for module in modules):
+    modules = list(model.modules())
+    if config is model.config and any(vars(module).get("is_causal") is False for module in modules):
         raise TypeError(
             f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language model"
         )
@@ -204,7 +199,7 @@ def check_model(model: nn.Module, name: str) -> None:
             f"{name} ({kind}) has an attention of its own, without transformers' attention interface and "
             "position ids, so rows of different lengths cannot share a batch"
         )
-    if any(p.is_meta for p in (islice(model.parameters(), 1) if known else parameters_of(model))):
+    if any(p is not None and p.is_meta for module in modules for p in module._parameters.values()):
         raise ValueError(
             f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "
             "a device that holds it whole"
@@ -217,7 +212,7 @@ def _takes_positions(model: nn.Module) -> bool:
     return "position_ids" in (_arguments(type(model).forward) if own is None else inspect.signature(own).parameters)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _arguments(function: Callable) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 

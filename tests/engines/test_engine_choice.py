@@ -177,7 +177,7 @@ def test_a_linear_alone_is_no_model_to_prepare():
 
 def test_modules_and_parameters_are_those_that_torch_counts(model):
     shared = nn.Linear(4, 4)
-    shared.none = None
+    shared.register_module("none", None)
     for one in (model, nn.ModuleList([nn.Sequential(shared, nn.ReLU()), shared, model]), nn.Identity()):
         assert modules_of(one) == list(one.modules())
         assert list(map(id, parameters_of(one))) == list(map(id, one.parameters()))
@@ -187,5 +187,22 @@ def test_a_model_that_decoded_and_left_for_the_meta_device_is_refused_as_any_oth
     target = tiny(seed=2, dtype=torch.bfloat16)
     options = {"max_new_tokens": 4, "do_sample": False, "assistant_models": ["mxfp4"]}
     target.generate(**prompts([5]), **options)
-    with pytest.raises(ValueError, match=r"meta device.*load it onto"):
-        target.to("meta").generate(**prompts([5]), **options)
+    target.model.layers[1].to("meta")
+    with pytest.raises(ValueError, match=r"the target .*meta device.*load it onto"):
+        target.generate(**prompts([5]), **options)
+
+
+@pytest.mark.parametrize("before", ["prepare", "decode"])
+def test_a_model_that_becomes_an_encoder_is_refused_although_a_decoder_is_kept(before):
+    target = tiny(seed=2, dtype=torch.bfloat16)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    if before == "decode":
+        target.generate(**prompts([5]), **options, assistant_models=[])
+    for layer in target.model.layers:
+        layer.self_attn.is_causal = False
+    stock = target.generate(**prompts([5]), **options)
+    if before == "prepare":
+        hf_mlspec.prepare(target)
+    assert torch.equal(target.generate(**prompts([5]), **options), stock)
+    with pytest.raises(TypeError, match=r"the target .* is an encoder"):
+        target.generate(**prompts([5]), **options, assistant_models=["prompt_lookup"])

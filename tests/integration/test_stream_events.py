@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -97,28 +98,38 @@ def test_a_queue_between_threads_is_a_source_that_never_blocks():
 
 def by_spaces() -> PreTrainedTokenizerFast:
     """Words whose first space is not written, as in Llama 2's tokenizer."""
-    words = ["▁def", "▁mean", "(", "▁a", "b", "▁"]
+    words = ["▁def", "▁mean", "(", "▁a", "b", "▁", "<s>"]
     tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="▁"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, bos_token="<s>")
+
+
+def by_bytes() -> PreTrainedTokenizerFast:
+    """Words, and bytes for what they lack, of which one too many changes the characters before it."""
+    words = ["the", "▁cat", "▁sat", *(f"<0x{byte:02X}>" for byte in (0x0A, 0xC3, 0xA9))]
+    tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="the"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("kind", ["bytes", "spaces"])
+@pytest.mark.parametrize("kind", ["bytes", "spaces", "words and bytes"])
 def test_pieces_of_text_are_the_text(kind, size):
     if kind == "bytes":
         tokenizer = AutoTokenizer.from_pretrained(hf_mlspec.demo_pair()[0])
         tokens = tokenizer(TEXT)["input_ids"]
+    elif kind == "spaces":
+        tokenizer, tokens = by_spaces(), [0, 1, 6, 2, 3, 6, 6, 1, 4, 5, 1, 4, 6, 3, 2]
     else:
-        tokenizer, tokens = by_spaces(), [0, 1, 2, 3, 4, 5, 1, 4, 4, 2]
+        tokenizer, tokens = by_bytes(), [0, 3, 1, 4, 5, 2, 4, 5, 4, 5, 3, 0]
     pieces = TextPieces(tokenizer)
     said = [pieces.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]
     whole = tokenizer.decode(tokens, skip_special_tokens=True)
     assert all("\ufffd" not in piece for piece in said)
-    assert "".join(said) + pieces.rest(whole) == whole
-    assert pieces.rest(whole) == ""
-    assert sum(map(bool, said)) > 3 or size == 7
+    assert "".join(said) + pieces.rest() == whole
+    assert pieces.rest() == ""
+    assert sum(map(bool, said)) > 2 or size == 7
 
 
 def test_a_character_that_stays_incomplete_is_said_at_the_end():
@@ -128,5 +139,20 @@ def test_a_character_that_stays_incomplete_is_said_at_the_end():
     said = "".join(pieces.add([token]) for token in tokens)
     whole = tokenizer.decode(tokens)
     assert said == "a"
-    assert said + pieces.rest(whole) == whole
+    assert said + pieces.rest() == whole
     assert whole.endswith("\ufffd")
+
+
+def test_a_byte_that_spoils_what_was_said_silences_nothing_behind_it():
+    tokenizer, tokens = by_bytes(), [0, 3, 4, 1, 2, 1, 2]
+    pieces = TextPieces(tokenizer)
+    said = "".join(pieces.add([token]) for token in tokens) + pieces.rest()
+    assert said.startswith("the\n")
+    assert said.endswith(" cat sat cat sat")
+
+
+def test_the_time_of_whoever_listens_is_not_the_requests():
+    stream = generate_stream(TARGET, [Request([5, 6], max_new_tokens=1)], events=True)
+    assert isinstance(next(stream), NewTokens)
+    time.sleep(0.5)
+    assert next(stream).speculation.seconds < 0.5

@@ -305,7 +305,8 @@ def _keep(state: ModelState, key, fingerprint, build):
 
 
 def _keep_view(state: ModelState, key, target: nn.Module, config: SpeculationConfig, build):
-    """`_keep` for what shares the target's weights."""
+    """`_keep` for what shares the target's weights. Where a kept one is found, nothing is moved: a target whose first
+    call on a GPU comes after one elsewhere moves its weights in that call, and its views are built in the next."""
     kept = state.levels.get(key)
     if kept is None or kept[0] != fingerprint(target):
         _move_weights_first(target, config, state)

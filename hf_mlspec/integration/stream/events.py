@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from .request import Request
@@ -16,7 +17,8 @@ class NewTokens:
 
     tokens: ids; none where nothing but text is left to say. text: what they add to the request's text, where the
     stream has a tokenizer; "" while a character is not complete. All texts of a request, one behind the other, are
-    the `text` of its completion, unless its tokenizer takes back what it wrote (clean_up_tokenization_spaces).
+    the `text` of its completion, unless its tokenizer takes back what it wrote: some write one character for bytes
+    that later bytes turn into another.
     """
 
     request: Request
@@ -32,33 +34,34 @@ class NewTokens:
 class TextPieces:
     """The text of a growing row of tokens, piece by piece.
 
-    How a token is written may depend on the few before it, so each piece is what the tokens since the last but one
-    piece add to those of the last piece.
+    How a token is written may depend on the few before it, so a piece is what the tokens since the last piece but one
+    say beyond what those of the last piece said by themselves.
     """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self._tokens: list[int] = []
         self._first = self._said = 0  # tokens from _first on are decoded together; those before _said are said
-        self._text = ""
 
     def add(self, tokens: list[int]) -> str:
         """What these tokens add; "" while their last character is not complete."""
         self._tokens += tokens
-        before = self._decode(self._tokens[self._first : self._said])
-        now = self._decode(self._tokens[self._first :])
-        if now.endswith(_UNFINISHED) or not now.startswith(before):
+        piece = self._unsaid()
+        if not piece or piece.endswith(_UNFINISHED):  # tokens without text say nothing about those behind them
             return ""
         self._first, self._said = self._said, len(self._tokens)
-        return self._say(now[len(before) :])
-
-    def rest(self, whole: str) -> str:
-        """What is left of the whole text of the request."""
-        return self._say(whole[len(self._text) :]) if whole.startswith(self._text) else ""
-
-    def _say(self, piece: str) -> str:
-        self._text += piece
         return piece
+
+    def rest(self) -> str:
+        """What is left at the end of the row, incomplete as it may be."""
+        piece = self._unsaid()
+        self._first = self._said = len(self._tokens)
+        return piece
+
+    def _unsaid(self) -> str:
+        before, now = (self._decode(self._tokens[self._first : end]) for end in (self._said, len(self._tokens)))
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False))
+        return now[sum(1 for _ in alike) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -170,6 +170,7 @@ class _Stream:
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
         if one.error is not None:
+            one.stats.seconds = time.perf_counter() - one.began
             return self._complete(one)
         if self.chain.drafter is not None:
             one.stats.levels = [LevelStats(self.chain.drafter.name)]
@@ -208,8 +209,11 @@ class _Stream:
         with torch.inference_mode(), ragged_attention_on(self.chain.models):
             going = self.loop.round()
         for r, number in enumerate(self.loop.numbers):
-            if r not in going and not self.live[number].finish_reason:
-                self.live[number].finish_reason = "length"
+            one = self.live[number]
+            if r not in going and not one.finish_reason:
+                one.finish_reason = "length"
+            if one.finish_reason:
+                one.stats.seconds = time.perf_counter() - one.began
         return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
 
     def _stop(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
@@ -253,17 +257,14 @@ class _Stream:
                 pieces = self.pieces.setdefault(number, TextPieces(self.prepare.tokenizer))
                 text = pieces.add(tokens)
                 if one.finish_reason:
-                    text += pieces.rest(self._text(one))
+                    text += pieces.rest()
                     del self.pieces[number]
             if tokens or text:
                 yield NewTokens(one.request, tokens, text)
 
     def _complete(self, one: Admitted) -> Completion:
         one.end_stream()
-        one.stats.seconds = time.perf_counter() - one.began
-        whole, text = one.prompts.whole(0, one.row), self._text(one)
-        return Completion(one.request, whole, list(one.new_tokens), one.finish_reason, one.error, one.stats, text)
-
-    def _text(self, one: Admitted) -> str | None:
-        tokenizer = self.prepare.tokenizer
-        return None if tokenizer is None else tokenizer.decode(list(one.new_tokens), skip_special_tokens=True)
+        tokenizer, new = self.prepare.tokenizer, list(one.new_tokens)
+        text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else None
+        whole = one.prompts.whole(0, one.row)
+        return Completion(one.request, whole, new, one.finish_reason, one.error, one.stats, text)
