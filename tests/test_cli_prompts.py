@@ -90,7 +90,7 @@ def test_a_closed_standard_input_is_refused(capsys, monkeypatch):
     ([], "one of the arguments --prompt --prompt-file is required"),
     (["--prompt", "x", "--prompt-file", "FILE"], "--prompt-file: not allowed with argument --prompt"),
     (["--prompt-file", "EMPTY"], "holds no prompts"), (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
-    (["--prompt-file", "."], "Is a directory"), (["--prompt-file", "BINARY"], "is not UTF-8 text"),
+    (["--prompt-file", "FOLDER"], "holds no prompts"), (["--prompt-file", "BINARY"], "is not UTF-8 text"),
     (["--prompt", "x", "--stop", ""], "--stop: the text is empty"),
     (["--prompt", "x", "--stop", "y", "--compare"], "drop --stop"),
     (["--prompt", "x", "--level", "tests"], "level 'tests' cannot be loaded as a causal language model: the folder"),
@@ -100,7 +100,10 @@ def test_a_bad_call_is_refused_before_a_model_is_loaded(capsys, monkeypatch, tmp
     monkeypatch.chdir(ROOT)
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    places = {"FILE": prompts, "EMPTY": str(tmp_path / "empty.txt"), "BINARY": str(tmp_path / "binary")}
+    (tmp_path / "folder" / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / "folder" / "deep" / "deeper" / "one.json").write_text('{"prompt": "x"}')
+    places = {"FILE": prompts, "FOLDER": str(tmp_path / "folder"),
+              "EMPTY": str(tmp_path / "empty.txt"), "BINARY": str(tmp_path / "binary")}
     assert message in refusal(capsys, *asked("anywhere", *[places.get(word, word) for word in words]))
 
 

@@ -188,7 +188,7 @@ def test_a_dead_link_is_found():
 
 def missing(text: str) -> list[str]:
     """Programs, plans and pages that a text names and that do not exist."""
-    programs = set(re.findall(r"python -m (eval(?:\.\w+)+)", text))
+    programs = set(re.findall(r"python -m (eval(?:\.[a-z_]\w*)+)", text))  # NAME stands for any
     kinds = r"(?<![\w/.])((?:docs|eval/configs|eval/traces|tests)/[\w/.-]+\.(?:md|toml|json|py|csv))"
     files = set(re.findall(kinds, text))
     gone = [name for name in programs if importlib.util.find_spec(name) is None]

@@ -119,7 +119,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Contender], di
     for file in files:
         encoded = [tokenizer(text, return_tensors="pt") for text in read_prompts(file, args.count)]
         prompts[file.stem] = [{name: e[name] for name in ("input_ids", "attention_mask")} for e in encoded]
-    return target, chains(target, chosen_chains(args), args), prompts
+    return target, chains(target, tokenizer, chosen_chains(args), args), prompts
 
 
 def memory(target: PreTrainedModel) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 import hf_mlspec
@@ -92,7 +92,9 @@ def ours(model: PreTrainedModel, levels: list[Any], settings: dict[str, Any], co
     return decode
 
 
-def chains(target: PreTrainedModel, asked: list[list[str]], args: argparse.Namespace) -> list[Contender]:
+def chains(
+    target: PreTrainedModel, tokenizer, asked: list[list[str]], args: argparse.Namespace
+) -> list[Contender]:
     """Stock greedy, stock assisted by the first model among the levels, the target alone, every chain."""
     settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     config = {"num_draft_tokens": args.num_draft_tokens, "confidence_threshold": args.threshold}
@@ -101,16 +103,19 @@ def chains(target: PreTrainedModel, asked: list[list[str]], args: argparse.Names
     folder = next((word for word in words if Path(word).is_dir()), None)
     if folder is not None:
         draft = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).eval()
+        tokenizers = {}
+        if draft.config.vocab_size != target.config.vocab_size:
+            tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(folder)}
         draft.generation_config.num_assistant_tokens = args.num_draft_tokens
         draft.generation_config.assistant_confidence_threshold = args.threshold
         draft.generation_config.num_assistant_tokens_schedule = "constant"
-        found.append(Contender(ASSISTED, stock(target, settings, assistant_model=draft)))
+        found.append(Contender(ASSISTED, stock(target, settings, assistant_model=draft, **tokenizers)))
     found.append(Contender(ALONE, ours(target, [], settings, config)))
     for levels in asked:
         words, counts, thresholds = zip(*(split_level(level, args) for level in levels), strict=True)
         name = ", ".join(Path(level).name if "/" in level else level for level in levels)
         chain = {"num_draft_tokens": list(counts), "confidence_threshold": list(thresholds)}
-        found.append(Contender(f"[{name}]", ours(target, list(words), settings, chain)))
+        found.append(Contender(f"[{name}]", ours(target, list(words), {**settings, "tokenizer": tokenizer}, chain)))
     return found
 
 

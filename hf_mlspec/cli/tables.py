@@ -8,15 +8,27 @@ from rich.console import Console
 from rich.table import Table
 
 from ..integration.compare import Comparison, Difference
-from ..speculation.stats import LevelStats
+from ..speculation.stats import LevelStats, SpeculationStats
 
-LEVEL_COLUMNS = ("level", "drafted", "accepted", "acceptance", "forwards", "seconds")
+LEVEL_COLUMNS = ("level", "drafted", "tested", "accepted", "acceptance", "forwards", "ms/forward", "seconds")
 
 
 def level_rows(levels: Iterable[LevelStats]) -> list[tuple[str, ...]]:
     """One row of LEVEL_COLUMNS per level; a folder goes by its last part."""
-    return [(level.name.rpartition("/")[2], str(level.drafted), str(level.accepted), f"{level.acceptance:.3f}",
-             str(level.forwards), f"{level.seconds:.2f}") for level in levels]
+    return [(level.name.rpartition("/")[2], str(level.drafted), str(level.tested), str(level.accepted),
+             f"{level.acceptance:.3f}", str(level.forwards), _milliseconds(level.seconds, level.forwards),
+             f"{level.seconds:.2f}") for level in levels]
+
+
+def _milliseconds(seconds: float, forwards: int) -> str:
+    return f"{1000 * seconds / forwards:.2f}" if forwards else "-"
+
+
+def where_time_went(stats: SpeculationStats) -> str:
+    """The target's share of a call, and what was spent in no forward pass, in one line."""
+    return (f"target: forwards {stats.target_passes}, ms/forward "
+            f"{_milliseconds(stats.target_seconds, stats.target_passes)}, seconds {stats.target_seconds:.2f}; "
+            f"outside forward passes: {stats.seconds_outside_forwards:.2f} s")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -54,6 +66,7 @@ def show_comparison(console: Console, comparison: Comparison, title: str) -> Non
     rows = [(name, str(tokens := sum(map(len, ids))), f"{seconds:.2f}", f"{tokens / seconds:.1f}")
             for name, ids, seconds in ways if seconds]
     show(console, "speed", ("", "tokens", "seconds", "tokens/s"), rows)
+    say(console, where_time_went(stats))
     say(console, f"tokens per target pass: {stats.tokens_per_target_pass:.2f}")
 
 

@@ -28,8 +28,8 @@ def read_prompts(path: str | os.PathLike[str], count: int | None = None) -> list
     """The first `count` prompts, all by default, in their order; fewer where there are no more, but at least one.
 
     path: text with one prompt a line; .jsonl with an object a line; .json with a list of objects or a single one; one
-        of these as .gz; or a folder of .json files (MATH: subjects by name, problems by number). Empty lines count for
-        nothing. The prompt of an object is under the first of `FIELDS` that it has.
+        of these as .gz; or a folder of .json files, or of folders of them (MATH: subjects by name, problems by
+        number). Empty lines count for nothing. The prompt of an object is under the first of `FIELDS` that it has.
     Raises ValueError naming file, line and remedy: no such file, nothing in it, no UTF-8, no JSON object, none of the
     fields, no text in it. Lines behind the last prompt that is asked for are not looked at.
     """
@@ -41,8 +41,8 @@ def read_prompts(path: str | os.PathLike[str], count: int | None = None) -> list
 
 def _prompts(path: Path) -> Iterator[str]:
     if path.is_dir():
-        files = sorted(path.rglob("*.json"), key=lambda file: (file.parent.as_posix(), len(file.stem), file.stem))
-        for file in files:
+        found = [*path.glob("*.json"), *path.glob("[!.]*/*.json")]  # no deeper: "." may be anybody's checkout
+        for file in sorted(found, key=lambda file: (file.parent.as_posix(), len(file.stem), file.stem)):
             yield from _prompts(file)
         return
     text, kind = _text(path), Path(path.name.removesuffix(".gz")).suffix

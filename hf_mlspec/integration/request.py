@@ -192,7 +192,8 @@ def check_model(model: nn.Module, name: str) -> None:
     if model._is_stateful or not kinds <= LAYER_TYPES or getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(
             f"{name} ({kind}) keeps a state that cannot be rolled back (layers of type "
-            f"{', '.join(sorted(kinds - LAYER_TYPES)) or 'recurrent or shared'}): it can neither draft nor check"
+            f"{', '.join(sorted(kinds - LAYER_TYPES)) or 'recurrent or shared'}): it can neither draft nor check; "
+            "transformers' own generate, without assistant_models, runs it"
         )
     if not model._supports_attention_backend or not _takes_positions(model):
         raise ValueError(
