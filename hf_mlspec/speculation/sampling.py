@@ -116,9 +116,13 @@ class Sampler:
             prefixes = [rows[r] + guesses[r][:j] for r, j in places]
             processed = self.process(prefixes, scores[r_index, j_index], [self.row_ids[r] for r in r_index])
             scores[r_index, j_index] = processed
-            guess = [guesses[r][j] if j < reach[r] else 0 for r, j in places]
-            for (r, j), token, never in zip(places, guess, _forbidden(processed, guess), strict=True):
+            behind = [i for i, (r, j) in enumerate(places) if j < reach[r]]
+            if not behind:
+                continue
+            guess = [guesses[r][j] for r, j in (places[i] for i in behind)]
+            for i, token, never in zip(behind, guess, _forbidden(processed, behind, guess), strict=True):
                 if never or token in self.ends:
+                    r, j = places[i]
                     reach[r] = min(reach[r], j)
         return scores
 
@@ -142,9 +146,11 @@ class Sampler:
         return tokens[:, 0], probs, probs.gather(1, tokens)[:, 0]
 
 
-def _forbidden(scores: Tensor, guess: list[int]) -> list[bool]:
-    """Which guesses have a score of -inf in `[n, vocab]`; where all tokens have, the first of them is taken."""
-    never = scores[range(len(guess)), guess].isneginf()
-    if never.any():
-        never &= scores.argmax(dim=-1) != torch.tensor(guess, device=scores.device)
-    return never.tolist()
+def _forbidden(scores: Tensor, lines: list[int], guess: list[int]) -> list[bool]:
+    """Which guesses, one for each of some lines of `[n, vocab]`, have a score of -inf; where all tokens of a line have,
+    the first of them is taken."""
+    never = scores[lines, guess].isneginf().tolist()
+    if any(never):
+        taken = scores[lines].argmax(dim=-1).tolist()
+        never = [no and token != best for no, token, best in zip(never, guess, taken, strict=True)]
+    return never
