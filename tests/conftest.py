@@ -11,8 +11,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Small models gain nothing from more threads, and the workers of pytest-xdist would fight for the cores: one thread here
-# and in every process that a test starts. Where a test asks for more, they sleep while they wait.
+# Small models gain nothing from more threads, and the workers of pytest-xdist would fight for the cores: one thread
+# here and in every process that a test starts. Where a test asks for more, they sleep while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

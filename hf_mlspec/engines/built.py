@@ -31,34 +31,28 @@ def _keep_only(state: ModelState, now: tuple) -> None:
     state.decoders = {kind: built for kind, built in state.decoders.items() if built[0] == now}
 
 
-def fitting(model: nn.Module, kind: Callable[[nn.Module], Decoder], state: ModelState) -> Decoder | None:
-    """The model's decoder of this class if there is one and the model still stands as it did; what does not fit any
-    more is let go, as it holds memory, and weights that the model left behind on another device."""
-    with _building:
-        return _fitting(model, kind, state)
-
-
-def _fitting(model: nn.Module, kind: Callable[[nn.Module], Decoder], state: ModelState) -> Decoder | None:
-    if not state.decoders:
-        return None
-    _keep_only(state, standing(model))
-    built = state.decoders.get(kind)
-    return None if built is None else built[1]
-
-
 def up_to_date(
-    model: nn.Module, kind: Callable[[nn.Module], Decoder], state: ModelState | None = None
-) -> Decoder:
+    model: nn.Module,
+    kind: Callable[[nn.Module], Decoder],
+    state: ModelState | None = None,
+    *,
+    may_build: Callable[[], bool] = lambda: True,
+) -> Decoder | None:
     """The model's decoder of this class: the one there is, or a new one where there is none or the model changed.
 
-    state: the model's, where the caller has it. A decoder reads the whole model when it is built and refuses what it
-    does not know, so one that still fits needs no second look.
+    state: the model's, where the caller has it. may_build: asked before a new one is built; None where it says no.
+    What does not fit the model any more is let go, as it holds memory, and weights that the model left behind on
+    another device. A decoder reads the whole model when it is built and refuses what it does not know, so one that
+    still fits needs no second look.
     """
     with _building:
         state = state or state_of(model)
-        kept = _fitting(model, kind, state)
-        if kept is not None:
-            return kept
+        if state.decoders:
+            _keep_only(state, standing(model))
+        if kind in state.decoders:
+            return state.decoders[kind][1]
+        if not may_build():
+            return None
         with capturing:
             decoder = kind(model)
         state.decoders[kind] = standing(model), decoder  # building may move weights

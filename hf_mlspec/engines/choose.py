@@ -14,7 +14,7 @@ from .. import ops
 from ..nn.state import ModelState, is_prepared, say_once, state_of, states_of
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
-from .built import device_of, fitting, parameters_of, up_to_date
+from .built import device_of, parameters_of, up_to_date
 from .cpu.decoder import CpuDecoder
 from .cpu.engine import CpuEngine
 from .cuda.decoder import CudaDecoder
@@ -118,10 +118,10 @@ def decoder_of(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder | None:
     return _decoder(model, state_of(model), word)
 
 
-def built_decoder(model: nn.Module, word: str, state: ModelState | None = None) -> CpuDecoder | CudaDecoder:
+def built_decoder(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder:
     """The model's decoder for the "cpu" or "cuda" engine, whatever else stands against its use; UnknownArchitecture
-    where it does not know the model. state: the model's, where the caller has it."""
-    return up_to_date(model, _DECODERS[word], state)
+    where it does not know the model."""
+    return up_to_date(model, _DECODERS[word])
 
 
 def _decoder(
@@ -129,12 +129,13 @@ def _decoder(
 ) -> CpuDecoder | CudaDecoder | None:
     """asked: for this very engine; then whatever stands against it is said."""
     reason = _unserved(model, state, word)
-    kept = fitting(model, _DECODERS[word], state) if reason is None else None
-    if kept is not None:
-        return kept
-    if reason is None and (word == "cuda" or state.prepared or _is_whole(model)):
+    if reason is None:
+
+        def may_build() -> bool:
+            return word == "cuda" or state.prepared or _is_whole(model)
+
         try:
-            return built_decoder(model, word, state)
+            return up_to_date(model, _DECODERS[word], state, may_build=may_build)
         except UnknownArchitecture as error:
             reason = error
     if isinstance(reason, UnknownArchitecture):
@@ -153,7 +154,7 @@ def required_decoder(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder:
     reason = _unserved(model, state, word)
     if reason is None:
         try:
-            return built_decoder(model, word, state)
+            return up_to_date(model, _DECODERS[word], state)
         except UnknownArchitecture as error:
             reason = error
     raise ValueError(

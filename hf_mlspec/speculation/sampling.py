@@ -147,8 +147,8 @@ class Sampler:
 
 
 def _forbidden(scores: Tensor, lines: list[int], guess: list[int]) -> list[bool]:
-    """Which guesses, one for each of some lines of `[n, vocab]`, have a score of -inf; where all tokens of a line have,
-    the first of them is taken."""
+    """Which guesses, one for each of some lines of `[n, vocab]`, have a score of -inf; where all tokens of a line
+    have, the first of them is taken."""
     never = scores[lines, guess].isneginf().tolist()
     if any(never):
         taken = scores[lines].argmax(dim=-1).tolist()

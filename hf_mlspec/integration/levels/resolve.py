@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -28,6 +28,7 @@ from ..request import check_device, check_model, vocab_size
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 
+Built = TypeVar("Built")
 _OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
 
 
@@ -238,7 +239,7 @@ def _from_word(
         return Level(text, drafter=PromptLookup(max_ngram=config.max_ngram))
     if word.kind == "ngram":
         key = (text, config.ngram_order, vocabulary)  # one table counts one vocabulary
-        table = _keep(state, key, None, lambda: NGram(order=config.ngram_order))
+        table = _keep(state, key, lambda: None, lambda: NGram(order=config.ngram_order))
         return Level(text, drafter=table)
     if word.kind == "precision":
         bits = lower_precision(target, text, _precision(word, config))
@@ -251,12 +252,11 @@ def _from_word(
         model = _keep_view(state, text, target, config, lambda: early_exit(target, word.layers))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
-    where = place.device, target.dtype
 
     def load() -> tuple[nn.Module, object | None]:
         return load_level(target, word.path, _cast_options(word, config) if word.cast else None)
 
-    model, tokenizer = _keep(state, key if word.cast else (text,), where, load)
+    model, tokenizer = _keep(state, key if word.cast else (text,), lambda: (place.device, target.dtype), load)
     name = Path(word.path).name or text
     return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
 
@@ -296,22 +296,26 @@ def _is_view(level: nn.Module, target: nn.Module) -> bool:
     return all(id(parameter) in known for parameter in level.parameters())
 
 
-def _keep(state: ModelState, key, fingerprint, build):
-    """Build once per target; again only if the target's weights moved or changed."""
+def _keep(state: ModelState, key, fingerprint: Callable[[], object], build: Callable[[], Built]) -> Built:
+    """Build once per target; again only where the fingerprint of what it was built from is another one."""
     kept = state.levels.get(key)
-    if kept is None or kept[0] != fingerprint:
-        kept = state.levels[key] = fingerprint, build()
+    if kept is None or kept[0] != fingerprint():
+        built = build()
+        kept = state.levels[key] = fingerprint(), built  # building may move weights
     return kept[1]
 
 
-def _keep_view(state: ModelState, key, target: nn.Module, config: SpeculationConfig, build):
+def _keep_view(
+    state: ModelState, key, target: nn.Module, config: SpeculationConfig, build: Callable[[], nn.Module]
+) -> nn.Module:
     """`_keep` for what shares the target's weights. Where a kept one is found, nothing is moved: a target whose first
     call on a GPU comes after one elsewhere moves its weights in that call, and its views are built in the next."""
-    kept = state.levels.get(key)
-    if kept is None or kept[0] != fingerprint(target):
+
+    def moved_and_built() -> nn.Module:
         _move_weights_first(target, config, state)
-        kept = state.levels[key] = fingerprint(target), build()
-    return kept[1]
+        return build()
+
+    return _keep(state, key, lambda: fingerprint(target), moved_and_built)
 
 
 def draws_on_nested(level: str) -> bool:
