@@ -167,9 +167,15 @@ class PackedExperts(PackedModule):
         dense = self._buffers[f"{key}_dense"]
         if dense is not None and dense.dtype == x.dtype:
             return sliced_linear(x, dense[expert], bias)
+        return self._product(x, self._for_product(key, expert), self._rows(key), bias)
+
+    def _for_product(self, key: str, expert: int) -> Parts:
+        """An expert's weight as a product reads it: in tiles, which the parameters are from the first call on."""
         if not self.is_prepacked:
+            if self.is_lent and self.packing.prepack is not None:
+                return self.packing.prepack(*_of_expert(self.parts(key), expert))
             self.prepack_()
-        return self._product(x, _of_expert(self.held(key), expert), self._rows(key), bias)
+        return _of_expert(self.held(key), expert)
 
     def _rows(self, key: str) -> int:
         return self.original.sizes[key][0]

@@ -60,6 +60,12 @@ class PackedModule(nn.Module, ABC):
             return False
         return self._parameters[f"{self.names[-1]}_scale"].dim() > self.disk_axes
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether plain tensors stand for the parameters: tensor parallelism puts a process's share there for the time
+        of one call. They are not this module's to change."""
+        return type(self._parameters[f"{self.names[-1]}_scale"]) is torch.Tensor
+
     def held(self, name: str) -> Parts:
         """The parameters ``<name>_<part>``, in their present layout; None for what the weight does without."""
         return self.record.weight.PARTS(*[self._parameters[f"{name}_{part}"] for part in self.record.parts])
@@ -270,12 +276,18 @@ class PackedLinear(PackedModule):
             x = self.transform.apply(x, self._transform_tensors())
         if self.weight_dense is not None and self.reads_dense and self.weight_dense.dtype == x.dtype:
             return sliced_linear(x, self.weight_dense, self.bias)
-        if not self.is_prepacked:
-            self.prepack_()
         return self._multiply(x)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self.held("weight"), self._rows, self.bias)
+        return self._product(x, self._for_product(), self._rows, self.bias)
+
+    def _for_product(self) -> Parts:
+        """The weight as a product reads it: in tiles, which the parameters are from the first call on."""
+        if not self.is_prepacked:
+            if self.is_lent and self.packing.prepack is not None:
+                return self._in_tiles("weight")
+            self.prepack_()
+        return self.held("weight")
 
     def hold_tiles_(self, tiles: Parts) -> None:
         """Take over tiles of this very weight (``ops.prepack_*``) in place of the parameters' present data."""

@@ -62,7 +62,7 @@ class PlanesLinear(PackedLinear):
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         # Knows the group and the zero, which no tile tells.
-        held = self.held("weight")
+        held = self._for_product()
         return ops.bitplane_linear(
             x, held.planes, held.scale, self._rows, self.bias,
             group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=self.switch.bits.weight,
