@@ -17,7 +17,9 @@ ANY = r"[a-z]\w{3,}"  # of an object that takes **arguments, every longer word m
 
 
 def as_list(paragraph: str, one: str) -> str:
-    """The paragraph with its entries for names of this pattern as items of a list."""
+    """The paragraph with its entries for names of this pattern as items of a list; indented ones are code."""
+    if paragraph.startswith("    "):
+        return paragraph
     entry = re.compile(rf"((?:{one})(?:,\s(?:{one}))*):\s+(?=\S)")
     sentence = re.compile(rf"(?<=[.;])\s+(?=Raises\s|(?:{one})(?:,\s(?:{one}))*:\s+\S)")
     prose, items, after = [], [], []

@@ -99,4 +99,4 @@ def on_page_content(html, page, config, files):
         return html
     html = OUTSIDE_SCRIPT.sub("", html)
     cells = json.loads(Path(page.file.abs_src_path).read_text(encoding="utf-8"))["cells"]
-    return html if any(cell.get("outputs") for cell in cells) else NO_OUTPUTS + html
+    return html if any(cell.get("outputs") for cell in cells) else html.replace("</h1>", "</h1>\n" + NO_OUTPUTS, 1)
