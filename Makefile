@@ -1,6 +1,7 @@
 # make demo   three levels write code and prose, token for token what the target alone writes
 # make test   the whole test suite
 # make lint   ruff
+# make docs   the site of the documentation, in site/; make docs-serve shows it while you write
 # Each makes the virtual environment $(VENV) and installs what it needs; the only things asked of the machine are
 # python3 (with venv) and make. A C++ compiler, where there is one, builds the kernels; without it all runs in plain torch.
 
@@ -13,11 +14,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # A word of constraints.txt, "torch==2.13.0": installed before everything that depends on it, so that no other
 # requirement gets to choose another build.
 TORCH := $(shell grep '^torch==' constraints.txt)
+# The extra "docs", without the package: the site reads the sources and imports nothing of them, so it waits for no torch.
+DOCS := $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr , ' ')
+# Never with --quiet: mkdocs then counts no warning, and a dead link passes.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 TELL_KERNELS := ls hf_mlspec/_C.* > /dev/null 2>&1 || \
 	echo "no kernels were compiled (a C++20 compiler is needed): everything runs in plain torch, slower"
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.* kernels_ext/*/*/*.*)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs docs-serve clean
 
 demo: $(VENV)/.run
 	$(BIN)/mlspec demo
@@ -27,6 +32,12 @@ test: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
+
+docs: $(VENV)/.docs
+	$(MKDOCS) build --strict
+
+docs-serve: $(VENV)/.docs
+	$(MKDOCS) serve
 
 $(VENV)/.torch: constraints.txt
 	@echo "making $(VENV) with $(TORCH): a minute or two, once"
@@ -46,5 +57,10 @@ $(VENV)/.dev: $(VENV)/.torch $(INPUTS)
 	@$(TELL_KERNELS)
 	@touch $@ $(VENV)/.run
 
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(DOCS) -c constraints.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -33,28 +33,26 @@ _CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers installs its
 
 
 def direct_cast(
-    model: PreTrainedModel,
-    format: str = "mxfp4",
-    *,
-    rule: str = "ocp_floor",
-    cast_head: bool = True,
-    materialize: bool = False,
-    activation_bits: int | None = None,
+    model: PreTrainedModel, format: str = "mxfp4", *, rule: str = "ocp_floor", cast_head: bool = True,
+    materialize: bool = False, activation_bits: int | None = None,
 ) -> PreTrainedModel:
     """A draft of ``model``: its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
 
-    format "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts``
-    (4.25 bits a weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``PlanesLinear`` (3.25, 2.25, 2.25
-    bits, formats/planes/codes.py), experts are shared. Embeddings, norms and biases are the very tensors of ``model``,
-    which is not touched. Of a nested model the exact weights are cast. ``cast_head=False`` keeps the output head. A
-    head tied to the embedding is cast alone: the draft's config then says ``tie_word_embeddings=False``.
-    ``materialize=True`` also keeps the rounded weights in the model's dtype, for machines without kernels. ``rule``:
-    of MXFP4, formats/mxfp4.py. ``activation_bits``: 8 quantizes the inputs of MXFP4 layers to int8, one scale per row
-    and block of 32 (the paper's CPU kernel), 16 rounds them to bfloat16; None is 8 for MXFP4 on a CPU, else 16. The
-    layers share one switch. Layers that cannot be cast (in_features no multiple of the group, Conv1D, experts of an
-    unknown kind) are shared and named in one warning. The result generates, moves, and is saved and loaded like any
-    model. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot be cast; ValueError for an
-    unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or nothing to cast.
+    format: "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts``
+        (4.25 bits a weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``PlanesLinear`` (3.25, 2.25,
+        2.25 bits, formats/planes/codes.py), experts are shared.
+    rule: of MXFP4, formats/mxfp4.py. cast_head: False keeps the output head.
+    materialize: also keep the rounded weights in the model's dtype, for machines without kernels.
+    activation_bits: 8 quantizes the inputs of MXFP4 layers to int8, one scale per row and block of 32 (the paper's
+        CPU kernel), 16 rounds them to bfloat16; None is 8 for MXFP4 on a CPU, else 16.
+
+    Embeddings, norms and biases are the very tensors of ``model``, which is not touched. Of a nested model the exact
+    weights are cast. A head tied to the embedding is cast alone: the draft's config then says
+    ``tie_word_embeddings=False``. The layers share one switch. Layers that cannot be cast (in_features no multiple of
+    the group, Conv1D, experts of an unknown kind) are shared and named in one warning. The result generates, moves,
+    and is saved and loaded like any model. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot
+    be cast; ValueError for an unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf
+    weights, or nothing to cast.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
