@@ -61,14 +61,14 @@ def score_rows(
     batch_size: int = 8,
     prepare: bool = True,
 ) -> Iterator[tuple[int, TokenScores]]:
-    """Yield (index of a row, its TokenScores) as rows are finished, in an order that feeds common beginnings once.
+    """Yield (index of a row, its TokenScores) as rows finish, in an order that computes common prefixes once.
 
     rows: token ids. num_scored: how many tokens at the end of each row are scored; None: all but the first, which has
     nothing before it. precision: the bits of a packed model, a word that `precision_switch(model).at` takes;
     None: as it is set. batch_size: rows in the cache at a time. prepare: as in SpeculationConfig.
 
-    Compiled, the numbers are a function of the row alone, bit for bit: not of other rows, the batch size or the
-    threads (law 3). Module by module they are so up to the rounding of the model's dtype. Raises ValueError at once
+    Compiled, the scores depend only on the row, bit for bit, and not on other rows, the batch size or the threads
+    (invariant 3). Module by module this holds up to the rounding of the model's dtype. Raises ValueError at once
     for a row that cannot be scored, FloatingPointError for logits that are NaN.
     """
     check_model(model, "the model")

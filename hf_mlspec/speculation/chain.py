@@ -32,7 +32,7 @@ class CheckedDrafter:
     scored_by:     the engine of the level above, where that judges greedily: it scores what is handed up in the same
                    call.
     The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says
-    (law 1).
+    (invariant 1).
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class Checker:
 
 
 def roll_back(runner: Engine, lengths: list[int]) -> None:
-    """No more than `lengths[r]` slots of row r are valid; nothing is copied (law 4)."""
+    """No more than `lengths[r]` slots of row r are valid; nothing is copied (invariant 4)."""
     runner.lengths = [min(have, valid) for have, valid in zip(runner.lengths, lengths, strict=True)]
 
 

@@ -107,7 +107,7 @@ class Wiring:
         return part, _Above(above.tokenizer if same else level.tokenizer, own, in_targets)
 
     def _follow(self, level: Level, engine: Engine, leader: Engine | None) -> Engine | None:
-        """Let a level of the target's shape draft in its checker's cache (law 4); the engine, if it does."""
+        """Let a level of the target's shape draft in its checker's cache (invariant 4); the engine, if it does."""
         if level.bits is not None:
             engine = at_lower_precision(engine, level.bits)
         if leader is None or not (level.shape_of_target and self.config.shared_cache and engine.name == leader.name):

@@ -57,7 +57,7 @@ def generate_stream(
 
     A greedy request gets the ids of `model.generate` for it alone, whoever joins or leaves. A sampled one depends on
     its seed and its scores alone, not on its neighbours or the levels. Both are exact where the models run compiled;
-    module by module, ties can fall either way (law 3).
+    module by module, ties can fall either way (invariant 3).
 
     Decoding happens while the iterator is asked for more; closing it gives everything back. For a progress bar wrap
     it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose own processor,

@@ -17,7 +17,7 @@ class ModelDrafter:
     """A causal language model that drafts on its own, in a cache of its own or in its checker's (`runner.follow`).
 
     threshold:     the draft of a row ends after a token the model gave a smaller probability than this (0: never).
-                   The token itself is proposed: to drop it for its value would bend the distribution (law 6).
+                   The token itself is proposed: to drop it for its value would bend the distribution (invariant 6).
     max_positions: tokens the model can attend to; a longer row is seen through a window over its end, said once.
     allowed:       bool `[vocab]` or None: the only tokens that may be drafted.
     """

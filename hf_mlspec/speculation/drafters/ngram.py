@@ -27,20 +27,20 @@ _FORMAT = "hf_mlspec.ngram.1"
 
 
 class NGramFileError(ValueError):
-    """A saved n-gram table that cannot be read."""
+    """A saved n-gram table cannot be read."""
 
 
 class NGram:
     """Level "ngram": drafts the most frequent successor of the longest known context, token after token.
 
     order:       longest n-gram counted; contexts hold 1 .. order - 1 tokens. At least 2.
-    threshold:   a draft stops before a token whose share among its context's successors is below this. The choice is
-                 deterministic, so stopping before it keeps the target's distribution (law 6 is about drawn tokens).
+    threshold:   a draft stops before a token whose share among its context's successors is below this. This is
+                 deterministic, so it keeps the target's distribution (invariant 6 is about drawn tokens).
     max_entries: bound on the (context, successor) pairs kept, 0.2 to 0.5 KB each; beyond it the context that was
                  counted longest ago is forgotten with all its successors (see NGramTable).
 
-    What it learned stays over `start`: one instance may serve many calls of generate, each through a fork. Tokens that
-    a check took back are uncounted. One table serves all rows of a batch.
+    The table survives `start`: one instance may serve many calls of generate, each through a fork. Rejected tokens are
+    removed from the counts. All rows of a batch share the table.
     """
 
     def __init__(self, order: int = 4, *, threshold: float = 0.4, max_entries: int = 200_000,

@@ -81,7 +81,7 @@ class CapturedRounds:
             self._reported += [None] * len(rows)
 
     def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
-        """Prefill a row in the place of another; the target keeps what they have in common (law 3)."""
+        """Prefill a row in the place of another; the target keeps what they have in common (invariant 3)."""
         self._end_round()
         self._make_room_for(len(self.places), len(row))
         # The last token of a row is in no cache yet.
