@@ -51,8 +51,9 @@ class _Proxy:
 
 
 def enable() -> None:
-    """Let generate of transformers take `assistant_models=[...]`, and save_pretrained of packed models leave earlier
-    files alone until all is written. Done by `import hf_mlspec`; idempotent."""
+    """Let `generate` of transformers take `assistant_models=[...]`, and let `save_pretrained` of packed models replace
+    existing files only when all are written. Done by `import hf_mlspec`; calling it again has no effect.
+    """
     saving.enable()
     if _hooks:
         return
@@ -62,7 +63,9 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Give transformers its own methods back; beneath a wrapper of someone else, hooks that hand everything on."""
+    """Restore transformers' own methods. If another library has wrapped a hook, the hook stays and passes every call
+    on.
+    """
     saving.disable()
     for name, hook in _hooks.items():
         if getattr(GenerationMixin, name) is hook:
@@ -71,7 +74,7 @@ def disable() -> None:
 
 
 def enabled() -> bool:
-    """Whether the hook is in place."""
+    """Whether the hooks are installed."""
     return bool(_hooks)
 
 

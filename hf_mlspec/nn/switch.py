@@ -192,7 +192,7 @@ def require_activation_bits(activation_bits: int, weights: str) -> int:
 
 
 def precision_switch(model: nn.Module) -> PrecisionSwitch:
-    """The switch that all packed layers of ``model`` share; ValueError where it has none, or several."""
+    """The PrecisionSwitch that all packed layers of ``model`` share. Raises ValueError if it has none, or several."""
     found = {id(s): s for m in model.modules() if isinstance(s := vars(m).get("switch"), PrecisionSwitch)}
     if not found:
         raise ValueError(

@@ -328,13 +328,13 @@ def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
 
 
 def clear(model: nn.Module) -> None:
-    """Free all that is kept for the next call of generate on this model; that call builds anew what it needs.
+    """Free everything kept for the next call of generate on this model; that call builds it again.
 
-    These are the levels that were built from words for it as a target (casts, early exits, loaded models, n-gram
-    tables) with the decoders over them; on a GPU the caches and graphs of captured rounds; its own decoders, and the
-    weights it had on a GPU before it was moved away; what `last_stats` answers; and which warnings were given, so
-    that they come again. A model that was given to `hf_mlspec.prepare` stays prepared and keeps the decoder that fits
-    it. Models that were passed as levels keep what they have: they may serve other targets.
+    This frees the levels built from words for this target (casts, early exits, loaded models, n-gram tables) with
+    their decoders; on a GPU the caches and graphs of captured rounds; the model's own decoders, and GPU weights of a
+    model that was moved away; and the counts of `last_stats`. Warnings already given are given again. A model given to
+    `hf_mlspec.prepare` stays prepared and keeps its valid decoder. Models passed as levels are left alone, as other
+    targets may use them.
     """
     let_go(model)
     drop_outdated(model)

@@ -27,16 +27,16 @@ _UNWRITTEN = ("output_scores", "output_logits")
 
 
 class Request:
-    """One prompt of `generate_stream` and what is asked for it.
+    """One prompt of `generate_stream` with its options.
 
-    input_ids: the prompt: a list of token ids, an int64 tensor `[n]` or `[1, n]`, or a string where the stream has a
+    input_ids: the prompt: a list of token ids, an int64 tensor `[n]` or `[1, n]`, or a string if the stream has a
         tokenizer.
-    seed: what a sampled request draws with; None: a seed drawn from torch's global generator.
-    streamer: gets the prompt, then every round's tokens, as from generate; its `end` is called however the request
+    seed: of a sampled request; None: a seed drawn from torch's global generator.
+    streamer: receives the prompt, then every round's tokens, as in generate; its `end` is called however the request
         ends.
-    id: anything, for the caller to know it by.
+    id: any value, to identify the request.
     options: arguments of generate for this request (max_new_tokens, do_sample, temperature, stop_strings,
-        generation_config, logits_processor, ...); they go before the stream's own.
+        generation_config, logits_processor, ...); they override the stream's own.
     """
 
     def __init__(self, input_ids: Any, *, seed: int | None = None, streamer=None, id: Any = None, **options):
@@ -45,13 +45,13 @@ class Request:
 
     @classmethod
     def of(cls, item: Any) -> Request:
-        """The request itself, or one made of a mapping of its arguments, or of a bare prompt."""
+        """The request itself, or a new one from a mapping of its arguments or from a bare prompt."""
         if isinstance(item, cls):
             return item
         return cls(**item) if isinstance(item, Mapping) else cls(item)
 
     def cancel(self) -> None:
-        """Give up the request, from any thread: it completes with what it has after the round that is under way."""
+        """Cancel the request, from any thread: it completes with its tokens so far after the current round."""
         self._cancelled.set()
 
     @property
@@ -67,12 +67,12 @@ class Request:
 class Completion:
     """A request that ended.
 
-    request: as it was submitted; where it was no Request, one made of it (of an item that cannot be one: the item).
+    request: as submitted, or the Request made of it; for an invalid item the item itself.
     sequence: prompt and new tokens. finish_reason: "stop" (an end-of-sequence token, a stop string or criterion),
-        "length", "cancelled" or "error". error: what went wrong, None otherwise.
-    speculation: the counts of this request: `target_passes` rounds, and of the level below the target what it drafted
-        for it; seconds from its admission to its end. None, and no sequence, where it was never admitted.
-    text: the new tokens without special ones, where the stream has a tokenizer.
+        "length", "cancelled" or "error". error: the exception of a failed request, otherwise None.
+    speculation: the counts of this request: `target_passes` is its number of rounds, and of the levels it has the one
+        below the target; seconds from admission to end. speculation and sequence are None if it was never admitted.
+    text: the new tokens without special ones, if the stream has a tokenizer.
     """
 
     request: Any
