@@ -13,16 +13,16 @@ _OPENING = b'{"asked": '
 
 
 class Journal:
-    """JSON lines: first what was asked, then one line per finished item, `{"key": ..., "value": ...}`.
+    """JSON lines: first the settings, then one line per finished item, `{"key": ..., "value": ...}`.
 
-    A line reaches the disk before `add` returns (one write, fsync). A process killed inside a write leaves a last line
-    without its end; the next one cuts that line off, its item was never reported as finished.
+    A line is on disk before `add` returns (one write, fsync). A process killed during a write leaves an incomplete
+    last line; the next process removes it, and its item counts as not finished.
 
-    file:   made, with its folders, where it does not exist.
-    asked:  what the items depend on (model, levels, settings), as JSON; a journal of something else is refused, so
-            that results of two settings never meet in one table.
-    Raises ValueError for a file that is another journal or none, naming what differs, for a path where no file can be,
-    and while another process writes it.
+    file:   created, with its folders, if it does not exist.
+    asked:  the settings that the items depend on (model, levels, ...), as JSON; a journal with other settings is an
+        error, so that results of two settings never mix.
+    Raises ValueError if the file is another journal or none, naming the difference, if the path cannot be written, and
+    while another process writes it.
     """
 
     def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any]) -> None:
@@ -58,11 +58,11 @@ class Journal:
 
     @property
     def items(self) -> dict[str, Any]:
-        """What is finished, in the order it was; a copy."""
+        """The finished items, in order; a copy."""
         return dict(self._items)
 
     def add(self, key: str, value: Any) -> None:
-        """An item is finished; ValueError where it was before: computing it again is a mistake of the caller."""
+        """Store a finished item; ValueError if it was stored before."""
         if not isinstance(key, str):
             raise TypeError(f"{self.path}: the key of an item is a str, got {key!r}")
         if key in self._items:
@@ -71,7 +71,7 @@ class Journal:
         self._items[key] = json.loads(json.dumps(value))
 
     def close(self) -> None:
-        """Let another process have the file."""
+        """Unlock the file for other processes."""
         self._file.close()
 
     def _read(self) -> None:

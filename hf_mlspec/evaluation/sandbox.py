@@ -33,9 +33,10 @@ class ProgramOutcome:
 
     passed:  it ran to its end: no test raised.
     kind:    "passed"; "failed" (an assertion), "error" (another exception), "syntax" (it does not compile), "exit" (it
-             ended its process before its tests did), "timeout", "memory", "disk", "crash" (a signal) or "tampered"
-             (it wrote where verdicts are written).
-    detail:  exception and line, or the limit; the program's process wrote it, so believe it no more than the program.
+        ended its process before its tests did), "timeout", "memory", "disk", "crash" (a signal) or "tampered" (it
+        wrote where results are reported).
+    detail:  exception and line, or the limit. The program's own process wrote it, so do not trust it more than the
+        program.
     seconds: wall-clock time in the confined process.
     """
 

@@ -38,15 +38,14 @@ def replay_captured(
     speculation_config: SpeculationConfig | dict | None = None,
     name: str | None = None,
 ) -> ReplayResult:
-    """`replay`, in captured rounds: arguments and result are the same.
+    """`replay` in captured rounds, with the same arguments and result.
 
-    A round always runs at its full width. Rounds of the trace that draft less are padded, and cost what full ones do;
-    ones that a captured round cannot hold are refused. `reschedule` makes traces whose rounds fill it. The token that
-    the pass over the prompt writes, where nothing was drafted before it, is part of the prompt here. A last round
-    drafts no further than its row goes. Graphs of all batch sizes that a batch shrinks to are captured before any
-    second is counted; `prefill_seconds` of the stats end with the first round of a batch, whose tokens count as
-    prefill as well.
-    Raises ValueError as `replay` does, for rounds that do not fit, and for models that no device decoder runs.
+    A round always runs at its full length. Shorter rounds of the trace are padded and cost as much; longer ones raise
+    an error. `reschedule` makes traces with full rounds. If nothing is drafted before prefill, the token of the
+    prefill is part of the prompt here. A last round drafts no further than its row goes. Graphs of all batch sizes are
+    captured before time is measured; `prefill_seconds` of the stats end with the first round of a batch, whose tokens
+    count as prefill.
+    Raises ValueError as `replay` does, for rounds that do not fit, and for models without a device decoder.
     """
     return replayed(_Captured, model, trace, levels, batch_size, max_new_tokens, rows, speculation_config, name)
 

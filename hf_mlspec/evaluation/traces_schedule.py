@@ -55,14 +55,15 @@ def agreement_rates(rows: Sequence[Agreements]) -> list[float]:
 def reschedule(
     trace: Trace, num_draft_tokens: int | Sequence[int], *, prompt_tokens: int | None = None, seed: int = 0
 ) -> Trace:
-    """The trace of the same rows with drafts that are always this long, as captured rounds are.
+    """A trace of the same rows in which all drafts have a fixed length, as in captured rounds (docs/traces.md).
 
-    num_draft_tokens: one number per level, from the one below the target down; a single number for one level. Of two,
-        the first is rounded up to whole rounds of the second: [8, 3] drafts 2 rounds of 3 + 1 tokens.
-    prompt_tokens: pretend that every prompt had so many tokens, to choose the length of the cache.
-    seed: of the drawn verdicts. The result's first round reads the prompt and drafts nothing, thresholds are 0, and
-    `origin["rescheduled"]` holds the recorded lengths, the rates and the share of verdicts that was drawn.
-    Raises ValueError for more than two levels, as many numbers as there are not levels, and counts below 1.
+    num_draft_tokens: one number per level, from the one below the target down; a single number for one level. With two
+        levels the first is rounded up to whole rounds of the second: [8, 3] drafts 2 rounds of 3 + 1 tokens.
+    prompt_tokens: assume this many tokens for every prompt, to choose the length of the cache.
+    seed: of the verdicts that are drawn at random. The result's first round reads the prompt and drafts nothing,
+        thresholds are 0, and `origin["rescheduled"]` holds the recorded lengths, the rates and the share of drawn
+        verdicts.
+    Raises ValueError for more than two levels, a wrong number of num_draft_tokens, and counts below 1.
     """
     lengths = [num_draft_tokens] if isinstance(num_draft_tokens, int) else list(num_draft_tokens)
     _check(trace, lengths, prompt_tokens)

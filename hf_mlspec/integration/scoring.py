@@ -29,10 +29,10 @@ _LEAST_SCORED = 32  # positions of a row that one call scores even where a large
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says of the scored tokens of one row.
+    """A model's scores of the scored tokens of one row.
 
     logprobs: float32 `[n]`, the natural logarithm of the probability of each token given all before it, temperature 1.
-    greedy: bool `[n]`, whether the token is the one that greedy decoding takes there.
+    greedy: bool `[n]`, whether the token is the one that greedy decoding would choose.
     """
 
     logprobs: Tensor
@@ -47,7 +47,7 @@ class TokenScores:
 def token_logprobs(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], *, num_scored: Sequence[int] | None = None, **options: Any
 ) -> list[TokenScores]:
-    """The log-probabilities of tokens given those before them, in the order of the rows; see `score_rows`."""
+    """Log-probabilities of tokens given those before them, one TokenScores per row; options as `score_rows`."""
     found = dict(score_rows(model, rows, num_scored=num_scored, **options))
     return [found[index] for index in range(len(rows))]
 

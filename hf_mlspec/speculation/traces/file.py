@@ -43,7 +43,7 @@ def trace_from_dict(data: Any) -> Trace:
 
 
 def write_trace(trace: Trace, file: str | os.PathLike[str]) -> None:
-    """Write `file`, one line a row, under a temporary name first; folders are made."""
+    """Write `file`, one line per row, under a temporary name first; folders are created."""
     path = Path(file)
     data = trace_to_dict(trace)
     rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop("rows"))
@@ -58,7 +58,9 @@ def write_trace(trace: Trace, file: str | os.PathLike[str]) -> None:
 
 
 def read_trace(file: str | os.PathLike[str]) -> Trace:
-    """The trace in `file`. OSError where it cannot be read, ValueError naming file and place where it is no trace."""
+    """The trace in `file`. Raises OSError if it cannot be read, ValueError naming file and place if it is no valid
+    trace.
+    """
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

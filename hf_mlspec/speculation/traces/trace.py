@@ -73,11 +73,11 @@ class TracedRow:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `record_trace` wrote down.
+    """The recorded rounds of a chain; made by `record_trace`.
 
     levels: from the one below the target down. data: the name of the prompts. prompts_sha256: of their token ids.
-    origin: versions, commit and whatever else says where the numbers come from.
-    Raises ValueError, naming row and round, where the numbers contradict each other.
+    origin: versions, commit and other information about the recording.
+    Raises ValueError, naming row and round, if the numbers contradict each other.
     """
 
     target: TracedModel
