@@ -107,7 +107,7 @@ def _serve_linears(model: nn.Module, reason: str) -> None:
     if odd is not None:
         raise ValueError(f"prepare: weights are {odd.weight.dtype}; load the model in bfloat16 or float32")
     if model in linears:
-        raise ValueError(f"prepare: a single {type(model).__name__} is no model: give prepare the model it is part of")
+        raise ValueError(f"prepare: a single {type(model).__name__} is a layer: pass the model it is part of")
     _replace(model, {id(linear): KernelLinear.over(linear) for linear in linears if type(linear) is nn.Linear})
     count = f"the {len(linears)} linear layers of {type(model).__name__}"
     say_once(model, f"{count} run through the kernels one by one: {reason}")

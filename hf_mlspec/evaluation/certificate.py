@@ -64,7 +64,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
     try:
         Certificate.load(path)
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is there and no certificate ({error}): name another file") from error
+        raise ValueError(f"{str(path)!r} exists and is not a certificate ({error}): name another file") from error
 
 
 class Certificate:

@@ -58,7 +58,7 @@ class Arguments:
         options = {name: value for name, value in given.items() if name in _SPECULATION}
         own = {name: value for name, value in given.items() if name in known}
         if options and own.get("speculation") is not None:
-            raise ValueError(f"{', '.join(sorted(options))} stand beside speculation: say it in one place")
+            raise ValueError(f"{', '.join(sorted(options))} and speculation set the same options: use one of the two")
         return cls(**({"speculation": _per_level(options)} | own))
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ class Writer:
             fitting[key] = ids[-room:], how
         if cut:
             logger.warning(
-                "%d of %d prompts do not fit max_length=%d beside their new tokens: %d tokens were cut off on the "
+                "%d of %d prompts do not fit max_length=%d with their new tokens: %d tokens were cut off on the "
                 "left, at most %d of one", len(cut), len(prompts), self.max_length, sum(cut), max(cut),
             )  # fmt: skip
         return dict(sorted(fitting.items(), key=lambda item: item[1][0]))

@@ -66,7 +66,7 @@ class Journal:
         if not isinstance(key, str):
             raise TypeError(f"{self.path}: the key of an item is a str, got {key!r}")
         if key in self._items:
-            raise ValueError(f"{self.path}: item {key!r} is finished already; ask `key in journal` before computing")
+            raise ValueError(f"{self.path}: item {key!r} is finished already; check `key in journal` before computing")
         self._file.append({"key": key, "value": value})
         self._items[key] = json.loads(json.dumps(value))
 
@@ -81,7 +81,7 @@ class Journal:
         if lines:
             self._check_asked(self._parse(1, lines[0]))
         elif not _OPENING.startswith(text[: len(_OPENING)]):
-            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
+            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: name another file")
         for number, line in enumerate(lines[1:], 2):
             entry = self._parse(number, line)
             if set(entry) != {"key", "value"} or not isinstance(entry["key"], str) or entry["key"] in self._items:
@@ -96,7 +96,7 @@ class Journal:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}, line {number}: no JSON ({error}): no journal, or a damaged one; name another file"
+                f"{self.path}, line {number}: no JSON ({error}): not a journal, or a damaged one; name another file"
             ) from error
         if not isinstance(entry, dict):
             raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; name another file")
@@ -104,7 +104,7 @@ class Journal:
 
     def _check_asked(self, first: dict[str, Any]) -> None:
         if set(first) != {"asked"} or not isinstance(first["asked"], dict):
-            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
+            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: name another file")
         was, now = first["asked"], self.asked
         names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
         if names:

@@ -60,6 +60,6 @@ def number_scores(prediction: str, reference: str) -> dict[str, float]:
     """Of one answer: {"exact_match", "flexible_match"}, each 0.0 or 1.0; ValueError for a reference without number."""
     right = marked_number(reference)
     if right is None:
-        raise ValueError(f"the reference has no number behind '####': {reference[-80:]!r}")
+        raise ValueError(f"the reference has no number after '####': {reference[-80:]!r}")
     return {"exact_match": float(marked_number(prediction) == right),
             "flexible_match": float(last_number(prediction) == right)}

@@ -63,7 +63,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"prompts file {str(path)!r} cannot be read: {error.strerror or error}; give {_LAYOUT}"
                          ) from error
     except (EOFError, zlib.error) as error:
-        raise ValueError(f"prompts file {str(path)!r} is no whole .gz: {error}; fetch it again") from error
+        raise ValueError(f"prompts file {str(path)!r} is not a complete .gz: {error}; download it again") from error
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:

@@ -216,8 +216,8 @@ def _selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new
         raise ValueError(f"a batch of {batch_size} needs as many rows, and {len(trace.rows)} are to be replayed")
     if max_new_tokens is not None and not 1 <= max_new_tokens <= trace.max_new_tokens:
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens}: the trace was recorded with {trace.max_new_tokens} and knows of no "
-            "more; give 1 to that many, or record a longer one"
+            f"max_new_tokens is {max_new_tokens}: the trace was recorded with {trace.max_new_tokens}; "
+            "use 1 to that many, or record a longer trace"
         )
     return trace
 

@@ -47,7 +47,7 @@ def agreement_rates(rows: Sequence[Agreements]) -> list[float]:
     for index in range(len(rows[0].levels)):
         known = [verdict for row in rows for verdict in row.levels[index] if verdict is not None]
         if not known:
-            raise ValueError(f"level {index} drafted nothing in this trace: there is nothing to schedule anew")
+            raise ValueError(f"level {index} drafted nothing in this trace: there is nothing to reschedule")
         found.append(sum(known) / len(known))
     return found
 
@@ -169,7 +169,7 @@ def _reveal(found: Sequence[list[bool | None]], level: int, start: int, round: R
 
 def _check(trace: Trace, lengths: list[int], prompt_tokens: int | None) -> None:
     if not 1 <= len(trace.levels) <= 2:
-        raise ValueError(f"the trace has {len(trace.levels)} levels; traces of one or two can be scheduled anew")
+        raise ValueError(f"the trace has {len(trace.levels)} levels; only traces with one or two can be rescheduled")
     if len(lengths) != len(trace.levels):
         raise ValueError(
             f"num_draft_tokens has {len(lengths)} numbers and the trace {len(trace.levels)} levels: give one for each"

@@ -62,7 +62,7 @@ def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> Spe
     """
     left = reason.left
     model = chain.target.runner.model
-    say_once(model, f"{type(model).__name__} goes on step by step: {reason}")
+    say_once(model, f"{type(model).__name__} continues step by step: {reason}")
     chain.target.start(len(left.rows), device)
     rounds = chain.host_rounds(device)
     loop, total = Loop(rounds, **how), chain.finish(left.stats)
@@ -86,7 +86,7 @@ def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: 
         )
     except NotCaptured as reason:
         model = target.runner.model
-        say_once(model, f"{type(model).__name__} decodes step by step, waiting for the device in each: {reason}")
+        say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
         return None
 
 

@@ -190,7 +190,7 @@ def _check_call(model, kwargs: dict) -> None:
     """What stock preparation would accept or misreport."""
     if type(model).generate is not GenerationMixin.generate:
         raise ValueError(
-            f"{type(model).__name__} has a generate method of its own, which assistant_models cannot speed up; "
+            f"{type(model).__name__} overrides generate, which assistant_models does not support; "
             "call its language model's generate, or leave assistant_models out"
         )
     for name in ("assistant_model", "assistant_tokenizer"):

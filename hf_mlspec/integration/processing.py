@@ -73,7 +73,7 @@ class Prompts:
             ]
         for number, row in enumerate(self.rows):
             if not row:
-                raise ValueError(f"prompt {number} of the batch has no token that its attention_mask lets through")
+                raise ValueError(f"prompt {number} of the batch has no token: its attention_mask is all 0")
         self.lengths = [len(row) for row in self.rows]
         self.grown = [list(row) for row in self.rows]
         self._masked = None if attention_mask is None else mask
@@ -116,13 +116,13 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
     user's own among them, are called as in stock generate: with all rows of the batch in its order, equally long
     (`Prompts.filled`). Scores of rows that are not in question are zeros, and what becomes of them is not looked at.
 
-    Raises ValueError for processors whose state a rejected guess would spoil.
+    Raises ValueError for processors whose state a rejected token would corrupt.
     """
     for processor in processors:
         if isinstance(processor, STATEFUL):
             raise ValueError(
-                f"{type(processor).__name__} keeps state between tokens and cannot judge guesses that are "
-                "taken back: generate without assistant_models, or without that option"
+                f"{type(processor).__name__} keeps state between tokens and cannot process drafted tokens "
+                "that are rejected later: generate without assistant_models, or without that option"
             )
     if not processors:
         return None, None

@@ -58,7 +58,7 @@ def check_target(model, num_beams: int | None) -> None:
     check_model(model, "the target")
     if num_beams and num_beams > 1:
         raise ValueError(
-            f"num_beams={num_beams} with assistant_models: beam search cannot be drafted for; pass num_beams=1, or "
+            f"num_beams={num_beams} with assistant_models: beam search is not supported; pass num_beams=1, or "
             "leave assistant_models out"
         )
 

@@ -90,8 +90,8 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
     other = next((m for m in model.modules() if isinstance(m, PackedModule) and not is_nested(m)), None)
     if other is not None:
         raise ValueError(
-            f"unnest: this {type(model).__name__} holds a {type(other).__name__} beside nested weights, it is a cast: "
-            "unnest the model that it was made of"
+            f"unnest: this {type(model).__name__} holds a {type(other).__name__} and nested weights, as a cast does: "
+            "unnest the model that it was made from"
         )
     require_plain_inputs(model, "unnest")
     for swap in swaps:
@@ -178,7 +178,7 @@ def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
     require_codebook_name(codebook)
     if any(is_nested(module) for module in model.modules()):
         raise ValueError(
-            f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it anew"
+            f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it again"
         )
     require_dense(model, "nest")
     plan = plan_of(model)

@@ -159,7 +159,7 @@ class CheckedDrafter:
             return limits
         say_once(
             self.checker.runner.model,
-            f"level {self.name} reaches {self.max_positions} tokens only: it rests on longer rows (said once)",
+            f"level {self.name} has only {self.max_positions} positions: no drafts for longer rows (warned once)",
         )
         return [limit if ok else 0 for limit, ok in zip(limits, fits, strict=True)]
 

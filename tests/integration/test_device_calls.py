@@ -152,7 +152,7 @@ def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypat
     for _ in range(2):
         out = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
     assert torch.equal(out, stepwise(target, ONE))
-    assert len(said(caplog, "no memory to capture them for 1 rows of 256 tokens")) == 1
+    assert len(said(caplog, "not enough memory to capture them for 1 rows of 256 tokens")) == 1
     assert not state_of(target).chains
     assert not rounds
 

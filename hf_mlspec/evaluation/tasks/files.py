@@ -84,7 +84,7 @@ def data_folder(data: str | os.PathLike[str] | None) -> Path:
                          f"belongs into it is in README.md in {Path(__file__).parent}")
     folder = Path(named).expanduser()
     if not folder.is_dir():
-        raise FileNotFoundError(f"the data folder {folder} (MLSPEC_DATA, or \"data\" in the metadata) is no folder")
+        raise FileNotFoundError(f"the data folder {folder} (MLSPEC_DATA, or \"data\" in the metadata) is not a folder")
     return folder
 
 

@@ -118,7 +118,8 @@ def _folder_word(path: os.PathLike) -> str:
     text = os.fsdecode(path)
     if not Path(text).is_dir():
         raise ValueError(
-            f"level {path!r} is no existing folder; a word or a hub name is a string, as in 'mxfp4' or 'PATH@mxfp4'"
+            f"level {path!r} is not an existing folder; pass a word or a hub name as a string, as in "
+            "'mxfp4' or 'PATH@mxfp4'"
         )
     text = text if "/" in text else f"./{text}"  # no word has a slash, and none of "PATH@mxfp4" ends with one
     return f"{text}/" if "@" in text else text
@@ -198,7 +199,7 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
         if isinstance(level, Drafter) or (word is not None and word.kind in ("prompt_lookup", "ngram")):
             name = level if isinstance(level, str) else level.name
             raise ValueError(
-                f"level {index} ({name}) checks nothing, so no level can stand below it: put it last, after the "
+                f"level {index} ({name}) cannot check drafts, so no level can be below it: put it last, after the "
                 f"{len(levels) - index - 1} that follow it"
             )
 

@@ -160,7 +160,7 @@ def _require_activations(bits: int, record: Format) -> int:
     if bits != 16:
         raise ValueError(
             f"MLSpecConfig: activation_bits is {bits!r}, {record.written} weights are multiplied at 16 (bfloat16); "
-            "what a draft reads of them is said by the level"
+            "the level of a draft selects fewer bits"
         )
     return bits
 

@@ -52,7 +52,7 @@ def choose_kept(model: PreTrainedModel, config: MLSpecConfig, defaults: list[str
     """Full names of the modules that could be packed and are to stay wide: what the user's patterns or transformers'
     ``defaults`` fit.
 
-    ValueError for a pattern that is no regular expression or fits no module of the model.
+    ValueError for a pattern that is no regular expression or matches no module of the model.
     """
     patterns = [*(config.skip_modules or ()), *config.modules_to_not_convert]
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
@@ -65,12 +65,12 @@ def _require_fitting(pattern: str, names: list[str], model: str) -> None:
     try:
         fits = any(not should_convert_module(name, [pattern]) for name in names)
     except re.error as error:
-        raise ValueError(f"skip_modules: {pattern!r} is no regular expression ({error})") from error
+        raise ValueError(f"skip_modules: {pattern!r} is not a regular expression ({error})") from error
     if not fits:
         last = sorted({name.rpartition(".")[2] for name in names})
         near = difflib.get_close_matches(pattern.rpartition(".")[2], last, 3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"skip_modules: {pattern!r} fits no module of {model}{hint}")
+        raise ValueError(f"skip_modules: {pattern!r} matches no module of {model}{hint}")
 
 
 def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[str]) -> None:
@@ -83,7 +83,7 @@ def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[s
     name, inputs = next(iter(unfit.items()))
     sizes = [size for size in choices if not any(n % size for _, n in _inputs(model, config, kept))]
     ends = sorted({".".join(path.split(".")[-2:]) for path in unfit})
-    keep = f"keep them wide with skip_modules={ends[:4]}"
+    keep = f"leave them unpacked with skip_modules={ends[:4]}"
     remedy = f"use group_size={sizes[-1]}, or {keep}" if sizes else keep
     what = f"{config.format} with group_size={group}" if choices else f"{config.format}, in blocks of {group},"
     raise ValueError(
@@ -179,4 +179,4 @@ def warn_of_unpackable(model: PreTrainedModel, config: MLSpecConfig, kept: set[s
             kinds[type(module).__name__] += 1
     if kinds:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        warnings.warn(f"{type(model).__name__}: these modules are not packed and stay wide: {found}", stacklevel=2)
+        warnings.warn(f"{type(model).__name__}: modules that are not packed: {found}", stacklevel=2)

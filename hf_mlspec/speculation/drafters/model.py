@@ -147,8 +147,8 @@ class ModelDrafter:
                 self.runner.lengths[r] = 0
                 say_once(
                     self.runner.model,
-                    f"level {self.name} sees at most {self.max_positions} tokens: it drafts from a window over the "
-                    "end of longer rows (said once)",
+                    f"level {self.name} has only {self.max_positions} positions: it drafts from the last tokens of "
+                    "longer rows (warned once)",
                 )
         return [row[d:] if d else row for row, d in zip(rows, self.dropped, strict=True)]
 

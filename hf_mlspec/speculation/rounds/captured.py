@@ -199,7 +199,7 @@ class CapturedRounds:
                 raise
             say_once(
                 self.target.runner.model,
-                f"rounds of {bucket} rows are not captured, no memory: those of {self.bucket} rows go on",
+                f"rounds of {bucket} rows are not captured, not enough memory: graphs of {self.bucket} rows are used",
             )
             return False
         return True

@@ -178,8 +178,8 @@ def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
         torch.cuda.empty_cache()
     say_once(
         models[0],
-        f"rounds run step by step: no memory to capture them for {bucket} rows of {slots} tokens ({problem}); ask for "
-        "fewer new tokens or rows, or free what else is on the device"
+        f"rounds run step by step: not enough memory to capture them for {bucket} rows of {slots} tokens ({problem}); "
+        "ask for fewer new tokens or rows, or free what else is on the device"
     )
     return None
 

@@ -32,7 +32,7 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
 def trace_from_dict(data: Any) -> Trace:
     """The trace behind `trace_to_dict`; ValueError naming the first thing that is missing, odd or contradictory."""
     if not isinstance(data, dict) or "schema" not in data:
-        raise ValueError(f'this is no trace: it has no "schema", which would be {SCHEMA!r}')
+        raise ValueError(f'this is not a trace: it has no "schema", expected {SCHEMA!r}')
     if data["schema"] != SCHEMA:
         raise ValueError(f"the schema is {data['schema']!r}, this version reads {SCHEMA!r}: record the trace again")
     head = _typed("the trace", data, _HEAD)
@@ -64,7 +64,7 @@ def read_trace(file: str | os.PathLike[str]) -> Trace:
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ValueError(f"{file}: no JSON, so no trace or a damaged one ({error}); record it again") from error
+        raise ValueError(f"{file}: not JSON, so not a trace or a damaged one ({error}); record it again") from error
     try:
         return trace_from_dict(data)
     except ValueError as error:
