@@ -33,10 +33,10 @@ from .certificate_schema import SCHEMA, agrees_with_itself, read_json, require_w
 
 @dataclass
 class Check:
-    """What `Certificate.check` found.
+    """Result of `Certificate.check`.
 
-    same:      what was hashed anew and is what the certificate says.
-    different: what is not, each with both values. unchecked: what was not given, so nothing is known of it.
+    same:      what was hashed again and matches the certificate.
+    different: what does not match, with both values. unchecked: what was not given and is therefore unknown.
     """
 
     same: list[str] = field(default_factory=list)

@@ -1,8 +1,8 @@
-"""How fast would captured rounds decode, if their drafts were accepted as a trace says? The device is told verdicts.
+"""How fast would captured rounds decode, if their drafts were accepted as a trace says? The device gets verdicts.
 
-A captured round decides by itself what it accepts, so that the step-by-step replay's way, to overrule each check, is
-closed. Instead the verdicts lie on the device, in the order in which the checks come, and every pass runs at the
-shapes of the round it is captured in.
+A captured round decides by itself what it accepts, so a replay cannot replace the result of each check from
+the host, as the step-by-step replay does. Instead the verdicts are on the device, in the order of the checks, and
+every pass runs with the shapes of its captured round.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What would a recorded pair have drafted and kept with other draft lengths, as far as its trace reveals it?
+"""What would a recorded pair have drafted and accepted with other draft lengths, as far as its trace shows?
 
 Greedily, whether a draft agrees with its checker at a position of the text is a property of the position: everything
 before it is the text itself, however the rounds were cut. A round of d drafted and a accepted tokens that starts at
-position s says of positions s .. s + a - 1 that they agree and, where a < d, of s + a that it does not; where all
-were kept, position s + a was written by the checker undrafted, and whether the draft would have agreed there is not
-known. Every position is settled once, so each is known once or not at all.
+position s shows that positions s .. s + a - 1 agree and, if a < d, that s + a does not; if all were accepted, position
+s + a was written by the checker undrafted, and whether the draft would have agreed there is not known. Every position
+is committed once, so each is known at most once.
 
 `reschedule` walks over these agreements with the draft lengths it is given. Unknown positions (undrafted ones, and
 those behind a recorded row) get a drawn verdict: agreement with the probability seen at the known ones, the same
-draw in every call. How many were needed is in `Trace.origin`. What lies behind the target's first rejection was never
+draw in every call. How many were needed is in `Trace.origin`. Tokens after the target's first rejection were never
 text, so the rounds of a level there are drawn as well; they decide how many tokens are drafted, never how many the
 target keeps.
 
-Two things a trace cannot say: a draft in the target's cache reads keys and values of its own for the tokens of its
+Two effects are not in a trace: a draft in the target's cache reads keys and values of its own for the tokens of its
 round, so that its verdicts depend a little on where rounds begin; and a confidence threshold ended recorded drafts at
 places where agreement is rarer than elsewhere, which drawn verdicts at undrafted positions do not know.
 """

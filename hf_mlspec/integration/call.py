@@ -91,10 +91,10 @@ def generate(
 
 @dataclass
 class Call:
-    """What stock generate prepared, and what the user said of the levels.
+    """What stock generate prepared, and the user's arguments about levels.
 
-    input_ids: int64 `[batch, width]`. keep_cache: the user's own past_key_values is to come back filled.
-    watch: shown the chain before it decodes, and what it emits to; answers what it emits to instead.
+    input_ids: int64 `[batch, width]`. keep_cache: return the user's own past_key_values filled.
+    watch: called with the chain and its `emit` before decoding; returns the `emit` to use instead.
     """
 
     input_ids: Tensor

@@ -1,4 +1,4 @@
-"""Is a call of generate decoded in captured rounds? Where not, the reason is said once."""
+"""Is a call of generate decoded in captured rounds? If not, one warning gives the reason."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def captured(
 
 
 def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> SpeculationStats:
-    """Decode step by step what captured rounds had to leave, whose memory is free by now; the counts of both.
+    """Continue step by step after captured rounds ran out of memory, which is free again; the counts of both.
 
-    how: what the loop is told of rows that end, and who listens.
+    how: arguments of `Loop`: how rows end, and what receives their tokens.
     """
     left = reason.left
     model = chain.target.runner.model

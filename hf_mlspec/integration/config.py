@@ -1,4 +1,4 @@
-"""What may a user say about a chain? Its run-time options are read here and nowhere else."""
+"""Which run-time options does a chain have? They are read here and nowhere else."""
 
 from __future__ import annotations
 
@@ -128,13 +128,17 @@ def _as_list(value) -> list:
 
 
 def check_num_draft_tokens(value, said: str) -> None:
-    """Raise ValueError unless value is None or a positive integer; `said` names it and its place."""
+    """Raise ValueError unless value is None or a positive integer; `said` begins the message: the option and its
+    value.
+    """
     if value is not None and not _is_count(value, 1):
         raise ValueError(f"{said}: a level drafts a positive number of tokens, an integer")
 
 
 def check_threshold(value, said: str) -> None:
-    """Raise ValueError unless value is None or a number in [0, 1); `said` names it and its place."""
+    """Raise ValueError unless value is None or a number in [0, 1); `said` begins the message: the option and its
+    value.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (number and 0 <= value < 1):
         raise ValueError(f"{said}: a threshold is a probability in [0, 1), and 0 turns it off")

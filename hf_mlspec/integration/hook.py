@@ -1,6 +1,6 @@
 """How does `model.generate(..., assistant_models=[...])` reach our loop? By a detour through stock generate.
 
-    generate (hooked)              the levels, and what else stock generate does not know, go into a _Proxy
+    generate (hooked)              the levels, and our other arguments, go into a _Proxy
       |                            that is passed on as assistant_model=
       v
     generate (stock)               prepares the call as always: settings, cache, processors, criteria;
@@ -11,7 +11,8 @@
       v
     call.run                       our loop decodes; what it returns goes back through stock generate
 
-A prepared model's plain generate takes the same way with no levels; where our loop refuses, stock `_sample` decodes.
+A prepared model's plain generate takes the same path without levels; calls that our loop does not support run in
+stock `_sample`.
 """
 
 from __future__ import annotations

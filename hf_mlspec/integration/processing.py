@@ -56,8 +56,8 @@ class Prompts:
     """The prompts as generate got them, and as rows without padding.
 
     input_ids: int64 `[batch, width]`. attention_mask: `[batch, width]` or None. Masked tokens are left out of the
-    rows: stock attention does not see them and stock position ids do not count them. filler: the token that stands
-    behind the end of a row. grown: the rows as far as they are settled; who decodes lets these very lists grow.
+    rows: stock attention does not see them and stock position ids do not count them. filler: the token after the end
+    of a row. grown: the rows with the tokens committed so far; decoding appends to these lists.
     """
 
     def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, filler: int = 0):
@@ -189,12 +189,12 @@ def _constrain(processor, ids: Tensor, scores: Tensor, numbers: list[int]) -> Te
 
 
 class Stopping:
-    """Scans every settled token: an end-of-sequence token or a stop string may sit inside an accepted block.
+    """Tests every committed token: an end-of-sequence token or a stop string may be inside an accepted draft.
 
-    Time limits and stop strings are asked about a row as soon as it has a token more. All other criteria, the user's
-    own, are asked as in stock generate: once for each number of new tokens, with all rows of the batch in its order
-    and equally long (`Prompts.filled`), as soon as every row that has not ended has so many. Another row may be
-    further by then; it ends where stock generate would end it, and what it gained behind that is dropped (`cut`).
+    Time limits and stop strings are tested whenever a row has a new token. All other criteria, the user's own, are
+    called as in stock generate: once for each number of new tokens, with all rows of the batch in order and equally
+    long (`Prompts.filled`), as soon as every active row has so many tokens. Another row may have more by then; it ends
+    where stock generate would end it, and its later tokens are dropped (`cut`).
     """
 
     def __init__(self, criteria: StoppingCriteriaList, prompts: Prompts):

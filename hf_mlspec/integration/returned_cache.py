@@ -1,4 +1,4 @@
-"""Which past_key_values can a call go on from, and what does it hand back in them?"""
+"""Which past_key_values can a call continue, and what does it return in them?"""
 
 from __future__ import annotations
 

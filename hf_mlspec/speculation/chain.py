@@ -24,14 +24,13 @@ from .stats import LevelStats, SpeculationStats
 
 
 class CheckedDrafter:
-    """Drafts with `inner`, checks each round with `checker`, and hands up all tokens the checker settled.
+    """Drafts with `inner`, checks each round with `checker`, and proposes all tokens that the checker committed.
 
-    num_draft_tokens: how many tokens `inner` may guess before a check.
-    threshold:        drafting ends after a settled token whose probability under the checker is below it (0: never).
-    max_positions:    tokens the checker can attend to; on longer rows the level rests, said once.
-    scored_by:     the engine of the level above, where that judges greedily: it scores what is handed up in the same
-                   call.
-    The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says
+    num_draft_tokens: how many tokens `inner` may draft before a check.
+    threshold:        drafting ends after a committed token whose probability under the checker is below it (0: never).
+    max_positions:    tokens the checker can attend to; the level drafts nothing for longer rows, with one warning.
+    scored_by:     the engine of the level above, if that checks greedily: it scores the proposal in the same call.
+    The proposed tokens, corrections included, follow the checker's own distribution, which is in Draft.probs
     (invariant 1).
     """
 

@@ -40,10 +40,10 @@ class Verdict:
 
 @dataclass(eq=False)
 class Checker:
-    """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`.
+    """A level that can check drafts: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
-    keep_logits: verdicts carry logits and scores even where nothing of the check needs them.
-    on_check: told of every check, also of those inside the engine; None: nobody listens.
+    keep_logits: verdicts carry logits and scores even if the check does not need them.
+    on_check: called for every check, also those inside the engine; None: no callback.
     """
 
     runner: Engine

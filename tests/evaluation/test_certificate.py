@@ -192,7 +192,7 @@ def test_a_document_with_its_own_digest_that_is_none_is_refused(made, tmp_path, 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no JSON document"), ("{", "no JSON document"), ("[]", "its schema is None"), ("3", "its schema is None"),
     ('{"schema": "mlspec-trace/1"}', "its schema is 'mlspec-trace/1'"), ("[" * 10**5, "no JSON document"),
-    ('{"schema": "mlspec-certificate/1", "x": NaN}', "NaN is no number"),
+    ('{"schema": "mlspec-certificate/1", "x": NaN}', "NaN is not a JSON number"),
     ('{"schema": "mlspec-certificate/1", "result": 1, "result": 2}', "'result' occurs twice")])
 def test_another_document_is_refused(tmp_path, text, message):
     (tmp_path / "c.json").write_text(text, encoding="utf-8")

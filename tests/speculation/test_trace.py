@@ -210,7 +210,7 @@ def test_rounds_that_cannot_be_are_refused(found, depth, words):
 
 
 BAD_HEADS = {
-    "no trace": ([], "no trace"),
+    "no trace": ([], "is not a trace"),
     "no schema": ({"rows": []}, 'has no "schema"'),
     "another version": ({"schema": "mlspec-trace/2"}, f"is 'mlspec-trace/2', this version reads '{SCHEMA}'"),
     "nothing else": ({"schema": SCHEMA}, "the trace has no 'data'"),

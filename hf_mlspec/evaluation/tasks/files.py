@@ -19,11 +19,11 @@ MOST_SHOTS = 64  # examples kept of a train file; nobody asks for more, and trai
 
 @dataclass(frozen=True)
 class Source:
-    """A file that somebody must fetch.
+    """A data file that the user must download.
 
-    names:   where it may lie in the data folder; the first that exists is read.
-    project: whose it is, and its path there.
-    layout:  what it holds.
+    names:   its possible names in the data folder; the first that exists is read.
+    project: the project that publishes it, and its path there.
+    layout:  its format.
     """
 
     names: tuple[str, ...]

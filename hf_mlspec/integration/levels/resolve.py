@@ -1,4 +1,4 @@
-"""What is behind a level the user named: which model or table, in whose vocabulary, in whose cache?"""
+"""What does a level word or path stand for: which model or table, which vocabulary, which cache?"""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def draws_on_nested(level: str) -> bool:
 
 
 def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
-    """The target, nested in place where a word asks for it and it is not."""
+    """The target, nested in place if a level word needs it and it is not nested yet."""
     if any(map(draws_on_nested, levels)) and not any(map(is_nested, target.modules())):
         nest(target)
     return target

@@ -1,4 +1,4 @@
-"""How is a model to be quantized, and what does config.json say of one that was?"""
+"""How is a model to be quantized, and what does config.json record of it?"""
 
 from __future__ import annotations
 

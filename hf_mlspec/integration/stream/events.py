@@ -1,4 +1,4 @@
-"""What does a stream hand out before a request has ended, and how do its tokens become text piece by piece?"""
+"""What does a stream yield before a request has ended, and how do its tokens become text piece by piece?"""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class NewTokens:
 class TextPieces:
     """The text of a growing row of tokens, piece by piece.
 
-    How a token is written may depend on the few before it, so a piece is what the tokens since the last piece but one
-    say beyond what those of the last piece said by themselves.
+    The text of a token may depend on the few before it. A piece is therefore the text of the last two groups of tokens
+    minus the text of the first of them.
     """
 
     def __init__(self, tokenizer):

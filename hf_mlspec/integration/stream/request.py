@@ -91,9 +91,9 @@ class Completion:
 
 @dataclass
 class Admitted:
-    """A request that is being decoded: its row, and how its tokens are taken and end.
+    """A request that is being decoded: its row, how its tokens are chosen, and how it ends.
 
-    row: the prompt's unmasked tokens, then what was settled. budget: tokens it may gain.
+    row: the prompt's unmasked tokens, then the committed ones. budget: tokens it may gain.
     """
 
     request: Request
@@ -109,7 +109,7 @@ class Admitted:
 
     @property
     def new_tokens(self) -> list[int]:
-        """What was settled."""
+        """The tokens committed so far."""
         return self.row[self.prompts.lengths[0] :]
 
     def fail(self, error: Exception) -> None:
@@ -125,7 +125,7 @@ class Admitted:
                 self.fail(error)
 
     def end_stream(self) -> None:
-        """Tell whoever listens that no more tokens come."""
+        """Tell the request's streamer that no more tokens come."""
         if self.request.streamer is not None:
             try:
                 self.request.streamer.end()
@@ -136,14 +136,14 @@ class Admitted:
 class Preparation:
     """Turns requests into rows: the stream's defaults, stock generate's own preparation, and our checks.
 
-    defaults: arguments of generate for requests that do not say otherwise.
+    defaults: arguments of generate for requests that do not override them.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer, vocab_size: int, defaults: dict):
         self.model, self.tokenizer, self.vocab_size, self.defaults = model, tokenizer, vocab_size, defaults
 
     def checked(self) -> Preparation:
-        """Itself; TypeError or ValueError for arguments of the stream that no request could be served with."""
+        """Itself; TypeError or ValueError for arguments of the stream that are invalid for every request."""
         misplaced = sorted(name for name in (*_OWN, "input_ids", "inputs", "attention_mask") if name in self.defaults)
         if misplaced:
             raise TypeError(f"generate_stream got {', '.join(misplaced)}: these belong to each Request")
@@ -156,7 +156,7 @@ class Preparation:
         return self
 
     def __call__(self, request: Request, began: float) -> Admitted:
-        """Raises TypeError or ValueError for what cannot be served, before anything is computed."""
+        """The request as a row. Raises TypeError or ValueError for invalid requests, before anything is computed."""
         _check_seed(request.seed)
         _check_counts(repr(request), request.options)
         options, ids = self._merged(request.options), self._input_ids(request.input_ids)

@@ -1,4 +1,4 @@
-"""How does a trace stand in a JSON file, and what is said of a file that is damaged or of another version?"""
+"""How is a trace stored in a JSON file, and which errors does a damaged file or another version give?"""
 
 from __future__ import annotations
 
