@@ -32,8 +32,9 @@ def _keep_only(state: ModelState, now: tuple) -> None:
 
 
 def fitting(model: nn.Module, kind: Callable[[nn.Module], Decoder], state: ModelState) -> Decoder | None:
-    """The model's decoder of this class if there is one and the model still stands as it did; what does not fit any
-    more is let go, as it holds memory, and weights that the model left behind on another device."""
+    """The model's decoder of this class, if there is one and the model is unchanged. A decoder that is out of date is
+    dropped to free its memory, and so are weights that a moved model left on another device.
+    """
     with _building:
         return _fitting(model, kind, state)
 
@@ -49,10 +50,10 @@ def _fitting(model: nn.Module, kind: Callable[[nn.Module], Decoder], state: Mode
 def up_to_date(
     model: nn.Module, kind: Callable[[nn.Module], Decoder], state: ModelState | None = None
 ) -> Decoder:
-    """The model's decoder of this class: the one there is, or a new one where there is none or the model changed.
+    """The model's decoder of this class: the existing one, or a new one if there is none or the model changed.
 
-    state: the model's, where the caller has it. A decoder reads the whole model when it is built and refuses what it
-    does not know, so one that still fits needs no second look.
+    state: the model's, if the caller has it. Building a decoder reads the whole model and raises an error for unknown
+    parts, so one that is still valid is not tested again.
     """
     with _building:
         state = state or state_of(model)

@@ -44,10 +44,10 @@ class Capabilities:
 
 @dataclass
 class Scores:
-    """What an engine said of the last kept positions of every row.
+    """An engine's scores of the last kept positions of every row.
 
     best: per row the greedy successor of each position, -1 where the logits hold NaN. confidence: per row their
-    probabilities, None unless asked for. logits: float32 `[sum of kept, vocab]`, rows behind each other, or None.
+    probabilities, None unless asked for. logits: float32 `[sum of kept, vocab]`, rows concatenated, or None.
     """
 
     best: Rows

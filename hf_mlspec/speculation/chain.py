@@ -185,10 +185,10 @@ class CheckedDrafter:
 
 
 def engine_checks(settled: Rows, checks: list[int]) -> Iterator[tuple[list[int], list[int], list[bool]]]:
-    """The rounds inside one call of an engine, as `OnCheck` is told of them.
+    """The rounds inside one call of an engine, in the form of `OnCheck`.
 
-    checks: (drafted, accepted) of every row and round behind each other; a row takes part until what it settled, one
-    token more than it accepted in each round, is all that was handed up.
+    checks: (drafted, accepted) of every row and round, concatenated; a row takes part until its committed tokens, one
+    more than it accepted in each round, are all that was proposed.
     """
     pairs = iter(zip(checks[::2], checks[1::2], strict=True))
     left = [len(row) for row in settled]

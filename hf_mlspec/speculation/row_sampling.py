@@ -46,11 +46,12 @@ class GumbelNoise:
 
 
 class RowRule:
-    """How the tokens of one row are taken, at every level that speaks the target's vocabulary.
+    """How the tokens of one row are chosen, at every level with the target's vocabulary.
 
     noise: None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
-    error: why the target cannot take token number `failed_at` (a processor of the row raised, or its logits are NaN):
-        that token and those behind it mean nothing. Where the guesses before it are refused, nobody needed them.
+    error: why the target cannot choose token number `failed_at` (a processor of the row raised, or its logits are
+        NaN): that token and later ones mean nothing. If earlier tokens of the draft are rejected, the error does not
+        matter.
     """
 
     def __init__(

@@ -95,8 +95,9 @@ def test_split(items: list[dict[str, Any]], path: Path) -> datasets.Dataset:
 
 
 def examples(source: Source, folder: Path, read: Callable[[Path, int], list[dict]]) -> list[dict]:
-    """The first items of the train file, `read(path, most)`, then stand-ins that raise when used: lm-eval would say of
-    a file that is missing or too short neither its name nor what to do."""
+    """The first items of the train file, `read(path, most)`, then placeholders that raise when used: the errors of
+    lm-eval name neither a missing or short file nor the remedy.
+    """
     path = source.find(folder)
     found = [] if path is None else read(path, MOST_SHOTS)
     if path is None:

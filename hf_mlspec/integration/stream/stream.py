@@ -110,7 +110,7 @@ class _Stream:
         self.loop.start([], [])
 
     def completions(self) -> Iterator[Completion | NewTokens]:
-        """The loop: refill, one round, hand out what is new and who ended; in between the caller's code runs."""
+        """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
         going: list[int] = []
         keep_stats(self.model, SpeculationStats([level.stats for level in self.chain.levels]))
         try:

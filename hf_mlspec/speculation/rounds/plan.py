@@ -24,7 +24,7 @@ def round_levels(
 ) -> list[RoundLevel]:
     """The levels of a round, the target first, without their keys and values.
 
-    longest: tokens that a row of the batch may reach. NotCaptured names the first thing that stands against it.
+    longest: maximal length of a row of the batch. NotCaptured names the first thing that prevents capturing.
     """
     if target.keep_logits:
         raise NotCaptured("scores or logits are returned")

@@ -30,7 +30,7 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
 
 
 def trace_from_dict(data: Any) -> Trace:
-    """The trace behind `trace_to_dict`; ValueError naming the first thing that is missing, odd or contradictory."""
+    """The trace of `trace_to_dict`; ValueError naming the first thing that is missing, invalid or contradictory."""
     if not isinstance(data, dict) or "schema" not in data:
         raise ValueError(f'this is not a trace: it has no "schema", expected {SCHEMA!r}')
     if data["schema"] != SCHEMA:
