@@ -115,7 +115,7 @@ def seed_of(key: str, seed: int) -> int:
 
 
 def fit_rows(rows: list[list[int]], counts: list[int], max_length: int) -> list[list[int]]:
-    """The rows with what the model has no positions for cut off on the left, which is said once.
+    """The rows, cut on the left where the model has too few positions; one warning says so.
 
     counts: the tokens that are scored at the end of each; ValueError where these alone are too many.
     """

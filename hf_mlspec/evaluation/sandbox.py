@@ -1,9 +1,9 @@
 """Does a generated program pass its tests, run where it can do no harm?
 
 `run_program` starts one Python process per program, in a session and a scratch folder of its own. The process limits
-its memory, time and files, gives up its privileges, and locks itself in with Landlock and a seccomp filter before it
-compiles the program: no writing outside the folder, no sockets, no processes or threads, no signals. Nothing runs
-where that cannot be had.
+its memory, time and files, drops its privileges, and confines itself with Landlock and a seccomp filter before it
+compiles the program: no writing outside the folder, no sockets, no processes or threads, no signals. If that is
+not possible, nothing runs.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands the
 class _Proxy:
     """Stands in for the levels while stock generate prepares the call: its checks see the target's own config.
 
-    implied: the user named no levels, the model is prepared; what our loop refuses, transformers' own then decodes.
-    prepares: the prepared call itself is wanted, somebody else decodes it.
+    implied: the user named no levels, the model is prepared; transformers' loop decodes what ours does not support.
+    prepares: only prepare the call; the caller decodes it.
     """
 
     keep_cache = prepares = False
@@ -160,7 +160,7 @@ def _hooked_decoding(stock):
 
 
 def _serves(model, args: tuple, kwargs: dict) -> bool:
-    """Whether a prepared model's plain call goes to our loop; if not, why is said once."""
+    """Whether a prepared model's plain call goes to our loop; if not, one warning gives the reason."""
     reason = unserved(model, args, kwargs)
     if reason is None:
         try:

@@ -94,7 +94,7 @@ class Prompts:
         """All rows of the batch in the user's order, `generated` new tokens each, as stock generate would hold them.
 
         A row that has more is cut; one that ended before, or has not come so far, is filled. shown: rows, by number,
-        that are more than what is settled of them.
+        whose tokens replace the committed ones.
         """
         width = self.input_ids.shape[1] + generated
         lines = [self.whole(number, shown.get(number, row))[:width] for number, row in enumerate(self.grown)]
@@ -213,7 +213,7 @@ class Stopping:
         return bool(self._of_row or self._of_batch)
 
     def __call__(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
-        """(settled tokens that count, whether the row is finished)."""
+        """(committed tokens that count, whether the row is finished)."""
         count, finished = self._scan(number, row, tokens)
         new, had = self._new[number], len(row) - self.prompts.lengths[number]
         new += tokens[:count]

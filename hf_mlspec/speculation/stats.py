@@ -84,12 +84,12 @@ class SpeculationStats:
         self.row_passes += rows
 
     def settled(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
-        """So long after the start the tokens of a pass were settled; up to the first of them it is the prefill."""
+        """The seconds from the start to the commit of a pass; the first commit ends the prefill."""
         if self.target_passes == 1:
             self.prefilled(seconds, target_seconds, draft_seconds)
 
     def prefilled(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
-        """What was spent and settled so far is the prefill."""
+        """The time and tokens so far are the prefill."""
         self.prefill_seconds, self.prefill_target_seconds = seconds, target_seconds
         self.prefill_draft_seconds = draft_seconds
         self.prefill_tokens = self.new_tokens

@@ -40,7 +40,7 @@ class Quantized:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole model, what was kept wide included."""
+        """Average over the whole model, unpacked weights included."""
         return self.packed_bytes * 8 / self.all_weights
 
 

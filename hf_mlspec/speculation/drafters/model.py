@@ -17,8 +17,8 @@ class ModelDrafter:
     """A causal language model that drafts on its own, in a cache of its own or in its checker's (`runner.follow`).
 
     threshold:     the draft of a row ends after a token the model gave a smaller probability than this (0: never).
-                   The token itself is proposed: to drop it for its value would bend the distribution (invariant 6).
-    max_positions: tokens the model can attend to; a longer row is seen through a window over its end, said once.
+                   The token itself is proposed: to drop it for its value would change the distribution (invariant 6).
+    max_positions: tokens the model can attend to; of a longer row it sees the last ones, with one warning.
     allowed:       bool `[vocab]` or None: the only tokens that may be drafted.
     """
 
