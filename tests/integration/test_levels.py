@@ -309,7 +309,7 @@ def test_a_draft_of_few_positions_slides_its_window(target, caplog, positions):
     assert rows[:, 20:].tolist() == alone(target, batch, max_new_tokens=20, eos_token_id=None)
     if positions > 1:
         assert stats.levels[0].drafted > 0
-        assert [f"at most {positions} tokens" in record.getMessage() for record in caplog.records] == [True]
+        assert [f"only {positions} positions" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("lengths", [[10], [3, 20, 9], [30, 14, 2]])

@@ -264,7 +264,7 @@ def nothing_read(monkeypatch):
 @pytest.mark.parametrize(("settings", "options", "message"), [
     ({"format": "int4"}, {},
      r"int4 with group_size=128 does not divide the in_features of 14 layers of LlamaForCausalLM, the first is "
-     r"model\.layers\.0\.self_attn\.q_proj with in_features 32 = 0 x 128 \+ 32: use group_size=32, or keep"),
+     r"model\.layers\.0\.self_attn\.q_proj with in_features 32 = 0 x 128 \+ 32: use group_size=32, or leave"),
     ({"format": "int4", "group_size": 32}, {"intermediate_size": 72},
      r"2 layers .* model\.layers\.0\.mlp\.down_proj with in_features 72 = 2 x 32 \+ 8: leave them unpacked with "
      r"skip_modules=\['mlp\.down_proj'\]"),
