@@ -1,4 +1,4 @@
-"""How many bits do a layer's weights and activations have? The word every floor uses for it.
+"""How many bits do a layer's weights and activations have? The word that every package uses for it.
 
 Which words there are is filled by the formats (formats/record.py): `FAMILIES` is empty until one is registered.
 """

@@ -95,7 +95,7 @@ def test_help_is_ours_and_lm_evals(capsys, words):
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["--data", "no/such/folder"], "--data no/such/folder: there is no such folder"),
+    (["--data", "no/such/folder"], "--data no/such/folder: no such folder; name the data folder"),
     (["--model_args", "pretrained=no/such/folder"], "model folder 'no/such/folder' does not exist; give a folder "
                                                     "written by save_pretrained"),
     (["--model_args", "levels=mxfp4"], "no model is named: add pretrained=FOLDER to the model arguments"),
@@ -157,7 +157,7 @@ def test_optimum_has_the_command():
     wrong = subprocess.run([*command, "mlspec", "eval", "--data", "no/such"], cwd=ROOT, capture_output=True, text=True,
                            check=False)
     assert wrong.returncode == 2
-    assert wrong.stderr.splitlines()[-1] == "mlspec eval: --data no/such: there is no such folder"
+    assert wrong.stderr.splitlines()[-1] == "mlspec eval: --data no/such: no such folder; name the data folder"
     others = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "export" in others.stdout
     assert "mlspec" in others.stdout

@@ -24,7 +24,7 @@ _COMMANDS = {"demo": run_demo, "quantize": run_quantize, "verify": run_verify, "
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `args.command`; 0 as expected, 1 if ids differ, 2 for input that cannot work, said in one line."""
+    """Run `args.command`; 0 as expected, 1 if ids differ, 2 for invalid input, with one line of text."""
     enable()
     try:
         return _COMMANDS[args.command](args)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def said(error: Exception) -> str:
-    """What an error says, in one line, without the name of a class that only Python knows."""
+    """The message of an error in one line, without the name of a Python class."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).removeprefix("MLSpecConfig: ").split()) or type(error).__name__

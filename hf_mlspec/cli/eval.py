@@ -18,7 +18,7 @@ _OWN_HELP = """Options of mlspec beside those of lm-eval, which follow:
 def run_eval(args: argparse.Namespace) -> int:
     if args.data is not None:
         if not Path(args.data).is_dir():
-            raise ValueError(f"--data {args.data}: there is no such folder")
+            raise ValueError(f"--data {args.data}: no such folder; name the data folder")
         os.environ["MLSPEC_DATA"] = str(Path(args.data).resolve())
     words = args.words
     if "-h" in words or "--help" in words or not words:

@@ -14,9 +14,9 @@ from .tables import LEVEL_COLUMNS, level_rows, table
 
 
 class TextStream:
-    """A streamer for generate: prints the text, piece by piece, as soon as its tokens are settled.
+    """A streamer for generate: prints the text as soon as its tokens are committed.
 
-    The prompt comes with the first piece: until then the call may still be refused.
+    The prompt is printed with the first piece, because the call may still fail before it.
     """
 
     def __init__(self, console: Console, tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ DEMO_TARGET, DEMO_DRAFT = _HERE / "target", _HERE / "draft"
 def demo_pair() -> tuple[str, str]:
     """Folders of the demo target and of its tiny draft, as `from_pretrained` and `assistant_models` take them.
 
-    Raises FileNotFoundError naming the missing file where the installation carries no weights.
+    Raises FileNotFoundError that names the missing file if the installation has no demo models.
     """
     for folder in (DEMO_TARGET, DEMO_DRAFT):
         if not (folder / "model.safetensors").is_file():

@@ -38,12 +38,12 @@ def up_to_date(
     *,
     may_build: Callable[[], bool] = lambda: True,
 ) -> Decoder | None:
-    """The model's decoder of this class: the one there is, or a new one where there is none or the model changed.
+    """The model's decoder of this class: the existing one, or a new one if there is none or the model changed.
 
-    state: the model's, where the caller has it. may_build: asked before a new one is built; None where it says no.
-    What does not fit the model any more is let go, as it holds memory, and weights that the model left behind on
-    another device. A decoder reads the whole model when it is built and refuses what it does not know, so one that
-    still fits needs no second look.
+    state: the model's, if the caller has it. may_build: asked before a new one is built; None is returned where it
+    says no. A decoder that is out of date is dropped to free its memory, and so are weights that a moved model left
+    on another device. Building a decoder reads the whole model and raises an error for unknown parts, so one that is
+    still valid is not tested again.
     """
     with _building:
         state = state or state_of(model)

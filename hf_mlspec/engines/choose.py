@@ -1,6 +1,6 @@
-"""Which engine does a model get? The fastest that serves it, or the one that was asked for.
+"""Which engine does a model get? The fastest that can run it, or the one that was asked for.
 
-Why it did not get a faster one is said once for each model; `why_by_module` says it again to who asks.
+One warning per model says why it did not get a faster one; `why_by_module` returns the reason.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def engine_of(
 ) -> Engine:
     """An engine over the model, not yet started.
 
-    name: one of ENGINES, None: the fastest. prepare: whether a model that was not given to `hf_mlspec.prepare` gets a
-    decoder, too. required: whether the named engine is a must; else its place is taken by the modules, said once.
-    capacity: slots that a row of the cache has at first. num_positions: positions that the model knows, None: any.
-    state: what is kept of the model, where the caller has it. KernelError or ValueError, which say why, where the
-    named engine is required and cannot serve.
+    name: one of ENGINES, None: the fastest. prepare: also give a decoder to models that `hf_mlspec.prepare` did not
+    get. required: whether the named engine is required; otherwise the modules replace it, with one warning. capacity:
+    slots per row of the cache at first. num_positions: positions of the model, None: no limit. state: the model's
+    state, if the caller has it. Raises KernelError or ValueError with the reason if the named engine is required and
+    cannot run the model.
     """
     state = state or state_of(model)
     word = _word(model, state, name, prepare)
@@ -110,10 +110,10 @@ def _word(model: nn.Module, state: ModelState, name: str | None, prepare: bool) 
 
 
 def decoder_of(model: nn.Module, word: str) -> CpuDecoder | CudaDecoder | None:
-    """The model's decoder for the "cpu" or "cuda" engine, built when first asked for and again when weights changed.
+    """The model's decoder for the "cpu" or "cuda" engine, built on first use and again when weights changed.
 
-    None where there is none: no kernels for it, autocast, a model elsewhere, or one that the decoder does not know.
-    The last is said once; that kernels of the CPU are missing is said by ops.
+    None if there is none: no kernels for it, autocast, a model on another device, or one that the decoder does not
+    know. The last gives one warning here; ops warns about missing CPU kernels.
     """
     return _decoder(model, state_of(model), word)
 

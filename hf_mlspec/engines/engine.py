@@ -32,8 +32,8 @@ class Capabilities:
     by_module: it runs the model's modules, so the model's attention has to be switched while it runs
         (modules/attention.py). greedy_rounds: it has `score`, `draft` and `draft_checked`, whole greedy rounds in one
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
-        logits depend on the tokens before it and on nothing else of the call (law 3), so that slots of a cache may be
-        used again for a row with the same beginning.
+        logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
+        beginning.
     """
 
     by_module: bool = False
@@ -44,10 +44,10 @@ class Capabilities:
 
 @dataclass
 class Scores:
-    """What an engine said of the last kept positions of every row.
+    """An engine's scores of the last kept positions of every row.
 
     best: per row the greedy successor of each position, -1 where the logits hold NaN. confidence: per row their
-    probabilities, None unless asked for. logits: float32 `[sum of kept, vocab]`, rows behind each other, or None.
+    probabilities, None unless asked for. logits: float32 `[sum of kept, vocab]`, rows concatenated, or None.
     """
 
     best: Rows
@@ -59,10 +59,10 @@ class Engine(Protocol):
     """A model over the rows of a call.
 
     name: "modules", "cpu" or "cuda". dtype: of its logits. vocab_size: entries of its logits. max_positions: tokens of
-    a row that it can attend to, None where nothing bounds them. lengths: per row, the valid slots of the cache; who
-    checks lowers them, which is all that a rollback is (law 4).
-    follow: the engine whose cache this one writes into, or None for a cache of its own (law 4). bits: what its packed
-    weights are read and multiplied at, OWN_BITS: what the model's switch says; set before it starts. cache: keys and
+    a row that it can attend to, None where nothing bounds them. lengths: per row, the valid slots of the cache; a
+    rollback lowers them and does nothing else (invariant 4).
+    follow: the engine whose cache this one writes into, or None for a cache of its own (invariant 4). bits: weight and
+    activation bits of its packed weights, OWN_BITS: those of the model's switch; set before it starts. cache: keys and
     values, None before `start`. cache_bytes: those it holds itself. forwards, seconds: forward passes so far and their
     time on the host.
     """

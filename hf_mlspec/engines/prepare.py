@@ -18,20 +18,23 @@ from .choose import ENGINES, built_decoder, required_decoder
 
 
 def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
-    """Let `model` decode through compiled steps, batch-invariant: a token's bits never depend on the rest of the call.
+    """Let `model` decode through compiled, batch-invariant steps: a token's bits do not depend on the rest of the
+    call.
 
-    Returns the model. No weight is copied. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one
-    compiled call per step, on a GPU as kernels that a CUDA graph can hold; of other architectures each linear runs
-    through its kernel, said once. From then on plain `model.generate` decodes this way too where it can (greedy and
-    sampling); a call that it cannot serve runs in transformers' own loop, which is said once. A later change of the
-    weights, or of what a PrecisionSwitch says, is noticed (a cast of them made before a change through `.data` is not
-    made anew: it drafts worse, no token changes; on a GPU norms and biases changed through `.data` go unnoticed).
-    A deep copy is not prepared. engine: None, or what is to run the model, as in SpeculationConfig: "cpu", "cuda", or
-    "modules", whose linears then run through their kernels one by one. The weights of q, k, v and of gate, up move
-    together for the engine "cuda", as views of one tensor.
-    KernelError when no kernels are built (with the command that builds them), TypeError for what is no model,
-    ValueError when the model is on several devices or on one that has no kernels, when its weights are neither
-    bfloat16 nor, on the CPU, float32, or when the engine asked for cannot run it.
+    Returns the model. No weight is copied; for the engine "cuda" the weights of q, k, v and of gate, up become views
+    of one tensor. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and Phi-3 run as one compiled call per step,
+    on a GPU as kernels that fit into a CUDA graph. Of other architectures each linear runs through its kernel, with
+    one warning. From then on plain `model.generate` (greedy and sampling) also decodes this way; an unsupported call
+    runs in transformers' own loop, with one warning. Later changes of the weights or the PrecisionSwitch are detected,
+    except through `.data`: a cast is not made again (it drafts worse, no token changes), and on a GPU norms and biases
+    go unnoticed. A deep copy is not prepared.
+
+    engine: None for the fastest, or as in SpeculationConfig: "cpu", "cuda", or "modules", whose linears then run
+    through their kernels one by one.
+
+    Raises KernelError if no kernels are built (with the command that builds them), TypeError if `model` is not a
+    model, ValueError if it is on several devices or on one without kernels, if its weights are neither bfloat16 nor,
+    on the CPU, float32, or if the engine cannot run it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare takes a model, not a {type(model).__name__}")
@@ -57,7 +60,10 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `prepare`, also in a copy of a prepared model; one that is not prepared is left as it is."""
+    """Undo `prepare`, also in a copy of a prepared model; other models are unchanged. Returns the model.
+
+    Raises TypeError if `model` is not a model.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore takes a model, not a {type(model).__name__}")
     state = state_of(model)
@@ -101,7 +107,7 @@ def _serve_linears(model: nn.Module, reason: str) -> None:
     if odd is not None:
         raise ValueError(f"prepare: weights are {odd.weight.dtype}; load the model in bfloat16 or float32")
     if model in linears:
-        raise ValueError(f"prepare: a single {type(model).__name__} is no model: give prepare the model it is part of")
+        raise ValueError(f"prepare: a single {type(model).__name__} is a layer: pass the model it is part of")
     _replace(model, {id(linear): KernelLinear.over(linear) for linear in linears if type(linear) is nn.Linear})
     count = f"the {len(linears)} linear layers of {type(model).__name__}"
     say_once(model, f"{count} run through the kernels one by one: {reason}")

@@ -36,7 +36,7 @@ class CachedRows:
     """The rows of an engine's cache.
 
     lengths: per row, how many slots of the cache are valid; who rejects what was written lowers them. follow: the
-    engine whose cache this one writes into, or None for a cache of its own (law 4).
+    engine whose cache this one writes into, or None for a cache of its own (invariant 4).
     """
 
     lengths: list[int]
@@ -154,7 +154,7 @@ class DecoderCache:
 
 
 class DecoderRows(CachedRows):
-    """Rows of a decoder in a cache of its own, or in its leader's (`follow`, law 4).
+    """Rows of a decoder in a cache of its own, or in its leader's (`follow`, invariant 4).
 
     capacity: tokens a row is expected to hold. bits: what every call reads of the weights, and multiplies them by,
     one of `decoder.bit_choices`; OWN_BITS: what the model says. A follower of the same decoder at fewer bits is the

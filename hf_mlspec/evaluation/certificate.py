@@ -33,10 +33,10 @@ from .certificate_schema import SCHEMA, agrees_with_itself, read_json, require_w
 
 @dataclass
 class Check:
-    """What `Certificate.check` found.
+    """Result of `Certificate.check`.
 
-    same:      what was hashed anew and is what the certificate says.
-    different: what is not, each with both values. unchecked: what was not given, so nothing is known of it.
+    same:      what was hashed again and matches the certificate.
+    different: what does not match, with both values. unchecked: what was not given and is therefore unknown.
     """
 
     same: list[str] = field(default_factory=list)
@@ -64,11 +64,11 @@ def check_place(path: str | os.PathLike[str]) -> None:
     try:
         Certificate.load(path)
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is there and no certificate ({error}): name another file") from error
+        raise ValueError(f"{str(path)!r} exists and is not a certificate ({error}): name another file") from error
 
 
 class Certificate:
-    """The document. Made by `certify`, read back by `Certificate.load`; it never changes."""
+    """A losslessness certificate (docs/certificate.md). Made by `certify`, read by `Certificate.load`; immutable."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         """content: everything but "sha256", as JSON values; ValueError where it is no certificate."""
@@ -78,8 +78,9 @@ class Certificate:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Certificate:
-        """Read a certificate; ValueError naming the file for one that cannot be read, is another kind of document, or
-        was changed since it was written."""
+        """Read a certificate; ValueError naming the file if it cannot be read, is another kind of document, or was
+        changed after it was written.
+        """
         said = f"certificate {str(path)!r}"
         try:
             document = read_json(Path(path).read_text(encoding="utf-8"))
@@ -104,7 +105,7 @@ class Certificate:
 
     @property
     def lossless(self) -> bool:
-        """Whether no token differs (ties that `tolerate_ties` allowed aside)."""
+        """Whether no token differs (except ties that `tolerate_ties` allows)."""
         return self._document["result"]["lossless"]
 
     @property
@@ -121,22 +122,24 @@ class Certificate:
         return badge.block(self._document)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the document, aside and renamed; ValueError where no file can be written, or one lies that is none."""
+        """Write the document under a temporary name and rename it; ValueError if the path cannot be written, or is an
+        existing file that is no certificate.
+        """
         check_place(path)
         text = json.dumps(self._document, indent=1, ensure_ascii=False, allow_nan=False)
         badge.write_aside(Path(path).resolve(), (text + "\n").encode("utf-8"))
 
     def save_badge(self, path: str | os.PathLike[str]) -> None:
-        """Put `markdown()` into a model card: in place of the block that is there, else at its end."""
+        """Put `markdown()` into a model card: it replaces an existing block, otherwise it is appended."""
         badge.place_block(path, self.markdown())
 
     def check(self, model: str | PreTrainedModel, levels: Sequence[Any] = (),
               prompts: Sequence[str] | None = None) -> Check:
-        """Hash anew and say what is no longer as the certificate says.
+        """Hash again and return what no longer matches the certificate.
 
-        model: the target's folder, or the target itself. levels: those of the chain that lie in folders or are models,
-        matched by their names; the others come from the target and need none. prompts: their texts.
-        Raises ValueError for a folder that cannot be read, or a level that the certificate does not name.
+        model: the target's folder, or the target itself. levels: those of the chain that are folders or models,
+        matched by their names; the others are made from the target. prompts: their texts. Raises ValueError for a
+        folder that cannot be read, or a level that the certificate does not name.
         """
         found, document = Check(), self._document
         _check_model(found, "target", document["target"], model, document["settings"]["dtype"])

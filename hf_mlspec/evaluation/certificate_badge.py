@@ -69,7 +69,7 @@ def check_place(path: str | os.PathLike[str]) -> str:
     begin, end = _bounds(text)
     if counts not in ([0, 0], [1, 1]) or (begin is not None and end <= begin):
         raise ValueError(f"{str(path)!r} holds {counts[0]} lines {BEGIN!r} and {counts[1]} lines {END!r}, expected "
-                         "one of each, in this order, or none: mend the file, then ask again")
+                         "one of each, in this order, or none: repair the file and try again")
     return text
 
 

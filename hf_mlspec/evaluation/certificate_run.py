@@ -27,15 +27,14 @@ def certify(
     tolerate_ties: float | None = None, folder: str | None = None, prompts_name: str | None = None,
     on_item: OnItem | None = None,
 ) -> Certificate:
-    """Decode every prompt greedily with the chain and with the target alone; the document of what was found.
+    """Decode every prompt greedily with the chain and with the target alone; return the result as a certificate.
 
     model, tokenizer, prompts, levels, max_new_tokens, speculation_config, assistant_tokenizers, reference, on_item: as
-    `hf_mlspec.compare` takes them. batch_sizes: prompts decoded together, one comparison each.
-    tolerate_ties: float32 only: a difference whose two best float64 logits lie closer than this does not fail.
-    folder: what the target was loaded from, unchanged since: its files are hashed, too. prompts_name: the file that
-    the prompts came from; only its last part is kept.
-    Raises ValueError as `compare`, for a batch size below 1, or twice the same, and for tolerate_ties elsewhere than
-    in float32, before anything is decoded.
+    `hf_mlspec.compare` takes them. batch_sizes: prompts decoded together, one comparison each. tolerate_ties: float32
+    only: a difference whose two largest float64 logits are closer than this does not count. folder: what the target
+    was loaded from, unchanged since: its files are hashed, too. prompts_name: the file of the prompts; only the last
+    part of its path is kept. Raises ValueError as `compare`, for a batch size below 1 or given twice, and for
+    tolerate_ties without float32, before anything is decoded.
     """
     if tolerate_ties is not None and model.dtype != torch.float32:
         raise ValueError(f"tolerate_ties is for float32, where sums may break ties either way, not {model.dtype}")

@@ -28,7 +28,7 @@ _NEEDED: dict[str, Any] = {
 
 
 def read_json(text: str) -> Any:
-    """The document in a text; ValueError for numbers that JSON has not, and for an entry that is there twice."""
+    """The document in a text; ValueError for numbers that JSON has not, and for an entry that occurs twice."""
     return json.loads(text, parse_constant=_no_number, object_pairs_hook=_each_once)
 
 
@@ -68,7 +68,7 @@ def _require(value: Any, needed: Any, said: str, place: str = "it") -> None:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
         is_what = "not there" if value is _ABSENT else type(value).__name__
-        raise ValueError(f"{said} is no whole certificate: {place} is {is_what}, expected {wanted}")
+        raise ValueError(f"{said} is not a complete certificate: {place} is {is_what}, expected {wanted}")
     if isinstance(needed, dict):
         for name, inner in needed.items():
             where = name if place == "it" else f"{place}.{name}"
@@ -79,13 +79,13 @@ def _require(value: Any, needed: Any, said: str, place: str = "it") -> None:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of an entry that is there twice readers disagree which one counts."""
+    """An object; of an entry that occurs twice readers disagree which one counts."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return entries
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

@@ -58,7 +58,7 @@ class Arguments:
         options = {name: value for name, value in given.items() if name in _SPECULATION}
         own = {name: value for name, value in given.items() if name in known}
         if options and own.get("speculation") is not None:
-            raise ValueError(f"{', '.join(sorted(options))} stand beside speculation: say it in one place")
+            raise ValueError(f"{', '.join(sorted(options))} and speculation set the same options: use one of the two")
         return cls(**({"speculation": _per_level(options)} | own))
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Arguments:
 
 
 def _require_folder_of(journal: str | Path | None) -> None:
-    """No folder is made for a journal: a slip of the pen would begin anew what is half done elsewhere."""
+    """No folder is created for a journal: with a typo a half-finished run would start again elsewhere."""
     folder = None if journal is None else Path(journal).parent
     if folder is not None and not folder.is_dir():
         raise ValueError(f"journal is {str(journal)!r}, and no folder {str(folder)!r} is there: make it, or name a "

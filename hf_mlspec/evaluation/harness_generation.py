@@ -55,10 +55,10 @@ class Writer:
                     accumulate(self.speculation, last_stats(self.model))
 
     def fit(self, prompts: Prompts) -> Prompts:
-        """The prompts with what does not fit beside their new tokens cut off on the left, which is said once.
+        """The prompts, cut on the left where they do not fit with their new tokens; one warning says so.
 
-        In an order that brings together what begins alike: a slot keeps the examples of a few-shot prompt for the next
-        one. ValueError where the new tokens alone fill the model.
+        Prompts with the same beginning come one after another, so that a slot keeps the examples of a few-shot prompt.
+        ValueError if the new tokens alone exceed max_length.
         """
         fitting, cut = {}, []
         for key, (ids, how) in prompts.items():
@@ -73,7 +73,7 @@ class Writer:
             fitting[key] = ids[-room:], how
         if cut:
             logger.warning(
-                "%d of %d prompts do not fit max_length=%d beside their new tokens: %d tokens were cut off on the "
+                "%d of %d prompts do not fit max_length=%d with their new tokens: %d tokens were cut off on the "
                 "left, at most %d of one", len(cut), len(prompts), self.max_length, sum(cut), max(cut),
             )  # fmt: skip
         return dict(sorted(fitting.items(), key=lambda item: item[1][0]))

@@ -85,10 +85,10 @@ class TextBefore(StoppingCriteria):
 
 
 def request_key(kind: str, arguments: Sequence[Any], repetition: int = 0) -> str:
-    """What a request is known by, in journals and in `generations`: the same for every system that is asked it.
+    """The key of a request in journals and in `generations`; it is the same for every system under test.
 
     kind: lm-eval's request type, "generate_until", "loglikelihood" or "loglikelihood_rolling". arguments: its `args`.
-    repetition: counts the earlier ones with the same arguments, where answers are drawn.
+    repetition: number of earlier requests with the same arguments, for sampled answers.
     """
     try:
         return hash_json([kind, *arguments, repetition])
@@ -115,7 +115,7 @@ def seed_of(key: str, seed: int) -> int:
 
 
 def fit_rows(rows: list[list[int]], counts: list[int], max_length: int) -> list[list[int]]:
-    """The rows with what the model has no positions for cut off on the left, which is said once.
+    """The rows, cut on the left where the model has too few positions; one warning says so.
 
     counts: the tokens that are scored at the end of each; ValueError where these alone are too many.
     """

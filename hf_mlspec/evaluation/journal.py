@@ -13,16 +13,16 @@ _OPENING = b'{"asked": '
 
 
 class Journal:
-    """JSON lines: first what was asked, then one line per finished item, `{"key": ..., "value": ...}`.
+    """JSON lines: first the settings, then one line per finished item, `{"key": ..., "value": ...}`.
 
-    A line reaches the disk before `add` returns (one write, fsync). A process killed inside a write leaves a last line
-    without its end; the next one cuts that line off, its item was never reported as finished.
+    A line is on disk before `add` returns (one write, fsync). A process killed during a write leaves an incomplete
+    last line; the next process removes it, and its item counts as not finished.
 
-    file:   made, with its folders, where it does not exist.
-    asked:  what the items depend on (model, levels, settings), as JSON; a journal of something else is refused, so
-            that results of two settings never meet in one table.
-    Raises ValueError for a file that is another journal or none, naming what differs, for a path where no file can be,
-    and while another process writes it.
+    file:   created, with its folders, if it does not exist.
+    asked:  the settings that the items depend on (model, levels, ...), as JSON; a journal with other settings is an
+        error, so that results of two settings never mix.
+    Raises ValueError if the file is another journal or none, naming the difference, if the path cannot be written, and
+    while another process writes it.
     """
 
     def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any]) -> None:
@@ -58,20 +58,20 @@ class Journal:
 
     @property
     def items(self) -> dict[str, Any]:
-        """What is finished, in the order it was; a copy."""
+        """The finished items, in order; a copy."""
         return dict(self._items)
 
     def add(self, key: str, value: Any) -> None:
-        """An item is finished; ValueError where it was before: computing it again is a mistake of the caller."""
+        """Store a finished item; ValueError if it was stored before."""
         if not isinstance(key, str):
             raise TypeError(f"{self.path}: the key of an item is a str, got {key!r}")
         if key in self._items:
-            raise ValueError(f"{self.path}: item {key!r} is finished already; ask `key in journal` before computing")
+            raise ValueError(f"{self.path}: item {key!r} is finished already; check `key in journal` before computing")
         self._file.append({"key": key, "value": value})
         self._items[key] = json.loads(json.dumps(value))
 
     def close(self) -> None:
-        """Let another process have the file."""
+        """Unlock the file for other processes."""
         self._file.close()
 
     def _read(self) -> None:
@@ -81,7 +81,7 @@ class Journal:
         if lines:
             self._check_asked(self._parse(1, lines[0]))
         elif not _OPENING.startswith(text[: len(_OPENING)]):
-            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
+            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: name another file")
         for number, line in enumerate(lines[1:], 2):
             entry = self._parse(number, line)
             if set(entry) != {"key", "value"} or not isinstance(entry["key"], str) or entry["key"] in self._items:
@@ -96,7 +96,7 @@ class Journal:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}, line {number}: no JSON ({error}): no journal, or a damaged one; name another file"
+                f"{self.path}, line {number}: no JSON ({error}): not a journal, or a damaged one; name another file"
             ) from error
         if not isinstance(entry, dict):
             raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; name another file")
@@ -104,7 +104,7 @@ class Journal:
 
     def _check_asked(self, first: dict[str, Any]) -> None:
         if set(first) != {"asked"} or not isinstance(first["asked"], dict):
-            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
+            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: name another file")
         was, now = first["asked"], self.asked
         names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
         if names:

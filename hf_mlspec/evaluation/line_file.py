@@ -14,10 +14,10 @@ except ImportError:  # Windows has no flock: two processes on one file are then 
 
 
 class LineFile:
-    """A file of JSON lines, locked for this process, made with its folders where it does not exist.
+    """A file of JSON lines, locked for this process; created with its folders if it does not exist.
 
-    locks: whether this system can lock files. Raises BlockingIOError while another process holds it, OSError for a
-    path where no file can be.
+    locks: whether this system can lock files. Raises BlockingIOError while another process has it locked, OSError for
+    a path that cannot be written.
     """
 
     locks = fcntl is not None
@@ -56,10 +56,10 @@ class LineFile:
         return path.exists() and os.path.samestat(path.stat(), os.fstat(self._out.fileno()))
 
     def close(self) -> None:
-        """Let another process have the file."""
+        """Unlock the file for other processes."""
         self._out.close()
 
 
 def whole_lines(text: bytes) -> bytes:
-    """Without the half line that a process killed inside a write leaves."""
+    """The complete lines, without an incomplete last one that a killed process left."""
     return text[: text.rfind(b"\n") + 1]

@@ -79,10 +79,10 @@ def math_equal(one: str | None, other: str | None) -> bool:
 
 
 class MathMatch(evaluate.Metric):
-    """Share of solutions whose boxed answer means what the reference's means.
+    r"""Share of solutions whose boxed answer is equivalent to the reference's.
 
     `MathMatch().compute(predictions=[...], references=[...])` gives {"exact_match"}; both are solutions with a
-    `\\boxed{...}`. Spellings are compared, and rational numbers by value; no algebra is done, so x+1 is not 1+x.
+    `\boxed{...}`. Compares spellings, and rational numbers by value; there is no algebra, so x+1 is not 1+x.
     """
 
     def _info(self) -> evaluate.MetricInfo:

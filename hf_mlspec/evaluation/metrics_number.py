@@ -35,10 +35,10 @@ def _value(number: str) -> Fraction | None:
 
 
 class NumberMatch(evaluate.Metric):
-    """Share of predictions whose number equals the reference's as a number: 1,000 is 1000, 2.50 is 2.5.
+    """Share of predictions whose number equals the reference's by value: 1,000 is 1000, 2.50 is 2.5.
 
-    `NumberMatch().compute(predictions=[...], references=[...])` gives {"exact_match", "flexible_match"}: the number
-    behind `####`, and the last number of the prediction. References are GSM8K answers, with `####`.
+    `NumberMatch().compute(predictions=[...], references=[...])` gives {"exact_match", "flexible_match"}: by the number
+    after `####`, and by the last number of the prediction. References are GSM8K answers, with `####`.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -60,6 +60,6 @@ def number_scores(prediction: str, reference: str) -> dict[str, float]:
     """Of one answer: {"exact_match", "flexible_match"}, each 0.0 or 1.0; ValueError for a reference without number."""
     right = marked_number(reference)
     if right is None:
-        raise ValueError(f"the reference has no number behind '####': {reference[-80:]!r}")
+        raise ValueError(f"the reference has no number after '####': {reference[-80:]!r}")
     return {"exact_match": float(marked_number(prediction) == right),
             "flexible_match": float(last_number(prediction) == right)}

@@ -25,13 +25,13 @@ _LAYOUT = "text with one prompt a line, or .jsonl with one object a line"
 
 
 def read_prompts(path: str | os.PathLike[str], count: int | None = None) -> list[str]:
-    """The first `count` prompts, all by default, in their order; fewer where there are no more, but at least one.
+    """The first `count` prompts, all by default, in order; fewer if there are no more, but at least one.
 
-    path: text with one prompt a line; .jsonl with an object a line; .json with a list of objects or a single one; one
-        of these as .gz; or a folder of .json files, or of folders of them (MATH: subjects by name, problems by
-        number). Empty lines count for nothing. The prompt of an object is under the first of `FIELDS` that it has.
-    Raises ValueError naming file, line and remedy: no such file, nothing in it, no UTF-8, no JSON object, none of the
-    fields, no text in it. Lines behind the last prompt that is asked for are not looked at.
+    path: text with one prompt per line; .jsonl with an object per line; .json with a list of objects or a single one;
+        one of these as .gz; or a folder of .json files, or of folders of them (MATH: subjects by name, problems by
+        number). Empty lines are skipped. The prompt of an object is under the first of `FIELDS` that it has.
+    Raises ValueError naming file, line and remedy: no such file, no prompts, not UTF-8, no JSON object, none of the
+    fields, not a text. Lines after the last requested prompt are not read.
     """
     found = list(islice(_prompts(Path(path)), count))
     if not found and count != 0:
@@ -63,7 +63,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"prompts file {str(path)!r} cannot be read: {error.strerror or error}; give {_LAYOUT}"
                          ) from error
     except (EOFError, zlib.error) as error:
-        raise ValueError(f"prompts file {str(path)!r} is no whole .gz: {error}; fetch it again") from error
+        raise ValueError(f"prompts file {str(path)!r} is not a complete .gz: {error}; download it again") from error
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:

@@ -1,9 +1,9 @@
 """Does a generated program pass its tests, run where it can do no harm?
 
 `run_program` starts one Python process per program, in a session and a scratch folder of its own. The process limits
-its memory, time and files, gives up its privileges, and locks itself in with Landlock and a seccomp filter before it
-compiles the program: no writing outside the folder, no sockets, no processes or threads, no signals. Nothing runs
-where that cannot be had.
+its memory, time and files, drops its privileges, and confines itself with Landlock and a seccomp filter before it
+compiles the program: no writing outside the folder, no sockets, no processes or threads, no signals. If that is
+not possible, nothing runs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class ProgramOutcome:
 
     passed:  it ran to its end: no test raised.
     kind:    "passed"; "failed" (an assertion), "error" (another exception), "syntax" (it does not compile), "exit" (it
-             ended its process before its tests did), "timeout", "memory", "disk", "crash" (a signal) or "tampered"
-             (it wrote where verdicts are written).
-    detail:  exception and line, or the limit; the program's process wrote it, so believe it no more than the program.
+        ended its process before its tests did), "timeout", "memory", "disk", "crash" (a signal) or "tampered" (it
+        wrote where results are reported).
+    detail:  exception and line, or the limit. The program's own process wrote it, so do not trust it more than the
+        program.
     seconds: wall-clock time in the confined process.
     """
 

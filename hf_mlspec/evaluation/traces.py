@@ -42,15 +42,15 @@ def record_trace(
     data: str = "", name: str | None = None, origin: dict[str, Any] | None = None,
     journal: Journal | None = None,
 ) -> Trace:
-    """Decode every prompt greedily with the chain and write down its rounds.
+    """Decode every prompt greedily with the chain and record its rounds.
 
     The tokens are those of `generate`, on the same path and as fast; `hf_mlspec.last_stats` counts the same drafts.
     model, levels, speculation_config, assistant_tokenizers: as generate takes them. tokenizer: the target's; None
-        where prompts are lists of token ids and no level has another vocabulary.
+        if prompts are lists of token ids and no level has another vocabulary.
     batch_size: consecutive prompts decoded together, left-padded.
-    data, name: what the prompts and the target are called; name None: the target's folder.
-    origin: more to keep beside the versions, such as a commit.
-    journal: batches finished in an earlier run are taken from it, and every batch goes there; keys are row numbers.
+    data, name: names of the prompts and the target; name None: the target's folder.
+    origin: further entries beside the versions, such as a commit.
+    journal: keeps finished batches; those of an earlier run are not decoded again. Keys are row numbers.
     Raises ValueError for no prompts, an empty or too long one, counts out of range, and a level of another vocabulary
     that has levels below it (their rounds count other tokens), before anything is decoded.
     """

@@ -11,14 +11,13 @@ from ..speculation.traces.trace import Round, Trace
 
 @dataclass(frozen=True)
 class LevelAcceptance:
-    """What became of the drafts of one level; counts as in `hf_mlspec.LevelStats`.
+    """Acceptance of the drafts of one level; counts as in `hf_mlspec.LevelStats`.
 
-    level_index: 0 for the level below the target. by_position: of the tokens at each place of a draft (0: the first)
-    how many were reached by a check, all before them being accepted, and how many of these were kept.
-    draft_lengths: how many drafts held so many tokens; index 0 counts rounds in which nothing was drafted.
-    tokens_per_pass: tokens committed in a pass of the level above; the target's pass that reads the prompt is one of
-    them, as in `hf_mlspec.last_stats`. Programs that time decoding (eval/bench_decode, eval/replay) leave that
-    pass and its token out, so that their number is the larger one.
+    level_index: 0 for the level below the target. by_position: for each draft position (0: the first token) how many
+    tokens were tested, all before them being accepted, and how many of these were accepted. draft_lengths: number of
+    drafts of each length; index 0 counts rounds in which nothing was drafted. tokens_per_pass: tokens committed per
+    pass of the level above, the target's prefill included, as in `hf_mlspec.last_stats`. Programs that time decoding
+    (eval/bench_decode, eval/replay) leave out that pass and its token, so their number is larger.
     """
 
     level: str
@@ -32,7 +31,7 @@ class LevelAcceptance:
 
     @property
     def acceptance(self) -> float | None:
-        """Probability that a token is kept, all before it being kept; None where no token was tested."""
+        """Probability that a token is accepted, given that all before it were; None if no token was tested."""
         return self.accepted / self.tested if self.tested else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,7 +43,8 @@ class LevelAcceptance:
 
 def level_acceptance(trace: Trace) -> list[LevelAcceptance]:
     """One entry per level, from the one below the target down. Counts equal those of `hf_mlspec.last_stats` over the
-    calls that were recorded; tokens behind an end of sequence, which a last round may hold, are part of both."""
+    recorded calls; both include tokens after an end of sequence in a last round.
+    """
     found = []
     for index, level in enumerate(trace.levels):
         rounds = list(trace.rounds(index))

@@ -27,12 +27,12 @@ from ..speculation.traces.trace import Trace, TracedRow, longest
 
 @dataclass
 class ReplayResult:
-    """What a replay took. Seconds are of this machine and these models, acceptances are those of the trace.
+    """Result of a replay. Seconds are of this machine and these models, acceptances are those of the trace.
 
     stats: counts and seconds summed over batches; names of levels end in "(replayed)". seconds: wall time of all
-    batches, without building levels and decoders. fused_rounds: whether whole rounds ran as one call, as captured
-    ones do; step by step they do not, as a check inside one compiled call would decide by itself: levels above the
-    last then run round by round, each pass compiled where it is in `generate`.
+    batches, without building levels and decoders. fused_rounds: whether whole rounds ran as one call, as in captured
+    rounds. Step by step they do not, because a compiled round would decide about acceptance itself: levels above the
+    last run round by round, with each pass compiled if it is in `generate`.
     """
 
     name: str
@@ -78,18 +78,19 @@ def replay(
 ) -> ReplayResult:
     """Run every forward pass of the rounds in `trace` on `model` and `levels`, of any shapes and any weights.
 
-    Prompts are random ids of the recorded lengths; row r of a batch drafts, accepts and ends as its row of the trace
-    did, with tokens that mean nothing. A row that is cut off by max_new_tokens runs its last round whole.
+    Prompts are random ids of the recorded lengths. Row r of a batch drafts, accepts and ends as its row of the trace
+    did; its tokens mean nothing. A row that max_new_tokens cuts off runs its last round in full.
 
-    levels: as generate takes them, one per level of the trace, whatever their vocabularies; `trace.alone()` is the
-        trace of a target without levels.
+    levels: as generate takes them, one per level of the trace, with any vocabularies; `trace.alone()` is the trace of
+        a target without levels.
     rows: numbers of the trace's rows to replay, in this order, batch_size at a time; None: all. The last batch may be
         smaller.
     speculation_config: how levels are built (cast_rule, shared_cache, prepare ...); draft lengths are the trace's, and
-        where it has a confidence threshold confidences are computed, too.
-    name: of the result, which adds "(replayed)".
-    Raises ValueError, before anything is computed, for as many levels as the trace does not have, rows it does not
-    have, a batch larger than the rows, more new tokens than were recorded, and models with too few positions.
+        confidences are computed if it has a threshold.
+    name: of the result, with "(replayed)" appended.
+    Raises ValueError, before anything is computed, for a wrong number of levels, rows that the trace does not have, a
+        batch
+    larger than the rows, more new tokens than were recorded, and models with too few positions.
     """
     return replayed(_StepByStep, model, trace, levels, batch_size, max_new_tokens, rows, speculation_config, name)
 
@@ -215,8 +216,8 @@ def _selected(trace: Trace, rows: Sequence[int] | None, batch_size: int, max_new
         raise ValueError(f"a batch of {batch_size} needs as many rows, and {len(trace.rows)} are to be replayed")
     if max_new_tokens is not None and not 1 <= max_new_tokens <= trace.max_new_tokens:
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens}: the trace was recorded with {trace.max_new_tokens} and knows of no "
-            "more; give 1 to that many, or record a longer one"
+            f"max_new_tokens is {max_new_tokens}: the trace was recorded with {trace.max_new_tokens}; "
+            "use 1 to that many, or record a longer trace"
         )
     return trace
 

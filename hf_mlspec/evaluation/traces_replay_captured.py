@@ -1,8 +1,8 @@
-"""How fast would captured rounds decode, if their drafts were accepted as a trace says? The device is told verdicts.
+"""How fast would captured rounds decode, if their drafts were accepted as a trace says? The device gets verdicts.
 
-A captured round decides by itself what it accepts, so that the step-by-step replay's way, to overrule each check, is
-closed. Instead the verdicts lie on the device, in the order in which the checks come, and every pass runs at the
-shapes of the round it is captured in.
+A captured round decides by itself what it accepts, so a replay cannot replace the result of each check from
+the host, as the step-by-step replay does. Instead the verdicts are on the device, in the order of the checks, and
+every pass runs with the shapes of its captured round.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ def replay_captured(
     speculation_config: SpeculationConfig | dict | None = None,
     name: str | None = None,
 ) -> ReplayResult:
-    """`replay`, in captured rounds: arguments and result are the same.
+    """`replay` in captured rounds, with the same arguments and result.
 
-    A round always runs at its full width. Rounds of the trace that draft less are padded, and cost what full ones do;
-    ones that a captured round cannot hold are refused. `reschedule` makes traces whose rounds fill it. The token that
-    the pass over the prompt writes, where nothing was drafted before it, is part of the prompt here. A last round
-    drafts no further than its row goes. Graphs of all batch sizes that a batch shrinks to are captured before any
-    second is counted; `prefill_seconds` of the stats end with the first round of a batch, whose tokens count as
-    prefill as well.
-    Raises ValueError as `replay` does, for rounds that do not fit, and for models that no device decoder runs.
+    A round always runs at its full length. Shorter rounds of the trace are padded and cost as much; longer ones raise
+    an error. `reschedule` makes traces with full rounds. If nothing is drafted before prefill, the token of the
+    prefill is part of the prompt here. A last round drafts no further than its row goes. Graphs of all batch sizes are
+    captured before time is measured; `prefill_seconds` of the stats end with the first round of a batch, whose tokens
+    count as prefill.
+    Raises ValueError as `replay` does, for rounds that do not fit, and for models without a device decoder.
     """
     return replayed(_Captured, model, trace, levels, batch_size, max_new_tokens, rows, speculation_config, name)
 

@@ -1,18 +1,18 @@
-"""What would a recorded pair have drafted and kept with other draft lengths, as far as its trace reveals it?
+"""What would a recorded pair have drafted and accepted with other draft lengths, as far as its trace shows?
 
 Greedily, whether a draft agrees with its checker at a position of the text is a property of the position: everything
 before it is the text itself, however the rounds were cut. A round of d drafted and a accepted tokens that starts at
-position s says of positions s .. s + a - 1 that they agree and, where a < d, of s + a that it does not; where all
-were kept, position s + a was written by the checker undrafted, and whether the draft would have agreed there is not
-known. Every position is settled once, so each is known once or not at all.
+position s shows that positions s .. s + a - 1 agree and, if a < d, that s + a does not; if all were accepted, position
+s + a was written by the checker undrafted, and whether the draft would have agreed there is not known. Every position
+is committed once, so each is known at most once.
 
 `reschedule` walks over these agreements with the draft lengths it is given. Unknown positions (undrafted ones, and
 those behind a recorded row) get a drawn verdict: agreement with the probability seen at the known ones, the same
-draw in every call. How many were needed is in `Trace.origin`. What lies behind the target's first rejection was never
+draw in every call. How many were needed is in `Trace.origin`. Tokens after the target's first rejection were never
 text, so the rounds of a level there are drawn as well; they decide how many tokens are drafted, never how many the
 target keeps.
 
-Two things a trace cannot say: a draft in the target's cache reads keys and values of its own for the tokens of its
+Two effects are not in a trace: a draft in the target's cache reads keys and values of its own for the tokens of its
 round, so that its verdicts depend a little on where rounds begin; and a confidence threshold ended recorded drafts at
 places where agreement is rarer than elsewhere, which drawn verdicts at undrafted positions do not know.
 """
@@ -47,7 +47,7 @@ def agreement_rates(rows: Sequence[Agreements]) -> list[float]:
     for index in range(len(rows[0].levels)):
         known = [verdict for row in rows for verdict in row.levels[index] if verdict is not None]
         if not known:
-            raise ValueError(f"level {index} drafted nothing in this trace: there is nothing to schedule anew")
+            raise ValueError(f"level {index} drafted nothing in this trace: there is nothing to reschedule")
         found.append(sum(known) / len(known))
     return found
 
@@ -55,14 +55,15 @@ def agreement_rates(rows: Sequence[Agreements]) -> list[float]:
 def reschedule(
     trace: Trace, num_draft_tokens: int | Sequence[int], *, prompt_tokens: int | None = None, seed: int = 0
 ) -> Trace:
-    """The trace of the same rows with drafts that are always this long, as captured rounds are.
+    """A trace of the same rows in which all drafts have a fixed length, as in captured rounds (docs/traces.md).
 
-    num_draft_tokens: one number per level, from the one below the target down; a single number for one level. Of two,
-        the first is rounded up to whole rounds of the second: [8, 3] drafts 2 rounds of 3 + 1 tokens.
-    prompt_tokens: pretend that every prompt had so many tokens, to choose the length of the cache.
-    seed: of the drawn verdicts. The result's first round reads the prompt and drafts nothing, thresholds are 0, and
-    `origin["rescheduled"]` holds the recorded lengths, the rates and the share of verdicts that was drawn.
-    Raises ValueError for more than two levels, as many numbers as there are not levels, and counts below 1.
+    num_draft_tokens: one number per level, from the one below the target down; a single number for one level. With two
+        levels the first is rounded up to whole rounds of the second: [8, 3] drafts 2 rounds of 3 + 1 tokens.
+    prompt_tokens: assume this many tokens for every prompt, to choose the length of the cache.
+    seed: of the verdicts that are drawn at random. The result's first round reads the prompt and drafts nothing,
+        thresholds are 0, and `origin["rescheduled"]` holds the recorded lengths, the rates and the share of drawn
+        verdicts.
+    Raises ValueError for more than two levels, a wrong number of num_draft_tokens, and counts below 1.
     """
     lengths = [num_draft_tokens] if isinstance(num_draft_tokens, int) else list(num_draft_tokens)
     _check(trace, lengths, prompt_tokens)
@@ -168,7 +169,7 @@ def _reveal(found: Sequence[list[bool | None]], level: int, start: int, round: R
 
 def _check(trace: Trace, lengths: list[int], prompt_tokens: int | None) -> None:
     if not 1 <= len(trace.levels) <= 2:
-        raise ValueError(f"the trace has {len(trace.levels)} levels; traces of one or two can be scheduled anew")
+        raise ValueError(f"the trace has {len(trace.levels)} levels; only traces with one or two can be rescheduled")
     if len(lengths) != len(trace.levels):
         raise ValueError(
             f"num_draft_tokens has {len(lengths)} numbers and the trace {len(trace.levels)} levels: give one for each"

@@ -103,7 +103,7 @@ def _require_range(low: torch.Tensor, high: torch.Tensor, symmetric: bool, first
     if not (low[row, group].isfinite() and high[row, group].isfinite()):
         raise ValueError(f"int4: {where} holds NaN or Inf: repair the checkpoint or exclude this layer")
     raise ValueError(
-        f"int4: {where} reaches from {smallest:g} to {largest:g} and needs the scale {widest[row, group].item():g}, "
+        f"int4: {where} ranges from {smallest:g} to {largest:g} and needs the scale {widest[row, group].item():g}, "
         f"float16 ends at {_LARGEST_SCALE:g}: keep this layer in 16 bits or rescale the weight"
     )
 

@@ -1,6 +1,6 @@
-"""What is a weight format? One record says all that the other floors ask of it: its words, options, tensors and bits.
+"""What is a weight format? One record has all that other packages need: its words, options, tensors and bits.
 
-A format is a file (or a folder) of this room that ends with its record, and ``register(record)``. ops, nn and engines
+A format is a file (or folder) of this package. It ends with its record, and ``register(record)``. ops, nn and engines
 keep what they do with it under its ``word``. docs/guide/add_a_format.md adds one, step by step.
 """
 

@@ -38,7 +38,7 @@ _FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as 
 
 
 def last_stats(model: PreTrainedModel) -> SpeculationStats | None:
-    """The counts of the last call of generate with levels on this model, or None."""
+    """The counts of the last call of generate with levels on this model; None before the first one."""
     return state_of(model).last_stats
 
 
@@ -59,20 +59,20 @@ def generate(
     target_tokenizer=None,
     **model_kwargs,
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """The loop for `model.generate(**inputs, custom_generate=hf_mlspec.generate, assistant_models=[...])`.
+    """Decode with levels: `model.generate(**inputs, custom_generate=hf_mlspec.generate, assistant_models=[...])`.
 
-    input_ids int64 `[batch, width]`, left-padded where attention_mask says so -> int64 `[batch, width + new]` or, with
+    input_ids int64 `[batch, width]`, left-padded as attention_mask says -> int64 `[batch, width + new]` or, with
     return_dict_in_generate, a GenerateDecoderOnlyOutput with `.speculation`. transformers passes neither streamers nor
-    tokenizers to a custom_generate callable, so here the target's tokenizer is `target_tokenizer`, and streamer= and
-    stop_strings= do not work; `model.generate(..., assistant_models=[...])` has neither limit.
+    tokenizers to a custom_generate callable. Here the target's tokenizer is therefore `target_tokenizer`, and
+    streamer= and stop_strings= do not work; `model.generate(..., assistant_models=[...])` has neither limit.
 
-    past_key_values: a DynamicCache of the first tokens of input_ids, fewer than all, column by column as generate
-    returned them. Whether it was made from those very tokens, under the same attention_mask and by these weights,
-    cannot be seen. It comes back, as does one with return_dict_in_generate, with the columns of the returned sequences
-    for which every row has keys and values: all but the last, and where a row ended earlier those before its last
-    token. Columns of padding hold zeros. To go on, pass it with the sequences and the mask of their padding.
+    past_key_values: a DynamicCache of the first tokens of input_ids, fewer than all, in columns as generate returns
+    them. It must come from the same tokens, attention_mask and weights, which is not checked. It is returned filled,
+    as is that of return_dict_in_generate: with the columns of the returned sequences for which every row has keys and
+    values, all but the last, or, if a row ended earlier, those before its last token. Columns of padding hold zeros.
+    To continue, pass the cache with the sequences and the attention mask of their padding.
 
-    Raises TypeError or ValueError for levels and options that cannot work, before anything is computed.
+    Raises TypeError or ValueError for invalid levels and options, before anything is computed.
     """
     check_target(model, generation_config.num_beams)
     call = Call(
@@ -91,10 +91,10 @@ def generate(
 
 @dataclass
 class Call:
-    """What stock generate prepared, and what the user said of the levels.
+    """What stock generate prepared, and the user's arguments about levels.
 
-    input_ids: int64 `[batch, width]`. keep_cache: the user's own past_key_values is to come back filled.
-    watch: shown the chain before it decodes, and what it emits to; answers what it emits to instead.
+    input_ids: int64 `[batch, width]`. keep_cache: return the user's own past_key_values filled.
+    watch: called with the chain and its `emit` before decoding; returns the `emit` to use instead.
     """
 
     input_ids: Tensor

@@ -19,15 +19,15 @@ from .request import check_request, check_target
 
 
 class ChainCandidateGenerator(CandidateGenerator):
-    """The levels below a target as a transformers `CandidateGenerator`.
+    """The levels below a target as a transformers `CandidateGenerator`, for stock assisted decoding at batch 1.
 
     model: the target. levels, assistant_tokenizers, speculation_config, tokenizer: as in
         `model.generate(assistant_models=...)`.
-    generation_config, logits_processor: those of the call; do_sample decides what the chain drafts.
+    generation_config, logits_processor: those of the call; do_sample selects greedy or sampled drafts.
 
-    Stock decoding keeps the target's cache to itself, so every level has a cache of its own. It picks its generator
-    with `model._get_candidate_generator`, which a user may set on the instance to return this object;
-    `assistant_model` may then be any model.
+    Stock decoding does not share the target's cache, so every level has its own. It gets its generator from
+    `model._get_candidate_generator`; set that on the instance to return this object. `assistant_model` may then be any
+    model. Raises ValueError without levels.
     """
 
     def __init__(
@@ -95,7 +95,9 @@ class ChainCandidateGenerator(CandidateGenerator):
         return tokens, draft.probs[:, :count].log() if draft.probs is not None and count else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Stock decoding settled `num_matches` candidates and one more token; input_ids holds them all."""
+        """Stock decoding committed `num_matches` candidates and one more token; input_ids int64 `[1, n]` holds them
+        all.
+        """
         matches = min(int(num_matches), self._drafted)
         self._chain.drafter.stats.settle([self._drafted], [matches])
         self._chain.drafter.rollback([input_ids.shape[1] - 1])

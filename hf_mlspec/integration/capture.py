@@ -1,4 +1,4 @@
-"""Is a call of generate decoded in captured rounds? Where not, the reason is said once."""
+"""Is a call of generate decoded in captured rounds? If not, one warning gives the reason."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def captured(
 
 
 def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> SpeculationStats:
-    """Decode step by step what captured rounds had to leave, whose memory is free by now; the counts of both.
+    """Continue step by step after captured rounds ran out of memory, which is free again; the counts of both.
 
-    how: what the loop is told of rows that end, and who listens.
+    how: arguments of `Loop`: how rows end, and what receives their tokens.
     """
     left = reason.left
     model = chain.target.runner.model
-    say_once(model, f"{type(model).__name__} goes on step by step: {reason}")
+    say_once(model, f"{type(model).__name__} continues step by step: {reason}")
     chain.target.start(len(left.rows), device)
     rounds = chain.host_rounds(device)
     loop, total = Loop(rounds, **how), chain.finish(left.stats)
@@ -86,7 +86,7 @@ def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: 
         )
     except NotCaptured as reason:
         model = target.runner.model
-        say_once(model, f"{type(model).__name__} decodes step by step, waiting for the device in each: {reason}")
+        say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
         return None
 
 

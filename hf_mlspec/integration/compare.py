@@ -18,14 +18,14 @@ from .request import check_model, check_prompt_rows
 
 @dataclass
 class Difference:
-    """The first position at which two continuations of one prompt part.
+    """The first position at which two continuations of one prompt differ.
 
     position:             index among the new tokens; before it both are equal.
-    expected, got:        token of the target alone and of the chain there; None where that one had already ended.
+    expected, got:        token of the target alone and of the chain there; None if that one had already ended.
     top2, gap:            the target's two largest logits there, ``[(token id, logit), ...]``, largest first, and their
-                          distance, from one unpadded forward pass over prompt and common tokens in the model's dtype.
-    top2_float64, gap_float64: the same from a float64 copy of the target. A tiny gap is a tie: the model has no
-                          preference that its dtype can resolve, and the order of a sum decides.
+        difference, from one unpadded forward pass over prompt and common tokens in the model's dtype.
+    top2_float64, gap_float64: the same from a float64 copy of the target. A tiny gap is a tie: the order of a sum
+        decides which token is larger in the model's dtype.
     """
 
     position: int
@@ -50,12 +50,12 @@ class Item:
 
 @dataclass
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     items:         one per prompt, in their order.
     speculation:   counts and seconds of the chain, summed over all calls of generate.
-    chain_seconds: wall time inside generate with the chain; alone_seconds: with the target alone (0.0 where
-                   `reference_ids` were given). Building levels and the streamer's own time are not part of it.
+    chain_seconds: wall time inside generate with the chain; alone_seconds: with the target alone (0.0 if
+                   `reference_ids` were given). Building levels and the streamer's own time are excluded.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Comparison:
                    for item in self.items)
 
     def beyond_ties(self, gap: float) -> list[Difference]:
-        """The differences where the float64 logits of the two best tokens are `gap` or more apart, or no number."""
+        """The differences where the two largest float64 logits are `gap` or more apart, or NaN."""
         return [difference for difference in self.differences if not difference.gap_float64 < gap]
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,15 +119,17 @@ def compare(
     """Decode every prompt greedily with the chain, then with the target alone, and compare the ids.
 
     model, tokenizer: the target; levels, assistant_tokenizers, speculation_config: as generate takes them.
+    prompts: texts. max_new_tokens: new tokens per prompt.
     batch_size: consecutive prompts decoded together, left-padded, with an attention mask.
-    reference: "ours" is `assistant_models=[]`, our own loop without a draft, prepared as the chain's target is;
+    reference: "ours" is `assistant_models=[]`, our own loop without levels, prepared like the chain's target;
         "stock" is transformers' own loop (a target given to `hf_mlspec.prepare` decodes in ours there too).
-    reference_ids: `Item.reference_ids` of an earlier call, taken instead of decoding anew.
-    streamer: receives the chain's tokens as they settle; batch_size 1 only.
-    warm_up: decode two tokens of the first prompt both ways first, so that building levels is not part of the seconds.
+    reference_ids: `Item.reference_ids` of an earlier call, used instead of decoding again.
+    streamer: receives the chain's tokens as they are committed; batch_size 1 only.
+    warm_up: decode two tokens of the first prompt both ways first, so that the seconds exclude building levels.
     on_item: called with each item and the comparison so far: after the chain wrote it, and again once it is compared.
-    Raises ValueError for empty prompts, a prompt of no tokens or too many and arguments out of range, before anything
-    is decoded.
+
+    Raises ValueError for no prompts, a prompt without tokens or with too many, and arguments out of range, before
+    anything is decoded.
     """
     _validate(prompts, max_new_tokens, batch_size, reference, reference_ids, streamer)
     rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]

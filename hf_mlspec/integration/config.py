@@ -1,4 +1,4 @@
-"""What may a user say about a chain? Its run-time options are read here and nowhere else."""
+"""Which run-time options does a chain have? They are read here and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,38 +19,40 @@ class SpeculationConfig:
     """Options of `model.generate(..., assistant_models=[...], speculation_config=SpeculationConfig(...))`.
 
     num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per
-        level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 where the target drafts with
-        coarser activations alone, as in QSpec). On a GPU a level with another one below drafts in whole rounds of
-        that one: as many as reach the number, a single one from 16 rows on.
-    confidence_threshold: a level stops drafting after a token it gave a smaller probability than this, 0 <= t < 1, 0
-        turns it off; one for all levels or one per level (None: the level's own
-        `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and
-        0 where the target drafts with coarser activations alone).
+        level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 if the level is the target
+        with fewer activation bits, as in QSpec). On a GPU a level above another one drafts in whole rounds of that
+        one: as many as reach the number, a single one from 16 rows on.
+    confidence_threshold: a level stops drafting after a token whose probability is below this, 0 <= t < 1, 0 turns it
+        off; one for all levels or one per level (None: the level's own
+        `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and 0
+        if the level is the target with fewer activation bits).
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
-        direct casts of the target) draft in the target's KV cache, which the check overwrites; False gives each a
-        cache of its own.
+        direct casts of the target) draft in the target's KV cache, and the check overwrites what they wrote; False
+        gives each its own cache.
     cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
     cast_head: quantize the output head of "mxfp4", "int3", "int2" and "ternary" levels too.
-    cast_activation_bits: what multiplies the 4-bit weights of "mxfp4", "PATH@mxfp4" and "nested" levels: 8 (int8, a
-        scale per token and block of 32: the paper's kernel) or 16 (bfloat16: nearer to the target, slower); None: 8 on
-        a CPU, else 16. Casts without that choice ("int3", "int2", "ternary") are multiplied by bfloat16.
-    materialize: keep dequantized weights next to the packed ones of cast levels: faster where no kernel is built, at
-        the memory of a full copy.
-    max_ngram: longest suffix that "prompt_lookup" looks for.
-    ngram_order: longest n-gram of the table behind "ngram", at least 2.
-    prepare: on the CPU, and in bfloat16 on a GPU, run target and levels through compiled, batch-invariant steps where
-        the architecture is known: the chain then returns the same ids as the prepared target alone, always, and on a
-        GPU the same sampled ones for the same seed. There a round of all levels is one CUDA graph where no level is a
-        lookup or speaks another vocabulary and no logits processor reads tokens; what it needs is kept for the next
-        call (`hf_mlspec.clear` frees it). False: module by module, except models given to `hf_mlspec.prepare`.
-    engine: what runs target and levels: None, the fastest that serves the model where it is; "modules", the model's
-        own modules; "cpu", one compiled call per step; "cuda", kernels that a CUDA graph can hold (over a model on the
-        CPU the same steps, by the CPU's ops). KernelError or ValueError where the named one cannot run the target; a
-        level that it cannot run goes module by module, said once. None for a target that was prepared with
-        `hf_mlspec.prepare(model, engine=...)`: that one.
-    common_vocabulary: a level with another tokenizer drafts tokens both vocabularies share and hands up their
-        probabilities (True), or drafts text that is encoded anew (False); None: by common vocabulary when sampling,
-        by text when greedy.
+    cast_activation_bits: activation bits of "mxfp4", "PATH@mxfp4" and "nested" levels: 8 (int8, a scale per token and
+        block of 32: the paper's kernel) or 16 (bfloat16: nearer to the target, slower); None: 8 on a CPU, else 16.
+        Other casts ("int3", "int2", "ternary") always use bfloat16.
+    materialize: keep dequantized weights next to the packed ones of cast levels: faster where no kernel is built, but
+        with the memory of a full copy.
+    max_ngram: longest suffix that "prompt_lookup" looks for, in tokens.
+    ngram_order: longest n-gram of the table behind "ngram", in tokens, at least 2.
+    prepare: on the CPU, and in bfloat16 on a GPU, run target and levels through compiled, batch-invariant steps if the
+        architecture is known. The chain then always returns the same ids as the prepared target alone, and on a GPU
+        also the same sampled ids for the same seed. On a GPU a round of all levels is one CUDA graph, unless a level
+        is a lookup or has another vocabulary, or a logits processor reads tokens; its memory is kept for the next call
+        (`hf_mlspec.clear` frees it). False: module by module, except models given to `hf_mlspec.prepare`.
+    engine: what runs target and levels: None, the fastest that supports the model on its device; "modules", the
+        model's own modules; "cpu", one compiled call per step; "cuda", kernels that fit into a CUDA graph (for a model
+        on the CPU the same steps with CPU ops). KernelError or ValueError if it cannot run the target; a level that it
+        cannot run goes module by module, with one warning. None for a target prepared with `hf_mlspec.prepare(model,
+        engine=...)` means that engine.
+    common_vocabulary: a level with another tokenizer drafts only tokens of both vocabularies and passes on their
+        probabilities (True), or drafts text that is encoded again (False); None: True when sampling, False when
+        greedy.
+
+    Raises TypeError or ValueError that names the option and the values it accepts.
     """
 
     num_draft_tokens: int | list[int | None] | None = None
@@ -126,13 +128,17 @@ def _as_list(value) -> list:
 
 
 def check_num_draft_tokens(value, said: str) -> None:
-    """Raise ValueError unless value is None or a positive integer; `said` names it and its place."""
+    """Raise ValueError unless value is None or a positive integer; `said` begins the message: the option and its
+    value.
+    """
     if value is not None and not _is_count(value, 1):
         raise ValueError(f"{said}: a level drafts a positive number of tokens, an integer")
 
 
 def check_threshold(value, said: str) -> None:
-    """Raise ValueError unless value is None or a number in [0, 1); `said` names it and its place."""
+    """Raise ValueError unless value is None or a number in [0, 1); `said` begins the message: the option and its
+    value.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (number and 0 <= value < 1):
         raise ValueError(f"{said}: a threshold is a probability in [0, 1), and 0 turns it off")

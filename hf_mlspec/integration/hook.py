@@ -1,6 +1,6 @@
 """How does `model.generate(..., assistant_models=[...])` reach our loop? By a detour through stock generate.
 
-    generate (hooked)              the levels, and what else stock generate does not know, go into a _Proxy
+    generate (hooked)              the levels, and our other arguments, go into a _Proxy
       |                            that is passed on as assistant_model=
       v
     generate (stock)               prepares the call as always: settings, cache, processors, criteria;
@@ -11,7 +11,8 @@
       v
     call.run                       our loop decodes; what it returns goes back through stock generate
 
-A prepared model's plain generate takes the same way with no levels; where our loop refuses, stock `_sample` decodes.
+A prepared model's plain generate takes the same path without levels; calls that our loop does not support run in
+stock `_sample`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands the
 class _Proxy:
     """Stands in for the levels while stock generate prepares the call: its checks see the target's own config.
 
-    implied: the user named no levels, the model is prepared; what our loop refuses, transformers' own then decodes.
-    prepares: the prepared call itself is wanted, somebody else decodes it.
+    implied: the user named no levels, the model is prepared; transformers' loop decodes what ours does not support.
+    prepares: only prepare the call; the caller decodes it.
     """
 
     keep_cache = prepares = False
@@ -51,8 +52,9 @@ class _Proxy:
 
 
 def enable() -> None:
-    """Let generate of transformers take `assistant_models=[...]`, and save_pretrained of packed models leave earlier
-    files alone until all is written. Done by `import hf_mlspec`; idempotent."""
+    """Let `generate` of transformers take `assistant_models=[...]`, and let `save_pretrained` of packed models replace
+    existing files only when all are written. Done by `import hf_mlspec`; calling it again has no effect.
+    """
     saving.enable()
     if _hooks:
         return
@@ -62,7 +64,9 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Give transformers its own methods back; beneath a wrapper of someone else, hooks that hand everything on."""
+    """Restore transformers' own methods. If another library has wrapped a hook, the hook stays and passes every call
+    on.
+    """
     saving.disable()
     for name, hook in _hooks.items():
         if getattr(GenerationMixin, name) is hook:
@@ -71,7 +75,7 @@ def disable() -> None:
 
 
 def enabled() -> bool:
-    """Whether the hook is in place."""
+    """Whether the hooks are installed."""
     return bool(_hooks)
 
 
@@ -156,7 +160,7 @@ def _hooked_decoding(stock):
 
 
 def _serves(model, args: tuple, kwargs: dict) -> bool:
-    """Whether a prepared model's plain call goes to our loop; if not, why is said once."""
+    """Whether a prepared model's plain call goes to our loop; if not, one warning gives the reason."""
     reason = unserved(model, args, kwargs)
     if reason is None:
         try:
@@ -187,7 +191,7 @@ def _check_call(model, kwargs: dict) -> None:
     """What stock preparation would accept or misreport."""
     if type(model).generate is not GenerationMixin.generate:
         raise ValueError(
-            f"{type(model).__name__} has a generate method of its own, which assistant_models cannot speed up; "
+            f"{type(model).__name__} overrides generate, which assistant_models does not support; "
             "call its language model's generate, or leave assistant_models out"
         )
     for name in ("assistant_model", "assistant_tokenizer"):

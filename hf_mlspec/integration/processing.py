@@ -56,8 +56,8 @@ class Prompts:
     """The prompts as generate got them, and as rows without padding.
 
     input_ids: int64 `[batch, width]`. attention_mask: `[batch, width]` or None. Masked tokens are left out of the
-    rows: stock attention does not see them and stock position ids do not count them. filler: the token that stands
-    behind the end of a row. grown: the rows as far as they are settled; who decodes lets these very lists grow.
+    rows: stock attention does not see them and stock position ids do not count them. filler: the token after the end
+    of a row. grown: the rows with the tokens committed so far; decoding appends to these lists.
     """
 
     def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, filler: int = 0):
@@ -73,7 +73,7 @@ class Prompts:
             ]
         for number, row in enumerate(self.rows):
             if not row:
-                raise ValueError(f"prompt {number} of the batch has no token that its attention_mask lets through")
+                raise ValueError(f"prompt {number} of the batch has no token: its attention_mask is all 0")
         self.lengths = [len(row) for row in self.rows]
         self.grown = [list(row) for row in self.rows]
         self._masked = None if attention_mask is None else mask
@@ -94,7 +94,7 @@ class Prompts:
         """All rows of the batch in the user's order, `generated` new tokens each, as stock generate would hold them.
 
         A row that has more is cut; one that ended before, or has not come so far, is filled. shown: rows, by number,
-        that are more than what is settled of them.
+        whose tokens replace the committed ones.
         """
         width = self.input_ids.shape[1] + generated
         lines = [self.whole(number, shown.get(number, row))[:width] for number, row in enumerate(self.grown)]
@@ -116,13 +116,13 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
     user's own among them, are called as in stock generate: with all rows of the batch in its order, equally long
     (`Prompts.filled`). Scores of rows that are not in question are zeros, and what becomes of them is not looked at.
 
-    Raises ValueError for processors whose state a rejected guess would spoil.
+    Raises ValueError for processors whose state a rejected token would corrupt.
     """
     for processor in processors:
         if isinstance(processor, STATEFUL):
             raise ValueError(
-                f"{type(processor).__name__} keeps state between tokens and cannot judge guesses that are "
-                "taken back: generate without assistant_models, or without that option"
+                f"{type(processor).__name__} keeps state between tokens and cannot process drafted tokens "
+                "that are rejected later: generate without assistant_models, or without that option"
             )
     if not processors:
         return None, None
@@ -189,12 +189,12 @@ def _constrain(processor, ids: Tensor, scores: Tensor, numbers: list[int]) -> Te
 
 
 class Stopping:
-    """Scans every settled token: an end-of-sequence token or a stop string may sit inside an accepted block.
+    """Tests every committed token: an end-of-sequence token or a stop string may be inside an accepted draft.
 
-    Time limits and stop strings are asked about a row as soon as it has a token more. All other criteria, the user's
-    own, are asked as in stock generate: once for each number of new tokens, with all rows of the batch in its order
-    and equally long (`Prompts.filled`), as soon as every row that has not ended has so many. Another row may be
-    further by then; it ends where stock generate would end it, and what it gained behind that is dropped (`cut`).
+    Time limits and stop strings are tested whenever a row has a new token. All other criteria, the user's own, are
+    called as in stock generate: once for each number of new tokens, with all rows of the batch in order and equally
+    long (`Prompts.filled`), as soon as every active row has so many tokens. Another row may have more by then; it ends
+    where stock generate would end it, and its later tokens are dropped (`cut`).
     """
 
     def __init__(self, criteria: StoppingCriteriaList, prompts: Prompts):
@@ -213,7 +213,7 @@ class Stopping:
         return bool(self._of_row or self._of_batch)
 
     def __call__(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
-        """(settled tokens that count, whether the row is finished)."""
+        """(committed tokens that count, whether the row is finished)."""
         count, finished = self._scan(number, row, tokens)
         new, had = self._new[number], len(row) - self.prompts.lengths[number]
         new += tokens[:count]

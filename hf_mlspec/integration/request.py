@@ -1,4 +1,4 @@
-"""Can this call of generate be served, by this target and these levels? What cannot is refused before it starts."""
+"""Is this call of generate supported by this target and these levels? If not, an error comes before it starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_target(model, num_beams: int | None) -> None:
     check_model(model, "the target")
     if num_beams and num_beams > 1:
         raise ValueError(
-            f"num_beams={num_beams} with assistant_models: beam search cannot be drafted for; pass num_beams=1, or "
+            f"num_beams={num_beams} with assistant_models: beam search is not supported; pass num_beams=1, or "
             "leave assistant_models out"
         )
 
@@ -137,8 +137,8 @@ def check_streamer(streamer, batch: int) -> None:
 
 
 def check_prompts(model, prompts: Prompts, max_length: int, model_kwargs: dict) -> None:
-    """Raise ValueError for a token the model cannot embed, and where stock generate would see other positions, or
-    another window, than our rows have."""
+    """Raise ValueError for a token that the model cannot embed, and for prompts whose positions or window differ
+    between stock generate and our rows."""
     _check_ids(model, prompts)
     window = sliding_window(model)
     if prompts.has_holes and window and max_length > window:
@@ -231,7 +231,7 @@ def vocab_size(model: nn.Module) -> int:
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Tokens the model's positions reach, None where its config names no bound."""
+    """Number of positions of the model, None if its config has no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -270,7 +270,7 @@ def check_prompt_rows(model: nn.Module, rows: list[list[int]], max_new_tokens: i
 
 
 def _check_rotation(model: nn.Module, tokens: int) -> None:
-    """Raise ValueError if a row may cross the length at which its rotary frequencies change under its feet."""
+    """Raise ValueError if a row may cross the length at which its rotary frequencies change."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         border = one.get("original_max_position_embeddings") or max_positions(model)

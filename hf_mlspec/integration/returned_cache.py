@@ -1,4 +1,4 @@
-"""Which past_key_values can a call go on from, and what does it hand back in them?"""
+"""Which past_key_values can a call continue, and what does it return in them?"""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_given(model: PreTrainedModel, given: DynamicCache | None, prompts: Pro
     if prompts.has_holes:
         hidden = width - min(prompts.lengths)
         raise ValueError(
-            f"past_key_values holds {length} tokens, and the attention_mask hides {hidden} of the prompt: whether "
-            "they are in the cache cannot be known; leave out past_key_values, or the masked tokens"
+            f"past_key_values holds {length} tokens, and the attention_mask hides {hidden} of the prompt: it is "
+            "unknown whether they are in the cache; leave out past_key_values, or the masked tokens"
         )
     if not all(type(layer) is DynamicLayer for layer in given.layers):
         raise ValueError(

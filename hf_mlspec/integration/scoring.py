@@ -29,10 +29,10 @@ _LEAST_SCORED = 32  # positions of a row that one call scores even where a large
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says of the scored tokens of one row.
+    """A model's scores of the scored tokens of one row.
 
     logprobs: float32 `[n]`, the natural logarithm of the probability of each token given all before it, temperature 1.
-    greedy: bool `[n]`, whether the token is the one that greedy decoding takes there.
+    greedy: bool `[n]`, whether the token is the one that greedy decoding would choose.
     """
 
     logprobs: Tensor
@@ -47,7 +47,7 @@ class TokenScores:
 def token_logprobs(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], *, num_scored: Sequence[int] | None = None, **options: Any
 ) -> list[TokenScores]:
-    """The log-probabilities of tokens given those before them, in the order of the rows; see `score_rows`."""
+    """Log-probabilities of tokens given those before them, one TokenScores per row; options as `score_rows`."""
     found = dict(score_rows(model, rows, num_scored=num_scored, **options))
     return [found[index] for index in range(len(rows))]
 
@@ -61,14 +61,14 @@ def score_rows(
     batch_size: int = 8,
     prepare: bool = True,
 ) -> Iterator[tuple[int, TokenScores]]:
-    """Yield (index of a row, its TokenScores) as rows are finished, in an order that feeds common beginnings once.
+    """Yield (index of a row, its TokenScores) as rows finish, in an order that computes common prefixes once.
 
     rows: token ids. num_scored: how many tokens at the end of each row are scored; None: all but the first, which has
     nothing before it. precision: the bits of a packed model, a word that `precision_switch(model).at` takes;
     None: as it is set. batch_size: rows in the cache at a time. prepare: as in SpeculationConfig.
 
-    Compiled, the numbers are a function of the row alone, bit for bit: not of other rows, the batch size or the
-    threads (law 3). Module by module they are so up to the rounding of the model's dtype. Raises ValueError at once
+    Compiled, the scores depend only on the row, bit for bit, and not on other rows, the batch size or the threads
+    (invariant 3). Module by module this holds up to the rounding of the model's dtype. Raises ValueError at once
     for a row that cannot be scored, FloatingPointError for logits that are NaN.
     """
     check_model(model, "the model")

@@ -64,8 +64,8 @@ def require_plain_inputs(model: nn.Module, action: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear) and module.transform is not NONE:
             raise ValueError(
-                f"{action}: {name} transforms its inputs ({module.transform.word}), which no other weight can stand "
-                "for: start from the model that was quantized"
+                f"{action}: {name} transforms its inputs ({module.transform.word}), which other weight formats "
+                "cannot represent: start from the original model"
             )
 
 

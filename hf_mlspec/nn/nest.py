@@ -31,30 +31,29 @@ MOST_ESCAPED_ROWS = 0.01  # of a weight's rows: they are kept whole beside the p
 def nest(
     model: PreTrainedModel, codebook: str = "lloyd_max", calibration: Iterable | None = None
 ) -> PreTrainedModel:
-    """Let every linear weight of ``model`` hold its own 4-bit draft: 16.25 bits for 16, exact, in place.
+    """Convert every linear weight of ``model`` in place to one that holds its own 4-bit draft: 16.25 bits, exact.
 
-    Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (formats/nested),
-    an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters. The model computes what it
-    did, bit for bit where the compiled kernels run it, and can now draft for itself:
-    ``model.generate(..., assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It moves, is saved and is loaded
-    like any model. ``unnest`` gives the plain model back, exactly.
+    Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (docs/formats.md,
+    "Nested BF16"), an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters. The model's
+    results stay the same, bit for bit with the compiled kernels, and it can draft for itself: ``model.generate(...,
+    assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can be moved, saved and loaded like any model.
+    ``unnest`` restores the plain model exactly.
 
     codebook: magnitudes of the draft: "lloyd_max", "mxfp4" (those of MXFP4) or "fitted" (to each tensor).
-    calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the draft's free bits are then
-    chosen so that errors make up for each other on this text (GPTQ's feedback); nothing else changes. A few samples of
-    some hundred tokens serve; each runs through the model once for every 256 MB of Hessians.
+    calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the bits of the draft are then
+        chosen with GPTQ's error feedback (arXiv 2210.17323) on this text; exact values do not change. A few samples of
+        some hundred tokens are enough; each runs through the model once for every 256 MB of Hessians.
 
-    One tensor at a time, the largest first, on the CPU in its own memory: held are at most what the model takes
-    afterwards (1.016 times its linear weights) and 0.28 of one weight. Nested beside itself, so that one weight is
-    there twice, is what is on a GPU, calibrated, of outputs that 16 does not divide, or seen by more than the model
-    (an optimizer, a view from early_exit, a tensor that the caller holds: they keep what they see).
-    What stays as it is, is said once by name: another in_features, weights that are not bfloat16, shared by several
-    linears, or with more values below 2^-30 of their block than are worth a list; fused experts; Conv1D.
-    Whatever fails half way, the model is as it was: the weights that were nested are joined again.
+    Tensors are converted one at a time, the largest first, on the CPU in their own memory. The peak is the size of the
+    result (1.016 times the linear weights) plus 0.28 of one weight. One weight exists twice for a moment on a GPU,
+    with calibration, if 16 does not divide the number of outputs, or if something else holds the tensor (an optimizer,
+    an early_exit view, the caller); the other holder keeps the old tensor. A warning names the layers that stay plain:
+    other in_features, weights that are not bfloat16, shared by several linears, or with too many values below 2^-30 of
+    their block; fused experts; Conv1D. After an error the model is as it was before the call.
 
-    TypeError for what is no PreTrainedModel; ValueError for one that is nested already, quantized, not in bfloat16, or
-    not wholly in memory, for NaN or Inf (naming the tensor), an unknown codebook, or calibration text that does not
-    fit.
+    Raises TypeError if ``model`` is not a PreTrainedModel; ValueError if it is nested already, quantized, not in
+    bfloat16 or not wholly in memory, for NaN or Inf (naming the tensor), an unknown codebook, or invalid calibration
+    text.
     """
     plan = _checked_plan(model, codebook)
     samples = None
@@ -71,11 +70,11 @@ def nest(
 
 
 def unnest(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo ``nest``: plain ``nn.Linear`` and ``nn.Embedding`` modules with the exact bfloat16 weights, in place.
+    """Undo ``nest`` in place: plain ``nn.Linear`` and ``nn.Embedding`` modules with the exact bfloat16 weights.
 
-    In a model whose other parameters are float32 they are float32, which holds the same values. ValueError for a
-    model that is not nested, or is a draft with layers of another format too, or whose dtype cannot hold the weights
-    exactly; TypeError for what is none.
+    If the model's other parameters are float32, the weights become float32 with the same values. Raises ValueError if
+    the model is not nested, is a draft that also has layers of another format, or has a dtype that cannot hold the
+    weights exactly; TypeError if it is not a model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unnest takes a model, not a {type(model).__name__}")
@@ -91,8 +90,8 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
     other = next((m for m in model.modules() if isinstance(m, PackedModule) and not is_nested(m)), None)
     if other is not None:
         raise ValueError(
-            f"unnest: this {type(model).__name__} holds a {type(other).__name__} beside nested weights, it is a cast: "
-            "unnest the model that it was made of"
+            f"unnest: this {type(model).__name__} holds a {type(other).__name__} and nested weights, as a cast does: "
+            "unnest the model that it was made from"
         )
     require_plain_inputs(model, "unnest")
     for swap in swaps:
@@ -179,7 +178,7 @@ def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
     require_codebook_name(codebook)
     if any(is_nested(module) for module in model.modules()):
         raise ValueError(
-            f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it anew"
+            f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it again"
         )
     require_dense(model, "nest")
     plan = plan_of(model)

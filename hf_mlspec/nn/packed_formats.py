@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class Packing:
     """What modules do with the parts of a format.
 
-    linear: what stands for an nn.Linear. In tiles, a tensor of three axes is tiles of outputs, one of four planes of
-    them; what has fewer stands beside them (``beside``: the parts on disk -> those, None in place of tiles). Without
-    prepack and unprepack a weight stays as on disk; without multiply it is dequantized for every product. fits:
-    whether codes are in their device's tiles. join: the parts on disk of several weights -> of one that has the
-    outputs of all, where that is more than to put them one behind the other.
+    linear: the class that replaces an nn.Linear. In tiles, a tensor of three axes is tiles of outputs, one of four is
+    planes of them; parts with fewer axes are kept next to them (``beside``: the parts on disk -> those, None in place
+    of tiles). Without prepack and unprepack a weight stays as on disk; without multiply it is dequantized for every
+    product. fits: whether codes are in their device's tiles. join: the parts on disk of several weights -> of one with
+    the outputs of all, if concatenation is not enough.
     """
 
     linear: type[PackedLinear]

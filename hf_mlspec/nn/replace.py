@@ -36,23 +36,21 @@ def direct_cast(
     model: PreTrainedModel, format: str = "mxfp4", *, rule: str = "ocp_floor", cast_head: bool = True,
     materialize: bool = False, activation_bits: int | None = None,
 ) -> PreTrainedModel:
-    """A draft of ``model``: its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
+    """A draft of ``model`` with its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
 
-    format: "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear`` and every module of experts a ``PackedExperts``
-        (4.25 bits a weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``PlanesLinear`` (3.25, 2.25,
-        2.25 bits, formats/planes/codes.py), experts are shared.
-    rule: of MXFP4, formats/mxfp4.py. cast_head: False keeps the output head.
+    format: "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear``, every module of experts a ``PackedExperts`` (4.25
+        bits per weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``PlanesLinear`` (3.25, 2.25, 2.25
+        bits, formats/planes/codes.py), experts are shared. Of a nested model the exact weights are cast.
+    rule: of MXFP4 (formats/mxfp4.py).
+    cast_head: False keeps the output head; a cast head is no longer tied to the embedding.
     materialize: also keep the rounded weights in the model's dtype, for machines without kernels.
-    activation_bits: 8 quantizes the inputs of MXFP4 layers to int8, one scale per row and block of 32 (the paper's
-        CPU kernel), 16 rounds them to bfloat16; None is 8 for MXFP4 on a CPU, else 16.
+    activation_bits: 8 quantizes the inputs of MXFP4 layers to int8, one scale per row and block of 32 (the paper's CPU
+        kernel), 16 rounds them to bfloat16; None is 8 for MXFP4 on a CPU, else 16. All layers share one switch.
 
-    Embeddings, norms and biases are the very tensors of ``model``, which is not touched. Of a nested model the exact
-    weights are cast. A head tied to the embedding is cast alone: the draft's config then says
-    ``tie_word_embeddings=False``. The layers share one switch. Layers that cannot be cast (in_features no multiple of
-    the group, Conv1D, experts of an unknown kind) are shared and named in one warning. The result generates, moves,
-    and is saved and loaded like any model. TypeError when ``model`` is no PreTrainedModel or a weight's dtype cannot
-    be cast; ValueError for an unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf
-    weights, or nothing to cast.
+    Embeddings, norms and biases are shared; ``model`` is unchanged. Layers that cannot be cast (in_features not a
+    multiple of the group, Conv1D, unknown experts) are shared, with one warning. The result can be saved like any
+    model. Raises TypeError for other objects or dtypes that cannot be cast; ValueError for an unknown format, rule or
+    activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
@@ -77,11 +75,11 @@ def _nothing_to_cast(model: PreTrainedModel, kept: dict[str, str]) -> str:
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """A draft of ``model`` with its first ``num_layers`` decoder layers, its final norm and its head; every tensor is
+    """A draft of ``model`` with its first ``num_layers`` decoder layers, its final norm and its head; all tensors are
     shared.
 
-    Its config is a copy with ``num_hidden_layers`` and the per-layer lists cut to length. ValueError unless
-    ``1 <= num_layers < config.num_hidden_layers``, or when the decoder's list of layers is not found.
+    Its config is a copy with ``num_hidden_layers`` and the per-layer lists cut to length. Raises ValueError unless
+    ``1 <= num_layers < config.num_hidden_layers``, or if the decoder's list of layers is not found.
     """
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if not isinstance(num_layers, int) or not 1 <= num_layers < total:
@@ -100,8 +98,9 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 def resident_bytes(model: nn.Module, shared_with: nn.Module | None = None) -> int:
-    """Bytes of the distinct storages behind ``model``'s parameters and buffers and the head that a nested table reads,
-    without those ``shared_with`` holds too."""
+    """Bytes of the distinct storages behind ``model``'s parameters and buffers (and the head that a nested embedding
+    reads), without those that ``shared_with`` holds too.
+    """
     own = dict(_storages(model))
     for key, _ in _storages(shared_with) if shared_with is not None else ():
         own.pop(key, None)

@@ -1,4 +1,4 @@
-"""What does the package remember of a model: what was built over it, what is kept for it, what was said of it?"""
+"""Which state does the package keep per model: engines, levels, statistics, and warnings already given?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelState:
     levels: by word and options, what was built from level words for this target and the fingerprint it was built over.
     chains: captured rounds of this target, the one used last behind the others.
     last_stats: the counts of its last call of generate with levels.
-    warnings: what was said of it already.
+    warnings: those already given.
     Nothing here may hold the model itself.
     """
 
@@ -35,11 +35,11 @@ class ModelState:
     warnings: set[str] = field(default_factory=set)
 
     def drop_engines(self) -> None:
-        """Let go of the decoders built over the model, and of the memory behind them; the next call builds anew."""
+        """Free the decoders built over the model and their memory; the next call builds them again."""
         self.decoders.clear()
 
     def clear(self) -> None:
-        """Let go of everything but that the model is prepared, and the decoders of one that is."""
+        """Free everything, except that a prepared model stays prepared and keeps its decoders."""
         if not self.prepared:
             self.drop_engines()
         self.levels.clear()
@@ -71,7 +71,7 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def say_once(model: nn.Module, message: str, *, kind: str | None = None) -> None:
-    """Log a warning the first time that this, or anything of this kind, is said of this model."""
+    """Log a warning unless it, or one of the same kind, was already given for this model."""
     warnings, kind = state_of(model).warnings, kind or message
     if kind not in warnings:
         warnings.add(kind)

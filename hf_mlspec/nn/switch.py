@@ -23,9 +23,9 @@ class _Override(threading.local):
 class PrecisionSwitch:
     """The bits of every packed layer of a model: one assignment, or ``with switch.at("w4a8"):``, changes all.
 
-    4-bit weights are read whole, and multiplied by finer or coarser activations (QSpec, arXiv 2410.11305: one weight,
-    two precisions). Of nested weights the draft alone may be read, of bit-planes the first few. An override is the
-    calling thread's own and nests; a deep copy or a pickle of the model has a switch of its own at the same default.
+    4-bit weights are read as they are and multiplied with activations of more or fewer bits (QSpec, arXiv 2410.11305).
+    Of nested weights a call can read the draft only, of bit-planes the first few. An override holds for the calling
+    thread and can be nested; a deep copy or a pickle of the model has a switch of its own with the same default.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PrecisionSwitch:
 
     @property
     def record(self) -> Format:
-        """What the format is."""
+        """The record of the format."""
         return FORMATS[self.weights]
 
     @property
@@ -78,7 +78,7 @@ class PrecisionSwitch:
 
     @property
     def default_bits(self) -> Bits:
-        """What holds outside of every ``with switch.at(...)``, in every thread."""
+        """The bits outside of every ``with switch.at(...)``, in every thread."""
         return self._default
 
     @property
@@ -103,19 +103,19 @@ class PrecisionSwitch:
 
     @property
     def in_force(self) -> tuple[Bits, str]:
-        """What a call in this thread reads of the weights, and how it multiplies."""
+        """The bits and the multiplication that a call in this thread uses."""
         return self._override.bits or self._default, self._multiply
 
     @property
     def precision(self) -> Precision:
-        """The word for what a call in this thread computes with: w4a8, mxfp4a8, nested4 ..."""
+        """The precision of a call in this thread: w4a8, mxfp4a8, nested4 ..."""
         return Precision(self.record.family, *self.bits)
 
     def at(self, precision: str | Precision | Bits | int) -> AbstractContextManager[PrecisionSwitch]:
         """A ``with`` block in which this thread computes at ``precision``: a word, a Precision, Bits or activation
         bits.
 
-        ValueError for a word whose weights are not this switch's, or for bits its weights have no kernel for.
+        Raises ValueError for a word of other weights than this switch's, or for bits without a kernel.
         """
         return self._overridden(self.bits_of(precision))
 
@@ -192,7 +192,7 @@ def require_activation_bits(activation_bits: int, weights: str) -> int:
 
 
 def precision_switch(model: nn.Module) -> PrecisionSwitch:
-    """The switch that all packed layers of ``model`` share; ValueError where it has none, or several."""
+    """The PrecisionSwitch that all packed layers of ``model`` share. Raises ValueError if it has none, or several."""
     found = {id(s): s for m in model.modules() if isinstance(s := vars(m).get("switch"), PrecisionSwitch)}
     if not found:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Which ops keep the books of a captured round: what is fed, what was guessed, and what of it is kept?
+"""Which ops do the bookkeeping of a captured round: what is fed, drafted and accepted?
 
 A round of draft and check runs at fixed shapes, without the host, so its lengths live on the device. int32 ``tokens``
-``[batch, slots]`` holds every row's settled tokens and behind them the guesses. A level that judges has settled the
+``[batch, slots]`` holds every row's committed tokens and then the drafted ones. A level that checks has committed the
 first ``base`` ``[batch]`` of them; what drafts for it has written up to ``lengths`` ``[batch]``. ``active``
 ``[batch]`` is 1 for rows that take part; nothing of the others is fed, written or counted. ``ends`` ``[batch]``: the
 length a row may not pass. ``failed`` ``[batch]`` becomes the number of the level whose logits held NaN.

@@ -24,15 +24,14 @@ from .stats import LevelStats, SpeculationStats
 
 
 class CheckedDrafter:
-    """Drafts with `inner`, checks each round with `checker`, and hands up all tokens the checker settled.
+    """Drafts with `inner`, checks each round with `checker`, and proposes all tokens that the checker committed.
 
-    num_draft_tokens: how many tokens `inner` may guess before a check.
-    threshold:        drafting ends after a settled token whose probability under the checker is below it (0: never).
-    max_positions:    tokens the checker can attend to; on longer rows the level rests, said once.
-    scored_by:     the engine of the level above, where that judges greedily: it scores what is handed up in the same
-                   call.
-    The tokens handed up, corrections included, follow the checker's own distribution, which is what Draft.probs says
-    (law 1).
+    num_draft_tokens: how many tokens `inner` may draft before a check.
+    threshold:        drafting ends after a committed token whose probability under the checker is below it (0: never).
+    max_positions:    tokens the checker can attend to; the level drafts nothing for longer rows, with one warning.
+    scored_by:     the engine of the level above, if that checks greedily: it scores the proposal in the same call.
+    The proposed tokens, corrections included, follow the checker's own distribution, which is in Draft.probs
+    (invariant 1).
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class CheckedDrafter:
             return limits
         say_once(
             self.checker.runner.model,
-            f"level {self.name} reaches {self.max_positions} tokens only: it rests on longer rows (said once)",
+            f"level {self.name} has only {self.max_positions} positions: no drafts for longer rows (warned once)",
         )
         return [limit if ok else 0 for limit, ok in zip(limits, fits, strict=True)]
 
@@ -186,10 +185,10 @@ class CheckedDrafter:
 
 
 def engine_checks(settled: Rows, checks: list[int]) -> Iterator[tuple[list[int], list[int], list[bool]]]:
-    """The rounds inside one call of an engine, as `OnCheck` is told of them.
+    """The rounds inside one call of an engine, in the form of `OnCheck`.
 
-    checks: (drafted, accepted) of every row and round behind each other; a row takes part until what it settled, one
-    token more than it accepted in each round, is all that was handed up.
+    checks: (drafted, accepted) of every row and round, concatenated; a row takes part until its committed tokens, one
+    more than it accepted in each round, are all that was proposed.
     """
     pairs = iter(zip(checks[::2], checks[1::2], strict=True))
     left = [len(row) for row in settled]

@@ -40,10 +40,10 @@ class Verdict:
 
 @dataclass(eq=False)
 class Checker:
-    """A level that can judge: the target of `decode`, and the upper half of every `CheckedDrafter`.
+    """A level that can check drafts: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
-    keep_logits: verdicts carry logits and scores even where nothing of the check needs them.
-    on_check: told of every check, also of those inside the engine; None: nobody listens.
+    keep_logits: verdicts carry logits and scores even if the check does not need them.
+    on_check: called for every check, also those inside the engine; None: no callback.
     """
 
     runner: Engine
@@ -145,7 +145,7 @@ class Checker:
 
 
 def roll_back(runner: Engine, lengths: list[int]) -> None:
-    """No more than `lengths[r]` slots of row r are valid; nothing is copied (law 4)."""
+    """No more than `lengths[r]` slots of row r are valid; nothing is copied (invariant 4)."""
     runner.lengths = [min(have, valid) for have, valid in zip(runner.lengths, lengths, strict=True)]
 
 

@@ -20,9 +20,9 @@ class Draft:
 
     tokens:  int64 ``[batch, k]``; row r's entries from ``lengths[r]`` on are padding (any id the checker can embed).
     lengths: per row the number of proposed tokens, 0..k.
-    probs:   float32 ``[batch, k, vocab]``: the distribution each token was really drawn from (law 1), or None where
+    probs:   float32 ``[batch, k, vocab]``: the distribution each token was drawn from (invariant 1), or None where
              every token is a point mass, as for greedy and lookup drafts.
-    scores:  what the engine of the level above said of row and draft in the call that made it, or None: not asked yet.
+    scores:  scores of row and draft by the engine of the level above, if the call that drafted computed them.
     """
 
     tokens: Tensor
@@ -61,19 +61,19 @@ class Drafter(Protocol):
     stats: LevelStats
 
     def start(self, batch: int, device: torch.device) -> None:
-        """Forget every earlier sequence; `batch` rows follow, drafts go to `device`."""
+        """Forget all earlier sequences; `batch` rows follow, draft tensors are on `device`."""
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        """Propose at most `limits[r]` tokens after row r; `rows` comes back unchanged."""
+        """Propose at most `limits[r]` tokens after row r (token ids); `rows` must be unchanged afterwards."""
 
     def rollback(self, lengths: list[int]) -> None:
-        """Of row r followed by its proposal, the first `lengths[r]` tokens are valid."""
+        """The first `lengths[r]` tokens of row r followed by its proposal are valid, the others were rejected."""
 
     def select(self, keep: list[int]) -> None:
-        """Go on with the rows of these indices only, in this order."""
+        """Continue with the rows of these indices only, in this order."""
 
     def admit(self, count: int) -> None:
-        """`count` rows join behind the others; nothing is known of them before they are proposed for."""
+        """Append `count` new rows, whose tokens come with the next `propose`."""
 
     def replace(self, row: int) -> None:
-        """Row `row` ended, and another one, of which nothing is known, takes its place."""
+        """Row `row` ended; a new row takes its place, whose tokens come with the next `propose`."""

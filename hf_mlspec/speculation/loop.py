@@ -46,13 +46,12 @@ def decode(
 
 @dataclass(eq=False)
 class Loop:
-    """The rows a chain is working on, and the rounds in which they gain tokens.
+    """The rows that a chain is decoding, and the rounds in which they gain tokens.
 
-    stop, ends: a row ends where `stop` says so; without it behind the first token it gains of `ends`. Either way it
-        ends at the length it may reach.
-    emit: told of every round; None: nobody listens.
-    rows, numbers, lengths: of every row its tokens, the number that `stop` and `emit` know it by, and the length it
-        may reach.
+    stop, ends: a row ends when `stop` says so; without `stop` after the first token it gains of `ends`. Either way it
+        ends at its maximal length.
+    emit: called after every round; None: no callback.
+    rows, numbers, lengths: for every row its tokens, its number for `stop` and `emit`, and its maximal length.
     """
 
     rounds: Rounds

@@ -1,12 +1,12 @@
-"""How are tokens taken where every row of a batch was asked for something else, and must not notice its neighbours?
+"""How are tokens chosen if every row has its own settings and must not depend on other rows?
 
-A row that samples takes, at each position, the largest of score + Gumbel noise: a draw from the softmax of the scores
-(Gumbel 1954). The noise of a position is drawn once, by the row's own generator, and every level of the chain uses it:
-a draft is then a guess at what the target will take with the same noise, and a check accepts what it would have taken
-itself. So the target's tokens follow its own distribution exactly, and depend on nothing but its scores and the seed:
-not on the levels below, nor on the rows beside ("drafter-invariant" speculative decoding, Daliri, Musco and Suresh
-2024, arXiv 2408.07978; the price is a somewhat lower acceptance than with independent draws, at worst
-(1 - d) / (1 + d) for distributions d apart in total variation, where those accept 1 - d).
+A row that samples chooses, at each position, the largest of score + Gumbel noise: a draw from the softmax of the
+scores (Gumbel 1954). The noise of a position is drawn once, by the row's own generator, and every level of the chain
+uses it: a draft is then a guess at what the target will choose with the same noise, and a check accepts the tokens it
+would have chosen itself. So the target's tokens follow its own distribution exactly, and depend only on its scores and
+the seed: not on the levels below, nor on other rows ("drafter-invariant" speculative decoding, Daliri, Musco and
+Suresh 2024, arXiv 2408.07978; the price is a somewhat lower acceptance than with independent draws, at worst (1 - d) /
+(1 + d) for distributions d apart in total variation, where those accept 1 - d).
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class GumbelNoise:
 
 
 class RowRule:
-    """How the tokens of one row are taken, at every level that speaks the target's vocabulary.
+    """How the tokens of one row are chosen, at every level with the target's vocabulary.
 
     noise: None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
-    error: why the target cannot take token number `failed_at` (a processor of the row raised, or its logits are NaN):
-        that token and those behind it mean nothing. Where the guesses before it are refused, nobody needed them.
+    error: why the target cannot choose token number `failed_at` (a processor of the row raised, or its logits are
+        NaN): that token and later ones mean nothing. If earlier tokens of the draft are rejected, the error does not
+        matter.
     """
 
     def __init__(

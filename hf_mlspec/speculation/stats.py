@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 class LevelStats:
     """Counts of one level over a call of generate; tokens are summed over the rows of the batch.
 
-    drafted:  tokens handed to the level above.
-    accepted: drafted tokens the level above kept.
+    drafted:  tokens proposed to the level above.
+    accepted: drafted tokens that the level above accepted.
     tested:   drafted tokens whose verdict is known: the accepted ones and the first rejected one of each row and
         round.
     rounds:   calls of `propose`.
     forwards: model forward passes of this level (0 for lookups).
-    seconds:  wall time inside those forward passes, or inside the lookup; prefill_seconds: of it before the target's
-        first pass was settled.
-    cache_bytes: keys and values this level held when it ended; 0 where it drafts in the target's cache.
+    seconds:  wall time inside those forward passes, or inside the lookup; prefill_seconds: the part of it before the
+        target's first pass ended.
+    cache_bytes: keys and values this level held at the end; 0 if it drafts in the target's cache.
     """
 
     name: str
@@ -32,7 +32,7 @@ class LevelStats:
 
     @property
     def acceptance(self) -> float:
-        """Probability that a drafted token is kept, given that all before it were: accepted / tested."""
+        """Probability that a drafted token is accepted, given that all before it were: accepted / tested."""
         return self.accepted / self.tested if self.tested else 0.0
 
     def settle(self, drafted: list[int], accepted: list[int]) -> None:
@@ -43,26 +43,26 @@ class LevelStats:
             self.tested += a + (a < d)
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counts to zero."""
         self.__init__(self.name)  # type: ignore[misc]
 
 
 @dataclass
 class SpeculationStats:
-    """What `.speculation` of a generate output and `hf_mlspec.last_stats(model)` hold.
+    """Counts of one call: `.speculation` of a generate output, and `hf_mlspec.last_stats(model)`.
 
-    levels:        from the level the target checks down to the smallest.
+    levels:        from the level below the target down to the smallest.
     new_tokens:    tokens generated, summed over rows, end-of-sequence tokens included.
     target_passes: forward passes of the target, prefill included.
-    row_passes:    the same counted per unfinished row; with batch 1 both are equal.
+    row_passes:    the same counted per unfinished row; at batch 1 both are equal.
     seconds:       wall time of the whole decoding loop; target_seconds: inside the target's forward passes.
     target_cache_bytes: keys and values of the target when the last row ended.
-    prefill_seconds: wall time until every row had its first tokens; prefill_target_seconds: inside the target's pass
-        of it; prefill_draft_seconds: inside the forward passes of the level below it, which drafts before it where it
-        has a cache of its own; prefill_tokens: what that pass settled. Decode-only numbers leave these out.
-    capture_seconds: wall time of capturing rounds as CUDA graphs; a kept graph costs none. Where rounds were captured
-        target_seconds is the device's time for whole rounds, those of the levels are 0, and prefill is the first round
-        with the prefill of every level.
+    prefill_seconds: wall time until every row had its first tokens; prefill_target_seconds: the target's forward pass
+        in it; prefill_draft_seconds: forward passes of the level below, which drafts before it if it has its own
+        cache; prefill_tokens: tokens committed by that pass. Decode-only figures exclude these.
+    capture_seconds: wall time of capturing rounds as CUDA graphs; 0 if the graphs were kept from an earlier call. With
+        captured rounds target_seconds is the device time of whole rounds, that of the levels is 0, and prefill is the
+        first round with the prefill of every level.
     """
 
     levels: list[LevelStats] = field(default_factory=list)
@@ -84,24 +84,24 @@ class SpeculationStats:
         self.row_passes += rows
 
     def settled(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
-        """So long after the start the tokens of a pass were settled; up to the first of them it is the prefill."""
+        """The seconds from the start to the commit of a pass; the first commit ends the prefill."""
         if self.target_passes == 1:
             self.prefilled(seconds, target_seconds, draft_seconds)
 
     def prefilled(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
-        """What was spent and settled so far is the prefill."""
+        """The time and tokens so far are the prefill."""
         self.prefill_seconds, self.prefill_target_seconds = seconds, target_seconds
         self.prefill_draft_seconds = draft_seconds
         self.prefill_tokens = self.new_tokens
 
     @property
     def tokens_per_target_pass(self) -> float:
-        """Tokens a row gains with each forward pass of the target; 1.0 without speculation."""
+        """Tokens per row and forward pass of the target; 1.0 without speculation."""
         return self.new_tokens / self.row_passes if self.row_passes else 0.0
 
     @property
     def seconds_outside_forwards(self) -> float:
-        """Wall time of the loop spent in no level's forward pass or lookup."""
+        """Wall time of the loop outside all forward passes and lookups."""
         return self.seconds - self.target_seconds - sum(level.seconds for level in self.levels)
 
     def to_dict(self) -> dict:

@@ -179,7 +179,7 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(monkeypatch, laun
     out = target.generate(**inputs, **{**OPTIONS, "max_new_tokens": 120}, assistant_models=chains(draft)[chain])
     assert torch.equal(out, alone)
     assert launched
-    assert caplog.text.count("goes on step by step: no memory for 512 tokens in each of 2 rows (CUDA out of") == 1
+    assert caplog.text.count("continues step by step: no memory for 512 tokens in each of 2 rows (CUDA out of") == 1
     assert not state_of(target).chains
 
 
@@ -200,7 +200,7 @@ def test_a_device_that_is_really_full(caplog):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.equal(out, expected)
-    assert "rounds run step by step: no memory to capture them for 64 rows of 4096 tokens" in caplog.text
+    assert "rounds run step by step: not enough memory to capture them for 64 rows of 4096 tokens" in caplog.text
 
 
 def test_calls_on_one_stream_after_the_other(target, draft):
@@ -260,7 +260,7 @@ def test_without_memory_rounds_run_step_by_step_and_what_was_taken_is_free(monke
 
     monkeypatch.setattr(RoundGraphs, "capture", full)
     assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_models=[draft]), expected)
-    said = [record.getMessage() for record in caplog.records if "no memory to capture" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "not enough memory to capture" in record.getMessage()]
     assert len(said) == 1
     assert "Tried to allocate 99 GiB" in said[0]
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
@@ -271,7 +271,7 @@ def test_without_memory_rounds_run_step_by_step_and_what_was_taken_is_free(monke
     ({"repetition_penalty": 1.3}, "read the tokens before a position"),
     ({"output_scores": True, "return_dict_in_generate": True}, "scores or logits are returned"),
     ({"do_sample": True, "eta_cutoff": 0.01}, "on the host"),
-    ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is no model"),
+    ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is not a model"),
 ])  # fmt: skip
 def test_what_is_not_captured_runs_step_by_step_and_says_why_once(launched, target, draft, settings, words, caplog):
     inputs = asked([9, 4])

@@ -113,4 +113,4 @@ def test_without_memory_steps_run_uncaptured_and_it_is_said(decoder, monkeypatch
         given = operands(2, 1, seed)
         expected = decoder.forward(*given, kv.clone())
         assert torch.equal(steps.forward(*given, kv, pick=None, bits=OWN_BITS), expected)
-    assert caplog.text.count("steps of 2 rows are launched kernel by kernel: no memory to capture them") == 1
+    assert caplog.text.count("steps of 2 rows are launched kernel by kernel: not enough memory to capture them") == 1

@@ -171,7 +171,7 @@ def test_a_served_head_stays_tied(tiny_model):
 
 
 def test_a_linear_alone_is_no_model_to_prepare():
-    with pytest.raises(ValueError, match="a single Linear is no model"):
+    with pytest.raises(ValueError, match="a single Linear is a layer"):
         hf_mlspec.prepare(nn.Linear(32, 32).eval(), engine="modules")
 
 

@@ -192,8 +192,8 @@ def test_a_document_with_its_own_digest_that_is_none_is_refused(made, tmp_path, 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no JSON document"), ("{", "no JSON document"), ("[]", "its schema is None"), ("3", "its schema is None"),
     ('{"schema": "mlspec-trace/1"}', "its schema is 'mlspec-trace/1'"), ("[" * 10**5, "no JSON document"),
-    ('{"schema": "mlspec-certificate/1", "x": NaN}', "NaN is no number"),
-    ('{"schema": "mlspec-certificate/1", "result": 1, "result": 2}', "'result' is there twice")])
+    ('{"schema": "mlspec-certificate/1", "x": NaN}', "NaN is not a JSON number"),
+    ('{"schema": "mlspec-certificate/1", "result": 1, "result": 2}', "'result' occurs twice")])
 def test_another_document_is_refused(tmp_path, text, message):
     (tmp_path / "c.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
@@ -409,7 +409,7 @@ def test_a_failing_write_leaves_the_earlier_file(made, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["weights", '{"schema": "mlspec-trace/1"}', ""])
 def test_only_a_certificate_is_overwritten(made, tmp_path, content):
-    said = r"model\.safetensors' is there and no certificate"
+    said = r"model\.safetensors' exists and is not a certificate"
     refused_and_kept(made.save, tmp_path / "model.safetensors", content, said)
 
 

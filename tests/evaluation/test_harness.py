@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_cut_on_the_left_and_said_once(saved_model, alone, 
     with caplog.at_level(logging.WARNING, logger="hf_mlspec"):
         cut, short = ask(lm, "generate_until", [(text, gen_kwargs), ("ab", gen_kwargs)])
     said = [record.getMessage() for record in caplog.records if record.name.startswith("hf_mlspec.evaluation")]
-    assert said == ["1 of 2 prompts do not fit max_length=40 beside their new tokens: 20 tokens were cut off on the "
+    assert said == ["1 of 2 prompts do not fit max_length=40 with their new tokens: 20 tokens were cut off on the "
                     "left, at most 20 of one"]
     assert [cut, short] == ask(alone[0], "generate_until", [(text[20:], gen_kwargs), ("ab", gen_kwargs)])
     caplog.clear()

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ({"num_draft_tokens": "8+x"}, "num_draft_tokens is '8\\+x'"),
     ({"num_draft_tokens": "8+4"}, "num_draft_tokens has 2 entries for 1 levels"),
     ({"confidence_threshold": 1.5}, "confidence_threshold is 1.5"),
-    ({"speculation": {}, "max_ngram": 2}, "max_ngram stand beside speculation"),
+    ({"speculation": {}, "max_ngram": 2}, "max_ngram and speculation set the same options"),
     ({"format": "int5"}, "format 'int5' is unknown"),
     ({"group_size": 64}, "group_size=64 without a format"),
     ({"format": "mxfp4", "group_size": 64}, "has no group_size"),
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ({"seed": "x"}, "seed is 'x'"),
     ({"think_end_token": 5}, "think_end_token is 5"),
     ({"journal": "no/such/journal.jsonl"}, "journal is 'no/such/journal.jsonl', and no folder"),
-    ({"levels": "ngram+mxfp4"}, "level 0 \\(ngram\\) checks nothing, so no level can stand below it"),
+    ({"levels": "ngram+mxfp4"}, "level 0 \\(ngram\\) cannot check drafts, so no level can be below it"),
     ({"levels": "tests"}, "level 'tests' cannot be loaded as a causal language model: the folder"),
 ])
 def test_wrong_arguments_are_refused_before_loading(given, words, monkeypatch):

@@ -149,5 +149,5 @@ def test_nothing_to_score(kind):
 def test_references_without_an_answer():
     with pytest.raises(ValueError, match=r"the reference has no \\boxed\{...\}: 'five'"):
         MathMatch().compute(predictions=[r"\boxed{5}"], references=["five"])
-    with pytest.raises(ValueError, match="the reference has no number behind '####': 'five'"):
+    with pytest.raises(ValueError, match="the reference has no number after '####': 'five'"):
         NumberMatch().compute(predictions=["#### 5"], references=["five"])

@@ -88,7 +88,7 @@ BAD = {
     "brackets": ("p.jsonl", b"[" * 100_000, "line 1: .* .jsonl has one object a line"),
     "digits": ("p.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "line 1: JSON that cannot be read .*digits"),
     "no .gz": ("p.jsonl.gz", b'{"prompt": "a"}', "cannot be read: Not a gzipped file"),
-    "half a .gz": ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}')[:-9], "is no whole .gz: .*; fetch it again"),
+    "half a .gz": ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}')[:-9], "not a complete .gz: .*; download it again"),
 }
 
 

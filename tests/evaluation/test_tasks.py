@@ -243,7 +243,7 @@ def test_a_missing_test_file_says_what_to_fetch(task, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no data folder: set MLSPEC_DATA=FOLDER"):
         task()
     monkeypatch.setenv("MLSPEC_DATA", str(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match=r"none .*is no folder"):
+    with pytest.raises(FileNotFoundError, match=r"none .*is not a folder"):
         task()
 
 
@@ -259,7 +259,7 @@ def without(item, field):
 @pytest.mark.parametrize(("task", "name", "content", "error"), [
     (generation.gsm8k, "gsm8k/test.jsonl", [GSM8K[0], without(GSM8K[0], "answer")], "line 2, field 'answer': missing"),
     (generation.gsm8k, "gsm8k/test.jsonl", GSM8K[0] | {"question": 5}, "line 1, field 'question': int, expected str"),
-    (generation.gsm8k, "gsm8k/test.jsonl", GSM8K[0] | {"answer": "5"}, "field 'answer': no number behind '####'"),
+    (generation.gsm8k, "gsm8k/test.jsonl", GSM8K[0] | {"answer": "5"}, "field 'answer': no number after '####'"),
     (generation.gsm8k, "gsm8k/train.jsonl", "\n{\n", "train.jsonl, line 2: no JSON object"),
     (generation.gsm8k, "gsm8k/test.jsonl", "[1]\n", "line 1: a list, expected a JSON object"),
     (generation.gsm8k, "gsm8k/test.jsonl", "\n", "holds no items"),
@@ -296,5 +296,5 @@ def test_other_bytes_and_missing_labels(data):
     with pytest.raises(ValueError, match=r"test\.txt, line 2: not UTF-8"):
         texts.wikitext2(data)
     (data / "piqa/valid-labels.lst").unlink()
-    with pytest.raises(FileNotFoundError, match=r"valid-labels\.lst is not beside valid\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"valid-labels\.lst is missing next to valid\.jsonl"):
         choices.piqa(data)

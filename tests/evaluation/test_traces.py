@@ -212,7 +212,7 @@ def refusals(target, draft, trace):
         "batch": ("a batch of 4 needs as many rows, and 3", (target, trace, levels), {"batch_size": 4}),
         "no rows": ("a batch of 1 needs as many rows, and 0", (target, trace, levels), {"rows": []}),
         "batch 0": ("batch_size is 0", (target, trace, levels), {"batch_size": 0}),
-        "25 tokens": ("was recorded with 24 and knows of no more", (target, trace, levels), {"max_new_tokens": 25}),
+        "25 tokens": ("was recorded with 24; use 1 to that many", (target, trace, levels), {"max_new_tokens": 25}),
         "0 tokens": ("max_new_tokens is 0", (target, trace, levels), {"max_new_tokens": 0}),
         "short target": ("and the target has 20", (short, trace, levels), {}),
         "short level": (r"needs 3\d positions .* and LlamaForCausalLM has 20", (target, trace, ["mxfp4", short]), {}),

@@ -155,7 +155,7 @@ def test_the_largest_scale_and_the_first_beyond_it(symmetric):
     assert int4.dequantize(packed, scales, zeros).eq(largest).all()
     weight = torch.ones(300, 4096)
     weight[290, 65] = -largest * 1.001
-    with pytest.raises(ValueError, match=r"row 290, group 2 reaches from -\d+ to 1 and needs .* 655\d\d.*65504"):
+    with pytest.raises(ValueError, match=r"row 290, group 2 ranges from -\d+ to 1 and needs .* 655\d\d.*65504"):
         int4.quantize(weight, 32, symmetric)
     with pytest.raises(ValueError, match=r"row 0, group 0 .*float16 ends at 65504"):
         int4.quantize(torch.tensor([[3e38, -3e38] * 16]), 32, symmetric)

@@ -74,7 +74,7 @@ LEVELS = {
     "an odd number of layers": (["early_exit:²"], ValueError, r"takes a number of layers"),
     "no layers": (["early_exit:0"], ValueError, r"num_layers is 0, LlamaForCausalLM has 2: choose 1 to 1"),
     "all layers": (["early_exit:2"], ValueError, r"num_layers is 2, LlamaForCausalLM has 2: choose 1 to 1"),
-    "a lookup in the middle": (["prompt_lookup", NEAR], ValueError, r"level 0 \(prompt_lookup\) checks nothing.*last"),
+    "a lookup in the middle": (["prompt_lookup", NEAR], ValueError, r"level 0 \(prompt_lookup\) cannot check.*last"),
     "one model, no list": (NEAR, TypeError, r"takes a list of levels, got LlamaForCausalLM.*\[level, ...\]"),
     "one word, no list": ("mxfp4", TypeError, r"takes a list of levels, got str"),
     "a generator": ((level for level in [NEAR]), TypeError, r"takes a list of levels, got generator"),
@@ -134,7 +134,7 @@ def test_a_class_with_a_generate_of_its_own():
 
     model = tiny()
     model.__class__ = Own
-    with pytest.raises(ValueError, match=r"Own has a generate method of its own.*leave assistant_models out"):
+    with pytest.raises(ValueError, match=r"Own overrides generate.*leave assistant_models out"):
         model.generate(**INPUTS, assistant_models=["early_exit:1"])
 
 

@@ -152,7 +152,7 @@ def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypat
     for _ in range(2):
         out = target.generate(**ONE, **OPTIONS, assistant_models=[draft])
     assert torch.equal(out, stepwise(target, ONE))
-    assert len(said(caplog, "no memory to capture them for 1 rows of 256 tokens")) == 1
+    assert len(said(caplog, "not enough memory to capture them for 1 rows of 256 tokens")) == 1
     assert not state_of(target).chains
     assert not rounds
 
@@ -171,7 +171,7 @@ def test_without_memory_for_fewer_rows_the_larger_rounds_go_on(target, draft, ca
     out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[draft])
     assert torch.equal(out, alone)
     assert set(rounds) == {4}
-    assert said(caplog, "those of 4 rows go on")
+    assert said(caplog, "graphs of 4 rows are used")
 
 
 def test_a_call_that_fails_leaves_nothing_behind(target, draft, monkeypatch):
@@ -258,8 +258,8 @@ REFUSED = {
     "scores": ({"output_scores": True, "return_dict_in_generate": True}, "scores or logits are returned"),
     "eta": ({"do_sample": True, "eta_cutoff": 0.01}, "eta_cutoff looks at its probabilities on the host"),
     "long drafts": ({"speculation_config": {"num_draft_tokens": 256}}, "a round has 257 passes, at most 256 are"),
-    "lookup": ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is no model"),
-    "draft, lookup": ({"assistant_models": ["mxfp4", "ngram"]}, "level ngram is no model"),
+    "lookup": ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is not a model"),
+    "draft, lookup": ({"assistant_models": ["mxfp4", "ngram"]}, "level ngram is not a model"),
 }
 
 

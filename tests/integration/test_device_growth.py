@@ -79,7 +79,7 @@ def test_without_memory_for_more_slots_rows_go_on_step_by_step(
     out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=levels[chain])
     assert torch.equal(out, alone)
     assert rounds
-    message = "LlamaForCausalLM goes on step by step: no memory for 512 tokens in each of 4 rows (CUDA out of memory."
+    message = "ForCausalLM continues step by step: no memory for 512 tokens in each of 4 rows (CUDA out of memory."
     assert caplog.text.count(message) == 1
     assert not state_of(target).chains
     stats = hf_mlspec.last_stats(target)

@@ -91,7 +91,7 @@ def test_a_path_object_is_a_folder_whatever_its_name(tmp_path, monkeypatch):
     assert [parse_level(level).cast for level in levels] == [None] * 8 + ["mxfp4"]
     assert [Path(parse_level(level).path) for level in levels[:7]] == [*map(Path, named), tmp_path]
     for missing in (tmp_path / "none", Path("someone/a-model"), Path("planes4")):
-        with pytest.raises(ValueError, match=r"level PosixPath.* is no existing folder; a word or a hub name"):
+        with pytest.raises(ValueError, match=r"level PosixPath.* is not an existing folder; pass a word"):
             as_words([missing])
 
 
@@ -309,7 +309,7 @@ def test_a_draft_of_few_positions_slides_its_window(target, caplog, positions):
     assert rows[:, 20:].tolist() == alone(target, batch, max_new_tokens=20, eos_token_id=None)
     if positions > 1:
         assert stats.levels[0].drafted > 0
-        assert [f"at most {positions} tokens" in record.getMessage() for record in caplog.records] == [True]
+        assert [f"only {positions} positions" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("lengths", [[10], [3, 20, 9], [30, 14, 2]])
@@ -325,7 +325,7 @@ def test_learned_positions_are_never_left(lengths, caplog):
         )  # fmt: skip
         assert out[:, max(lengths) :].tolist() == reference
     # A level that checks cannot slide: what it holds of a row would no longer be the row.
-    assert any("reaches 16 tokens only: it rests" in record.getMessage() for record in caplog.records)
+    assert any("has only 16 positions: no drafts" in record.getMessage() for record in caplog.records)
 
 
 def test_the_targets_last_position_is_used():

@@ -79,7 +79,7 @@ def test_unnest_gives_weights_of_the_models_dtype(model):
 
 def test_a_cast_beside_nested_weights_is_not_unnested(model):
     draft = hf_mlspec.direct_cast(hf_mlspec.nest(model), "mxfp4", cast_head=False)
-    with pytest.raises(ValueError, match="holds a Mxfp4Linear beside nested weights, it is a cast: unnest the model"):
+    with pytest.raises(ValueError, match="holds a Mxfp4Linear and nested weights, as a cast does: unnest"):
         hf_mlspec.unnest(draft)
     assert draft.config.quantization_config.format == "mxfp4"
 

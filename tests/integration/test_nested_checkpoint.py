@@ -155,7 +155,7 @@ def test_a_draft_of_a_nested_model_is_saved_whole(dense, tmp_path):
 def test_what_cannot_be_nested_while_loading(dense, tmp_path):
     with pytest.raises(ValueError, match=r"is to be loaded in torch\.float32: load it with dtype"):
         load(dense, MLSpecConfig("nested-bf16"), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"skip_modules: 'dwn_proj' fits no module .* did you mean down_proj"):
+    with pytest.raises(ValueError, match=r"skip_modules: 'dwn_proj' matches no module .* did you mean down_proj"):
         load(dense, MLSpecConfig("nested-bf16", skip_modules=["dwn_proj"]))
     with pytest.raises(ValueError, match=r"skip_modules=\['\.\*'\] keeps every nn.Linear of .* plain, all \d+: leave"):
         load(dense, MLSpecConfig("nested-bf16", skip_modules=[".*"]))

@@ -200,7 +200,7 @@ def test_the_progress_bar_counts_tensors_and_can_be_disabled(folders, monkeypatc
 
 
 def test_modules_that_cannot_be_packed_are_named_once(folders):
-    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel: these modules are not packed and stay wide: 8 Conv1D"), \
+    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel: modules that are not packed: 8 Conv1D"), \
             pytest.raises(ValueError, match="holds no layer that can be packed"):
         load(folders("gpt2"), FORMATS["int4"])
 
@@ -264,13 +264,13 @@ def nothing_read(monkeypatch):
 @pytest.mark.parametrize(("settings", "options", "message"), [
     ({"format": "int4"}, {},
      r"int4 with group_size=128 does not divide the in_features of 14 layers of LlamaForCausalLM, the first is "
-     r"model\.layers\.0\.self_attn\.q_proj with in_features 32 = 0 x 128 \+ 32: use group_size=32, or keep"),
+     r"model\.layers\.0\.self_attn\.q_proj with in_features 32 = 0 x 128 \+ 32: use group_size=32, or leave"),
     ({"format": "int4", "group_size": 32}, {"intermediate_size": 72},
-     r"2 layers .* model\.layers\.0\.mlp\.down_proj with in_features 72 = 2 x 32 \+ 8: keep them wide with "
+     r"2 layers .* model\.layers\.0\.mlp\.down_proj with in_features 72 = 2 x 32 \+ 8: leave them unpacked with "
      r"skip_modules=\['mlp\.down_proj'\]"),
     ({}, {"intermediate_size": 72}, r"mxfp4, in blocks of 32, does not divide .* in_features 72"),
-    ({"skip_modules": ["dwn_proj"]}, {}, r"'dwn_proj' fits no module of LlamaForCausalLM; did you mean down_proj"),
-    ({"skip_modules": ["("]}, {}, r"skip_modules: '\(' is no regular expression"),
+    ({"skip_modules": ["dwn_proj"]}, {}, r"'dwn_proj' matches no module of LlamaForCausalLM; did you mean down_proj"),
+    ({"skip_modules": ["("]}, {}, r"skip_modules: '\(' is not a regular expression"),
     ({"skip_modules": ["model"]}, {}, r"LlamaForCausalLM holds no layer that can be packed"),
 ], ids=["group", "down", "mxfp4", "typo", "regex", "nothing left"])  # fmt: skip
 def test_settings_that_do_not_fit_the_model(folders, settings, options, message):

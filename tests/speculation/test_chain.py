@@ -126,7 +126,7 @@ def test_rollback_and_select_reach_both_halves():
 def test_rows_beyond_its_positions_rest(caplog):
     level = greedy(max_positions=6)
     assert propose(level, [[0], [0, 1, 2, 3]], [3, 3]) == [[1, 2, 3], []]
-    assert "level cycle reaches 6 tokens only: it rests on longer rows" in caplog.text
+    assert "level cycle has only 6 positions: no drafts for longer rows" in caplog.text
 
 
 def test_depth_is_free():

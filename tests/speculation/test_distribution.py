@@ -55,7 +55,7 @@ def test_chain_keeps_the_targets_distribution(name):
 
 
 class WithoutCorrections(CheckedDrafter):
-    """Breaks law 1: hands up the accepted tokens only, with the checker's probabilities."""
+    """Breaks invariant 1: hands up the accepted tokens only, with the checker's probabilities."""
 
     def _round(self, seen: Rows, limits: list[int], alive: list[bool]) -> Verdict:
         verdict = super()._round(seen, limits, alive)
@@ -65,7 +65,7 @@ class WithoutCorrections(CheckedDrafter):
 
 
 class ForgetfulDrafter(ModelDrafter):
-    """Breaks law 6: takes back the token whose own probability was below the threshold."""
+    """Breaks invariant 6: takes back the token whose own probability was below the threshold."""
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
         draft = super().propose(rows, limits)

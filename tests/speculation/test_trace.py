@@ -187,13 +187,13 @@ BAD_ROWS = {
     "more accepted than drafted": ([[0, 0], [2, 3]], 1, r"row 0, round 1: 3 of 2 drafted tokens accepted"),
     "negative": ([[0, 0], [4, -1]], 1, "-1 of 4"),
     "longer than asked": ([[0, 0], [7, 3]], 1, "a draft holds at most 6"),
-    "too few tokens": ([[0, 0]], 1, "5 new tokens, but its 1 rounds settle 1"),
-    "rounds after the end": ([[6, 4], [1, 0]], 1, "settle 6, 5 of them before the last"),
-    "no rounds": ([], 1, "its 0 rounds settle 0"),
-    "inner sum": ([[0, 0], [6, 3, [[2, 2], [4, 1]]]], 2, "6 tokens drafted, but its inner rounds settle 5"),
-    "no inner rounds": ([[0, 0], [6, 3]], 2, "inner rounds settle 0"),
+    "too few tokens": ([[0, 0]], 1, "5 new tokens, but its 1 rounds commit 1"),
+    "rounds after the end": ([[6, 4], [1, 0]], 1, "commit 6, 5 of them before the last"),
+    "no rounds": ([], 1, "its 0 rounds commit 0"),
+    "inner sum": ([[0, 0], [6, 3, [[2, 2], [4, 1]]]], 2, "6 tokens drafted, but its inner rounds commit 5"),
+    "no inner rounds": ([[0, 0], [6, 3]], 2, "inner rounds commit 0"),
     "inner verdict": ([[0, 0], [6, 3, [[1, 2], [4, 2]]]], 2, "row 0, round 1, inner round 0: 2 of 1"),
-    "inner rounds of the last": ([[0, 0], [6, 3, [[2, 2], [4, 2]]]], 1, "no level stands below"),
+    "inner rounds of the last": ([[0, 0], [6, 3, [[2, 2], [4, 2]]]], 1, "there is no level below"),
     "drafts of nobody": ([[0, 0], [6, 3]], 0, "holds at most 0"),
     "a float": ([[0, 0], [6, 3.0]], 1, r"row 0, round 1 is \[6, 3.0\], no \[drafted, accepted\]"),
     "a word": ([[0, 0], "six"], 1, 'is "six", no'),
@@ -210,7 +210,7 @@ def test_rounds_that_cannot_be_are_refused(found, depth, words):
 
 
 BAD_HEADS = {
-    "no trace": ([], "no trace"),
+    "no trace": ([], "is not a trace"),
     "no schema": ({"rows": []}, 'has no "schema"'),
     "another version": ({"schema": "mlspec-trace/2"}, f"is 'mlspec-trace/2', this version reads '{SCHEMA}'"),
     "nothing else": ({"schema": SCHEMA}, "the trace has no 'data'"),

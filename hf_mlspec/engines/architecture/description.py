@@ -1,8 +1,8 @@
 """The form in which an architecture is described to the decoders: what its layers compute, and where its parts are.
 
 A description holds words, names of attributes and places in a model's tree, no numbers and no code: sizes, scales and
-weights are read from the model itself. Every field can say more than the decoders do today; `not_served` names the
-first one that asks for something they do not have.
+weights are read from the model itself. Fields have more values than the decoders support today; `not_served` names the
+first one that they do not support.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ LINEARS = tuple(dict.fromkeys((*SEPARATE, *FUSED)))
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """One class of models. ValueError for a word or a name of a part that does not exist.
+    """One class of models. Raises ValueError for an unknown word or part.
 
-    What no field says is read from the weights: a linear with a bias adds it, a head that is tied to the embedding
+    Everything else is read from the weights: a linear with a bias adds it, a head that is tied to the embedding
     reads the same tensor, and as many elements of a head are rotated as the rotary tables have.
 
-    class_name: of the model. package: what the name of the module begins with that defines this class, and the
-    classes of its parts where they are not transformers' own.
+    class_name: of the model. package: the beginning of the module name of this class, and of the
+    classes of its parts, if they are not transformers' own.
     norm: "rms" multiplies by the weight, "rms plus one" by 1 + weight (Gemma). Not yet "layer": mean and bias (GPT-2,
     Cohere).
-    norms: places in a layer, by where they act. "attention", "mlp": on what these read; both decoders need the two.
-    "attention_out", "mlp_out": on what these add, before it is added. All four are Gemma's sandwich; the last two
-    alone, not yet, OLMo 2's. "q", "k": on queries and keys before they are rotated.
+    norms: places in a layer, by what they normalize. "attention", "mlp": their input; both decoders need these two.
+    "attention_out", "mlp_out": their output, before it is added. Gemma has all four; the last two alone (OLMo 2) are
+    not supported yet. "q", "k": queries and keys before they are rotated.
     head_norms: whether q and k are normed "per head" or, not yet, over "all heads" at once (OLMo 2).
-    residual: "sequential": the MLP reads what attention has been added to; not yet "parallel": both read one norm
+    residual: "sequential": the MLP reads the sum with attention; not yet "parallel": both read one norm
     (Cohere).
-    linears: places in a layer: q, k, v or all three as qkv; o; gate, up or both, one behind the other, as gate_up;
+    linears: places in a layer: q, k, v or all three as qkv; o; gate, up or both, concatenated, as gate_up;
     down. The decoders take all separate (SEPARATE's names) or both fused (FUSED's); not yet one of the two (GLM-4).
     mlp: "gated": down(activation(gate) * up); not yet "plain": down(activation(up)) (GPT-2), nor "experts".
     attention: the place in a layer whose attributes are named below.
@@ -70,9 +70,9 @@ class Description:
     positions: "rotary": one table for all layers; "rotary by layer type": one for each (Gemma 3); not yet "learned"
     (GPT-2). rotation: an element and the one half a head further ("halves"), or its neighbour ("pairs", not yet:
     Cohere, GLM-4). layers_without_rotary: not yet; the config entry with a flag per layer (SmolLM3).
-    windows: config.sliding_window counts in no layer, in every layer (Mistral), or "by layer type": where
+    windows: config.sliding_window applies in no layer, in every layer (Mistral), or "by layer type": where
     config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
-    sinks: not yet; the place in a layer of a logit per head that takes part in the softmax (gpt-oss).
+    sinks: not yet; the place in a layer of a logit per head that is part of the softmax (gpt-oss).
     embedding_scale: "root of hidden": embed_scale of the table where it has one, else sqrt(hidden), in the weights'
     dtype (Gemma); not yet "embedding_multiplier" (Granite).
     attention_scale, attention_softcap: attributes of the attention; a cap of None there is no cap.

@@ -116,7 +116,9 @@ def require_format(weight: Tensor, name: str) -> None:
 
 
 def require_known(model: nn.Module, device: torch.device = CPU) -> None:
-    """UnknownArchitecture unless a compiled decoder on ``device`` runs this class, as it stands, where it stands."""
+    """Raise UnknownArchitecture unless a compiled decoder on ``device`` runs this class in its present state and
+    place.
+    """
     entry = _described(model)
     asked = not_served(entry)
     if asked is not None:

@@ -41,7 +41,7 @@ class CudaEngine(DecoderRows):
         """Score rows and guesses as `Engine.feed` does: float32 logits `[batch, k + 1, vocab]`.
 
         A row that lacks a token or two is fed them with its guess, and its neighbours are fed as many, which their
-        cache may hold already: it writes the same bits again (law 3).
+        cache may hold already: it writes the same bits again (invariant 3).
         """
         alive, lengths = alive or [True] * len(rows), guess.lengths if guess else [0] * len(rows)
         width = guess.tokens.shape[1] if guess else 0

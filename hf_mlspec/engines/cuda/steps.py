@@ -92,7 +92,8 @@ class CudaSteps:
             if not out_of_memory(error):
                 raise
             self._captures = False
-            say_once(self.model, f"steps of {shape[0]} rows are launched kernel by kernel: no memory to capture them")
+            say_once(self.model, f"steps of {shape[0]} rows are launched kernel by kernel: not enough memory to "
+                                 "capture them")
 
     def _let_go(self, shape: tuple) -> None:
         del self._steps[shape]

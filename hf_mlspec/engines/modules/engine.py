@@ -35,10 +35,10 @@ Forward = Callable[[Tensor, Tensor, object, "slice | Tensor"], Tensor]
 class ModuleEngine(CachedRows):
     """A model's modules over a ragged cache. See `Engine`.
 
-    forward: what computes logits; `bare_forward(model)` or None for the model's own forward.
+    forward: the function that computes logits; `bare_forward(model)` or None for the model's own forward.
     capacity: tokens a row is expected to hold. num_embeddings: ids the model can embed; larger ones (padding rows
-        that only the level above has) are read as the last. num_positions: positions the model knows; only padding
-        beside longer rows, and rows whose logits nobody reads, may lie beyond.
+        that only the level above has) are read as the last. num_positions: positions of the model; only padding
+        and rows whose logits are unused may exceed them.
     """
 
     name = "modules"
@@ -173,7 +173,7 @@ def _own_forward(model: nn.Module) -> Callable:
 def bare_forward(model: nn.Module) -> Forward | None:
     """A function (tokens, positions, cache, kept) -> logits `[batch, kept, vocab]`, or None for other architectures.
 
-    Only exact classes qualify, and only while nobody hooked or replaced their forward: hooks (accelerate's offloading,
+    Only exact classes qualify, and only while their forward is not hooked or replaced: hooks (accelerate's offloading,
     a user's own) must keep firing.
     """
     if type(model) not in PLAIN or _is_altered(model) or _is_altered(model.model):

@@ -47,7 +47,7 @@ def _piqa_items(path: Path, most: int | None = None) -> list[dict[str, Any]]:
     found = [record.check(goal=str, sol1=str, sol2=str) for record in records(path, most)]
     beside = path.with_name(f"{path.stem}-labels.lst")
     if not beside.exists():
-        raise FileNotFoundError(f"{beside} is not beside {path.name}: both are of {_SITE}; 0 or 1 a line")
+        raise FileNotFoundError(f"{beside} is missing next to {path.name}: both are of {_SITE}; 0 or 1 a line")
     golds = labels(beside, ("0", "1"), len(found), exactly=most is None)
     return [{"prompt": f"Question: {record['goal']}\nAnswer:", "gold": gold,
              "choices": [record["sol1"], record["sol2"]]}

@@ -19,11 +19,11 @@ MOST_SHOTS = 64  # examples kept of a train file; nobody asks for more, and trai
 
 @dataclass(frozen=True)
 class Source:
-    """A file that somebody must fetch.
+    """A data file that the user must download.
 
-    names:   where it may lie in the data folder; the first that exists is read.
-    project: whose it is, and its path there.
-    layout:  what it holds.
+    names:   its possible names in the data folder; the first that exists is read.
+    project: the project that publishes it, and its path there.
+    layout:  its format.
     """
 
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ def data_folder(data: str | os.PathLike[str] | None) -> Path:
                          f"belongs into it is in README.md in {Path(__file__).parent}")
     folder = Path(named).expanduser()
     if not folder.is_dir():
-        raise FileNotFoundError(f"the data folder {folder} (MLSPEC_DATA, or \"data\" in the metadata) is no folder")
+        raise FileNotFoundError(f"the data folder {folder} (MLSPEC_DATA, or \"data\" in the metadata) is not a folder")
     return folder
 
 
@@ -95,8 +95,9 @@ def test_split(items: list[dict[str, Any]], path: Path) -> datasets.Dataset:
 
 
 def examples(source: Source, folder: Path, read: Callable[[Path, int], list[dict]]) -> list[dict]:
-    """The first items of the train file, `read(path, most)`, then stand-ins that raise when used: lm-eval would say of
-    a file that is missing or too short neither its name nor what to do."""
+    """The first items of the train file, `read(path, most)`, then placeholders that raise when used: the errors of
+    lm-eval name neither a missing or short file nor the remedy.
+    """
     path = source.find(folder)
     found = [] if path is None else read(path, MOST_SHOTS)
     if path is None:

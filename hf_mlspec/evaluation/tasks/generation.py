@@ -41,7 +41,7 @@ def _gsm8k_items(path: Path, most: int | None = None) -> list[dict[str, str]]:
     found = [record.check(question=str, answer=str) for record in records(path, most)]
     for record in found:
         if marked_number(record["answer"]) is None:
-            raise record.wrong("answer", "no number behind '####'")
+            raise record.wrong("answer", "no number after '####'")
     return [{"prompt": f"Question: {record['question']}\nAnswer:", "target": record["answer"]} for record in found]
 
 

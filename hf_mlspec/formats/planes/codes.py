@@ -72,7 +72,7 @@ def cast_of(planes: int | str) -> Cast:
 
 
 def default_group(planes: int | str) -> int:
-    """Weights that share a scale where nobody says how many: 64 of the words, else 128."""
+    """Weights that share a scale by default: 64 for the words, else 128."""
     return CAST_GROUP if planes in CASTS else GROUP_SIZES[-1]
 
 

@@ -1,4 +1,4 @@
-"""Where does a model named by a folder come from, and what is said when it cannot be had?"""
+"""How is a model loaded from a folder, and which errors does a wrong folder give?"""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def read_tokenizer(path: str, **options: Any) -> transformers.PreTrainedTokenize
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the lists that transformers appends; its type where it says nothing."""
+    """The first line of an error, without the lists that transformers appends; its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -104,9 +104,9 @@ def _one_bar(packing: bool) -> Iterator[None]:
 
 
 def load_level(target: nn.Module, path: str, cast: dict | None):
-    """A model from a folder, in the target's dtype and place, with the tokenizer that lies beside it.
+    """A model from a folder, in the target's dtype and on its device, with the tokenizer of the same folder.
 
-    cast: how `direct_cast` is to be called with it; None leaves it as it is.
+    cast: applies `direct_cast` to it; None leaves it as it is.
     """
     try:
         model = read_model(path, target.dtype)

@@ -1,5 +1,5 @@
-"""Can the target draft for itself, on fewer bits of its own weights or coarser activations? Each no says why, and what
-to do."""
+"""Can the target draft for itself, on fewer bits of its own weights or coarser activations? Errors name the reason and
+the remedy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _QSPEC = "int4"  # whose weights the word "qspec" is meant for
 
 
 def lower_precision(target: nn.Module, word: str, precision: Precision | None) -> Bits:
-    """What a level word reads of the target's weights, and multiplies it by.
+    """The weight and activation bits with which a level word reads the target's weights.
 
-    precision: None for the word "qspec", the best that the kernels have for 4-bit weights. "nested" stands for the
-    draft inside nested weights: times int8 activations on a CPU, bfloat16 elsewhere, as "mxfp4" casts. ValueError for
-    a target without packed weights, or with weights of another format, or bits they do not take.
+    precision: None for the word "qspec": the best bits that the kernels have for 4-bit weights. "nested" is the draft
+    inside nested weights: with int8 activations on a CPU, bfloat16 elsewhere, as "mxfp4" casts. Raises ValueError for
+    a target without packed weights, or with weights of another format, or for bits that they do not support.
     """
     switch = _switch(target, word, precision)
     record, finest = switch.record, switch.bit_choices[0]

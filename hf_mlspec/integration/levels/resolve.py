@@ -1,4 +1,4 @@
-"""What is behind a level the user named: which model or table, in whose vocabulary, in whose cache?"""
+"""What does a level word or path stand for: which model or table, which vocabulary, which cache?"""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def _folder_word(path: os.PathLike) -> str:
     text = os.fsdecode(path)
     if not Path(text).is_dir():
         raise ValueError(
-            f"level {path!r} is no existing folder; a word or a hub name is a string, as in 'mxfp4' or 'PATH@mxfp4'"
+            f"level {path!r} is not an existing folder; pass a word or a hub name as a string, as in "
+            "'mxfp4' or 'PATH@mxfp4'"
         )
     text = text if "/" in text else f"./{text}"  # no word has a slash, and none of "PATH@mxfp4" ends with one
     return f"{text}/" if "@" in text else text
@@ -199,7 +200,7 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
         if isinstance(level, Drafter) or (word is not None and word.kind in ("prompt_lookup", "ngram")):
             name = level if isinstance(level, str) else level.name
             raise ValueError(
-                f"level {index} ({name}) checks nothing, so no level can stand below it: put it last, after the "
+                f"level {index} ({name}) cannot check drafts, so no level can be below it: put it last, after the "
                 f"{len(levels) - index - 1} that follow it"
             )
 
@@ -325,20 +326,20 @@ def draws_on_nested(level: str) -> bool:
 
 
 def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
-    """The target, nested in place where a word asks for it and it is not."""
+    """The target, nested in place if a level word needs it and it is not nested yet."""
     if any(map(draws_on_nested, levels)) and not any(map(is_nested, target.modules())):
         nest(target)
     return target
 
 
 def clear(model: nn.Module) -> None:
-    """Free all that is kept for the next call of generate on this model; that call builds anew what it needs.
+    """Free everything kept for the next call of generate on this model; that call builds it again.
 
-    These are the levels that were built from words for it as a target (casts, early exits, loaded models, n-gram
-    tables) with the decoders over them; on a GPU the caches and graphs of captured rounds; its own decoders, and the
-    weights it had on a GPU before it was moved away; what `last_stats` answers; and which warnings were given, so
-    that they come again. A model that was given to `hf_mlspec.prepare` stays prepared and keeps the decoder that fits
-    it. Models that were passed as levels keep what they have: they may serve other targets.
+    This frees the levels built from words for this target (casts, early exits, loaded models, n-gram tables) with
+    their decoders; on a GPU the caches and graphs of captured rounds; the model's own decoders, and GPU weights of a
+    model that was moved away; and the counts of `last_stats`. Warnings already given are given again. A model given to
+    `hf_mlspec.prepare` stays prepared and keeps its valid decoder. Models passed as levels are left alone, as other
+    targets may use them.
     """
     let_go(model)
     drop_outdated(model)

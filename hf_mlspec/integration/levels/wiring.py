@@ -107,7 +107,7 @@ class Wiring:
         return part, _Above(above.tokenizer if same else level.tokenizer, own, in_targets)
 
     def _follow(self, level: Level, engine: Engine, leader: Engine | None) -> Engine | None:
-        """Let a level of the target's shape draft in its checker's cache (law 4); the engine, if it does."""
+        """Let a level of the target's shape draft in its checker's cache (invariant 4); the engine, if it does."""
         if level.bits is not None:
             engine = at_lower_precision(engine, level.bits)
         if leader is None or not (level.shape_of_target and self.config.shared_cache and engine.name == leader.name):
@@ -192,14 +192,13 @@ class Wiring:
 
 
 def require_target_tokenizer(tokenizer, size: int) -> None:
-    """ValueError for a tokenizer that cannot be the target's; one warning for one that hardly is.
+    """Raise ValueError for a tokenizer that cannot be the target's; warn about one that probably is not.
 
-    size: rows of the target's embedding. A tokenizer with more tokens than rows gives ids that the target cannot
-    embed: it is refused. Fewer are the rule, since rows are rounded up, to a multiple of 64 or far beyond; less than
-    half of the rows is no rounding, so it is said once, and goes on, for every id can be computed with. None, and what
-    has no length, is unknown and passes. Tokenizers of levels are not judged: what a level drafts is checked, and ids
-    beyond its rows are read as padding. Nor is that of a target alone (no levels), which reads it for stop strings
-    only, as stock generate does: no id of it is embedded, and a call that transformers serves is not refused.
+    size: rows of the target's embedding. A tokenizer with more tokens than rows has ids that cannot be embedded: an
+    error. Fewer tokens are normal, since rows are rounded up to a multiple of 64 or more; fewer than half of the rows
+    give a warning. A tokenizer that is None or has no length passes. Tokenizers of levels are not tested: drafts are
+    checked, and ids beyond a level's rows are read as padding. Without levels the target's tokenizer only serves stop
+    strings, as in stock generate, and is not tested either.
     """
     if not isinstance(tokenizer, Sized):
         return

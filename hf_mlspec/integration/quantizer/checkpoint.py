@@ -102,9 +102,10 @@ def require_own_shards(*folders: str | Path) -> None:
 
 
 def require_plain(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """The tensors that are stored as they are have the shapes that config.json gives them in ``model``, which has no
-    packed modules yet; ValueError with tensor, file, both shapes and the setting. Asked first because packed modules
-    of wrong sizes say less."""
+    """Check that tensors stored unquantized have the shapes that config.json gives them in ``model``, which has no
+    packed modules yet; ValueError with tensor, file, both shapes and the setting. It comes first because errors about
+    packed modules of wrong sizes are less clear.
+    """
     expected = model.state_dict()
     held = {name: tensor for name, tensor in checkpoint.tensors.items() if name in expected}
     plain = {name: t for name, t in held.items() if t.dtype is not None and t.dtype.is_floating_point}

@@ -1,4 +1,4 @@
-"""How is a model to be quantized, and what does config.json say of one that was?"""
+"""How is a model to be quantized, and what does config.json record of it?"""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ FORMAT_VERSION = 1  # of what is on disk (docs/formats.md); files that do not sa
 
 
 class MLSpecConfig(QuantizationConfigMixin):
-    """Pack a model while it loads, into 4 bits or into planes of which fewer bits can be read, and describe one that
-    was saved.
+    """Quantize a model while it loads, and describe a saved quantized model.
 
         import hf_mlspec
         model = AutoModelForCausalLM.from_pretrained(path, quantization_config=MLSpecConfig(format="int4"))
         model.save_pretrained(folder)  # loads again without a config, bit for bit the same
 
-    Every ``nn.Linear`` becomes a packed layer as soon as its tensor was read (round to nearest, no calibration data),
-    so memory holds the packed model and the tensor at hand, never the wide model. So do the fused expert weights of
-    mixture-of-experts models (mxfp4 and int4). Embeddings, norms, biases, routers and the output head stay as they
-    are.
+    Every ``nn.Linear`` becomes a packed layer as soon as its tensor is read (round to nearest, no calibration data),
+    so memory holds the packed model and the current tensor, never the full-precision model. Fused expert weights of
+    mixture-of-experts models are packed, too (mxfp4 and int4). Embeddings, norms, biases, routers and the output head
+    are not changed.
 
-    format: ``"mxfp4"`` (4.25 bits a weight; blocks of 32 with a power of two), ``"int4"`` (groups with a float16
-        scale; 4.13 bits a weight at ``group_size=128``), ``"nested-bf16"`` (16.25 bits: exact BF16 whose first 4.25
-        bits are a draft; what ``hf_mlspec.nest`` does, output head and tied embedding included, after the model was
-        loaded) or ``"bitplanes"`` (as many bits as planes, and a float16 scale for each group; any number of the first
-        planes is a draft). The bits are drawn in docs/formats.md. ``"nested"`` and ``"planes"`` are read as the
-        latter two; another format that was registered has its own word.
+    format: ``"mxfp4"`` (4.25 bits per weight; blocks of 32 with a power of two), ``"int4"`` (groups with a float16
+        scale; 4.13 bits per weight at ``group_size=128``), ``"nested-bf16"`` (16.25 bits: exact BF16, 4.25 bits of
+        which are a draft; as ``hf_mlspec.nest`` after loading, output head and tied embedding included) or
+        ``"bitplanes"`` (one bit per plane, and a float16 scale per group; any number of the first planes is a draft).
+        docs/formats.md shows the bits. ``"nested"`` and ``"planes"`` are other words for the last two. Registered
+        formats have words of their own.
     group_size: int4 and bitplanes: 32, 64 or 128 weights along in_features share a scale. It must divide the
-        in_features of every layer that is packed (for mxfp4: 32), or loading stops before a tensor is read and names
-        the layer. Layers that blocks of 32 do not divide stay BF16 in nested-bf16, which is said.
+        in_features of every packed layer (for mxfp4: 32); otherwise an error names the layer before a tensor is read.
+        In nested-bf16 layers that 32 does not divide stay BF16, with a warning.
     symmetric: int4 only: codes mean -8 ... 7 times the scale; False stores a zero point per group as well.
-    codebook: nested-bf16 only: the draft's levels, ``"lloyd_max"``, ``"mxfp4"`` or ``"fitted"`` (to each tensor).
+    codebook: nested-bf16 only: magnitudes of the draft, ``"lloyd_max"``, ``"mxfp4"`` or ``"fitted"`` (to each tensor).
     num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/planes/codes.py).
-    activation_bits: what the layers compute with by default: 16 (bfloat16), for mxfp4 and int4 also 8, for int4 also 4
-        (integers, one scale per token and group). It changes no weight: ``hf_mlspec.precision_switch(model)`` changes
-        it at any time.
-    skip_modules: names or patterns of modules to keep wide, as transformers matches them (should_convert_module): the
-        start of a name up to a dot, a regular expression, or the end of a name, such as ``["mlp.down_proj"]``. What
-        transformers keeps by default is kept as well: the output head, what is tied to it, and the last module
-        (``hf_mlspec.direct_cast`` can cast the head). A pattern that fits no module is an error.
+    activation_bits: default bits of the layers' activations: 16 (bfloat16), for mxfp4 and int4 also 8, for int4 also 4
+        (integers, one scale per token and group). It changes no weight; ``hf_mlspec.precision_switch(model)`` can
+        change it at any time.
+    skip_modules: names or patterns of modules that are not packed, as transformers matches them
+        (should_convert_module): the start of a name up to a dot, a regular expression, or the end of a name, such as
+        ``["mlp.down_proj"]``. What transformers skips by default is skipped as well: the output head, modules tied to
+        it, and the last module (``hf_mlspec.direct_cast`` can cast the head). A pattern that matches no module is an
+        error.
     rule: mxfp4 only: the rounding rule, ``"ocp_floor"``, ``"even_bump"`` or ``"ceil"`` (formats/mxfp4.py).
 
-    transform: what the layers do to their inputs first (nn/transforms.py); there is ``"none"``. A model whose layers
-        have another one is saved and loaded with it; it cannot be chosen while a model is quantized.
-    others: the options of formats that were registered beside these.
+    transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
+        layers have another one is saved and loaded with it.
+    others: options of registered formats.
 
-    In config.json are also ``format_version`` and ``modules_to_not_convert``, the full names of the linear layers and
-    experts that were kept: loading packs all others and takes no part in the choice again.
+    config.json also has ``format_version`` and ``modules_to_not_convert``, the full names of the linear layers and
+    experts that were skipped: loading packs exactly the others.
 
-    ValueError, naming the setting and what is possible, for a format, version, rule, group size, activation bits or
-    setting this version does not know, and for a setting that the chosen format does not have.
+    Raises ValueError, naming the setting and the possible values, for an unknown format, version, rule, group size,
+    activation bits or setting, and for a setting that the chosen format does not have.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def _require_activations(bits: int, record: Format) -> int:
     if bits != 16:
         raise ValueError(
             f"MLSpecConfig: activation_bits is {bits!r}, {record.written} weights are multiplied at 16 (bfloat16); "
-            "what a draft reads of them is said by the level"
+            "the level of a draft selects fewer bits"
         )
     return bits
 

@@ -40,7 +40,7 @@ class Quantized:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole model, what was kept wide included."""
+        """Average over the whole model, unpacked weights included."""
         return self.packed_bytes * 8 / self.all_weights
 
 
@@ -49,11 +49,11 @@ def quantize_folder(
     overwrite: bool = False,
 ) -> Quantized:  # fmt: skip
     """Quantize the causal language model in ``source`` (a folder or hub name) while loading it, save it in ``target``,
-    and copy what belongs to its tokenizer.
+    and copy the files of its tokenizer.
 
-    dtype: what stays wide, as from_pretrained takes it. ValueError, before anything is loaded, for a source that is
-    missing or already quantized and a target that is the source, a file, or not empty (without ``overwrite``); OSError
-    where the disk is full. Earlier files of ``target`` stay until all weights are written.
+    dtype: of the tensors that are not packed, as in from_pretrained. Raises ValueError, before anything is loaded, for
+    a source that is missing or already quantized and a target that is the source, a file, or not empty (without
+    ``overwrite``); OSError if the disk is full. Existing files of ``target`` stay until all weights are written.
     """
     require_folder(source)
     _require_free(source, target, overwrite)

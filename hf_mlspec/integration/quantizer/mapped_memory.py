@@ -1,4 +1,4 @@
-"""How does a process let go of a checkpoint's pages that it has read and will not read again?"""
+"""How does a process release the pages of a checkpoint that it will not read again?"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PAGEOUT = 21  # MADV_PAGEOUT of Linux 5.4; Python's mmap module names it only f
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Give back the memory pages of a CPU tensor that lies in a mapped file, as safetensors hands them out.
+    """Release the memory pages of a CPU tensor in a mapped file, as safetensors returns them.
 
-    transformers keeps all files mapped until the last tensor is loaded, so every page that was read counts as this
-    process's memory until then. Nothing is lost: a page that is read again comes from the file again. Memory that is
-    no file's is left alone; elsewhere than on Linux, and where the kernel declines, nothing happens.
+    transformers keeps all files mapped until the last tensor is loaded, so pages that were read count as this
+    process's memory until then. A page that is needed again is read from the file again. Nothing happens for other
+    memory, on systems other than Linux, or if the kernel declines.
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return

@@ -1,4 +1,4 @@
-"""What does README.md say of a packed model that has no model card yet?"""
+"""Which model card does a packed model get if it has none?"""
 
 from __future__ import annotations
 

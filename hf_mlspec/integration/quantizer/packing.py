@@ -1,4 +1,4 @@
-"""Which modules of a model will be packed, and what stands in their place until their tensors are read?"""
+"""Which modules of a model will be packed, and what replaces them until their tensors are read?"""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def _packable(model: nn.Module, config: MLSpecConfig) -> Iterator[tuple[str, nn.
 
 
 def choose_kept(model: PreTrainedModel, config: MLSpecConfig, defaults: list[str]) -> set[str]:
-    """Full names of the modules that could be packed and are to stay wide: what the user's patterns or transformers'
-    ``defaults`` fit.
+    """Full names of the packable modules that are not to be packed: matches of the user's patterns or of transformers'
+    ``defaults``.
 
-    ValueError for a pattern that is no regular expression or fits no module of the model.
+    Raises ValueError for a pattern that is not a regular expression or matches no module of the model.
     """
     patterns = [*(config.skip_modules or ()), *config.modules_to_not_convert]
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
@@ -65,12 +65,12 @@ def _require_fitting(pattern: str, names: list[str], model: str) -> None:
     try:
         fits = any(not should_convert_module(name, [pattern]) for name in names)
     except re.error as error:
-        raise ValueError(f"skip_modules: {pattern!r} is no regular expression ({error})") from error
+        raise ValueError(f"skip_modules: {pattern!r} is not a regular expression ({error})") from error
     if not fits:
         last = sorted({name.rpartition(".")[2] for name in names})
         near = difflib.get_close_matches(pattern.rpartition(".")[2], last, 3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"skip_modules: {pattern!r} fits no module of {model}{hint}")
+        raise ValueError(f"skip_modules: {pattern!r} matches no module of {model}{hint}")
 
 
 def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[str]) -> None:
@@ -83,7 +83,7 @@ def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[s
     name, inputs = next(iter(unfit.items()))
     sizes = [size for size in choices if not any(n % size for _, n in _inputs(model, config, kept))]
     ends = sorted({".".join(path.split(".")[-2:]) for path in unfit})
-    keep = f"keep them wide with skip_modules={ends[:4]}"
+    keep = f"leave them unpacked with skip_modules={ends[:4]}"
     remedy = f"use group_size={sizes[-1]}, or {keep}" if sizes else keep
     what = f"{config.format} with group_size={group}" if choices else f"{config.format}, in blocks of {group},"
     raise ValueError(
@@ -111,11 +111,11 @@ def put_packed(
     escapes: dict[str, int] | None = None,
 ) -> None:
     """Replace every packable module that is not in ``kept`` (names as in the model, or with or without its base
-    model's prefix) by a packed one on the same device, all called by one switch. ValueError when none is left.
+    model's prefix) by a packed one on the same device; all share one switch. ValueError if there is none to replace.
 
-    with_sources: the packed module also holds the wide parameters it will be quantized from, because transformers
-    collects only tensors that the model has; quantizing a tensor removes its parameter again. escapes: how many a
-    nested weight has on disk, by the module's name.
+    with_sources: the packed module also holds the unpacked parameters it will be quantized from, because transformers
+    collects only tensors that the model has; quantizing a tensor removes its parameter again. escapes: the number of
+    escapes of a nested weight on disk, by module name.
     """
     switch = switch_of(config)
     prefix = f"{model.base_model_prefix}."
@@ -159,7 +159,9 @@ def _empty(
 
 
 def source_parameters(model: nn.Module) -> set[str]:
-    """Names, in ``model.state_dict()`` and under every path, of the wide parameters that wait to be quantized."""
+    """Names, in ``model.state_dict()`` and under every path, of the unpacked parameters that are still to be
+    quantized.
+    """
     return {
         f"{path}.{name}"
         for path, module in model.named_modules(remove_duplicate=False)
@@ -170,7 +172,7 @@ def source_parameters(model: nn.Module) -> set[str]:
 
 
 def warn_of_unpackable(model: PreTrainedModel, config: MLSpecConfig, kept: set[str]) -> None:
-    """One warning with the kinds of weights that stay wide because no packed module computes them."""
+    """One warning with the kinds of weights that stay unpacked because there is no packed module for them."""
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
         other_linear = isinstance(module, nn.Linear | Conv1D) and not is_dense(module)
@@ -179,4 +181,4 @@ def warn_of_unpackable(model: PreTrainedModel, config: MLSpecConfig, kept: set[s
             kinds[type(module).__name__] += 1
     if kinds:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        warnings.warn(f"{type(model).__name__}: these modules are not packed and stay wide: {found}", stacklevel=2)
+        warnings.warn(f"{type(model).__name__}: modules that are not packed: {found}", stacklevel=2)

@@ -64,11 +64,11 @@ class MLSpecQuantizer(HfQuantizer):
             raise ValueError("device_map sends modules to disk: packed layers stay in memory, leave 'disk' out")
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """For device maps: a wide tensor is gone as soon as it is quantized."""
+        """For device maps: an unquantized tensor is freed as soon as it is quantized."""
         return 0 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether ``param_name`` is a wide tensor that a packed module waits for."""
+        """Whether ``param_name`` is an unquantized tensor that a packed module needs."""
         module, name = get_module_from_name(model, param_name)
         return isinstance(module, PackedModule) and name in module.names
 

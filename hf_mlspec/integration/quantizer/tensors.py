@@ -18,8 +18,9 @@ from .mapped_memory import let_go
 
 
 class QuantizeTensor(ConversionOps):
-    """transformers calls ``convert`` with one wide tensor, after its own renaming and merging (of experts), and stores
-    what it returns. One object serves a whole load and shows its progress."""
+    """transformers calls ``convert`` with one unpacked tensor, after its own renaming and merging (of experts), and
+    stores the result. One object serves a whole load and shows its progress.
+    """
 
     def __init__(self, config: MLSpecConfig, total: int) -> None:
         self._settings = config.format_settings
@@ -38,7 +39,7 @@ class QuantizeTensor(ConversionOps):
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The codes, scales and zero points of one wide tensor, by their full names."""
+        """The codes, scales and zero points of one unpacked tensor, by their full names."""
         (value,) = input_dict.values()
         wide = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_layer_name)

@@ -1,4 +1,4 @@
-"""What does a stream hand out before a request has ended, and how do its tokens become text piece by piece?"""
+"""What does a stream yield before a request has ended, and how do its tokens become text piece by piece?"""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a chara
 
 @dataclass
 class NewTokens:
-    """What a request gained in one round of `generate_stream(..., events=True)`.
+    """The tokens that a request gained in one round of `generate_stream(..., events=True)`.
 
-    tokens: ids; none where nothing but text is left to say. text: what they add to the request's text, where the
-    stream has a tokenizer; "" while a character is not complete. All texts of a request, one behind the other, are
-    the `text` of its completion, unless its tokenizer takes back what it wrote: some write one character for bytes
-    that later bytes turn into another.
+    tokens: ids; empty if only text is left to return. text: the text they add, if the stream has a tokenizer; "" while
+    a character is incomplete. The texts of a request joined are the `text` of its completion, unless its tokenizer
+    changes text it already wrote: some write one character for bytes that later bytes turn into another.
     """
 
     request: Request
@@ -34,8 +33,8 @@ class NewTokens:
 class TextPieces:
     """The text of a growing row of tokens, piece by piece.
 
-    How a token is written may depend on the few before it, so a piece is what the tokens since the last piece but one
-    say beyond what those of the last piece said by themselves.
+    The text of a token may depend on the few before it. A piece is therefore the text of the last two groups of tokens
+    minus the text of the first of them.
     """
 
     def __init__(self, tokenizer):

@@ -27,16 +27,16 @@ _UNWRITTEN = ("output_scores", "output_logits")
 
 
 class Request:
-    """One prompt of `generate_stream` and what is asked for it.
+    """One prompt of `generate_stream` with its options.
 
-    input_ids: the prompt: a list of token ids, an int64 tensor `[n]` or `[1, n]`, or a string where the stream has a
+    input_ids: the prompt: a list of token ids, an int64 tensor `[n]` or `[1, n]`, or a string if the stream has a
         tokenizer.
-    seed: what a sampled request draws with; None: a seed drawn from torch's global generator.
-    streamer: gets the prompt, then every round's tokens, as from generate; its `end` is called however the request
+    seed: of a sampled request; None: a seed drawn from torch's global generator.
+    streamer: receives the prompt, then every round's tokens, as in generate; its `end` is called however the request
         ends.
-    id: anything, for the caller to know it by.
+    id: any value, to identify the request.
     options: arguments of generate for this request (max_new_tokens, do_sample, temperature, stop_strings,
-        generation_config, logits_processor, ...); they go before the stream's own.
+        generation_config, logits_processor, ...); they override the stream's own.
     """
 
     def __init__(self, input_ids: Any, *, seed: int | None = None, streamer=None, id: Any = None, **options):
@@ -45,13 +45,13 @@ class Request:
 
     @classmethod
     def of(cls, item: Any) -> Request:
-        """The request itself, or one made of a mapping of its arguments, or of a bare prompt."""
+        """The request itself, or a new one from a mapping of its arguments or from a bare prompt."""
         if isinstance(item, cls):
             return item
         return cls(**item) if isinstance(item, Mapping) else cls(item)
 
     def cancel(self) -> None:
-        """Give up the request, from any thread: it completes with what it has after the round that is under way."""
+        """Cancel the request, from any thread: it completes with its tokens so far after the current round."""
         self._cancelled.set()
 
     @property
@@ -67,12 +67,12 @@ class Request:
 class Completion:
     """A request that ended.
 
-    request: as it was submitted; where it was no Request, one made of it (of an item that cannot be one: the item).
+    request: as submitted, or the Request made of it; for an invalid item the item itself.
     sequence: prompt and new tokens. finish_reason: "stop" (an end-of-sequence token, a stop string or criterion),
-        "length", "cancelled" or "error". error: what went wrong, None otherwise.
-    speculation: the counts of this request: `target_passes` rounds, and of the level below the target what it drafted
-        for it; seconds from its admission to its end. None, and no sequence, where it was never admitted.
-    text: the new tokens without special ones, where the stream has a tokenizer.
+        "length", "cancelled" or "error". error: the exception of a failed request, otherwise None.
+    speculation: the counts of this request: `target_passes` is its number of rounds, and of the levels it has the one
+        below the target; seconds from admission to end. speculation and sequence are None if it was never admitted.
+    text: the new tokens without special ones, if the stream has a tokenizer.
     """
 
     request: Any
@@ -91,9 +91,9 @@ class Completion:
 
 @dataclass
 class Admitted:
-    """A request that is being decoded: its row, and how its tokens are taken and end.
+    """A request that is being decoded: its row, how its tokens are chosen, and how it ends.
 
-    row: the prompt's unmasked tokens, then what was settled. budget: tokens it may gain.
+    row: the prompt's unmasked tokens, then the committed ones. budget: tokens it may gain.
     """
 
     request: Request
@@ -109,7 +109,7 @@ class Admitted:
 
     @property
     def new_tokens(self) -> list[int]:
-        """What was settled."""
+        """The tokens committed so far."""
         return self.row[self.prompts.lengths[0] :]
 
     def fail(self, error: Exception) -> None:
@@ -125,7 +125,7 @@ class Admitted:
                 self.fail(error)
 
     def end_stream(self) -> None:
-        """Tell whoever listens that no more tokens come."""
+        """Tell the request's streamer that no more tokens come."""
         if self.request.streamer is not None:
             try:
                 self.request.streamer.end()
@@ -136,14 +136,14 @@ class Admitted:
 class Preparation:
     """Turns requests into rows: the stream's defaults, stock generate's own preparation, and our checks.
 
-    defaults: arguments of generate for requests that do not say otherwise.
+    defaults: arguments of generate for requests that do not override them.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer, vocab_size: int, defaults: dict):
         self.model, self.tokenizer, self.vocab_size, self.defaults = model, tokenizer, vocab_size, defaults
 
     def checked(self) -> Preparation:
-        """Itself; TypeError or ValueError for arguments of the stream that no request could be served with."""
+        """Itself; TypeError or ValueError for arguments of the stream that are invalid for every request."""
         misplaced = sorted(name for name in (*_OWN, "input_ids", "inputs", "attention_mask") if name in self.defaults)
         if misplaced:
             raise TypeError(f"generate_stream got {', '.join(misplaced)}: these belong to each Request")
@@ -156,7 +156,7 @@ class Preparation:
         return self
 
     def __call__(self, request: Request, began: float) -> Admitted:
-        """Raises TypeError or ValueError for what cannot be served, before anything is computed."""
+        """The request as a row. Raises TypeError or ValueError for invalid requests, before anything is computed."""
         _check_seed(request.seed)
         _check_counts(repr(request), request.options)
         options, ids = self._merged(request.options), self._input_ids(request.input_ids)

@@ -46,24 +46,24 @@ def generate_stream(
 ) -> Iterator[Completion | NewTokens]:
     """Decode requests as slots become free, first come, first served; completions come in the order they end.
 
-    requests: any iterable of Request, or of what makes one: a list of ids, a tensor, a string, a dict of arguments. It
-        is asked for the next one only when a slot is free, between two rounds: what blocks there blocks decoding. It
-        may yield None for "nothing yet" and is asked again after the next round.
+    requests: any iterable of Request, or of a list of ids, a tensor, a string or a dict of arguments. It is asked for
+        the next one only when a slot is free, between two rounds; if it blocks, decoding waits. It may yield None for
+        "nothing yet" and is asked again after the next round.
     max_batch: rows decoded at a time.
     assistant_models, assistant_tokenizers, speculation_config: as in `model.generate`; no levels: the target alone.
-    tokenizer: the target's, for prompts and stop strings; completions then carry their text.
-    events: also yield `NewTokens` of every request that gained some in a round, before that round's completions.
-    defaults: arguments of generate (generation_config too) for requests that do not say otherwise.
+    tokenizer: the target's, for prompts and stop strings; completions then have text.
+    events: also yield `NewTokens` for every request that gained tokens in a round, before that round's completions.
+    defaults: arguments of generate (generation_config too) for requests that do not override them.
 
-    A greedy request gets the ids of `model.generate` for it alone, whoever joins or leaves. A sampled one depends on
-    its seed and its scores alone, not on its neighbours or the levels. Both are exact where the models run compiled;
-    module by module, ties can fall either way (law 3).
+    A greedy request gets the ids of `model.generate` for it alone, whatever requests join or leave. A sampled one
+    depends only on its seed and its scores, not on other requests or the levels. Both are exact if the models run
+    compiled; module by module, ties can fall either way (invariant 3).
 
-    Decoding happens while the iterator is asked for more; closing it gives everything back. For a progress bar wrap
-    it: `tqdm(generate_stream(...), total=len(requests))`. A request that cannot be served, or whose own processor,
-    criterion or streamer fails, completes with "error", and so does one for which the target's logits are NaN
-    (FloatingPointError; those of a level below end the whole stream). Raises TypeError or ValueError at once for
-    arguments of the call itself, and what `requests` raised once the requests in flight have completed.
+    Decoding happens only while the iterator is being consumed; closing it frees everything. For a progress bar wrap
+    it: `tqdm(generate_stream(...), total=len(requests))`. A request that is invalid, whose own processor, criterion or
+    streamer fails, or for which the target's logits are NaN (FloatingPointError) completes with "error". NaN logits of
+    a level end the whole stream. Raises TypeError or ValueError at once for arguments of the call itself, and an
+    exception of `requests` once the running requests have completed.
     """
     _check_call(model, requests, max_batch, tokenizer)
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
@@ -110,7 +110,7 @@ class _Stream:
         self.loop.start([], [])
 
     def completions(self) -> Iterator[Completion | NewTokens]:
-        """The loop: refill, one round, hand out what is new and who ended; in between the caller's code runs."""
+        """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
         going: list[int] = []
         keep_stats(self.model, SpeculationStats([level.stats for level in self.chain.levels]))
         try:

@@ -17,8 +17,8 @@ class ModelDrafter:
     """A causal language model that drafts on its own, in a cache of its own or in its checker's (`runner.follow`).
 
     threshold:     the draft of a row ends after a token the model gave a smaller probability than this (0: never).
-                   The token itself is proposed: to drop it for its value would bend the distribution (law 6).
-    max_positions: tokens the model can attend to; a longer row is seen through a window over its end, said once.
+                   The token itself is proposed: to drop it for its value would change the distribution (invariant 6).
+    max_positions: tokens the model can attend to; of a longer row it sees the last ones, with one warning.
     allowed:       bool `[vocab]` or None: the only tokens that may be drafted.
     """
 
@@ -147,8 +147,8 @@ class ModelDrafter:
                 self.runner.lengths[r] = 0
                 say_once(
                     self.runner.model,
-                    f"level {self.name} sees at most {self.max_positions} tokens: it drafts from a window over the "
-                    "end of longer rows (said once)",
+                    f"level {self.name} has only {self.max_positions} positions: it drafts from the last tokens of "
+                    "longer rows (warned once)",
                 )
         return [row[d:] if d else row for row, d in zip(rows, self.dropped, strict=True)]
 

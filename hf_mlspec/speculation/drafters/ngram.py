@@ -27,20 +27,20 @@ _FORMAT = "hf_mlspec.ngram.1"
 
 
 class NGramFileError(ValueError):
-    """A saved n-gram table that cannot be read."""
+    """A saved n-gram table cannot be read."""
 
 
 class NGram:
     """Level "ngram": drafts the most frequent successor of the longest known context, token after token.
 
     order:       longest n-gram counted; contexts hold 1 .. order - 1 tokens. At least 2.
-    threshold:   a draft stops before a token whose share among its context's successors is below this. The choice is
-                 deterministic, so stopping before it keeps the target's distribution (law 6 is about drawn tokens).
+    threshold:   a draft stops before a token whose share among its context's successors is below this. This is
+                 deterministic, so it keeps the target's distribution (invariant 6 is about drawn tokens).
     max_entries: bound on the (context, successor) pairs kept, 0.2 to 0.5 KB each; beyond it the context that was
                  counted longest ago is forgotten with all its successors (see NGramTable).
 
-    What it learned stays over `start`: one instance may serve many calls of generate, each through a fork. Tokens that
-    a check took back are uncounted. One table serves all rows of a batch.
+    The table survives `start`: one instance may serve many calls of generate, each through a fork. Rejected tokens are
+    removed from the counts. All rows of a batch share the table.
     """
 
     def __init__(self, order: int = 4, *, threshold: float = 0.4, max_entries: int = 200_000,
@@ -67,9 +67,9 @@ class NGram:
         return ngram
 
     def fork(self) -> NGram:
-        """Another drafter over the same table, with rows, counts and a threshold of its own: one a call of generate.
+        """Another drafter over the same table, with rows, counts and a threshold of its own, for one call of generate.
 
-        Forks in several threads may run at a time.
+        Forks may run in several threads at the same time.
         """
         other = copy.copy(self)
         other.stats = LevelStats(self.name)
@@ -87,13 +87,13 @@ class NGram:
         return self.table.largest_token
 
     def start(self, batch: int, device: torch.device) -> None:
-        """Forget the rows, not what was learned from them; `batch` rows follow, drafts go to `device`."""
+        """Forget the rows, but not the table; `batch` rows follow, draft tensors are on `device`."""
         self.stats.reset()
         self._device = device
         self._rows: Rows = [[] for _ in range(batch)]
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        """Count what is new in every row, then draft; `probs` None: the choice is deterministic, ties by lowest id."""
+        """Count the new tokens of every row, then draft; `probs` None: deterministic, ties by lowest id."""
         began = perf_counter()
         for known, row in zip(self._rows, rows, strict=True):
             self._follow(known, row)
@@ -104,16 +104,16 @@ class NGram:
         return draft
 
     def rollback(self, lengths: list[int]) -> None:
-        """Uncount what row r holds beyond its first `lengths[r]` tokens."""
+        """Remove from the counts what row r holds beyond its first `lengths[r]` tokens."""
         for known, length in zip(self._rows, lengths, strict=True):
             self._truncate(known, length)
 
     def select(self, keep: list[int]) -> None:
-        """Go on with the rows of these indices only, in this order; the counts of the others stay."""
+        """Continue with the rows of these indices only, in this order; the counts of the others stay."""
         self._rows = [self._rows[r] for r in keep]
 
     def admit(self, count: int) -> None:
-        """`count` rows join behind the others."""
+        """Append `count` new rows."""
         self._rows += [[] for _ in range(count)]
 
     def replace(self, row: int) -> None:

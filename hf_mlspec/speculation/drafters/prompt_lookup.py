@@ -67,11 +67,11 @@ class SuffixIndex:
 
 
 class PromptLookup:
-    """Level "prompt_lookup": copies what followed the row's last n-gram where it occurred before.
+    """Level "prompt_lookup": copies what followed an earlier occurrence of the row's last n-gram.
 
-    max_ngram, min_ngram: longest and shortest suffix looked for, in tokens. The longest match wins, among equally long
-    ones the most recent; the copy never goes past the row's end. Time per call is proportional to the tokens that are
-    new since the last one; memory to max_ngram times the row. Raises ValueError unless 1 <= min_ngram <= max_ngram.
+    max_ngram, min_ngram: longest and shortest suffix looked for, in tokens. The longest match wins, then the most
+    recent; the copy ends at the row's end. Time per call is proportional to the tokens that are new since the last
+    one, memory to max_ngram times the row. Raises ValueError unless 1 <= min_ngram <= max_ngram.
     """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
@@ -83,11 +83,11 @@ class PromptLookup:
         self.start(0, torch.device("cpu"))
 
     def fork(self) -> PromptLookup:
-        """Another lookup with the same settings, and rows and counts of its own: one a call of generate."""
+        """Another lookup with the same settings, and rows and counts of its own, for one call of generate."""
         return PromptLookup(self.max_ngram, self.min_ngram, self.name)
 
     def start(self, batch: int, device: torch.device) -> None:
-        """Forget every earlier row; `batch` rows follow, drafts go to `device`."""
+        """Forget all earlier rows; `batch` rows follow, draft tensors are on `device`."""
         self.stats.reset()
         self._device = device
         self._indices = [SuffixIndex(self.max_ngram) for _ in range(batch)]
@@ -110,11 +110,11 @@ class PromptLookup:
             index.truncate(length)
 
     def select(self, keep: list[int]) -> None:
-        """Go on with the rows of these indices only, in this order."""
+        """Continue with the rows of these indices only, in this order."""
         self._indices = [self._indices[r] for r in keep]
 
     def admit(self, count: int) -> None:
-        """`count` rows join behind the others."""
+        """Append `count` new rows."""
         self._indices += [SuffixIndex(self.max_ngram) for _ in range(count)]
 
     def replace(self, row: int) -> None:

@@ -81,7 +81,7 @@ class CapturedRounds:
             self._reported += [None] * len(rows)
 
     def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
-        """Prefill a row in the place of another; the target keeps what they have in common (law 3)."""
+        """Prefill a row in the place of another; the target keeps what they have in common (invariant 3)."""
         self._end_round()
         self._make_room_for(len(self.places), len(row))
         # The last token of a row is in no cache yet.
@@ -199,7 +199,7 @@ class CapturedRounds:
                 raise
             say_once(
                 self.target.runner.model,
-                f"rounds of {bucket} rows are not captured, no memory: those of {self.bucket} rows go on",
+                f"rounds of {bucket} rows are not captured, not enough memory: graphs of {self.bucket} rows are used",
             )
             return False
         return True

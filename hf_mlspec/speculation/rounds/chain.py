@@ -111,10 +111,10 @@ def borrowed(
     warp: Callable[[Tensor], Tensor] | None = None,
     warp_key: str = "",
 ) -> Iterator[CapturedChain | None]:
-    """A chain for one call, its first graph captured; None, with the reason said once, where there is no memory for
-    it, or where the call was made from inside another one on the same chain.
+    """A chain for one call, its first graph captured; None, with one warning, if there is not enough memory for it, or
+    if the call was made inside another one on the same chain.
 
-    models: those of the levels, the target first; kept chains are let go of with any of them. warp_key: what `warp`
+    models: those of the levels, the target first; kept chains of any of them are freed. warp_key: what `warp`
     does, in words.
     """
     key = (id(levels[0].decoder), sampled, warp_key, *(_key(level) for level in levels))
@@ -178,8 +178,8 @@ def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
         torch.cuda.empty_cache()
     say_once(
         models[0],
-        f"rounds run step by step: no memory to capture them for {bucket} rows of {slots} tokens ({problem}); ask for "
-        "fewer new tokens or rows, or free what else is on the device"
+        f"rounds run step by step: not enough memory to capture them for {bucket} rows of {slots} tokens ({problem}); "
+        "ask for fewer new tokens or rows, or free what else is on the device"
     )
     return None
 

@@ -56,7 +56,7 @@ class HostRounds:
 
     def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
         """What both rows begin with stays in the cache of a compiled target: it would write the same bits again
-        (law 3)."""
+        (invariant 3)."""
         runner = self.target.runner
         common = min(runner.lengths[r], common) if runner.can.bit_exact else 0
         for level in self._levels():

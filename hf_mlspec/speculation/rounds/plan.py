@@ -24,7 +24,7 @@ def round_levels(
 ) -> list[RoundLevel]:
     """The levels of a round, the target first, without their keys and values.
 
-    longest: tokens that a row of the batch may reach. NotCaptured names the first thing that stands against it.
+    longest: maximal length of a row of the batch. NotCaptured names the first thing that prevents capturing.
     """
     if target.keep_logits:
         raise NotCaptured("scores or logits are returned")
@@ -32,7 +32,7 @@ def round_levels(
     wanted = num_draft_tokens
     while drafter is not None:
         if not isinstance(drafter, (ModelDrafter, CheckedDrafter)):
-            raise NotCaptured(f"level {drafter.name} is no model that reads the target's tokens")
+            raise NotCaptured(f"level {drafter.name} is not a model with the target's vocabulary")
         level = _below(drafter, longest)
         if isinstance(drafter, ModelDrafter):
             level.most, drafter = wanted, None
@@ -85,7 +85,7 @@ def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
     if not runner.can.capturable:
         raise NotCaptured(f"{name} runs module by module")
     if type(sampler) is not Sampler:
-        raise NotCaptured("rows have rules of their own")
+        raise NotCaptured("rows have different settings")
     if sampler.reads_tokens:
         raise NotCaptured("logits processors read the tokens before a position")
     own = runner.follow is None

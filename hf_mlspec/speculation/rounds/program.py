@@ -3,7 +3,7 @@
 Every level drafts for the one above it: the last by steps, one in the middle by rounds of its own (draft, check). Rows
 that are done early are fed padding. How far each row got is known on the device only, so a level is fed its last
 tokens anew where it may lack them: one that was checked at its own level and every level up to `since` lacks at most
-one token for each. What it has already is written again with the same bits (law 3).
+one token for each. What it has already is written again with the same bits (invariant 3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must every kind of round be able to do, and what does one say that has no memory to go on?"""
+"""What must every kind of round be able to do, and what does it raise when memory runs out?"""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ..stats import SpeculationStats
 class Rounds(Protocol):
     """How the rounds of a chain run: on the host (host.py), or captured on a device (captured.py).
 
-    The loop owns the rows. Rounds are told, when a row joins, the length it may reach (`ends`) and what the loop knows
-    it by (`numbers`).
-    drafted: tokens drafted for each row in the last round. places: of each row its line in the target's cache.
+    The loop owns the rows. When a row joins, rounds are given its maximal length (`ends`) and its number (`numbers`).
+    drafted: tokens drafted for each row in the last round. places: the line of each row in the target's cache.
     """
 
     drafted: list[int]
@@ -61,9 +60,9 @@ class Unfinished:
 
 
 class NoRoom(RuntimeError):
-    """Rows need more slots, or more rows need slots, and there is no memory for them beside captured rounds.
+    """There is not enough memory for more cache slots, or more rows, beside captured rounds.
 
-    left: what the loop leaves to be decoded in another way.
+    left: the rows that are still to be decoded, in another way.
     """
 
     def __init__(self, message: str, left: Unfinished | None = None):

@@ -1,4 +1,4 @@
-"""How does a trace stand in a JSON file, and what is said of a file that is damaged or of another version?"""
+"""How is a trace stored in a JSON file, and which errors does a damaged file or another version give?"""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
 
 
 def trace_from_dict(data: Any) -> Trace:
-    """The trace behind `trace_to_dict`; ValueError naming the first thing that is missing, odd or contradictory."""
+    """The trace of `trace_to_dict`; ValueError naming the first thing that is missing, invalid or contradictory."""
     if not isinstance(data, dict) or "schema" not in data:
-        raise ValueError(f'this is no trace: it has no "schema", which would be {SCHEMA!r}')
+        raise ValueError(f'this is not a trace: it has no "schema", expected {SCHEMA!r}')
     if data["schema"] != SCHEMA:
         raise ValueError(f"the schema is {data['schema']!r}, this version reads {SCHEMA!r}: record the trace again")
     head = _typed("the trace", data, _HEAD)
@@ -43,7 +43,7 @@ def trace_from_dict(data: Any) -> Trace:
 
 
 def write_trace(trace: Trace, file: str | os.PathLike[str]) -> None:
-    """Write `file`, one line a row, under a temporary name first; folders are made."""
+    """Write `file`, one line per row, under a temporary name first; folders are created."""
     path = Path(file)
     data = trace_to_dict(trace)
     rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop("rows"))
@@ -58,11 +58,13 @@ def write_trace(trace: Trace, file: str | os.PathLike[str]) -> None:
 
 
 def read_trace(file: str | os.PathLike[str]) -> Trace:
-    """The trace in `file`. OSError where it cannot be read, ValueError naming file and place where it is no trace."""
+    """The trace in `file`. Raises OSError if it cannot be read, ValueError naming file and place if it is no valid
+    trace.
+    """
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ValueError(f"{file}: no JSON, so no trace or a damaged one ({error}); record it again") from error
+        raise ValueError(f"{file}: not JSON, so not a trace or a damaged one ({error}); record it again") from error
     try:
         return trace_from_dict(data)
     except ValueError as error:

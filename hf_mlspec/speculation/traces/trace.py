@@ -73,11 +73,11 @@ class TracedRow:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `record_trace` wrote down.
+    """The recorded rounds of a chain; made by `record_trace`.
 
     levels: from the one below the target down. data: the name of the prompts. prompts_sha256: of their token ids.
-    origin: versions, commit and whatever else says where the numbers come from.
-    Raises ValueError, naming row and round, where the numbers contradict each other.
+    origin: versions, commit and other information about the recording.
+    Raises ValueError, naming row and round, if the numbers contradict each other.
     """
 
     target: TracedModel
@@ -160,7 +160,7 @@ def _check_row(name: str, row: TracedRow, trace: Trace) -> None:
         _check_round(f"{name}, round {number}", round, trace.levels)
     if not sum(settled[:-1]) < row.new_tokens <= sum(settled):
         raise ValueError(
-            f"{name}: {row.new_tokens} new tokens, but its {len(settled)} rounds settle {sum(settled)}, "
+            f"{name}: {row.new_tokens} new tokens, but its {len(settled)} rounds commit {sum(settled)}, "
             f"{sum(settled[:-1])} of them before the last"
         )
 
@@ -174,8 +174,8 @@ def _check_round(name: str, round: Round, levels: tuple[TracedLevel, ...]) -> No
         )
     made = sum(inner.settled for inner in round.inner)
     if len(levels) > 1 and made != round.drafted:
-        raise ValueError(f"{name}: {round.drafted} tokens drafted, but its inner rounds settle {made}")
+        raise ValueError(f"{name}: {round.drafted} tokens drafted, but its inner rounds commit {made}")
     if len(levels) < 2 and round.inner:
-        raise ValueError(f"{name}: {len(round.inner)} inner rounds, but no level stands below the one that drafted")
+        raise ValueError(f"{name}: {len(round.inner)} inner rounds, but there is no level below the one that drafted")
     for number, inner in enumerate(round.inner):
         _check_round(f"{name}, inner round {number}", inner, levels[1:])
