@@ -126,6 +126,23 @@ def test_demo_writes_what_the_target_alone_writes(capsys):
     assert sum(line.startswith(("  mxfp4: drafted ", "  draft: drafted ")) for line in lines) == 2
 
 
+def test_the_demo_parts_prompt_and_continuation_in_a_pipe(capsys):
+    asked = ["demo", "--max-new-tokens", "6", "--level", "mxfp4", "--prompt", "def area(radius):"]
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert "-- prompt:\ndef area(radius):\n-- continuation:\n" in told
+    assert told.endswith("ids identical: 1 of 1 prompts\n")
+
+
+@pytest.mark.parametrize("levels", [["mxfp4+prompt_lookup"], ["mxfp4", "prompt_lookup"], ["mxfp4,prompt_lookup"]])
+def test_levels_of_a_chain_are_joined_or_repeated(capsys, saved_model, levels):
+    asked = [word for level in levels for word in ("--level", level)]
+    assert main(["generate", "--model", str(saved_model), "--prompt", "x", "--max-new-tokens", "4", "--json",
+                 *asked]) == 0
+    told = json.loads(capsys.readouterr().out)["speculation"]["levels"]
+    assert [level["name"] for level in told] == ["mxfp4", "prompt_lookup"]
+
+
 def test_demo_on_another_model_in_json(capsys, saved_model):
     status = main(["demo", "--model", str(saved_model), "--level", "prompt_lookup", "--max-new-tokens", "6", "--json"])
     told = json.loads(capsys.readouterr().out)

@@ -11,6 +11,9 @@ from eval.bench_decode.contenders import ALONE, ASSISTED, STOCK, Contender
 from eval.records import machine
 from eval.records.markdown import geometric_mean
 
+COLUMNS = ("contender", "tokens/s", "x target alone", "x stock", "x assisted", "tokens/pass", "round ms", "outside",
+           "acceptance", "peak RSS MB (grew)")
+
 
 def summary(one: Contender, contenders: list[Contender]) -> dict[str, Any]:
     """Rates of a contender, and its ratios to the target alone and to the two stock ways."""
@@ -54,11 +57,10 @@ def _of_counts(one: Contender) -> dict[str, Any]:
     }
 
 
-def table(data: str, rows: list[dict[str, Any]], prompts: int, reads: float) -> Table:
+def table(data: str, rows: list[dict[str, Any]], batches: int, size: int, reads: float) -> Table:
     """A row a contender; ratios are decode-only, in brackets with prefill."""
-    out = Table("contender", "tokens/s", "x target alone", "x stock", "x assisted", "tokens/pass", "round ms",
-                "outside", "acceptance", "peak RSS MB (grew)",
-                title=f"{data}: {prompts} prompts; decode-only, in brackets with prefill; memory read "
+    prompts = f"{batches} prompts" if size == 1 else f"{batches * size} prompts, batch size {size}"
+    out = Table(*COLUMNS, title=f"{data}: {prompts}; decode-only, in brackets with prefill; memory read "
                 f"{reads / 1e9:.1f} GB/s ({machine.regime(reads)})")
     for row in rows:
         out.add_row(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .changed import what_changed
 from .line_file import LineFile, whole_lines
 
 _OPENING = b'{"asked": '
@@ -21,17 +22,19 @@ class Journal:
     file:   made, with its folders, where it does not exist.
     asked:  what the items depend on (model, levels, settings), as JSON; a journal of something else is refused, so
             that results of two settings never meet in one table.
+    elsewhere: the remedy where the file cannot be used, such as the option that names another one.
     Raises ValueError for a file that is another journal or none, naming what differs, for a path where no file can be,
     and while another process writes it.
     """
 
-    def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any]) -> None:
-        self.path, self.asked = Path(file), json.loads(json.dumps(asked))
+    def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any], *,
+                 elsewhere: str = "name another file") -> None:
+        self.path, self.asked, self._elsewhere = Path(file), json.loads(json.dumps(asked)), elsewhere
         self._items: dict[str, Any] = {}
         try:
             self._file = LineFile(self.path)
         except BlockingIOError as error:
-            raise ValueError(f"{error}: wait for it, or name another file") from error
+            raise ValueError(f"{error}: wait for it, or {elsewhere}") from error
         except OSError as error:  # a folder, a path below a file, a folder that is not one's own
             raise ValueError(f"{self.path} cannot be written as a journal ({error.strerror}): name a file in a folder "
                              "that can be written") from error
@@ -81,11 +84,13 @@ class Journal:
         if lines:
             self._check_asked(self._parse(1, lines[0]))
         elif not _OPENING.startswith(text[: len(_OPENING)]):
-            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
+            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: "
+                             f"{self._elsewhere}")
         for number, line in enumerate(lines[1:], 2):
             entry = self._parse(number, line)
             if set(entry) != {"key", "value"} or not isinstance(entry["key"], str) or entry["key"] in self._items:
-                raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; name another file")
+                raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; "
+                                 f"{self._elsewhere}")
             self._items[entry["key"]] = entry["value"]
         self._file.cut(len(whole))
         if not lines:
@@ -96,19 +101,17 @@ class Journal:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}, line {number}: no JSON ({error}): no journal, or a damaged one; name another file"
+                f"{self.path}, line {number}: no JSON ({error}): no journal, or a damaged one; "
+                f"{self._elsewhere}"
             ) from error
         if not isinstance(entry, dict):
-            raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; name another file")
+            raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; {self._elsewhere}")
         return entry
 
     def _check_asked(self, first: dict[str, Any]) -> None:
         if set(first) != {"asked"} or not isinstance(first["asked"], dict):
-            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: name another file")
-        was, now = first["asked"], self.asked
-        names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
-        if names:
-            parts = "; ".join(f"{name}: {was.get(name)!r} then, {now.get(name)!r} now" for name in names)
-            raise ValueError(
-                f"{self.path} holds the results of another run ({parts}): name another file, or remove it"
-            )
+            raise ValueError(f"{self.path} does not begin with what was asked, so it is no journal: "
+                             f"{self._elsewhere}")
+        if parts := what_changed(first["asked"], self.asked):
+            raise ValueError(f"{self.path} holds the results of another run ({parts}): {self._elsewhere}, or remove "
+                             "this one")
