@@ -38,6 +38,7 @@ def test_verify_finds_a_lossless_chain_lossless(capsys, saved_model, prompts):
     assert status == 0
     assert lines[-1] == "ids identical: 3 of 3 prompts"
     assert lines[-2] == "tokens compared: 24"
+    assert re.search(r"^tokens per target pass: [\d.]+; the chain is [\d.]+ x as fast as", lines[-3])
     assert any(line.startswith("  mxfp4: drafted ") for line in lines)
 
 

@@ -177,6 +177,7 @@ def main(argv: list[str] | None = None) -> int:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             with args.json.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps({**row, **entry}) + "\n" for row in rows)
+    console.print('columns: eval/README.md, "Reading the table"', markup=False, highlight=False)
     held = common["memory"]
     console.print(f"target {held['target_bytes']:,} bytes; its MXFP4 cast adds {held['cast_adds_bytes']:,}, "
                   f"{held['share_of_bfloat16']:.4f} of the weights it casts in bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from rich.markup import escape
@@ -33,6 +34,8 @@ def summary(one: Contender, contenders: list[Contender]) -> dict[str, Any]:
         found[f"over {peer.name}"] = geometric_mean([a.rate / b.rate for a, b in pairs if a.rate and b.rate])
         whole = [a.rate_with_prefill / b.rate_with_prefill for a, b in pairs]
         found[f"over {peer.name} with prefill"] = geometric_mean(whole)
+        spread = [statistics.median(whole), min(whole), max(whole)]
+        found[f"over {peer.name} with prefill: median, least, most"] = spread
     return found | (_of_counts(one) if one.counts else {})
 
 

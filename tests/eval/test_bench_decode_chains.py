@@ -36,6 +36,7 @@ def test_every_contender_has_a_line(saved_model, tmp_path):
         "stock greedy", "stock assisted", "target alone, prepared", "[mxfp4]", f"[{saved_model.name}]"
     ]
     assert found[2]["over target alone, prepared"] == pytest.approx(1)
+    assert found[2]["over target alone, prepared with prefill: median, least, most"] == pytest.approx([1, 1, 1])
     assert found[3]["levels"][0]["acceptance"] > 0
     assert found[4]["tokens_per_target_pass"] > 1
     assert all(e["machine"] and e["memory"]["target_bytes"] and e["data"] == "words" for e in found)
