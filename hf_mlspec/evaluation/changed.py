@@ -20,7 +20,7 @@ def what_changed(was: Any, now: Any) -> str:
 
 def _differences(was: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(was, dict) and isinstance(now, dict):
-        for key in dict.fromkeys((*was, *now)):
+        for key in sorted({*was, *now}):
             where = f"{name}.{key}" if name else str(key)
             yield from _differences(was.get(key, _NOTHING), now.get(key, _NOTHING), where)
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
