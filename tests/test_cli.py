@@ -162,6 +162,12 @@ def test_the_console_script_is_the_module():
                           "save_pretrained\n")
 
 
+def test_no_page_recommends_the_slow_way_to_start():
+    """`python -m hf_mlspec` imports the package before it reads a word; `python -m mlspec_cli` does not."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("eval/**/*.md")]
+    assert [page.name for page in pages if "python -m hf_mlspec" in page.read_text(encoding="utf-8")] == []
+
+
 def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model):
     model, tokenizer = load_causal_lm(str(saved_model))
     console = Console(force_terminal=True, width=100, height=30, file=io.StringIO())

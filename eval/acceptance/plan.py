@@ -137,7 +137,7 @@ def record(todo: list[Unit], places: Places, *, device: str, folder: Path, progr
     for unit in todo:
         progress.update(bar, description=unit.name)
         before = sum(one.data.count for one in todo[: todo.index(unit)])
-        trace = _record(unit, models, folder, elsewhere, partial(progress.advance, bar, unit.batch_size))
+        trace = _record(unit, models, folder, elsewhere, partial(progress.advance, bar))
         progress.update(bar, completed=before + unit.data.count)
         yield unit, trace
 
@@ -157,16 +157,16 @@ def journal_of(unit: Unit, folder: Path) -> Path:
 
 
 class _Batches(Journal):
-    """Calls `done` after each batch."""
+    """Calls `done` with the rows of each batch."""
 
-    done: Callable[[], None]
+    done: Callable[[int], None]
 
     def add(self, key: str, value: Any) -> None:
         super().add(key, value)
-        self.done()
+        self.done(len(value))
 
 
-def _record(unit: Unit, models: Models, folder: Path, elsewhere: str, done: Callable[[], None]) -> Trace:
+def _record(unit: Unit, models: Models, folder: Path, elsewhere: str, done: Callable[[int], None]) -> Trace:
     loaded = models.load(unit.system)
     asked = {**unit.identity, "arithmetic": arithmetic(models.device)}
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from programs import needs_plans, run_plan, system, words, write_words
 
 from eval.records import progress
 from eval.records.progress import Bars, tell
@@ -52,3 +53,18 @@ def test_a_terminal_has_bars_and_no_lines(clock, monkeypatch):
         bars.advance(task)
     assert "decoding" in screen.getvalue()
     assert " after 0:00:20" not in screen.getvalue()
+
+
+@needs_plans
+@pytest.mark.parametrize(("name", "plan", "told"), [
+    ("bench_decode", "batches = 1\nrepeats = 1\nmemory = false\n", "decoding: 1 of 1 after "),
+    ("acceptance", "", "cast-words: 2 of 2 after ")])
+def test_a_plan_tells_how_far_it_is(monkeypatch, capsys, tmp_path, from_the_root, saved_model, name, plan, told):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    write_words(tmp_path, [{"prompt": "def f("}, {"prompt": "x = "}])
+    levels = system("cast", dtype="float32", levels=["mxfp4"]) + words(2)
+    (tmp_path / "plan.toml").write_text('name = "toy"\nmax_new_tokens = 4\n' + plan + levels, encoding="utf-8")
+    assert run_plan(name, tmp_path, saved_model, "--threads", "1")[0] == 0
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert " after 0:" not in captured.out
