@@ -28,6 +28,7 @@ def _add_demo(commands: Any) -> None:
                                              "alone; exit status 1 if any id differs.")
     parser.add_argument("--model", metavar="FOLDER",
                         help="the target (default: the demo target, with levels mxfp4 and the demo draft)")
+    parser.add_argument("--prompt", metavar="TEXT", type=text, help="the text to continue (default: the demo prompts)")
     _add_chain(parser, max_new_tokens=96)
 
 
@@ -124,9 +125,11 @@ def _add_info(commands: Any) -> None:
 def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     """The options that every decoding command has."""
     parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
-                        help="a level below the target, from the largest down; repeat it for more: a folder, mxfp4, "
+                        help="a level below the target, from the largest down; repeat it for more, or join them "
+                             "by +, as in mxfp4+FOLDER: a folder, mxfp4, "
                              "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
-                             "target is nested for it); planes1 ... planes8, qspec, w4a8, w4a4 for a packed target")
+                             "target is nested for it); planes1 ... planes7, up to one plane fewer than the target "
+                             "has; qspec, w4a8, w4a4 for a packed target")
     parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
                         help="tokens to write for each prompt (default %(default)s)")
     parser.add_argument("--dtype", default="float32", metavar="WORD",

@@ -38,6 +38,7 @@ def test_verify_finds_a_lossless_chain_lossless(capsys, saved_model, prompts):
     assert status == 0
     assert lines[-1] == "ids identical: 3 of 3 prompts"
     assert lines[-2] == "tokens compared: 24"
+    assert re.search(r"^tokens per target pass: [\d.]+; the chain is [\d.]+ x as fast as", lines[-3])
     assert any(line.startswith("  mxfp4: drafted ") for line in lines)
 
 
@@ -126,6 +127,23 @@ def test_demo_writes_what_the_target_alone_writes(capsys):
     assert sum(line.startswith(("  mxfp4: drafted ", "  draft: drafted ")) for line in lines) == 2
 
 
+def test_the_demo_parts_prompt_and_continuation_in_a_pipe(capsys):
+    asked = ["demo", "--max-new-tokens", "6", "--level", "mxfp4", "--prompt", "def area(radius):"]
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert "-- prompt:\ndef area(radius):\n-- continuation:\n" in told
+    assert told.endswith("ids identical: 1 of 1 prompts\n")
+
+
+@pytest.mark.parametrize("levels", [["mxfp4+prompt_lookup"], ["mxfp4", "prompt_lookup"], ["mxfp4,prompt_lookup"]])
+def test_levels_of_a_chain_are_joined_or_repeated(capsys, saved_model, levels):
+    asked = [word for level in levels for word in ("--level", level)]
+    assert main(["generate", "--model", str(saved_model), "--prompt", "x", "--max-new-tokens", "4", "--json",
+                 *asked]) == 0
+    told = json.loads(capsys.readouterr().out)["speculation"]["levels"]
+    assert [level["name"] for level in told] == ["mxfp4", "prompt_lookup"]
+
+
 def test_demo_on_another_model_in_json(capsys, saved_model):
     status = main(["demo", "--model", str(saved_model), "--level", "prompt_lookup", "--max-new-tokens", "6", "--json"])
     told = json.loads(capsys.readouterr().out)
@@ -142,6 +160,12 @@ def test_the_console_script_is_the_module():
     assert ran.returncode == 2
     assert ran.stderr == ("mlspec generate: model folder 'no/such/folder' does not exist; give a folder written by "
                           "save_pretrained\n")
+
+
+def test_no_page_recommends_the_slow_way_to_start():
+    """`python -m hf_mlspec` imports the package before it reads a word; `python -m mlspec_cli` does not."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("eval/**/*.md")]
+    assert [page.name for page in pages if "python -m hf_mlspec" in page.read_text(encoding="utf-8")] == []
 
 
 def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model):

@@ -116,11 +116,17 @@ def test_data_without_a_folder_is_one_line(capsys):
     assert capsys.readouterr().err == "mlspec eval: --data: expected one argument; see mlspec eval --help\n"
 
 
-def test_what_lm_eval_does_not_know_is_said_of_the_command_that_was_typed(capsys):
+@pytest.mark.parametrize(("words", "told"), [
+    (["--bogus"], "unrecognized arguments: --bogus"), (["run", "--limit", "x"], "argument --limit"),
+    (["--limt", "2", "--tasks", "a"], "unrecognized arguments: --limt 2"), (["ls", "nothing"], "argument")])
+def test_what_lm_eval_does_not_know_is_one_line(capsys, words, told):
     with pytest.raises(SystemExit) as left:
-        main(["eval", "--bogus"])
+        main(["eval", *words])
     assert left.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "mlspec eval: error: unrecognized arguments: --bogus"
+    said = [line for line in capsys.readouterr().err.splitlines() if "mlspec eval" in line or "usage" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"mlspec eval: error: {told}")
+    assert said[0].endswith("; see mlspec eval --help")
 
 
 def test_an_interrupt_is_130(monkeypatch, capsys):

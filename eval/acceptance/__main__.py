@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from eval.acceptance.pairs import CONFIDENCE, PairUnit, compare_drafts
@@ -32,7 +31,8 @@ from eval.plans.options import parse_options, places_of
 from eval.plans.places import Places
 from eval.plans.tables import PlanError
 from eval.records.fields import ordinal
-from eval.records.writer import Results, ResultsError
+from eval.records.progress import Bars
+from eval.records.writer import OTHER_RESULTS, Results, ResultsError
 from hf_mlspec.evaluation import Trace, level_acceptance, read_trace
 
 _POSITIONS = 8  # columns of the table; the lines hold all
@@ -105,7 +105,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     plan = read_plan(args.plan)
     places = places_of(args)
     every, pairs = units(plan, places, args.plan), units_of_pairs(plan, places, args.plan)
-    with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
+    file = args.results / f"{plan.name}.jsonl"
+    with Results(file, plan.name, args.device, elsewhere=OTHER_RESULTS) as results:
         todo = [unit for unit in every if len(_done(unit, results)) < len(unit.system.levels)]
         if todo and not args.report:
             _measure(todo, places, args, results, args.results / plan.name)
@@ -120,7 +121,7 @@ def _compare(pairs: list[PairUnit], places: Places, args: argparse.Namespace, re
     todo = [unit for unit in pairs if _pair_line(unit, results) is None]
     if not todo:
         return
-    with Progress(console=Console(stderr=True)) as progress:
+    with Bars() as progress:
         for unit, found in compare_drafts(todo, places, device=args.device, folder=args.results / plan.name,
                                           progress=progress):
             results.add("paired acceptance", {"pair": unit.pair.name, "data": unit.data.name, **found,
@@ -132,7 +133,7 @@ def _pair_line(unit: PairUnit, results: Results) -> dict[str, Any] | None:
 
 
 def _measure(todo: list[Unit], places: Places, args: argparse.Namespace, results: Results, folder: Path) -> None:
-    with Progress(console=Console(stderr=True)) as progress:
+    with Bars() as progress:
         for unit, trace in record(todo, places, device=args.device, folder=folder, progress=progress):
             for index, line in enumerate(lines_of(trace)):
                 if _line(unit, index, results) is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_mlspec
@@ -24,6 +24,8 @@ from eval.plans.models import Models, check_levels
 from eval.plans.places import Places
 from eval.plans.systems import Prompts, System, check_systems
 from eval.plans.tables import PlanError
+from eval.records.progress import Bars
+from eval.records.writer import OTHER_RESULTS
 from hf_mlspec.evaluation import Journal, score_rows
 
 CONFIDENCE = 0.95
@@ -111,7 +113,7 @@ def _check(pair: Pair, where: str) -> None:
 
 
 def compare_drafts(todo: list[PairUnit], places: Places, *, device: str, folder: Path,
-                   progress: Progress) -> Iterator[tuple[PairUnit, dict[str, Any]]]:
+                   progress: Bars) -> Iterator[tuple[PairUnit, dict[str, Any]]]:
     """The result of every unit in turn; finished prompts are kept under `folder` and not computed again.
 
     PlanError, before anything is computed, for prompts that a target has no positions for.
@@ -138,7 +140,7 @@ class _Pairs:
         check_levels(unit.writer, loaded)
         fidelity.check_lengths(unit.writer, loaded, unit.prompts, unit.max_new_tokens, unit.data.name)
 
-    def result(self, unit: PairUnit, progress: Progress, bar: TaskID) -> dict[str, Any]:
+    def result(self, unit: PairUnit, progress: Bars, bar: TaskID) -> dict[str, Any]:
         texts = self._texts(unit, progress, bar)
         draft, against = (self._agreements(unit, word, texts, progress, bar)
                           for word in (unit.pair.draft, unit.pair.against))
@@ -146,7 +148,7 @@ class _Pairs:
                 "codebook": unit.pair.codebook, "margin": unit.pair.margin, **compared(draft, against),
                 "max_new_tokens": unit.max_new_tokens}
 
-    def _texts(self, unit: PairUnit, progress: Progress, bar: TaskID) -> list[tuple[list[int], list[int]]]:
+    def _texts(self, unit: PairUnit, progress: Bars, bar: TaskID) -> list[tuple[list[int], list[int]]]:
         """(ids of the prompt, new ids) of every prompt."""
         loaded = self.models.load(unit.writer)
         with self._journal("text", unit.of_text) as journal:
@@ -157,7 +159,7 @@ class _Pairs:
                     enumerate(unit.prompts)]
 
     def _agreements(self, unit: PairUnit, word: str, texts: Sequence[tuple[list[int], list[int]]],
-                    progress: Progress, bar: TaskID) -> list[list[int]]:
+                    progress: Bars, bar: TaskID) -> list[list[int]]:
         """Per prompt 1 for every new token that the draft would have chosen, 0 for the others."""
         with self._journal(word, unit.of_draft(word)) as journal:
             progress.advance(bar, len(journal))
@@ -193,7 +195,7 @@ class _Pairs:
         """Named by what it holds, so that pairs of one target share its text and the draft both compare with."""
         asked = {**asked, "arithmetic": arithmetic(self.device)}
         name = f"{what}-{Path(asked['model']).name}-{asked['data']}-{digest(asked)}".lower()
-        return Journal(self.folder / f"{name}.jsonl", asked)
+        return Journal(self.folder / f"{name}.jsonl", asked, elsewhere=OTHER_RESULTS)
 
 
 def compared(draft: Sequence[Sequence[int]], against: Sequence[Sequence[int]]) -> dict[str, Any]:

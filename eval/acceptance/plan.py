@@ -4,12 +4,11 @@ batch, so that a killed run goes on."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from rich.progress import Progress
 
 from eval.acceptance.pairs import Pair, PairUnit, pair_units
 from eval.plans.identity import arithmetic, digest, fingerprint, level_weights
@@ -18,6 +17,8 @@ from eval.plans.places import Places
 from eval.plans.systems import Prompts, System, check_systems, prompts_of
 from eval.plans.tables import PlanError, check_name, read_table, read_tables, read_toml
 from eval.records import machine
+from eval.records.progress import Bars
+from eval.records.writer import OTHER_RESULTS
 from hf_mlspec.evaluation import Journal, Trace, record_trace
 
 
@@ -121,9 +122,10 @@ def _prompts(plan: Plan, places: Places, path: Path) -> dict[str, list[str]]:
     return {data.name: prompts_of(data, places, f"{path}: [[data]] {data.name!r}") for data in plan.data}
 
 
-def record(todo: list[Unit], places: Places, *, device: str, folder: Path,
-           progress: Progress) -> Iterator[tuple[Unit, Trace]]:
-    """The trace of every unit, in turn; finished batches are kept under `folder` and not decoded again.
+def record(todo: list[Unit], places: Places, *, device: str, folder: Path, progress: Bars,
+           elsewhere: str = OTHER_RESULTS) -> Iterator[tuple[Unit, Trace]]:
+    """The trace of every unit, in turn; finished batches are kept under `folder` and not decoded again; `elsewhere`
+    is the remedy where those in it are of something else.
 
     PlanError, before anything is decoded, for levels that cannot draft for their target, and for prompts that its
     positions do not hold.
@@ -134,8 +136,10 @@ def record(todo: list[Unit], places: Places, *, device: str, folder: Path,
     bar = progress.add_task("prompts", total=sum(unit.data.count for unit in todo))
     for unit in todo:
         progress.update(bar, description=unit.name)
-        yield unit, _record(unit, models, folder)
-        progress.advance(bar, unit.data.count)
+        before = sum(one.data.count for one in todo[: todo.index(unit)])
+        trace = _record(unit, models, folder, elsewhere, partial(progress.advance, bar))
+        progress.update(bar, completed=before + unit.data.count)
+        yield unit, trace
 
 
 def _check(unit: Unit, loaded: Loaded) -> None:
@@ -152,10 +156,22 @@ def journal_of(unit: Unit, folder: Path) -> Path:
     return folder / f"{unit.name}.jsonl"
 
 
-def _record(unit: Unit, models: Models, folder: Path) -> Trace:
+class _Batches(Journal):
+    """Calls `done` with the rows of each batch."""
+
+    done: Callable[[int], None]
+
+    def add(self, key: str, value: Any) -> None:
+        super().add(key, value)
+        self.done(len(value))
+
+
+def _record(unit: Unit, models: Models, folder: Path, elsewhere: str, done: Callable[[int], None]) -> Trace:
     loaded = models.load(unit.system)
+    asked = {**unit.identity, "arithmetic": arithmetic(models.device)}
     try:
-        with Journal(journal_of(unit, folder), {**unit.identity, "arithmetic": arithmetic(models.device)}) as journal:
+        with _Batches(journal_of(unit, folder), asked, elsewhere=elsewhere) as journal:
+            journal.done = done
             return record_trace(
                 loaded.model, loaded.tokenizer, unit.prompts, loaded.levels, max_new_tokens=unit.max_new_tokens,
                 speculation_config=unit.system.speculation, batch_size=unit.batch_size, data=unit.data.name,

@@ -1,14 +1,16 @@
 """How fast does a chain decode against its target alone, stock generate and transformers' assisted generation?
 
     python -m eval.bench_decode --model PATH --level mxfp4 --level PATH --prompts FILE --json out.jsonl
-    python -m eval.bench_decode --model PATH --chain mxfp4 --chain mxfp4,PATH --prompts FILE    # several chains
+    python -m eval.bench_decode --model PATH --chain mxfp4 --chain mxfp4+PATH --prompts FILE    # several chains
+    python -m eval.bench_decode --model PATH --chain mxfp4 --prompts FILE --batch-size 4    # four prompts at a time
     python -m eval.bench_decode --shape llama-1.1b          # random weights: steps of the target and of its MXFP4 cast
     python -m eval.bench_decode --quick                     # the demo pair, few tokens
     python -m eval.bench_decode PLAN.toml --models FOLDER --data FOLDER    # batches, ablations, memory
 
 Every prompt is decoded by every contender in turn, so that all meet the same state of the machine. Decode-only starts
 when a contender hands out its first tokens, so reading the prompt is no part of it; "with prefill" is the whole call.
-Ratios are of tokens a second on one prompt, their geometric mean over prompts and repeats.
+Ratios are of tokens a second on one batch, their geometric mean over batches and repeats. Stock assisted generation
+takes one prompt at a time.
 
 A plan (eval/configs/decode_*.toml; Python 3.11 or later) names chains over one target, data files, batch sizes and
 draft lengths. A finished batch of all contenders is on disk at once (RESULTS/NAME/), the lines of a finished plan are
@@ -31,12 +33,15 @@ import hf_mlspec
 from eval.bench_decode.contenders import Contender, chains, measure, of_shape
 from eval.bench_decode.report import summary, table
 from eval.records import machine
+from eval.rows import padded
 from eval.targets import SMALL_SHAPES, why_not_prepared
-from hf_mlspec.evaluation import read_prompts
+from hf_mlspec.evaluation import parse_levels, read_prompts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m eval.bench_decode", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_decode", description=__doc__.splitlines()[0],
+                                     epilog='What the columns of the table say is in eval/README.md, "Reading the '
+                                            'table".')
     parser.add_argument("plan", type=Path, nargs="?", help="TOML file; goes with --models, --data, "
                         "--results, --device, --threads")
     parser.add_argument("--models", type=Path, default=Path("models"), help="what {models} of a plan stands for")
@@ -45,12 +50,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="of a plan (%(default)s)")
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
     parser.add_argument("--shape", choices=sorted(SMALL_SHAPES), help="a target of random BF16 weights instead")
-    parser.add_argument("--level", action="append", default=[], help="a level; repeated: the levels of one chain")
+    parser.add_argument("--level", action="append", default=[], help="levels with + between; repeated: those of one "
+                        "chain")
     parser.add_argument("--chain", action="append", default=[],
-                        help="levels with commas between; LEVEL=12:0.2 drafts 12 tokens to threshold 0.2")
+                        metavar="LEVEL+LEVEL",
+                        help="levels with + (or a comma) between; repeated: several chains; LEVEL=12:0.2 drafts 12 "
+                             "tokens to threshold 0.2")
     parser.add_argument("--prompts", type=Path, action="append", default=[],
                         help="text with one prompt a line, .jsonl or .json of HumanEval, GSM8K ...; may be repeated")
     parser.add_argument("--count", type=int, help="prompts to read of each file (10)")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts decoded together, as whole "
+                        "batches (1)")
     parser.add_argument("--repeats", type=int, help="(3)")
     parser.add_argument("--max-new-tokens", type=int, help="(128)")
     parser.add_argument("--num-draft-tokens", type=int, default=8)
@@ -59,14 +69,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="1 prompt, 1 repeat, 12 tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
-    args = parser.parse_args(argv)
+    return _checked(parser, parser.parse_args(argv))
+
+
+def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
     _check_plan(parser, args)
     if args.shape and (args.model or args.level or args.chain or args.prompts):
         parser.error("--shape has random weights: no --model, --level, --chain or --prompts goes with it")
     few, many = {"count": 1, "repeats": 1, "max_new_tokens": 12}, {"count": 10, "repeats": 3, "max_new_tokens": 128}
     for name, value in (few if args.quick else many).items():
         if getattr(args, name) is None:
-            setattr(args, name, value)
+            setattr(args, name, max(value, args.batch_size) if name == "count" else value)
+    if not 1 <= args.batch_size <= args.count:
+        parser.error(f"--batch-size is {args.batch_size}, it must be 1 to --count, {args.count}")
     return args
 
 
@@ -100,25 +115,30 @@ def run_plan(args: argparse.Namespace, console: Console) -> int:
 
 def chosen_chains(args: argparse.Namespace) -> list[list[str]]:
     """--level as one chain, then every --chain; of the demo pair the three usual ones."""
-    found = [args.level] if args.level else []
-    found += [text.split(",") for text in args.chain]
+    found = [[level for text in args.level for level in parse_levels(text)]] if args.level else []
+    found += [parse_levels(text) for text in args.chain]
     draft = hf_mlspec.demo_pair()[1]
     return found if found or args.model else [[str(draft)], ["mxfp4"], ["mxfp4", str(draft)]]
 
 
 def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Contender], dict[str, list[Any]]]:
-    """Target, contenders, and the encoded prompts of each file."""
+    """Target, contenders, and the encoded prompts of each file, in whole batches."""
     if args.shape:
         target, contenders, ids = of_shape(args.shape, args.max_new_tokens)
-        return target, contenders, {"random ids": [ids] * args.count}
+        rows = {name: tensor.expand(args.batch_size, -1).contiguous() for name, tensor in ids.items()}
+        return target, contenders, {"random ids": [rows] * (args.count // args.batch_size)}
     folder = args.model or str(hf_mlspec.demo_pair()[0])
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     files = args.prompts or [Path(hf_mlspec.demo_pair()[0]).parent / "prompts.json"]
     prompts = {}
     for file in files:
-        encoded = [tokenizer(text, return_tensors="pt") for text in read_prompts(file, args.count)]
-        prompts[file.stem] = [{name: e[name] for name in ("input_ids", "attention_mask")} for e in encoded]
+        rows = [tokenizer(text)["input_ids"] for text in read_prompts(file, args.count)]
+        starts = range(0, len(rows) - args.batch_size + 1, args.batch_size)
+        prompts[file.stem] = [padded(rows[start : start + args.batch_size]) for start in starts]
+        if not starts:
+            raise ValueError(f"{file} holds {len(rows)} prompts, which fill no batch of {args.batch_size}: lower "
+                             "--batch-size")
     return target, chains(target, tokenizer, chosen_chains(args), args), prompts
 
 
@@ -140,19 +160,24 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if Console().is_terminal else 200)
     if args.plan is not None:
         return run_plan(args, console)
-    target, contenders, prompts = load(args)
+    try:
+        target, contenders, prompts = load(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     reason = why_not_prepared(target)
     common = {"machine": machine.card(), "memory": memory(target), "not_prepared": reason,
               "asked": {name: str(value) for name, value in vars(args).items()}}
     for data, encoded in prompts.items():
         reads = measure(contenders, encoded, args.repeats, machine.ReadProbe())
         rows = [summary(one, contenders) for one in contenders]
-        console.print(table(data, rows, len(encoded), reads))
+        console.print(table(data, rows, len(encoded), args.batch_size, reads))
         entry = {"data": data, "probe_bytes_per_second": reads, "regime": machine.regime(reads), **common}
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             with args.json.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps({**row, **entry}) + "\n" for row in rows)
+    console.print('columns: eval/README.md, "Reading the table"', markup=False, highlight=False)
     held = common["memory"]
     console.print(f"target {held['target_bytes']:,} bytes; its MXFP4 cast adds {held['cast_adds_bytes']:,}, "
                   f"{held['share_of_bfloat16']:.4f} of the weights it casts in bfloat16")

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 import hf_mlspec
 from eval.records import machine
+from eval.records.progress import Bars
+from eval.rows import ends_of, new_ids
 from eval.targets import random_start
 
 STOCK, ASSISTED, ALONE = "stock greedy", "stock assisted", "target alone, prepared"
@@ -64,16 +65,25 @@ class Contender:
     decode: Callable[..., Any]
     takes: list[Take] = field(default_factory=list)
     counts: list[hf_mlspec.SpeculationStats] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()  # ids that end a row; what follows them is padding
     rss: tuple[int | None, int | None] = (None, None)  # before and at the peak of its first call
 
     def take(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Decode a batch, and count its tokens up to the end of each row."""
         clock, begin = Clock(), time.perf_counter()
         out = self.decode(inputs, clock)
         seconds = time.perf_counter() - begin
-        tokens, first = sum(clock.count[1:]), clock.count[1]
-        self.takes.append(Take(tokens, seconds, tokens - first, clock.at[-1] - clock.at[1]))
         if not isinstance(out, torch.Tensor):
             self.counts.append(out.speculation)
+        if clock.at:
+            tokens, first = sum(clock.count[1:]), clock.count[1]
+            if len(inputs["input_ids"]) > 1:
+                tokens = sum(len(row) for row in new_ids(out, inputs["input_ids"].shape[1], self.ends))
+            self.takes.append(Take(tokens, seconds, tokens - first, clock.at[-1] - clock.at[1]))
+            return
+        stats = out.speculation
+        self.takes.append(Take(stats.new_tokens, seconds, stats.new_tokens - stats.prefill_tokens,
+                               stats.seconds - stats.prefill_seconds))
 
 
 def stock(model: PreTrainedModel, settings: dict[str, Any], **more: Any):
@@ -84,8 +94,9 @@ def ours(model: PreTrainedModel, levels: list[Any], settings: dict[str, Any], co
     """The compiled steps of a prepared target, which a call with levels prepares by itself."""
 
     def decode(inputs, clock):
+        streamer = clock if len(inputs["input_ids"]) == 1 else None  # one row streams; many tell their own seconds
         return model.generate(
-            **inputs, **settings, assistant_models=levels, streamer=clock, return_dict_in_generate=True,
+            **inputs, **settings, assistant_models=levels, streamer=streamer, return_dict_in_generate=True,
             speculation_config=hf_mlspec.SpeculationConfig(prepare=True, **config),
         )
 
@@ -96,12 +107,13 @@ def chains(
     target: PreTrainedModel, tokenizer, asked: list[list[str]], args: argparse.Namespace
 ) -> list[Contender]:
     """Stock greedy, stock assisted by the first model among the levels, the target alone, every chain."""
-    settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    ends = ends_of(target)
+    settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "pad_token_id": min(ends, default=0)}
     config = {"num_draft_tokens": args.num_draft_tokens, "confidence_threshold": args.threshold}
-    found = [Contender(STOCK, stock(target, settings))]
+    found = [Contender(STOCK, stock(target, settings), ends=ends)]
     words = [split_level(level, args)[0] for levels in asked for level in levels]
     folder = next((word for word in words if Path(word).is_dir()), None)
-    if folder is not None:
+    if folder is not None and args.batch_size == 1:
         draft = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).eval()
         tokenizers = {}
         if draft.config.vocab_size != target.config.vocab_size:
@@ -139,7 +151,7 @@ def of_shape(shape: str, max_new_tokens: int) -> tuple[PreTrainedModel, list[Con
 
 
 def measure(contenders: list[Contender], prompts: list[Any], repeats: int, probe: machine.ReadProbe) -> float:
-    """Every contender on every prompt in turn, after one warming call each; -> the probe's median bytes a second."""
+    """Every contender on every batch in turn, after one warming call each; -> the probe's median bytes a second."""
     reads = []
     for one in contenders:
         one.takes, one.counts = [], []
@@ -148,11 +160,13 @@ def measure(contenders: list[Contender], prompts: list[Any], repeats: int, probe
         one.rss = held.before, held.peak
         one.takes.clear()
         one.counts.clear()
-    for _ in range(repeats):
-        for inputs in track(prompts, description="prompts"):
+    with Bars() as progress:
+        bar = progress.add_task("batches", total=repeats * len(prompts))
+        for inputs in prompts * repeats:
             begin = time.perf_counter()
             probe()
             reads.append(probe.nbytes / (time.perf_counter() - begin))
             for one in contenders:
                 one.take(inputs)
+            progress.advance(bar)
     return statistics.median(reads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from rich.markup import escape
@@ -10,6 +11,9 @@ from rich.table import Table
 from eval.bench_decode.contenders import ALONE, ASSISTED, STOCK, Contender
 from eval.records import machine
 from eval.records.markdown import geometric_mean
+
+COLUMNS = ("contender", "tokens/s", "x target alone", "x stock", "x assisted", "tokens/pass", "round ms", "outside",
+           "acceptance", "peak RSS MB (grew)")
 
 
 def summary(one: Contender, contenders: list[Contender]) -> dict[str, Any]:
@@ -30,6 +34,8 @@ def summary(one: Contender, contenders: list[Contender]) -> dict[str, Any]:
         found[f"over {peer.name}"] = geometric_mean([a.rate / b.rate for a, b in pairs if a.rate and b.rate])
         whole = [a.rate_with_prefill / b.rate_with_prefill for a, b in pairs]
         found[f"over {peer.name} with prefill"] = geometric_mean(whole)
+        spread = [statistics.median(whole), min(whole), max(whole)]
+        found[f"over {peer.name} with prefill: median, least, most"] = spread
     return found | (_of_counts(one) if one.counts else {})
 
 
@@ -54,11 +60,10 @@ def _of_counts(one: Contender) -> dict[str, Any]:
     }
 
 
-def table(data: str, rows: list[dict[str, Any]], prompts: int, reads: float) -> Table:
+def table(data: str, rows: list[dict[str, Any]], batches: int, size: int, reads: float) -> Table:
     """A row a contender; ratios are decode-only, in brackets with prefill."""
-    out = Table("contender", "tokens/s", "x target alone", "x stock", "x assisted", "tokens/pass", "round ms",
-                "outside", "acceptance", "peak RSS MB (grew)",
-                title=f"{data}: {prompts} prompts; decode-only, in brackets with prefill; memory read "
+    prompts = f"{batches} prompts" if size == 1 else f"{batches * size} prompts, batch size {size}"
+    out = Table(*COLUMNS, title=f"{data}: {prompts}; decode-only, in brackets with prefill; memory read "
                 f"{reads / 1e9:.1f} GB/s ({machine.regime(reads)})")
     for row in rows:
         out.add_row(

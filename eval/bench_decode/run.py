@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,7 +26,8 @@ from eval.plans.models import Loaded, Models, check_levels
 from eval.plans.places import Places
 from eval.plans.tables import PlanError
 from eval.records import machine
-from eval.records.writer import Results
+from eval.records.progress import Bars
+from eval.records.writer import OTHER_RESULTS, Results
 from hf_mlspec.evaluation import Journal
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                for system in plan.systems}
     asked = {"plan": asdict(plan), "machine": card, "weights": weights, "prompts": digest(prompts)}
     file = args.results / f"{plan.name}.jsonl"
-    journal = Journal(args.results / plan.name / "decode.jsonl", asked)
+    journal = Journal(args.results / plan.name / "decode.jsonl", asked, elsewhere=OTHER_RESULTS)
     try:
         with journal:
             measure(plan, places, prompts, journal, args.device)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if not len(journal):
             journal.path.unlink()  # it would refuse the corrected plan
         raise
-    with Results(file, plan.name, args.device) as results:
+    with Results(file, plan.name, args.device, elsewhere=OTHER_RESULTS) as results:
         for kind, values, identity in all_lines(plan, found):
             if results.find(kind, asked, **identity) is None:
                 results.add(kind, values, asked=asked)
@@ -83,7 +83,7 @@ def measure(plan: Plan, places: Places, prompts: dict[str, list[str]], journal: 
     if "reads" not in journal:
         journal.add("reads", reads_of(field_, places, {format: one.model for format, one in loaded.items()}))
     decoders = Decoders({format: Decoder(one, places, plan.max_new_tokens) for format, one in loaded.items()})
-    with Progress(console=Console(stderr=True)) as progress:
+    with Bars() as progress:
         _measure_units(left, field_, decoders, rows, journal, progress)
         task = progress.add_task("memory", total=len(held), visible=bool(held))
         for key, one, data, size in held:
@@ -105,7 +105,7 @@ def _with_levels(loaded, places: Places, system):
 
 
 def _measure_units(left: list[Unit], field_: list[Contender], decoder: Decoders, rows, journal: Journal,
-                   progress: Progress) -> None:
+                   progress: Bars) -> None:
     probe, warmed = machine.ReadProbe(), set()
     task = progress.add_task("decoding", total=len(left), visible=bool(left))
     for one in left:

@@ -14,7 +14,7 @@ from eval.bench_decode.contenders import Clock
 from eval.bench_decode.plan import ALONE, Contender
 from eval.plans.models import Loaded
 from eval.records import machine
-from eval.rows import padded
+from eval.rows import ends_of, new_ids, padded
 
 _WARMING_TOKENS = 8
 Take = dict[str, Any]
@@ -25,8 +25,7 @@ class Decoder:
 
     def __init__(self, loaded: Loaded, places, max_new_tokens: int) -> None:
         self.model, self.places, self.max_new_tokens = loaded.model, places, max_new_tokens
-        ends = self.model.generation_config.eos_token_id
-        self.ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.ends = ends_of(self.model)
         self._assistants: dict[str, Any] = {}
 
     def warm(self, one: Contender, rows: list[list[int]]) -> None:
@@ -39,7 +38,7 @@ class Decoder:
         out, clock = self._decode(one, rows, self.max_new_tokens)
         seconds = time.perf_counter() - begin
         sequences = out if clock is not None else out.sequences
-        ids = [self._until_end(row) for row in sequences[:, max(map(len, rows)):].tolist()]
+        ids = new_ids(sequences, max(map(len, rows)), self.ends)
         tokens = sum(map(len, ids))
         take: Take = {"tokens": tokens, "seconds": seconds}
         if clock is not None:
@@ -73,10 +72,6 @@ class Decoder:
                 config.assistant_confidence_threshold = one.system.confidence_threshold
             self._assistants[folder] = draft
         return self._assistants[folder]
-
-    def _until_end(self, row: list[int]) -> list[int]:
-        end = next((at for at, token in enumerate(row) if token in self.ends), len(row) - 1)
-        return row[: end + 1]
 
 
 class Decoders:

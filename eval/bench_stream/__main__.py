@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
 from eval.records import machine
-from hf_mlspec.evaluation import read_prompts
+from hf_mlspec.evaluation import parse_levels, read_prompts
 
 Work = list[tuple[list[int], int]]  # prompt and limit of every request
 Written = tuple[list[list[int]], list[float]]  # new tokens of every request, seconds until it was there
@@ -74,7 +74,7 @@ CONTENDERS: dict[str, Callable[[PreTrainedModel, list, Work, int], Written]] = {
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_stream", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
-    parser.add_argument("--level", action="append", default=[], help="a level of the chain; may be repeated")
+    parser.add_argument("--level", action="append", default=[], help="levels with + between; may be repeated")
     parser.add_argument("--prompts", type=Path, help="text with one prompt a line, .jsonl or .json")
     parser.add_argument("--requests", type=int, help="(32)")
     parser.add_argument("--shortest", type=int, help="smallest limit of new tokens (8)")
@@ -109,7 +109,8 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
     ratio = args.longest / args.shortest
     limits = [round(args.shortest * ratio ** rng.random()) for _ in range(args.requests)]
     work = [(encoded[number % len(encoded)], limit) for number, limit in enumerate(limits)]
-    return target, args.level or ([] if args.model else [str(demo[1])]), work
+    levels = [level for text in args.level for level in parse_levels(text)]
+    return target, levels or ([] if args.model else [str(demo[1])]), work
 
 
 def measure(target: PreTrainedModel, levels: list[str], work: Work, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -25,12 +25,13 @@ from typing import Any
 
 import tomllib
 import torch
-from rich.progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
 from eval.plans.places import Places
-from hf_mlspec.evaluation import read_prompts
+from eval.records.progress import Bars
+from eval.records.writer import OTHER_RESULTS
+from hf_mlspec.evaluation import read_prompts, what_changed
 
 TIE = 1e-5  # two float64 logits closer than this are a tie: float32 sums in another order may turn it around
 
@@ -103,7 +104,8 @@ class Store:
 
     def _take(self, entry: dict[str, Any], file: Path) -> None:
         if entry["asked"] != self.asked:
-            sys.exit(f"{file} holds results of {entry['asked']}, the plan asks for {self.asked}: rename the plan")
+            sys.exit(f"{file} holds the results of another plan ({what_changed(entry['asked'], self.asked)}): "
+                     f"{OTHER_RESULTS}, or remove this one")
         unit = Unit(entry["data"], entry["batch_size"], entry["batch"], tuple(entry["chain"]))
         self.done[unit] = entry
         if "reference_ids" in entry:
@@ -157,7 +159,7 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
     if plan.get("reference") == "plain":
         plain = load(plan, target, device, plain=True)
     tokenizer = AutoTokenizer.from_pretrained(target)
-    with Progress() as progress:
+    with Bars() as progress:
         task = progress.add_task(plan["name"], total=len(left))
         for unit in left:
             batch = prompts[unit.data][unit.batch * unit.batch_size :][: unit.batch_size]
@@ -171,7 +173,7 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
                 reference_ids=reference)
             store.add(unit, found.to_dict())
             if found.differences:
-                progress.console.print(f"{unit}: {found.differences}", markup=False)
+                progress.console.print(f"{unit}: {found.differences}", markup=False, soft_wrap=True)
             progress.advance(task)
 
 

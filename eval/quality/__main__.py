@@ -38,7 +38,7 @@ from eval.quality.report import lossy, report
 from eval.quality.run import Run
 from eval.quality.tasks import documents
 from eval.quality.units import Units
-from eval.records.writer import Results, ResultsError
+from eval.records.writer import OTHER_RESULTS, Results, ResultsError
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -60,7 +60,8 @@ def measure(args: argparse.Namespace) -> int:
     parts = args.only or list(PARTS)
     units = Units(plan, material, places, args.device, _documents(plan, places, args.plan) if "tasks" in parts else {})
     todo = units.of_parts(parts)
-    with Results(args.results / f"{plan.name}.jsonl", plan.name, args.device) as results:
+    file = args.results / f"{plan.name}.jsonl"
+    with Results(file, plan.name, args.device, elsewhere=OTHER_RESULTS) as results:
         if not args.report:
             run = Run(plan, units, material, Models(places, args.device), results, args.results / plan.name)
             run.run(todo, args.plan)

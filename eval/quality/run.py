@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from eval.plans import fidelity
 from eval.plans.identity import arithmetic
 from eval.plans.models import Models, check_levels, check_vocabularies
@@ -19,7 +16,8 @@ from eval.plans.tables import PlanError
 from eval.quality import journals, scores, tasks
 from eval.quality.plan import Material, Plan, Task
 from eval.quality.units import Unit, Units
-from eval.records.writer import Results
+from eval.records.progress import Bars, tell
+from eval.records.writer import OTHER_RESULTS, Results
 from hf_mlspec.evaluation import Journal
 
 
@@ -40,8 +38,9 @@ class Run:
             raise PlanError(f"{path}: {error}") from error
         compute = {"fidelity": self._fidelity, "perplexity": self._perplexity, "tasks": self._task,
                    "probabilities": self._probabilities}
-        for unit in left:
+        for count, unit in enumerate(left, 1):
             compute[unit.part](unit)
+            tell(f"{unit.part} of {unit.system.name}: {count} of {len(left)} results")
 
     def _check(self, left: list[Unit]) -> None:
         """What can be known only with a model."""
@@ -156,7 +155,8 @@ class Run:
 
     def _journal(self, name: str, asked: dict[str, Any]) -> Journal:
         try:
-            return Journal(self.folder / f"{name}.jsonl", {**asked, "arithmetic": arithmetic(self.models.device)})
+            return Journal(self.folder / f"{name}.jsonl", {**asked, "arithmetic": arithmetic(self.models.device)},
+                           elsewhere=OTHER_RESULTS)
         except ValueError as error:
             raise PlanError(str(error)) from error
 
@@ -167,12 +167,6 @@ class Run:
             if len(journal) == total:
                 yield journal, lambda: None
                 return
-            with _bars() as progress:
+            with Bars() as progress:
                 bar = progress.add_task(name, total=total, completed=len(journal))
                 yield journal, lambda: progress.advance(bar)
-
-
-def _bars() -> Progress:
-    """On stderr; stdout is for the tables."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                    TimeRemainingColumn(), console=Console(stderr=True))

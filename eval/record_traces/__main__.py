@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from eval.acceptance.plan import Unit, journal_of, read_plan, record, units
 from eval.plans.options import parse_options, places_of
 from eval.plans.tables import PlanError
-from hf_mlspec.evaluation import read_trace, write_trace
+from eval.records.progress import Bars
+from hf_mlspec.evaluation import read_trace, what_changed, write_trace
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -41,10 +40,9 @@ def is_recorded(unit: Unit, file: Path) -> bool:
     for name, value in unit.material.items():
         if name in origin:  # older files do not say it
             was[name], now[name] = origin[name], value
-    names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
-    if names:
-        parts = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} in the plan" for name in names)
-        raise PlanError(f"{file} holds another trace ({parts}): rename the system, or pass --overwrite")
+    if parts := what_changed(was, now):
+        raise PlanError(f"{file} holds another trace ({parts}): rename the system, name another folder as --out, or "
+                        "pass --overwrite")
     return True
 
 
@@ -56,8 +54,9 @@ def run(args: argparse.Namespace) -> None:
                         "eval.acceptance")
     files = [(unit, args.out / f"{unit.name}.json") for unit in units(plan, places, args.plan)]
     todo = [unit for unit, file in files if args.overwrite or not is_recorded(unit, file)]
-    with Progress(console=Console(stderr=True)) as progress:
-        for unit, trace in record(todo, places, device=args.device, folder=args.journals, progress=progress):
+    with Bars() as progress:
+        for unit, trace in record(todo, places, device=args.device, folder=args.journals, progress=progress,
+                                  elsewhere="name another folder as --journals"):
             write_trace(trace, args.out / f"{unit.name}.json")
             journal_of(unit, args.journals).unlink()  # --overwrite records anew
     for unit, file in files:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.records import machine
-from hf_mlspec.evaluation import LineFile, whole_lines
+from hf_mlspec.evaluation import LineFile, what_changed, whole_lines
+
+OTHER_RESULTS = "pass another folder as --results"  # of a plan, whose lines and journals lie there
 
 
 class ResultsError(ValueError):
@@ -21,11 +23,13 @@ class Results:
             end, as a killed process leaves it, is cut off.
     name:   of the run, in every line.
     device: whose card every line carries (eval.machine.card).
+    elsewhere: the remedy where the file holds results of something else.
     ResultsError for a file that holds something else, and while another process writes it.
     """
 
-    def __init__(self, file: Path, name: str, device: str = "cpu") -> None:
-        self.file, self.name, self.device = file, name, device
+    def __init__(self, file: Path, name: str, device: str = "cpu", *,
+                 elsewhere: str = "name another file") -> None:
+        self.file, self.name, self.device, self.elsewhere = file, name, device, elsewhere
         try:
             self._lines = LineFile(file)
         except BlockingIOError as error:
@@ -69,12 +73,10 @@ class Results:
         return None
 
     def _check_asked(self, was: dict[str, Any], now: dict[str, Any], identity: dict[str, Any]) -> None:
-        names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
-        if names:
-            parts = "; ".join(f"{name}: {was.get(name)!r} then, {now.get(name)!r} now" for name in names)
+        if parts := what_changed(was, now):
             what = ", ".join(f"{name} {value}" for name, value in identity.items())
-            raise ResultsError(f"{self.file} holds the results of another run of {what} ({parts}): rename the run, or "
-                               "remove its results")
+            raise ResultsError(f"{self.file} holds the results of another run of {what} ({parts}): {self.elsewhere}, "
+                               "or remove this one")
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:

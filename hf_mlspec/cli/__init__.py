@@ -9,6 +9,7 @@ import traceback
 from mlspec_cli import main
 
 from ..integration.hook import enable
+from ..integration.levels.chain_text import parse_levels
 from ..ops import KernelError
 from .demo import run_demo
 from .eval import run_eval
@@ -27,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Run `args.command`; 0 as expected, 1 if ids differ, 2 for invalid input, with one line of text."""
     enable()
     try:
+        if getattr(args, "levels", None):  # each --level is one level, or several with + between
+            args.levels = [level for text in args.levels for level in parse_levels(text)]
         return _COMMANDS[args.command](args)
     except BrokenPipeError:  # an OSError that says nothing of the input
         raise

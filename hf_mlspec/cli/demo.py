@@ -11,7 +11,7 @@ from rich.console import Console
 from ..demo_pair import DEMO_DRAFT, DEMO_TARGET, demo_pair, demo_prompts
 from ..integration.compare import Comparison, Item, compare
 from .request import chain_config, load_target
-from .stream import LiveTable, TextStream
+from .stream import LiveTable, MarkedStream
 from .tables import describe, say, show_comparison
 
 
@@ -19,14 +19,14 @@ def run_demo(args: argparse.Namespace) -> int:
     path, levels = _chain(args)
     config = chain_config(args)
     model, tokenizer = load_target(path, args)
-    prompts = demo_prompts()
+    prompts = demo_prompts() if args.prompt is None else [{"name": "your prompt", "kind": "text", "text": args.prompt}]
     console = Console(quiet=args.json)
     names = [_shown(level) for level in levels]
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     say(console, f"target: {_shown(path)}, {parameters:.1f}M parameters, {args.dtype} on {args.device}")
     say(console, "levels below it: " + (", then ".join(names) or "none") + "\n")
     watch = _Watch(console, prompts, 2 * len(prompts))
-    stream = LiveTable(console, tokenizer, model) if console.is_terminal else TextStream(console, tokenizer)
+    stream = LiveTable(console, tokenizer, model) if console.is_terminal else MarkedStream(console, tokenizer)
     with closing(stream):  # an interrupt or an error too leaves the terminal with its cursor
         found = compare(model, tokenizer, [prompt["text"] for prompt in prompts], levels, on_item=watch,
                         max_new_tokens=args.max_new_tokens, speculation_config=config,

@@ -60,6 +60,17 @@ class TextStream:
         self.prompt: str | None = None
 
 
+class MarkedStream(TextStream):
+    """The same with a line before the prompt and one before what was written, for output without bold letters."""
+
+    def _show(self, text: str) -> None:
+        if not self.text:
+            prompt = self.prompt or ""
+            self.write(f"-- prompt:\n{prompt}\n-- continuation:\n")
+            self.text = prompt
+        super()._show(text)
+
+
 class LiveTable(TextStream):
     """The same on a terminal, with the counts of every level below the text, renewed with each round."""
 

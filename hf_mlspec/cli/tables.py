@@ -67,7 +67,9 @@ def show_comparison(console: Console, comparison: Comparison, title: str) -> Non
             for name, ids, seconds in ways if seconds]
     show(console, "speed", ("", "tokens", "seconds", "tokens/s"), rows)
     say(console, where_time_went(stats))
-    say(console, f"tokens per target pass: {stats.tokens_per_target_pass:.2f}")
+    chain, alone = comparison.chain_seconds, comparison.alone_seconds
+    faster = f"; the chain is {alone / chain:.2f} x as fast as the target alone" if chain and alone else ""
+    say(console, f"tokens per target pass: {stats.tokens_per_target_pass:.2f}{faster}")
 
 
 def describe(prompt: int, difference: Difference) -> str:

@@ -44,7 +44,7 @@ class MLSpecLM(TemplateLM):
         None: the target alone.
     format, group_size: pack the model to "int4", "mxfp4", "nested-bf16" or "bitplanes" while it loads. precision: what
         the target itself reads of such weights, and multiplies them by: "w4a16", "w4a8", "w4a4", "mxfp4", "mxfp4a8",
-        "nested", "nested4", "nested4a8" or "planes1" ... "planes8"; None: as it is stored.
+        "nested", "nested4", "nested4a8", or "planes1" up to all its planes, at most "planes8"; None: as it is stored.
     num_draft_tokens, confidence_threshold: one number, or one per level, a list or "12+5". The other options of
         SpeculationConfig go by their names, or all of them as speculation=SpeculationConfig(...).
     dtype: "bfloat16", "float32", "float16" or "auto". device: None: "cuda" where there is one, else "cpu".

@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import MLSpecConfig, SpeculationConfig
+from ..integration.levels.chain_text import parse_levels
 from ..integration.levels.load import DTYPES
-from ..integration.levels.resolve import as_words, check_words
+from ..integration.levels.resolve import check_words
 from ..integration.quantizer.packing import switch_of
 
 _SPECULATION = tuple(field.name for field in fields(SpeculationConfig))
@@ -114,20 +115,6 @@ def _require_folder_of(journal: str | Path | None) -> None:
     if folder is not None and not folder.is_dir():
         raise ValueError(f"journal is {str(journal)!r}, and no folder {str(folder)!r} is there: make it, or name a "
                          "file elsewhere")
-
-
-def parse_levels(levels: str | list[Any] | tuple[Any, ...] | None) -> list[Any]:
-    """The levels of a model argument: "mxfp4+PATH" or a list of what `assistant_models` takes; None: no levels.
-
-    A "+" in the name of a folder needs the list, if it is not the only level. ValueError for what is neither.
-    """
-    if levels is None or levels == "":
-        return []
-    if isinstance(levels, str):
-        levels = [levels] if Path(levels).is_dir() else levels.split("+")
-    if not isinstance(levels, (list, tuple)):
-        raise ValueError(f'levels is {levels!r}, it must be words joined by "+", as in mxfp4+PATH, or a list')
-    return as_words(levels)
 
 
 def _per_level(options: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lm_eval._cli import HarnessCLI
@@ -21,7 +21,7 @@ def run(words: list[str]) -> None:
     setup_logging()
     command = HarnessCLI()
     if (parser := getattr(command, "_parser", None)) is not None:
-        parser.prog = "mlspec eval"  # its errors begin with what was typed
+        _say_errors_in_one_line(parser)
     before, sys.argv = sys.argv, ["mlspec eval", *words]
     try:
         args = command.parse_args()  # which reads sys.argv, and takes "run" as said where no subcommand is
@@ -33,6 +33,18 @@ def run(words: list[str]) -> None:
         for name, value in _defaults(args).items():
             setattr(args, name, value)
     command.execute(args)
+
+
+def _say_errors_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Of lm-eval's parser and of those of its subcommands, with what was typed before it and no usage."""
+    def error(message: str) -> NoReturn:
+        parser.exit(2, f"mlspec eval: error: {' '.join(message.split())}; see mlspec eval --help\n")
+
+    parser.prog, parser.error = "mlspec eval", error
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                below.error = error
 
 
 def _defaults(args: argparse.Namespace) -> dict[str, Any]:

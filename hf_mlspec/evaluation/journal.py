@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .changed import what_changed
 from .line_file import LineFile, whole_lines
 
 _OPENING = b'{"asked": '
@@ -21,17 +22,19 @@ class Journal:
     file:   created, with its folders, if it does not exist.
     asked:  the settings that the items depend on (model, levels, ...), as JSON; a journal with other settings is an
         error, so that results of two settings never mix.
+    elsewhere: the remedy if the file cannot be used, such as the option that names another one.
     Raises ValueError if the file is another journal or none, naming the difference, if the path cannot be written, and
     while another process writes it.
     """
 
-    def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any]) -> None:
-        self.path, self.asked = Path(file), json.loads(json.dumps(asked))
+    def __init__(self, file: str | os.PathLike[str], asked: dict[str, Any], *,
+                 elsewhere: str = "name another file") -> None:
+        self.path, self.asked, self._elsewhere = Path(file), json.loads(json.dumps(asked)), elsewhere
         self._items: dict[str, Any] = {}
         try:
             self._file = LineFile(self.path)
         except BlockingIOError as error:
-            raise ValueError(f"{error}: wait for it, or name another file") from error
+            raise ValueError(f"{error}: wait for it, or {elsewhere}") from error
         except OSError as error:  # a folder, a path below a file, a folder that is not one's own
             raise ValueError(f"{self.path} cannot be written as a journal ({error.strerror}): name a file in a folder "
                              "that can be written") from error
@@ -81,11 +84,12 @@ class Journal:
         if lines:
             self._check_asked(self._parse(1, lines[0]))
         elif not _OPENING.startswith(text[: len(_OPENING)]):
-            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: name another file")
+            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: {self._elsewhere}")
         for number, line in enumerate(lines[1:], 2):
             entry = self._parse(number, line)
             if set(entry) != {"key", "value"} or not isinstance(entry["key"], str) or entry["key"] in self._items:
-                raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; name another file")
+                raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; "
+                                 f"{self._elsewhere}")
             self._items[entry["key"]] = entry["value"]
         self._file.cut(len(whole))
         if not lines:
@@ -96,19 +100,15 @@ class Journal:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}, line {number}: no JSON ({error}): not a journal, or a damaged one; name another file"
+                f"{self.path}, line {number}: no JSON ({error}): not a journal, or a damaged one; {self._elsewhere}"
             ) from error
         if not isinstance(entry, dict):
-            raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; name another file")
+            raise ValueError(f"{self.path}, line {number}: a {type(entry).__name__}, no object; {self._elsewhere}")
         return entry
 
     def _check_asked(self, first: dict[str, Any]) -> None:
         if set(first) != {"asked"} or not isinstance(first["asked"], dict):
-            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: name another file")
-        was, now = first["asked"], self.asked
-        names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
-        if names:
-            parts = "; ".join(f"{name}: {was.get(name)!r} then, {now.get(name)!r} now" for name in names)
-            raise ValueError(
-                f"{self.path} holds the results of another run ({parts}): name another file, or remove it"
-            )
+            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: {self._elsewhere}")
+        if parts := what_changed(first["asked"], self.asked):
+            raise ValueError(f"{self.path} holds the results of another run ({parts}): {self._elsewhere}, or remove "
+                             "this one")

@@ -171,7 +171,7 @@ def test_a_trace_of_something_else_is_not_overwritten(folder, capsys):
     (folder / "plan.toml").write_text(text.replace("num_draft_tokens = 4", "num_draft_tokens = 5"))
     before = (folder / "traces" / "cast-words.json").read_bytes()
     assert record(folder) == 2
-    assert "num_draft_tokens: 4 there, 5 in the plan" in capsys.readouterr().err
+    assert "num_draft_tokens: 4 -> 5" in capsys.readouterr().err
     assert (folder / "traces" / "cast-words.json").read_bytes() == before
     assert record(folder, "--overwrite") == 0
     assert read_trace(folder / "traces" / "cast-words.json").levels[0].num_draft_tokens == 5

@@ -71,7 +71,7 @@ def test_results_of_another_run_are_not_mixed_in(lossless, tmp_path):
     lossless()
     plan = tmp_path / "plan.toml"
     plan.write_text(plan.read_text().replace("max_new_tokens = 6", "max_new_tokens = 7"), encoding="utf-8")
-    with pytest.raises(SystemExit, match="rename the plan"):
+    with pytest.raises(SystemExit, match="another folder as --results"):
         lossless()
 
 
@@ -104,7 +104,7 @@ def test_a_plan_may_quantize_its_target(lossless, tmp_path):
     assert "float32, format int4, group_size 32, 6 new tokens" in report
     assert "| w4a4 <- prompt_lookup | words | 2 | 3 | 18 | 0 |" in report
     plan.write_text(text + QUANTIZED.replace("32", "64"), encoding="utf-8")
-    with pytest.raises(SystemExit, match="rename the plan"):
+    with pytest.raises(SystemExit, match="another folder as --results"):
         lossless()
 
 

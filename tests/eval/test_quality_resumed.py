@@ -27,7 +27,7 @@ def test_results_of_another_plan_are_not_mixed_in(toy, saved_model, capsys):
     (toy / "plan.toml").write_text(PLAN.replace("stride = 16", "stride = 8"), encoding="utf-8")
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 2
-    assert "stride: 16 then, 8 now" in capsys.readouterr().err
+    assert "(stride: 16 -> 8): pass another folder as --results, or remove this one" in capsys.readouterr().err
 
 
 def test_another_draft_under_the_same_name_is_noticed(toy, saved_model, capsys):
@@ -39,7 +39,7 @@ def test_another_draft_under_the_same_name_is_noticed(toy, saved_model, capsys):
     weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model)) == 2
-    assert "level_weights: {'{data}/draft': " in capsys.readouterr().err
+    assert "level_weights.{data}/draft: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"])
@@ -58,7 +58,7 @@ def test_items_of_two_versions_do_not_meet(toy, saved_model, capsys, monkeypatch
     monkeypatch.setattr(quality_run, "arithmetic", lambda device: other)
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 2
-    assert "arithmetic: " in capsys.readouterr().err
+    assert "(arithmetic.torch: " in capsys.readouterr().err
 
 
 def test_finished_results_of_other_versions_are_not_this_run(toy, saved_model, capsys, monkeypatch):
@@ -67,7 +67,7 @@ def test_finished_results_of_other_versions_are_not_this_run(toy, saved_model, c
     monkeypatch.setattr(quality_units, "arithmetic", lambda device: other)
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model, "--only", "perplexity", "--report")) == 2
-    assert re.search(r"toy.jsonl holds .* \(arithmetic: .*'torch': '2.*now\): rename", capsys.readouterr().err)
+    assert re.search(r'toy.jsonl holds .* \(arithmetic.torch: "2.*" -> "1.0"\): pass', capsys.readouterr().err)
 
 
 def test_answers_to_other_questions_are_not_kept(toy, saved_model, capsys):
@@ -83,14 +83,14 @@ def test_answers_to_other_questions_are_not_kept(toy, saved_model, capsys):
     questions.write_text(asked.replace("A tool?", "A wheel?"))
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model)) == 2
-    assert re.search("answers-wide-mlspec_piqa.jsonl holds .*documents: '.* then, '.* now", capsys.readouterr().err)
+    assert re.search("answers-wide-mlspec_piqa.jsonl holds .*documents: .* -> .*", capsys.readouterr().err)
     questions.write_text(asked)
     assert quality.main(arguments(toy, saved_model)) == 0  # every line is finished
     for changed, status in ((asked.replace("A cup?", "A pan?"), 0), (asked.replace("A hat?", "A pan?"), 2)):
         questions.write_text(changed)  # item 2 lies behind the limit, item 1 does not
         capsys.readouterr()
         assert quality.main(arguments(toy, saved_model, "--report")) == status
-    assert re.search("toy.jsonl holds .*documents: '.* then, '.* now", capsys.readouterr().err)
+    assert re.search("toy.jsonl holds .*documents: .* -> .*", capsys.readouterr().err)
 
 
 def test_other_examples_are_other_questions(toy):

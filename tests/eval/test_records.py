@@ -23,7 +23,7 @@ def test_a_line_that_was_cut_is_written_again(tmp_path):
             results.add("task", {"system": "b", "value": 2}, asked={"limit": 1})
         assert [row["system"] for row in read_results(file)] == ["a", "b"]
     with Results(file, "run") as results:
-        with pytest.raises(ResultsError, match="limit: 1 then, 2 now"):
+        with pytest.raises(ResultsError, match="limit: 1 -> 2"):
             results.find("task", {"limit": 2}, system="a")
         with pytest.raises(ResultsError, match="another process"):
             Results(file, "run")

@@ -88,6 +88,10 @@ def test_levels_and_numbers_are_read(tmp_path):
     assert parse_levels(None) == parse_levels("") == []
     assert parse_levels("mxfp4+prompt_lookup") == ["mxfp4", "prompt_lookup"]
     assert parse_levels(str(folder)) == [str(folder)]
+    assert parse_levels(f"mxfp4+{folder}@mxfp4+ngram") == ["mxfp4", f"{folder}@mxfp4", "ngram"]
+    assert parse_levels(f"mxfp4=12:0.2,{folder}=5:0.4") == ["mxfp4=12:0.2", f"{folder}=5:0.4"]
+    assert parse_levels(f"{tmp_path}/a+c") == [f"{tmp_path}/a", "c"]  # no such folder
+    assert parse_levels("mxfp4,ngram") == ["mxfp4", "ngram"]
     assert parse_levels([str(folder), "ngram"]) == parse_levels([folder, "ngram"]) == [str(folder), "ngram"]
     asked = Arguments.of({"pretrained": "x/y", "levels": "mxfp4+ngram", "num_draft_tokens": "12+5",
                           "confidence_threshold": "0.2", "max_ngram": 2, "batch_size": "auto:3", "max_batch_size": 5})

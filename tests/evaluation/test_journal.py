@@ -61,7 +61,7 @@ def test_a_path_where_no_file_can_be(tmp_path):
 
 def test_another_run_is_refused(tmp_path):
     Journal(tmp_path / "a.jsonl", {"levels": ["mxfp4"], "dtype": "bfloat16"}).close()
-    with pytest.raises(ValueError, match=r"levels: \['mxfp4'\] then, \['ngram'\] now"):
+    with pytest.raises(ValueError, match=r'another run \(levels\[0\]: "mxfp4" -> "ngram"\): name another file, or'):
         Journal(tmp_path / "a.jsonl", {"levels": ["ngram"], "dtype": "bfloat16"})
 
 

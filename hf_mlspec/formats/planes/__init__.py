@@ -101,7 +101,7 @@ FORMAT = Format(
     stored_bits=_stored,
     weights_called="bit-planes",
     remedy="load it with from_pretrained(..., quantization_config=hf_mlspec.MLSpecConfig(format='bitplanes'))",
-    level_examples=("planes1 ... planes8",),
+    level_examples=("planes1 ... planes7",),
     options=(
         Option(
             "num_planes",

@@ -1,0 +1,42 @@
+"""How is a chain written as one text? "mxfp4+FOLDER": the one reader of every command line and of lm-eval."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from .resolve import as_words
+
+_SEPARATORS = re.compile("[+,]")
+_BEHIND = re.compile(r"(@\w+)?(=\d+(:[\d.]*)?)?$")  # a cast, and what programs write of a level: FOLDER@int3=12:0.2
+
+
+def parse_levels(levels: str | list[Any] | tuple[Any, ...] | None) -> list[Any]:
+    """The levels of "mxfp4+FOLDER" or of a list of what `assistant_models` takes; None and "": no levels.
+
+    Commas separate as "+" does. Where parts of a text are, joined again, the name of a folder, they are one level:
+    the longest such name counts. ValueError for what is neither text nor list.
+    """
+    if levels is None or levels == "":
+        return []
+    if isinstance(levels, str):
+        levels = _split(levels)
+    if not isinstance(levels, (list, tuple)):
+        raise ValueError(f'levels is {levels!r}, it must be words joined by "+", as in mxfp4+PATH, or a list')
+    return as_words(levels)
+
+
+def _split(text: str) -> list[str]:
+    ends = [*(match.start() for match in _SEPARATORS.finditer(text)), len(text)]
+    found, begin = [], 0
+    while begin <= len(text):
+        left = [end for end in ends if end >= begin]
+        end = next((end for end in reversed(left[1:]) if _is_folder(text[begin:end])), left[0])
+        found.append(text[begin:end])
+        begin = end + 1
+    return found
+
+
+def _is_folder(text: str) -> bool:
+    return Path(text).is_dir() or Path(text[: _BEHIND.search(text).start()]).is_dir()
