@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ISAS = ("generic", "avx2", "avxvnni", "avxvnniint8", "avx512vnni", "avx512bf16", "amx")
 # hf_mlspec/__init__.py is left out: it imports transformers, which takes longer than the checks of ops.
-PACKAGE = """
+PACKAGE = f"""
 import sys, types, torch
 package = types.ModuleType("hf_mlspec")
-package.__path__ = [sys.argv[1] + "/../../hf_mlspec"]
+package.__path__ = [{find_spec("hf_mlspec").submodule_search_locations[0]!r}]
 sys.modules["hf_mlspec"] = package
 from hf_mlspec import ops
 from hf_mlspec.ops import library
