@@ -7,10 +7,11 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Python compiles what it imports at the first import, a small part of what is installed.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 # A word of constraints.txt, "torch==2.13.0": installed before everything that depends on it, so that no other
 # requirement gets to choose another build.
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -42,24 +43,24 @@ docs-serve: $(VENV)/.docs
 $(VENV)/.torch: constraints.txt
 	@echo "making $(VENV) with $(TORCH): a minute or two, once"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install "$(TORCH)"
-	$(PIP) install setuptools -c constraints.txt
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) setuptools -c constraints.txt
 	@touch $@
 
 # No build isolation: the kernels are compiled against the torch installed above, and no second one is fetched.
 $(VENV)/.run: $(VENV)/.torch $(INPUTS)
-	$(PIP) install --no-build-isolation -e . -c constraints.txt
+	$(INSTALL) --no-build-isolation -e . -c constraints.txt
 	@$(TELL_KERNELS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch $(INPUTS)
-	$(PIP) install --no-build-isolation -e ".[dev]" -c constraints.txt
+	$(INSTALL) --no-build-isolation -e ".[dev]" -c constraints.txt
 	@$(TELL_KERNELS)
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.docs: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install $(DOCS) -c constraints.txt
+	$(INSTALL) $(DOCS) -c constraints.txt
 	@touch $@
 
 clean:

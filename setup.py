@@ -5,6 +5,8 @@ Everything else about the project is in pyproject.toml. Without a library hf_mls
 
     MLSPEC_REQUIRE_KERNELS=1, MLSPEC_REQUIRE_CUDA=1     a failed or impossible build of _C, of _CUDA is an error
     MLSPEC_CUDA_ARCHS="80;90a"          GPUs to build for; default: this machine's, without one what CUDA_ARCHS lists
+    MLSPEC_KEEP_KERNELS=1               compile nothing: the _C of an earlier build stays, for an editable install; the
+                                        torch must be of the same minor version
     MLSPEC_SANITIZE=address,undefined   _C with those sanitizers; the process that loads it then needs their runtime
                                         (LD_PRELOAD of libasan.so and libstdc++.so: .ci/run)
 """
@@ -226,6 +228,12 @@ class AnyPython(bdist_wheel):
 
 
 def build():
+    if os.environ.get("MLSPEC_KEEP_KERNELS") == "1":
+        if "bdist_wheel" in sys.argv:
+            raise SystemExit("MLSPEC_KEEP_KERNELS=1 is for an editable install: wheels would lack them")
+        if not list((HERE / "hf_mlspec").glob("_C.*")):
+            raise SystemExit("MLSPEC_KEEP_KERNELS=1, but no build has left hf_mlspec/_C.so: install without it")
+        return {}
     try:
         cpu = extension(CPU_LIBRARY, cpu_sources(), *compiler_flags())
     except ImportError as error:

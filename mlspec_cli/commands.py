@@ -47,10 +47,10 @@ def _add_quantize(commands: Any) -> None:
                         help="what the layers compute with unless told otherwise: 16, for mxfp4 and int4 also 8, for "
                              "int4 also 4 (default 16)")
     parser.add_argument("--skip", action="append", metavar="NAME", type=text,
-                        help="a module to keep wide, by the end or start of its name or a pattern; repeat it for more "
-                             "(the output head is kept, but in nested-bf16)")
+                        help="a module not to quantize, by the end or start of its name or a pattern; repeat it for "
+                             "more (the output head is kept, but in nested-bf16)")
     parser.add_argument("--dtype", metavar="WORD", default="auto",
-                        help="of what stays wide: auto (default: the model's own), float32, bfloat16 or float16")
+                        help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
     parser.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE",
                         help="such as 500MB or 5GB (default %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")

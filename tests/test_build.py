@@ -51,6 +51,20 @@ def test_the_compiled_library_knows_no_python():
     assert re.findall(rb"\0(_?Py[A-Z]?\w*_\w+)\0", data) == []  # names of functions, as PyObject_Call
 
 
+def test_kernels_of_an_earlier_build_are_kept_for_an_editable_install_only(build, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLSPEC_KEEP_KERNELS", "1")
+    monkeypatch.setitem(build["build"].__globals__, "HERE", tmp_path)
+    (tmp_path / "hf_mlspec").mkdir()
+    (tmp_path / "hf_mlspec" / "_CUDA.so").touch()
+    with pytest.raises(SystemExit, match=r"no build has left hf_mlspec/_C\.so"):
+        build["build"]()
+    (tmp_path / "hf_mlspec" / "_C.so").touch()
+    assert build["build"]() == {}
+    monkeypatch.setattr("sys.argv", ["setup.py", "bdist_wheel"])
+    with pytest.raises(SystemExit, match="an editable install"):
+        build["build"]()
+
+
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "x86_64", "AMD64"])
 def test_a_machine_gets_the_kernels_that_it_can_compile(build, monkeypatch, machine):
     monkeypatch.setattr(platform, "machine", lambda: machine)

@@ -43,6 +43,8 @@ def test_a_bad_prompts_file_is_refused(capsys, tmp_path, saved_model, name, cont
 
 @pytest.mark.parametrize(("change", "message"), [
     (["--level", "mxfp5"], "level 'mxfp5' is neither an existing folder nor a known word"),
+    (["--level", ""], "level '' is neither an existing folder nor a known word"),
+    (["--level", "mxfp4+"], "level '' is neither an existing folder nor a known word"),
     (["--level", "./nowhere@mxfp4"], "'./nowhere@mxfp4'"), ([], "no --level given"),
     (["--level", "early_exit:0"], "early_exit"), (["--level", "early_exit:x"], "early_exit"),
     (["--level", "mxfp4", "--max-new-tokens", "0"], "0 is not 1 or more"),

@@ -63,7 +63,7 @@ def runnable(language: str, page: Path = README) -> list[Block]:
 
 def environment_in(tmp_path: Path) -> dict[str, str]:
     """The environment of a reader: `mlspec` and `python` are this interpreter's, wherever the package lies."""
-    for name, arguments in (("mlspec", "-m hf_mlspec"), ("python", "")):
+    for name, arguments in (("mlspec", "-m mlspec_cli"), ("python", "")):
         script = tmp_path / "bin" / name
         script.parent.mkdir(exist_ok=True)
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n', encoding="utf-8")

@@ -30,12 +30,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
-from eval.bench_decode.contenders import Contender, chains, measure, of_shape
+from eval.bench_decode.contenders import Contender, chains, measure, of_shape, split_level
 from eval.bench_decode.report import summary, table
 from eval.records import machine
 from eval.rows import padded
 from eval.targets import SMALL_SHAPES, why_not_prepared
-from hf_mlspec.evaluation import parse_levels, read_prompts
+from hf_mlspec.evaluation import check_words, parse_levels, read_prompts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -115,8 +115,8 @@ def run_plan(args: argparse.Namespace, console: Console) -> int:
 
 def chosen_chains(args: argparse.Namespace) -> list[list[str]]:
     """--level as one chain, then every --chain; of the demo pair the three usual ones."""
-    found = [[level for text in args.level for level in parse_levels(text)]] if args.level else []
-    found += [parse_levels(text) for text in args.chain]
+    found = [[level for text in args.level for level in parse_levels(text) or [text]]] if args.level else []
+    found += [parse_levels(text) or [text] for text in args.chain]
     draft = hf_mlspec.demo_pair()[1]
     return found if found or args.model else [[str(draft)], ["mxfp4"], ["mxfp4", str(draft)]]
 
@@ -127,6 +127,9 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Contender], di
         target, contenders, ids = of_shape(args.shape, args.max_new_tokens)
         rows = {name: tensor.expand(args.batch_size, -1).contiguous() for name, tensor in ids.items()}
         return target, contenders, {"random ids": [rows] * (args.count // args.batch_size)}
+    asked = chosen_chains(args)
+    for chain in asked:
+        check_words([split_level(level, args)[0] for level in chain])
     folder = args.model or str(hf_mlspec.demo_pair()[0])
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -139,7 +142,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Contender], di
         if not starts:
             raise ValueError(f"{file} holds {len(rows)} prompts, which fill no batch of {args.batch_size}: lower "
                              "--batch-size")
-    return target, chains(target, tokenizer, chosen_chains(args), args), prompts
+    return target, chains(target, tokenizer, asked, args), prompts
 
 
 def memory(target: PreTrainedModel) -> dict[str, Any]:

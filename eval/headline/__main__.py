@@ -3,8 +3,8 @@
     python -m eval.headline                              # docs/figures/one_prompt.json -> docs/figures/one_prompt.png
     python -m eval.headline FIGURES.json PICTURE.png
 
-The figures are those of a table of docs/benchmarks/cpu_chains.md; the file names the table, the commit and the command that
-measures them. The same figures give the same bytes.
+The figures are those of a table of docs/benchmarks/cpu_chains.md; the file names the table, the commit and the
+command that measures them. The same figures give the same bytes.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Store:
     def _take(self, entry: dict[str, Any], file: Path) -> None:
         if entry["asked"] != self.asked:
             sys.exit(f"{file} holds the results of another plan ({what_changed(entry['asked'], self.asked)}): "
-                     f"{OTHER_RESULTS}, or remove this one")
+                     f"{OTHER_RESULTS}, or remove this file")
         unit = Unit(entry["data"], entry["batch_size"], entry["batch"], tuple(entry["chain"]))
         self.done[unit] = entry
         if "reference_ids" in entry:
@@ -173,7 +173,7 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
                 reference_ids=reference)
             store.add(unit, found.to_dict())
             if found.differences:
-                progress.console.print(f"{unit}: {found.differences}", markup=False, soft_wrap=True)
+                print(f"{unit}: {found.differences}", flush=True)
             progress.advance(task)
 
 

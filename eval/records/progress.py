@@ -20,7 +20,7 @@ class Bars(Progress):
     at most one every `EVERY` seconds of the process."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
+        console = Console(stderr=True, force_terminal=sys.stderr.isatty())
         super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                          TimeRemainingColumn(), console=console, disable=not console.is_terminal)
 

@@ -76,7 +76,7 @@ class Results:
         if parts := what_changed(was, now):
             what = ", ".join(f"{name} {value}" for name, value in identity.items())
             raise ResultsError(f"{self.file} holds the results of another run of {what} ({parts}): {self.elsewhere}, "
-                               "or remove this one")
+                               "or remove this file")
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:

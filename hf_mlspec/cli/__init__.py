@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     enable()
     try:
         if getattr(args, "levels", None):  # each --level is one level, or several with + between
-            args.levels = [level for text in args.levels for level in parse_levels(text)]
+            args.levels = [level for text in args.levels for level in parse_levels(text) or [text]]
         return _COMMANDS[args.command](args)
     except BrokenPipeError:  # an OSError that says nothing of the input
         raise

@@ -134,6 +134,6 @@ class Engine(Protocol):
         threshold: float,
         above: Engine | None = None,
     ) -> tuple[Rows, list[int], int, Scores | None]:
-        """Rounds of `tiny` drafting and this engine checking: the tokens settled for every row, (drafted, accepted) of
-        every row and round behind each other, the number of rounds, and what `above`, the engine of the next level
+        """Rounds of `tiny` drafting and this engine checking: the tokens committed for every row, (drafted, accepted)
+        of every row and round, concatenated, the number of rounds, and what `above`, the engine of the next level
         up, scores of the rows and these tokens (None where there is none, or where logits were NaN)."""

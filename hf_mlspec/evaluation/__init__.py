@@ -26,6 +26,7 @@ _HOMES = {
     "TokenScores": ".integration.scoring",
     "Trace": ".speculation.traces.trace",
     "certify": "certificate_run",
+    "check_words": ".integration.levels.resolve",
     "level_acceptance": "traces_counts",
     "parse_levels": ".integration.levels.chain_text",
     "read_prompts": "prompts",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-_MOST, _LONGEST = 6, 40  # fields told, characters of a value
+_MOST, _LONGEST, _BEFORE = 6, 40, 8  # fields told, characters of a value, and those before the first that differs
 _NOTHING = object()
 
 
@@ -15,7 +15,7 @@ def what_changed(was: Any, now: Any) -> str:
     where they are equal. Fields inside fields have dots between, places in lists stand in brackets."""
     found = list(_differences(was, now, ""))
     more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    return "; ".join(f"{name}: {_told(before)} -> {_told(after)}" for name, before, after in found[:_MOST]) + more
+    return "; ".join(f"{name}: {_both(before, after)}" for name, before, after in found[:_MOST]) + more
 
 
 def _differences(was: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
@@ -30,8 +30,15 @@ def _differences(was: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]
         yield name, was, now
 
 
-def _told(value: Any) -> str:
-    if value is _NOTHING:
-        return "not said"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+def _both(before: Any, after: Any) -> str:
+    """Both values, from shortly before their first difference where they are long."""
+    texts = ["not said" if value is _NOTHING else json.dumps(value, ensure_ascii=False) for value in (before, after)]
+    same = next((n for n, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), min(map(len, texts)))
+    first = max(same - _BEFORE, 0) if max(map(len, texts)) > _LONGEST else 0
+    return " -> ".join(_cut(text, first) for text in texts)
+
+
+def _cut(text: str, first: int) -> str:
+    begin, rest = "... " * (first > 0), text[first:]
+    most = _LONGEST - len(begin)
+    return begin + (rest if len(rest) <= most else f"{rest[: most - 4]} ...")

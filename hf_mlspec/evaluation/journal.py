@@ -111,4 +111,4 @@ class Journal:
             raise ValueError(f"{self.path} is not a journal, it does not begin with settings: {self._elsewhere}")
         if parts := what_changed(first["asked"], self.asked):
             raise ValueError(f"{self.path} holds the results of another run ({parts}): {self._elsewhere}, or remove "
-                             "this one")
+                             "this file")

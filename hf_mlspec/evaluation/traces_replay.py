@@ -88,9 +88,8 @@ def replay(
     speculation_config: how levels are built (cast_rule, shared_cache, prepare ...); draft lengths are the trace's, and
         confidences are computed if it has a threshold.
     name: of the result, with "(replayed)" appended.
-    Raises ValueError, before anything is computed, for a wrong number of levels, rows that the trace does not have, a
-        batch
-    larger than the rows, more new tokens than were recorded, and models with too few positions.
+    Raises ValueError, before anything is computed, for a wrong number of levels, rows that the trace does not have,
+    a batch larger than the rows, more new tokens than were recorded, and models with too few positions.
     """
     return replayed(_StepByStep, model, trace, levels, batch_size, max_new_tokens, rows, speculation_config, name)
 

@@ -20,12 +20,12 @@ class SpeculationConfig:
 
     num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per
         level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 if the level is the target
-        with fewer activation bits, as in QSpec). On a GPU a level above another one drafts in whole rounds of that
-        one: as many as reach the number, a single one from 16 rows on.
+        with all its weight bits and fewer activation bits, as in QSpec). On a GPU a level above another one drafts in
+        whole rounds of that one: as many as reach the number, a single one from 16 rows on.
     confidence_threshold: a level stops drafting after a token whose probability is below this, 0 <= t < 1, 0 turns it
         off; one for all levels or one per level (None: the level's own
         `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and 0
-        if the level is the target with fewer activation bits).
+        if the level is the target with all its weight bits and fewer activation bits).
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
         direct casts of the target) draft in the target's KV cache, and the check overwrites what they wrote; False
         gives each its own cache.

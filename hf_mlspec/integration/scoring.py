@@ -208,7 +208,7 @@ def _deal(tasks: list[_Task], slots: int) -> list[deque[_Task]]:
 
 
 def _logits(runner: Engine, rows: list[list[int]], guesses: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Feed rows and guesses: float32 `[sum of kept, vocab]`, rows behind each other, and int64 `[sum of kept]`, the
+    """Feed rows and guesses: float32 `[sum of kept, vocab]`, rows concatenated, and int64 `[sum of kept]`, the
     greedy token of each position."""
     if runner.can.greedy_rounds:
         scores = runner.score(rows, guesses, want_logits=True)

@@ -25,6 +25,14 @@ def test_levels_are_one_chain_and_chains_are_many():
         bench.parse(["--shape", "tiny", "--level", "mxfp4"])
 
 
+@pytest.mark.parametrize("chain", ["", "mxfp4+", "mxfp5=12:0.2", "./nowhere"])
+def test_a_level_that_cannot_be_is_refused_before_anything_is_loaded(capsys, chain):
+    assert program("bench_decode").main(["--model", "nowhere", "--chain", chain]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: level '{chain.rpartition('+')[2].partition('=')[0]}'")
+    assert said.count("\n") == 1
+
+
 def test_every_contender_has_a_line(saved_model, tmp_path):
     prompts, out = tmp_path / "words.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "def f("}\n')

@@ -27,7 +27,7 @@ def test_results_of_another_plan_are_not_mixed_in(toy, saved_model, capsys):
     (toy / "plan.toml").write_text(PLAN.replace("stride = 16", "stride = 8"), encoding="utf-8")
     capsys.readouterr()
     assert quality.main(arguments(toy, saved_model, "--only", "perplexity")) == 2
-    assert "(stride: 16 -> 8): pass another folder as --results, or remove this one" in capsys.readouterr().err
+    assert "(stride: 16 -> 8): pass another folder as --results, or remove this file" in capsys.readouterr().err
 
 
 def test_another_draft_under_the_same_name_is_noticed(toy, saved_model, capsys):

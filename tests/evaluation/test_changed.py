@@ -24,3 +24,11 @@ def test_a_line_stays_short():
     assert told.endswith("; and 3 more")
     assert len(told) < 700
     assert "\n" not in told
+
+
+@pytest.mark.parametrize(("was", "now"), [("folder/" * 20 + "one", "folder/" * 20 + "two"),
+                                          (["code-4m"] * 9, ["code-4m"] * 10), ("a" * 39, "a" * 3)])
+def test_long_values_that_begin_alike_are_told_apart(was, now):
+    before, after = what_changed({"a": was}, {"a": now}).removeprefix("a: ").split(" -> ")
+    assert before != after
+    assert max(len(before), len(after)) <= 40

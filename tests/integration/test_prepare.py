@@ -160,7 +160,7 @@ class Reseeded(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         return scores
 
 
-LONG = {"max_new_tokens": 600}
+LONG = {"max_new_tokens": 80}
 HIDDEN = {**prompts([9]), "position_ids": torch.arange(2, 11)[None]}
 
 
@@ -174,12 +174,13 @@ HIDDEN = {**prompts([9]), "position_ids": torch.arange(2, 11)[None]}
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens was given"),
         (HIDDEN, "position_ids was given"),
         ({"logits_processor": [Reseeded()]}, "Reseeded keeps state between tokens"),
-        (LONG, r"exceed the 512 positions"),
+        (LONG, r"exceed the 64 positions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_served_runs_in_the_stock_loop_and_says_why_once(target, asked, words, caplog):
     target.config._attn_implementation = "eager"  # for attentions
+    target.config.max_position_embeddings = 64
     asked = {**BATCHES["one row"], **OPTIONS, **asked}
     expected = target.generate(**copy.deepcopy(asked))
     hf_mlspec.prepare(target)

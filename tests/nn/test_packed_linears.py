@@ -153,20 +153,6 @@ def test_checkpoints_hold_the_layout_on_disk(linear, x, kind):
         other.load_state_dict({**saved, "weight_packed": layer.weight_tiles})
 
 
-def test_what_stands_in_for_a_parameter_during_a_call_stays_as_it_is(linear, x):
-    """Tensor parallelism puts plain tensors, a process's share of each parameter, in their place for one call."""
-    layer = Int4Linear.from_linear(linear, group_size=32)
-    own, expected = dict(layer._parameters), layer(x)
-    layer.unprepack_()
-    shares = {name: None if tensor is None else tensor.data for name, tensor in own.items()}
-    shapes = {name: tensor.shape for name, tensor in shares.items() if tensor is not None}
-    layer._parameters.update(shares)
-    assert torch.equal(layer(x), expected)
-    layer._parameters.update(own)
-    assert {name: shares[name].shape for name in shapes} == shapes
-    assert not layer.is_prepacked
-
-
 @pytest.mark.parametrize("prepacked", [False, True])
 def test_copies_moves_and_casts(linear, x, kind, prepacked):
     layer = kind.of(linear, 8)

@@ -112,7 +112,7 @@ class CpuEngine(DecoderRows):
     ) -> tuple[Rows, list[int], int, Scores | None]:
         """Rounds of `tiny` drafting and this engine checking, in one call (ML-SpecQD, section 3).
 
-        Returns the settled tokens of every row, (drafted, accepted) of every row and round behind each other, the
+        Returns the committed tokens of every row, (drafted, accepted) of every row and round, concatenated, the
         number of rounds, and what `above` scores of the rows and these tokens.
         """
         own, small = self._starts(rows), tiny._starts(rows)
@@ -151,7 +151,7 @@ def _busy(rows: Rows, starts: list[int], limits: list[int]) -> Rows:
 
 
 def _padded(logits: Tensor, counts: list[int], width: int) -> Tensor:
-    """Logits of rows behind each other `[sum of counts, vocab]` -> `[batch, width, vocab]`, zeros in between."""
+    """Concatenated logits of rows `[sum of counts, vocab]` -> `[batch, width, vocab]`, zeros in between."""
     if all(count == width for count in counts):
         return logits.view(len(counts), width, -1)
     out = logits.new_zeros(len(counts), width, logits.shape[-1])

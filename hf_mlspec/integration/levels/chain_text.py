@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 from .resolve import as_words
@@ -39,4 +39,4 @@ def _split(text: str) -> list[str]:
 
 
 def _is_folder(text: str) -> bool:
-    return Path(text).is_dir() or Path(text[: _BEHIND.search(text).start()]).is_dir()
+    return os.path.isdir(text) or os.path.isdir(text[: _BEHIND.search(text).start()])  # of any length

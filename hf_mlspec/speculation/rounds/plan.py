@@ -85,7 +85,7 @@ def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
     if not runner.can.capturable:
         raise NotCaptured(f"{name} runs module by module")
     if type(sampler) is not Sampler:
-        raise NotCaptured("rows have different settings")
+        raise NotCaptured("rows have settings of their own")
     if sampler.reads_tokens:
         raise NotCaptured("logits processors read the tokens before a position")
     own = runner.follow is None
