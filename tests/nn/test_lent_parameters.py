@@ -12,7 +12,8 @@ from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.planes import PlanesLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
-LINEARS = {"int4": (Int4Linear, {"group_size": 32}), "mxfp4": (Mxfp4Linear, {}), "planes": (PlanesLinear, {"group_size": 32})}
+LINEARS = {"int4": (Int4Linear, {"group_size": 32}), "mxfp4": (Mxfp4Linear, {}),
+           "planes": (PlanesLinear, {"group_size": 32})}
 
 
 def lend(module) -> dict[str, torch.Tensor]:
