@@ -73,7 +73,7 @@ def _add_verify(commands: Any) -> None:
                                              "status 1 if any id differs. With --check: is a certificate that an "
                                              "earlier call wrote still one of this model and these kernels?")
     parser.add_argument("model", help="folder of the target")
-    parser.add_argument("--prompts", metavar="FILE",
+    parser.add_argument("--prompts", "--prompt-file", metavar="FILE",
                         help='text with one prompt a line, or .jsonl with "prompt", "question", "turns" ... '
                              "(HumanEval, GSM8K, MT-Bench, Spec-Bench, ARC, MATH)")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
@@ -93,11 +93,12 @@ def _add_verify(commands: Any) -> None:
 
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="continue prompts with a chain of levels",
-                                 description="Continue one prompt, or those of a file one after another.")
+                                 description="Continue one prompt, or those of a file one after another. The text "
+                                             "appears as it is written.")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="the target")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", type=text, help="the text to continue")
-    prompts.add_argument("--prompt-file", metavar="FILE",
+    prompts.add_argument("--prompt-file", "--prompts", metavar="FILE",
                          help='text with one prompt a line, or .jsonl with "prompt", "question", "turns" ...; '
                               "-: standard input, one prompt a line")
     parser.add_argument("--stop", action="append", metavar="TEXT", type=text,
@@ -133,12 +134,14 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
                         help="tokens to write for each prompt (default %(default)s)")
     parser.add_argument("--dtype", default="float32", metavar="WORD",
-                        help="float32 (default: there the chain's ids are the target's own), bfloat16 or float16")
+                        help="float32 (default), bfloat16 or float16")
     parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
     parser.add_argument("--num-draft-tokens", type=numbers(int), metavar="N[,N...]",
-                        help="tokens a level drafts before it is checked: one number, or one a level")
+                        help="tokens a level drafts before it is checked: one number, or one a level (default: 8, "
+                             "or the level's own)")
     parser.add_argument("--confidence-threshold", type=numbers(float), metavar="P[,P...]",
-                        help="a level stops drafting after a token it gave less: one number, or one a level")
+                        help="a level stops drafting after a token whose probability is below P: one number, or one "
+                             "a level (default: 0.4, or the level's own; 0: never)")
     _add_json(parser)
 
 

@@ -87,8 +87,8 @@ def test_a_closed_standard_input_is_refused(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ([], "one of the arguments --prompt --prompt-file is required"),
-    (["--prompt", "x", "--prompt-file", "FILE"], "--prompt-file: not allowed with argument --prompt"),
+    ([], "one of the arguments --prompt --prompt-file/--prompts is required"),
+    (["--prompt", "x", "--prompt-file", "FILE"], "--prompt-file/--prompts: not allowed with argument --prompt"),
     (["--prompt-file", "EMPTY"], "holds no prompts"), (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
     (["--prompt-file", "FOLDER"], "holds no prompts"), (["--prompt-file", "BINARY"], "is not UTF-8 text"),
     (["--prompt", "x", "--stop", ""], "--stop: the text is empty"),

@@ -43,6 +43,7 @@ def test_a_bad_prompts_file_is_refused(capsys, tmp_path, saved_model, name, cont
 
 @pytest.mark.parametrize(("change", "message"), [
     (["--level", "mxfp5"], "level 'mxfp5' is neither an existing folder nor a known word"),
+    (["--level", "mxpf4"], "known word; did you mean 'mxfp4'; words are"),
     (["--level", ""], "level '' is neither an existing folder nor a known word"),
     (["--level", "mxfp4+"], "level '' is neither an existing folder nor a known word"),
     (["--level", "./nowhere@mxfp4"], "'./nowhere@mxfp4'"), ([], "no --level given"),

@@ -164,10 +164,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan is not None:
         return run_plan(args, console)
     try:
-        target, contenders, prompts = load(args)
+        return compared(args, console)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def compared(args: argparse.Namespace, console: Console) -> int:
+    """Measure and print; 0."""
+    target, contenders, prompts = load(args)
     reason = why_not_prepared(target)
     common = {"machine": machine.card(), "memory": memory(target), "not_prepared": reason,
               "asked": {name: str(value) for name, value in vars(args).items()}}

@@ -29,7 +29,7 @@ from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
 from .quantizer import saving
-from .request import check_target, unserved
+from .request import check_streamer, check_target, unserved
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
@@ -106,6 +106,7 @@ def _hooked_generate(stock):
         implied = assistant_models is None and not bypassed and is_prepared(self) and _serves(self, args, kwargs)
         if implied:
             assistant_models = []
+        _require_no_word(kwargs.get("assistant_model"))
         if assistant_models is None or bypassed:
             return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         positional = dict(zip(names, args, strict=False))
@@ -113,6 +114,8 @@ def _hooked_generate(stock):
             return stock(self, *args, **kwargs)  # which says what is wrong with them
         kwargs |= positional
         _check_call(self, kwargs)
+        if not implied:
+            _check_streamer(kwargs)
         config = SpeculationConfig.of(speculation_config)
         proxy = _Proxy(self, assistant_models, assistant_tokenizers, config, implied)
         proxy.keep_cache = kwargs.get("past_key_values") is not None  # a user's own cache comes back filled
@@ -201,6 +204,22 @@ def _check_call(model, kwargs: dict) -> None:
                 "and its tokenizer into assistant_tokenizers"
             )
     check_target(model, _option(model, kwargs, "num_beams"))
+
+
+def _require_no_word(assistant_model) -> None:
+    """TypeError for a level's word where stock takes a model; it would say that a str has no config."""
+    if isinstance(assistant_model, str):
+        raise TypeError(
+            f"assistant_model is {assistant_model!r}, it takes a model: words and folders are levels, "
+            "assistant_models=[...] with an s"
+        )
+
+
+def _check_streamer(kwargs: dict) -> None:
+    """`check_streamer` before stock shows the streamer the prompts."""
+    prompts = kwargs.get("input_ids", kwargs.get("inputs"))
+    if getattr(prompts, "ndim", 0) == 2:
+        check_streamer(kwargs.get("streamer"), len(prompts))
 
 
 def _option(model, kwargs: dict, name: str):

@@ -132,7 +132,7 @@ def check_streamer(streamer, batch: int) -> None:
     if streamer is not None and batch > 1:
         raise ValueError(
             f"a streamer with {batch} rows: rows gain different numbers of tokens in a round, so only one row can be "
-            "streamed with assistant_models"
+            "streamed with assistant_models; for many use hf_mlspec.generate_stream, with a streamer for each request"
         )
 
 

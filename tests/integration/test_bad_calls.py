@@ -56,6 +56,10 @@ def test_options(name):
     refused(ValueError, words, assistant_models=[NEAR], **options)
 
 
+def test_a_word_where_stock_takes_a_model():
+    refused(TypeError, r"assistant_model is 'mxfp4'.*assistant_models=\[\.\.\.\] with an s", assistant_model="mxfp4")
+
+
 def test_beams_by_position():
     with pytest.raises(ValueError, match="num_beams=2 with assistant_models"):
         TARGET.generate(INPUTS["input_ids"], GenerationConfig(num_beams=2), assistant_models=[NEAR])

@@ -75,9 +75,10 @@ def test_nothing_behind_the_end_is_put():
 
 
 def test_several_rows_are_refused_before_anything_runs():
-    calls = []
+    calls, recorder = [], Recorder()
     handle = TARGET.register_forward_hook(lambda *args: calls.append(1))
-    with pytest.raises(ValueError, match=r"streamer with 2 rows.*one row"):
-        TARGET.generate(**prompts([8, 4]), **OPTIONS, streamer=Recorder(), assistant_models=[NEAR])
+    with pytest.raises(ValueError, match=r"streamer with 2 rows.*one row.*generate_stream"):
+        TARGET.generate(**prompts([8, 4]), **OPTIONS, streamer=recorder, assistant_models=[NEAR])
     handle.remove()
     assert not calls
+    assert not recorder.puts

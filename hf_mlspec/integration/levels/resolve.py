@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -87,7 +88,10 @@ def parse_level(text: str) -> Word:
     path = path if cast else text
     if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
         return Word("load", path=path, cast=cast)
-    raise ValueError(f"level {text!r} is neither an existing folder nor a known word; words are {', '.join(_words())}")
+    words = _words()
+    alike = [] if text in FORMATS else difflib.get_close_matches(text, words, n=1)
+    meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
+    raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
 
 
 def _is_cast(text: str) -> bool:
@@ -102,8 +106,7 @@ def _says_enough(found: Spelled) -> bool:
 def _words() -> list[str]:
     """Every word for a level, for messages."""
     parts_first = sorted(FORMATS.values(), key=lambda record: not record.reads_part)
-    told = [word for record in parts_first for word in record.level_examples]
-    return [*casts(), *told, *_OTHER_WORDS]
+    return [*casts(), *(word for record in parts_first for word in record.level_examples), *_OTHER_WORDS]
 
 
 def as_words(levels: Iterable[Any]) -> list[Any]:

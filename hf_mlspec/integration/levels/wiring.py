@@ -204,9 +204,12 @@ def require_target_tokenizer(tokenizer, size: int) -> None:
         return
     tokens = len(tokenizer)
     if tokens > size:
+        extra = getattr(tokenizer, "convert_ids_to_tokens", lambda ids: [])(list(range(size, min(tokens, size + 3))))
+        such_as = f" ({', '.join(map(repr, extra))})" if extra else ""
         raise ValueError(
-            f"the tokenizer has {tokens} tokens and the target's embedding {size} rows, so that ids from {size} on "
-            "cannot be embedded: pass the target's own tokenizer, or resize its embedding (resize_token_embeddings)"
+            f"the tokenizer has {tokens} tokens and the target's embedding {size} rows, so that ids from {size} on"
+            f"{such_as} cannot be embedded: pass the target's own tokenizer, or make room for them with "
+            f"model.resize_token_embeddings({tokens}) and save the model again"
         )
     if 2 * tokens < size:
         warnings.warn(
