@@ -156,7 +156,8 @@ def test_the_commands_do_not_load_what_only_evaluation_needs():
     """Beyond what transformers itself loads: 5.17 imports pandas and pyarrow."""
     names = {"lm_eval", "datasets", "evaluate", "optimum", "pandas", "pyarrow"}
     program = ("import sys, transformers.generation.utils, transformers.models.llama.modeling_llama; "
-               f"before = {{*sys.modules}}; import hf_mlspec.cli; loaded = {names} & ({{*sys.modules}} - before); assert not loaded, loaded")
+               "before = {*sys.modules}; import hf_mlspec.cli; "
+               f"loaded = {names} & ({{*sys.modules}} - before); assert not loaded, loaded")
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
