@@ -35,7 +35,7 @@ from eval.bench_decode.report import summary, table
 from eval.records import machine
 from eval.rows import padded
 from eval.targets import SMALL_SHAPES, why_not_prepared
-from hf_mlspec.evaluation import check_words, parse_levels, read_prompts
+from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -115,8 +115,8 @@ def run_plan(args: argparse.Namespace, console: Console) -> int:
 
 def chosen_chains(args: argparse.Namespace) -> list[list[str]]:
     """--level as one chain, then every --chain; of the demo pair the three usual ones."""
-    found = [[level for text in args.level for level in parse_levels(text) or [text]]] if args.level else []
-    found += [parse_levels(text) or [text] for text in args.chain]
+    found = [levels_of_options(args.level)] if args.level else []
+    found += [levels_of_options([text]) for text in args.chain]
     draft = hf_mlspec.demo_pair()[1]
     return found if found or args.model else [[str(draft)], ["mxfp4"], ["mxfp4", str(draft)]]
 

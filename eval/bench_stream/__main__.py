@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
 from eval.records import machine
-from hf_mlspec.evaluation import check_words, parse_levels, read_prompts
+from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
 
 Work = list[tuple[list[int], int]]  # prompt and limit of every request
 Written = tuple[list[list[int]], list[float]]  # new tokens of every request, seconds until it was there
@@ -99,7 +99,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
     """The target, its levels, and the requests."""
-    levels = [level for text in args.level for level in parse_levels(text) or [text]]
+    levels = levels_of_options(args.level)
     check_words(levels)
     demo = hf_mlspec.demo_pair()
     folder = args.model or str(demo[0])

@@ -9,7 +9,7 @@ import traceback
 from mlspec_cli import main
 
 from ..integration.hook import enable
-from ..integration.levels.chain_text import parse_levels
+from ..integration.levels.chain_text import levels_of_options
 from ..ops import KernelError
 from .demo import run_demo
 from .eval import run_eval
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     enable()
     try:
         if getattr(args, "levels", None):  # each --level is one level, or several with + between
-            args.levels = [level for text in args.levels for level in parse_levels(text) or [text]]
+            args.levels = levels_of_options(args.levels)
         return _COMMANDS[args.command](args)
     except BrokenPipeError:  # an OSError that says nothing of the input
         raise

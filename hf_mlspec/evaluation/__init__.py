@@ -28,6 +28,7 @@ _HOMES = {
     "certify": "certificate_run",
     "check_words": ".integration.levels.resolve",
     "level_acceptance": "traces_counts",
+    "levels_of_options": ".integration.levels.chain_text",
     "parse_levels": ".integration.levels.chain_text",
     "read_prompts": "prompts",
     "read_trace": ".speculation.traces.file",

@@ -27,6 +27,12 @@ def parse_levels(levels: str | list[Any] | tuple[Any, ...] | None) -> list[Any]:
     return as_words(levels)
 
 
+def levels_of_options(texts: list[str]) -> list[Any]:
+    """The levels of one chain from every `--level TEXT` of a command line, in their order; an empty text stays an
+    empty level, which is an error later."""
+    return [level for text in texts for level in parse_levels(text) or [text]]
+
+
 def _split(text: str) -> list[str]:
     ends = [*(match.start() for match in _SEPARATORS.finditer(text)), len(text)]
     found, begin = [], 0
