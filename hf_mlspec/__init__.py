@@ -21,7 +21,7 @@ from .nn.switch import precision_switch
 from .speculation.draft import Draft, Drafter
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
-from .speculation.stats import LevelStats, SpeculationStats
+from .speculation.stats import LevelStats, PlanStats, SpeculationStats
 
 __version__ = "0.1.0"
 
@@ -35,6 +35,7 @@ __all__ = [
     "MLSpecConfig",
     "NGram",
     "NewTokens",
+    "PlanStats",
     "PromptLookup",
     "Request",
     "SpeculationConfig",

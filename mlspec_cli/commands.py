@@ -16,7 +16,7 @@ from .values import gap, numbers, positive, positives, seed, size, text
 def add_commands(top: Parser) -> list[str]:
     """Every command, in the order of the help; -> their names."""
     commands = top.add_subparsers(dest="command")
-    for add in (_add_demo, _add_quantize, _add_verify, _add_generate, _add_eval, _add_info):
+    for add in (_add_demo, _add_quantize, _add_verify, _add_generate, _add_tune, _add_eval, _add_info):
         add(commands)
     commands.metavar = " | ".join(commands.choices)
     return list(commands.choices)
@@ -111,6 +111,21 @@ def _add_generate(commands: Any) -> None:
         parser.add_argument(f"--{name}", type=kind, metavar="N", help="with --do-sample")
 
 
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser("tune", help="measure a chain's models, and show which draft lengths follow",
+                                 description="Time forward passes of the target and of every level, and show which "
+                                             "levels would draft how many tokens. The next calls use what was "
+                                             "measured, instead of measuring briefly themselves.")
+    parser.add_argument("model", help="folder of the target")
+    _add_levels(parser)
+    parser.add_argument("--output", metavar="FILE", help="write a profile too, for SpeculationConfig(profile=FILE)")
+    parser.add_argument("--plot", metavar="FILE.png",
+                        help="draw the speedup over acceptance and over the cost of a draft (needs matplotlib)")
+    parser.add_argument("--repeats", type=positive, default=15, metavar="N",
+                        help="passes for each number of tokens, at most; the least time counts (default %(default)s)")
+    _add_json(parser)
+
+
 def _add_eval(commands: Any) -> None:
     parser = commands.add_parser("eval", help="score a chain on tasks of lm-eval, with all of lm-eval's options",
                                  add_help=False, allow_abbrev=False)
@@ -125,24 +140,32 @@ def _add_info(commands: Any) -> None:
 
 def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     """The options that every decoding command has."""
+    _add_levels(parser)
+    parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
+                        help="tokens to write for each prompt (default %(default)s)")
+    parser.add_argument("--num-draft-tokens", type=numbers(int), metavar="N[,N...]",
+                        help="tokens a level drafts before it is checked: one number, or one a level (default: chosen "
+                             "round by round; where rounds are captured on a GPU 8, or the level's own)")
+    parser.add_argument("--confidence-threshold", type=numbers(float), metavar="P[,P...]",
+                        help="a level stops drafting after a token whose probability is below P: one number, or one "
+                             "a level (default: 0.4, or the level's own; 0: never). Given, it fixes the draft "
+                             "lengths too")
+    parser.add_argument("--profile", metavar="FILE",
+                        help="what mlspec tune --output wrote (default: what earlier calls measured)")
+    _add_json(parser)
+
+
+def _add_levels(parser: argparse.ArgumentParser) -> None:
+    """Which models: the levels, and how they are loaded."""
     parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
                         help="a level below the target, from the largest down; repeat it for more, or join them "
                              "by +, as in mxfp4+FOLDER: a folder, mxfp4, "
                              "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
                              "target is nested for it); planes1 ... planes7, up to one plane fewer than the target "
                              "has; qspec, w4a8, w4a4 for a packed target")
-    parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
-                        help="tokens to write for each prompt (default %(default)s)")
     parser.add_argument("--dtype", default="float32", metavar="WORD",
                         help="float32 (default), bfloat16 or float16")
     parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--num-draft-tokens", type=numbers(int), metavar="N[,N...]",
-                        help="tokens a level drafts before it is checked: one number, or one a level (default: 8, "
-                             "or the level's own)")
-    parser.add_argument("--confidence-threshold", type=numbers(float), metavar="P[,P...]",
-                        help="a level stops drafting after a token whose probability is below P: one number, or one "
-                             "a level (default: 0.4, or the level's own; 0: never)")
-    _add_json(parser)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,45 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # here and in every process that a test starts. Where a test asks for more, they sleep while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Costs that a call measures are kept for this run of the tests, and are nobody else's.
+if "MLSPEC_CACHE" not in os.environ:
+    os.environ["MLSPEC_CACHE"] = tempfile.mkdtemp(prefix="mlspec-tests-")
+    atexit.register(shutil.rmtree, os.environ["MLSPEC_CACHE"], ignore_errors=True)
 
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fixed_lengths():
+    """Levels draft the most they may, as where lengths are given: what a controller does with small random models is
+    mostly not to draft. A test with the mark `plans` has the controller."""
+    from hf_mlspec.integration import call
+    from hf_mlspec.integration.stream import stream
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (call, stream):
+            patch.setattr(module, "let_choose", lambda wiring, levels, settings: wiring.build(levels))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def chosen_lengths(request, monkeypatch):
+    """The controller, where a test is about it."""
+    if "plans" in request.keywords:
+        from hf_mlspec.integration import adaptive, call
+        from hf_mlspec.integration.stream import stream
+
+        for module in (call, stream):
+            monkeypatch.setattr(module, "let_choose", adaptive.let_choose)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder of costs, $MLSPEC_CACHE/costs, of this test alone."""
+    monkeypatch.setenv("MLSPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "costs"
 
 
 @pytest.fixture

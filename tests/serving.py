@@ -15,9 +15,9 @@ from hf_mlspec.engines.choose import required_decoder
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.nn.replace import direct_cast
-from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, Verdict
 from hf_mlspec.speculation.draft import Drafter
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.loop import Loop
 from hf_mlspec.speculation.rounds.caches import adopt
@@ -54,7 +54,7 @@ class Levels(NamedTuple):
         return CudaEngine(models(self.device)[name], decoder(self.device, name), follow=follow)
 
     def sampler(self) -> Sampler:
-        return Sampler(VOCAB, do_sample=self.sampled)
+        return Sampler(VOCAB, seed=SEED if self.sampled else None)
 
     def checker(self, name: str, follow: CudaEngine | None = None) -> Checker:
         return Checker(self.runner(name, follow), self.sampler(), name, keep_logits=False)
@@ -86,7 +86,7 @@ def captured_loop(
     found = round_levels(target, drafter, num_draft_tokens=4, batch=batch, longest=64)
     chain = CapturedChain(found, (), batch, slots, sampled=levels.sampled)
     adopt(chain, target, drafter, 0)
-    loop = Loop(CapturedRounds(chain, target, drafter, seed=SEED), emit=emit)
+    loop = Loop(CapturedRounds(chain, target, drafter), emit=emit)
     loop.start([], [])
     return loop
 

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from hf_mlspec.engines.engine import Capabilities, Guess
-from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, Verdict
 from hf_mlspec.speculation.draft import Draft, Drafter, Rows
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler
 from hf_mlspec.speculation.stats import LevelStats
 
 VOCAB = 4
+SEED = 11  # of the noise that all levels share
 CPU = torch.device("cpu")
 
 
@@ -83,12 +84,12 @@ class PointMasses:
         return Draft.from_lists(guesses)
 
 
-def checker(probs: Tensor) -> Checker:
-    return Checker(TableRunner(probs), Sampler(VOCAB, do_sample=True), "table")
+def checker(probs: Tensor, seed: int = SEED) -> Checker:
+    return Checker(TableRunner(probs), Sampler(VOCAB, seed=seed), "table")
 
 
-def drafter(probs: Tensor, threshold: float = 0.0) -> ModelDrafter:
-    return ModelDrafter(TableRunner(probs), Sampler(VOCAB, do_sample=True), "table", threshold=threshold)
+def drafter(probs: Tensor, threshold: float = 0.0, seed: int = SEED) -> ModelDrafter:
+    return ModelDrafter(TableRunner(probs), Sampler(VOCAB, seed=seed), "table", threshold=threshold)
 
 
 def chain(middle: list[Tensor], last: Drafter, *, threshold: float = 0.0, num_draft_tokens: int = 3) -> Drafter:
@@ -98,9 +99,8 @@ def chain(middle: list[Tensor], last: Drafter, *, threshold: float = 0.0, num_dr
     return last
 
 
-def write(target: Tensor, below: Drafter | None, *, rows: int, tokens: int, seed: int) -> Tensor:
+def write(target: Tensor | Checker, below: Drafter | None, *, rows: int, tokens: int) -> Tensor:
     """`rows` independent sequences of `tokens` tokens after token 0: int64 `[rows, tokens]`."""
-    torch.manual_seed(seed)
     written = [[0] for _ in range(rows)]
 
     def keep_all(number: int, row: list[int], settled: list[int]) -> tuple[int, bool]:
@@ -108,7 +108,7 @@ def write(target: Tensor, below: Drafter | None, *, rows: int, tokens: int, seed
 
     def emit(numbers: list[int], kept: Rows, verdict: Verdict) -> None: ...
 
-    top = checker(target)
+    top = target if isinstance(target, Checker) else checker(target)
     top.start(rows, CPU)
     gc.disable()  # hundreds of thousands of lists live at once, all of them wanted
     try:

@@ -17,12 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
+from hf_mlspec.integration import adaptive
+from hf_mlspec.integration import call as call_file
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 PACKAGE = str(Path(hf_mlspec.__file__).parent) + "/"
 PROMPT = "def mean(values):\n"
 # A first call builds levels and decoders. Captured rounds on a CPU run what a GPU replays without Python.
-MOST_FILES = {"first": 49, "second": 22, "captured": 38}
+MOST_FILES = {"first": 51, "second": 24, "captured": 40, "chosen": 33}
 MOST_MOVES = 40
 
 
@@ -74,9 +76,14 @@ def demo_call(**config: object) -> Callable[[], object]:
 def paths() -> dict[str, CallPath]:
     if not has_compiled_decoder():
         pytest.skip("the compiled kernels are not built")
-    call, captured = demo_call(), demo_call(engine="cuda")
+    call, captured = demo_call(num_draft_tokens=8), demo_call(engine="cuda", num_draft_tokens=8)
     captured()
-    return {"first": path_of(call), "second": path_of(call), "captured": path_of(captured)}
+    found = {"first": path_of(call), "second": path_of(call), "captured": path_of(captured)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_file, "let_choose", adaptive.let_choose)
+        chosen = demo_call()
+        chosen()
+        return found | {"chosen": path_of(chosen)}
 
 
 @pytest.mark.parametrize("which", MOST_FILES)
@@ -89,7 +96,7 @@ def test_a_second_call_moves_little_between_rooms(paths):
 
 
 def main() -> None:
-    call, captured = demo_call(), demo_call(engine="cuda")
+    call, captured = demo_call(num_draft_tokens=8), demo_call(engine="cuda", num_draft_tokens=8)
     captured()
     for name, found in ("first", path_of(call)), ("second", path_of(call)), ("captured", path_of(captured)):
         print(f"{name} call: {len(found.files)} files, {len(found.moves)} moves between rooms")

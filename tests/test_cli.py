@@ -172,7 +172,8 @@ def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model):
     model, tokenizer = load_causal_lm(str(saved_model))
     console = Console(force_terminal=True, width=100, height=30, file=io.StringIO())
     table = LiveTable(console, tokenizer, model)
-    found = hf_mlspec.compare(model, tokenizer, ["def f(", "x"], ["mxfp4"], max_new_tokens=20, streamer=table)
+    found = hf_mlspec.compare(model, tokenizer, ["def f(", "x"], ["mxfp4"], max_new_tokens=20, streamer=table,
+                              speculation_config={"num_draft_tokens": 3})
     written = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # without colours and cursor moves
     drafted = [int(number) for number in re.findall(r"mxfp4\s*│\s*(\d+)", written)]
     assert drafted == sorted(drafted)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from refused_command import refusal
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
 
 import hf_mlspec
@@ -17,19 +18,6 @@ def prompts(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("def area(radius):\nOnce upon a time\n", encoding="utf-8")
     return str(path)
-
-
-def refusal(capsys, *argv: object) -> str:
-    """The one line on stderr of a command that exits with 2."""
-    try:
-        status = main([str(word) for word in argv])
-    except SystemExit as end:  # argparse
-        status = end.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
@@ -128,6 +116,7 @@ def test_a_spoilt_model_is_refused(capsys, saved_model, tmp_path, place, spoil, 
     capsys.readouterr()
     folders = {"--model": saved_model, "--level": "prompt_lookup"} | {place: spoilt}
     words = [str(word) for pair in folders.items() for word in pair]
+    words += ["--num-draft-tokens", "2"]  # a level that does not pay is not asked
     assert main(["generate", *words, "--prompt", "ab", "--max-new-tokens", "4", "--json"]) == 2
     told = capsys.readouterr()
     assert told.out == ""

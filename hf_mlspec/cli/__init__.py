@@ -16,12 +16,13 @@ from .eval import run_eval
 from .generate import run_generate
 from .info import run_info
 from .quantize import run_quantize
+from .tune import run_tune
 from .verify import run_verify
 
 __all__ = ["main", "run"]
 
 _COMMANDS = {"demo": run_demo, "quantize": run_quantize, "verify": run_verify, "generate": run_generate,
-             "eval": run_eval, "info": run_info}  # fmt: skip
+             "tune": run_tune, "eval": run_eval, "info": run_info}  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from ..integration.request import check_prompt_rows
 from ..speculation.stats import SpeculationStats
 from .request import chain_config, load_target, read_prompts
 from .stream import TextStream
-from .tables import LEVEL_COLUMNS, describe, level_rows, say, show, show_comparison, where_time_went
+from .tables import LEVEL_COLUMNS, describe, level_rows, say, show, show_comparison, show_plans, where_time_went
 
 _STANDARD_INPUT = "/dev/stdin"
 
@@ -71,6 +71,7 @@ def _written(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: list
     else:
         console = Console()
         show(console, _title(prompts), LEVEL_COLUMNS, level_rows(total.levels))
+        show_plans(console, total)
         say(console, where_time_went(total))
         say(console, f"{total.new_tokens} tokens in {total.seconds:.2f} s, {total.tokens_per_target_pass:.2f} per "
                      "target pass")

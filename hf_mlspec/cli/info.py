@@ -14,12 +14,13 @@ from rich.console import Console
 from .. import ops
 from ..engines.architecture import KNOWN
 from ..formats import FORMATS, Format
+from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
 from .tables import show
 
-VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS")
+VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS", CACHE_VARIABLE)
 PACKAGES = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safetensors", "tokenizers", "numpy")
 
 
@@ -33,6 +34,7 @@ def run_info(args: argparse.Namespace) -> int:
              "formats": {record.written: _precisions(record) for record in FORMATS.values()},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "hook": "on" if enabled() else "off",
+             "costs_folder": str(cache_folder() / "costs"),
              **{name: os.environ.get(name, "not set") for name in VARIABLES}}
     if args.json:
         print(json.dumps(found))
@@ -47,6 +49,7 @@ def run_info(args: argparse.Namespace) -> int:
     decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
     state = [("whole decoders compiled", decoder or "none"),
              ("generate takes assistant_models", found["hook"]),
+             ("costs of forward passes are kept in", found["costs_folder"]),
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ def chain_config(args: argparse.Namespace) -> SpeculationConfig:
     """
     require_dtype(args.dtype)
     check_words(args.levels or [])
-    given = {name: getattr(args, name) for name in ("num_draft_tokens", "confidence_threshold")}
+    given = {name: getattr(args, name, None) for name in ("num_draft_tokens", "confidence_threshold", "profile")}
+    if given["profile"] is not None and not Path(given["profile"]).is_file():
+        raise ValueError(f"--profile is {given['profile']!r}, which is no file; mlspec tune --output writes one")
     return SpeculationConfig(**{name: value for name, value in given.items() if value is not None})
 
 

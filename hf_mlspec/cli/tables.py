@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..integration.compare import Comparison, Difference
-from ..speculation.stats import LevelStats, SpeculationStats
+from ..speculation.stats import LevelStats, PlanStats, SpeculationStats
 
+PLAN_COLUMNS = ("plan", "rounds", "expected tokens/s", "tokens/s", "gain over off")
+MOST_PLANS = 5
 LEVEL_COLUMNS = ("level", "drafted", "tested", "accepted", "acceptance", "forwards", "ms/forward", "seconds")
 
 
@@ -29,6 +31,28 @@ def where_time_went(stats: SpeculationStats) -> str:
     return (f"target: forwards {stats.target_passes}, ms/forward "
             f"{_milliseconds(stats.target_seconds, stats.target_passes)}, seconds {stats.target_seconds:.2f}; "
             f"outside forward passes: {stats.seconds_outside_forwards:.2f} s")
+
+
+def show_plans(console: Console, stats: SpeculationStats) -> None:
+    """What the controller chose, the most frequent first, and how fast it was; nothing where lengths were given."""
+    if not stats.plans:
+        return
+    plans = sorted(stats.plans.items(), key=lambda item: -item[1].rounds)
+    rows = [_plan_row(name, plan) for name, plan in plans[:MOST_PLANS]]
+    if len(plans) > 1:
+        total = PlanStats()
+        for _, plan in plans:
+            total.add(plan)
+        rows.append(_plan_row(f"all {len(plans)} plans", total))
+    show(console, "plans, chosen round by round", PLAN_COLUMNS, rows)
+
+
+def _plan_row(name: str, plan: PlanStats) -> tuple[str, ...]:
+    """"-" for the speeds of a plan whose rounds all did something else too, such as reading a prompt."""
+    if not plan.seconds:
+        return name, str(plan.rounds), "-", "-", "-"
+    expected, measured = plan.expected_tokens / plan.expected_seconds, plan.tokens / plan.seconds
+    return name, str(plan.rounds), f"{expected:.1f}", f"{measured:.1f}", f"{plan.off_seconds / plan.seconds:.2f} x"
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -61,6 +85,7 @@ def show_comparison(console: Console, comparison: Comparison, title: str) -> Non
     """Acceptance per level, then speeds, of a finished comparison."""
     stats = comparison.speculation
     show(console, title, LEVEL_COLUMNS, level_rows(stats.levels))
+    show_plans(console, stats)
     ways = [("chain", [item.ids for item in comparison.items], comparison.chain_seconds),
             ("target alone", [item.reference_ids or [] for item in comparison.items], comparison.alone_seconds)]
     rows = [(name, str(tokens := sum(map(len, ids))), f"{seconds:.2f}", f"{tokens / seconds:.1f}")

@@ -21,6 +21,7 @@ from .. import __version__
 from ..engines.choose import why_by_module
 from ..engines.engine import Engine
 from ..integration.config import SpeculationConfig
+from ..integration.costs.identity import processor_name
 from ..integration.levels.resolve import Level, parse_level
 from ..integration.levels.wiring import Chain, Wiring
 from ..integration.processing import Prompts
@@ -34,7 +35,7 @@ _KINDS = {"cast": "cast of the target to mxfp4", "precision": "the target at a l
 
 def chain_of(model: PreTrainedModel, tokenizer: Any, config: SpeculationConfig, levels: list[Level]) -> Chain:
     """The chain as a call of generate wires it up: which runners serve, and how far each level drafts."""
-    wiring = Wiring(model, tokenizer, config, do_sample=False, processors=LogitsProcessorList(),
+    wiring = Wiring(model, tokenizer, config, processors=LogitsProcessorList(),
                     prompts=Prompts(torch.zeros(1, 1, dtype=torch.int64), None), capacity=1)
     return wiring.build(levels)
 
@@ -76,7 +77,7 @@ def versions() -> dict[str, str]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Processor or GPU, system, cores and threads; no name of the machine."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {"processor": name, "device": device.type, "system": f"{platform.system()} {platform.machine()}",
             "cores": os.cpu_count(), "threads": torch.get_num_threads()}
 
@@ -131,12 +132,3 @@ def _drafting(chain: Chain, count: int) -> Iterator[tuple[int, float | None]]:
         drafter = level if hasattr(level, "threshold") else getattr(level, "inner", level)  # across tokenizers
         yield limit, getattr(drafter, "threshold", None)
         limit = getattr(drafter, "num_draft_tokens", 0)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

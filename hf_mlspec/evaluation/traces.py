@@ -20,8 +20,8 @@ from ..integration.hook import prepare_call
 from ..integration.levels.wiring import Chain
 from ..integration.request import check_model, check_prompt_rows
 from ..nn.switch import precision_switch
-from ..speculation.chain import CheckedDrafter
 from ..speculation.draft import Drafter
+from ..speculation.drafters.checked import CheckedDrafter
 from ..speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..speculation.loop import Emit
 from ..speculation.traces.file import rows_from_list, rows_to_list
@@ -95,6 +95,7 @@ class _Asked:
         recorder = TraceRecorder()
 
         def watch(chain: Chain, emit: Emit) -> Emit:
+            chain.controller = None  # a trace is of the lengths that its header names
             self._found = self._found or _levels(chain)
             return recorder.watch(chain.target, chain.drafter, [len(row) for row in rows], emit)
 

@@ -194,11 +194,11 @@ class _ReplayWiring(Wiring):
     """A greedy chain without processors, in which every token id is everyone's."""
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, levels: list[Level], capacity: int):
-        super().__init__(model, None, config, do_sample=False, processors=LogitsProcessorList(), prompts=None,
+        super().__init__(model, None, config, processors=LogitsProcessorList(), prompts=None,
                          capacity=capacity, keep_logits=False)
         self.vocab_size = max([self.vocab_size, *(vocab_size(level.model) for level in levels if level.model)])
 
-    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Callable[[], Sampler]:
+    def _sampler(self, vocab_size: int | None = None) -> Callable[[], Sampler]:
         return partial(Sampler, self.vocab_size)
 
     def _same_vocabulary(self, *_: Any) -> bool:

@@ -25,7 +25,9 @@ from ..speculation.loop import Emit, Loop
 from ..speculation.rounds.captured import CapturedRounds
 from ..speculation.rounds.chain import CapturedChain
 from ..speculation.rounds.rounds import NoRoom
+from ..speculation.sampling import drawn_seed
 from ..speculation.stats import SpeculationStats
+from .adaptive import let_choose, tell_what_never_pays
 from .capture import captured, go_on
 from .config import SpeculationConfig
 from .levels.resolve import resolve
@@ -138,6 +140,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     with ragged_attention_on(chain.models) if chain.models else nullcontext():
         stats, cache = _decode(chain, call, prompts, stop, emit)
     state.last_stats = stats
+    tell_what_never_pays(model, chain, stats)
     if call.streamer is not None:
         call.streamer.end()
     return record.result(prompts, prompts.grown, stats, cache)
@@ -172,7 +175,7 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping,
         model,
         call.tokenizer,
         config,
-        do_sample=bool(call.settings.do_sample),
+        seed=drawn_seed() if call.settings.do_sample else None,
         processors=call.processors,
         prompts=prompts,
         capacity=max(prompts.lengths) + min(call.new_tokens, _FIRST_CAPACITY),
@@ -180,7 +183,7 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping,
         keep_logits=bool(call.settings.output_scores or call.settings.output_logits),
         state=state,
     )
-    return wiring.build(levels)
+    return let_choose(wiring, levels, "sampled" if call.settings.do_sample else "")
 
 
 def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Emit | None):

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator, LogitsProcessorList
 
 from ..engines.modules.attention import ragged_attention_on
-from ..speculation.draft import Draft
+from ..speculation.sampling import drawn_seed
 from .config import SpeculationConfig
 from .levels.resolve import resolve
 from .levels.wiring import Wiring
@@ -24,6 +24,9 @@ class ChainCandidateGenerator(CandidateGenerator):
     model: the target. levels, assistant_tokenizers, speculation_config, tokenizer: as in
         `model.generate(assistant_models=...)`.
     generation_config, logits_processor: those of the call; do_sample selects greedy or sampled drafts.
+
+    Candidates are point masses, without logits, sampled ones as well: stock decoding draws its own token at each place
+    and compares, which is exact. Levels draft with the noise of one seed, drawn when the generator is made.
 
     Stock decoding does not share the target's cache, so every level has its own. It gets its generator from
     `model._get_candidate_generator`; set that on the instance to return this object. `assistant_model` may then be any
@@ -49,6 +52,7 @@ class ChainCandidateGenerator(CandidateGenerator):
         check_request(None, settings, {})
         self.max_length = settings.max_length
         self._prompts, self._settled = None, []
+        seed = drawn_seed() if settings.do_sample else None
         found = resolve(model, levels, assistant_tokenizers, config)
 
         def build(prompts: Prompts):
@@ -56,7 +60,7 @@ class ChainCandidateGenerator(CandidateGenerator):
                 model,
                 tokenizer,
                 config,
-                do_sample=bool(settings.do_sample),
+                seed=seed,
                 prompts=prompts,
                 processors=logits_processor or LogitsProcessorList(),
                 capacity=0,
@@ -70,11 +74,8 @@ class ChainCandidateGenerator(CandidateGenerator):
         """What each level drafted so far, from the level below the target down."""
         return [level.stats for level in self._chain.levels] if self._prompts else []
 
-    def get_candidates(self, input_ids: Tensor, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """input_ids int64 `[1, n]` -> candidates `[1, n + k]` and their logits float32 `[1, k, vocab]`.
-
-        The logits are None for point masses.
-        """
+    def get_candidates(self, input_ids: Tensor, **kwargs) -> tuple[Tensor, None]:
+        """input_ids int64 `[1, n]` -> candidates `[1, n + k]`, and None in place of their logits."""
         row = input_ids[0].tolist()
         if self._prompts is None or row[: len(self._settled)] != self._settled:  # another text: a new call of generate
             self._prompts = Prompts(input_ids, None)
@@ -87,12 +88,7 @@ class ChainCandidateGenerator(CandidateGenerator):
         with ragged_attention_on([runner.model for runner in runners]), torch.inference_mode():
             draft = self._chain.drafter.propose([row], [limit])
         self._drafted = draft.lengths[0]
-        return self._as_candidates(input_ids, draft)
-
-    def _as_candidates(self, input_ids: Tensor, draft: Draft) -> tuple[Tensor, Tensor | None]:
-        count = draft.lengths[0]
-        tokens = torch.cat([input_ids, draft.tokens[:, :count].to(input_ids)], dim=1)
-        return tokens, draft.probs[:, :count].log() if draft.probs is not None and count else None
+        return torch.cat([input_ids, draft.tokens[:, : self._drafted].to(input_ids)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Stock decoding committed `num_matches` candidates and one more token; input_ids int64 `[1, n]` holds them

@@ -68,6 +68,8 @@ def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> Spe
     loop, total = Loop(rounds, **how), chain.finish(left.stats)
     loop.start(left.rows, left.budgets)
     loop.numbers = left.numbers
+    for sampler in chain.samplers:  # the rows' noise goes on
+        sampler.row_ids = list(left.numbers)
     while going := loop.round():
         loop.select(going)
     prefill = total.prefill_seconds, total.prefill_target_seconds, total.prefill_draft_seconds, total.prefill_tokens

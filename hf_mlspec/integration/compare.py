@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..speculation.stats import LevelStats, SpeculationStats
+from ..speculation.stats import LevelStats, PlanStats, SpeculationStats
 from .config import SpeculationConfig
 from .request import check_model, check_prompt_rows
 
@@ -105,6 +105,8 @@ def accumulate(total: SpeculationStats, part: SpeculationStats) -> None:
                "prefill_target_seconds", "prefill_draft_seconds", "prefill_tokens", "capture_seconds")
     for name in counted:
         setattr(total, name, getattr(total, name) + getattr(part, name))
+    for plan, counts in part.plans.items():
+        total.plans.setdefault(plan, PlanStats()).add(counts)
 
 
 OnItem = Callable[[Item, Comparison], None]

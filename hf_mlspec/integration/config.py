@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 
 from ..engines.choose import ENGINES
@@ -19,13 +20,16 @@ class SpeculationConfig:
     """Options of `model.generate(..., assistant_models=[...], speculation_config=SpeculationConfig(...))`.
 
     num_draft_tokens: tokens a level drafts before the level above checks them; one number for all levels or one per
-        level (None: the level's own `generation_config.num_assistant_tokens`, else 8; 3 if the level is the target
-        with all its weight bits and fewer activation bits, as in QSpec). On a GPU a level above another one drafts in
-        whole rounds of that one: as many as reach the number, a single one from 16 rows on.
+        level. None: chosen round by round for all levels, none at all included (docs/guide/auto.md). Where they cannot
+        be chosen, in captured rounds on a GPU, with a threshold, or where a level's generation_config names either:
+        the level's own `generation_config.num_assistant_tokens`, else 8; 3 if the level is the target with all its
+        weight bits and fewer activation bits, as in QSpec. On a GPU a level above another one drafts in whole rounds
+        of that one: as many as reach the number, a single one from 16 rows on.
     confidence_threshold: a level stops drafting after a token whose probability is below this, 0 <= t < 1, 0 turns it
-        off; one for all levels or one per level (None: the level's own
-        `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65 for a level with another tokenizer, and 0
-        if the level is the target with all its weight bits and fewer activation bits).
+        off; one for all levels or one per level. A number fixes the lengths of drafts, as does one in a level's
+        generation_config. None: the level's own `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65
+        for a level with another tokenizer, and 0 if the level is the target with all its weight bits and fewer
+        activation bits, also where lengths are chosen.
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
         direct casts of the target) draft in the target's KV cache, and the check overwrites what they wrote; False
         gives each its own cache.
@@ -39,8 +43,8 @@ class SpeculationConfig:
     max_ngram: longest suffix that "prompt_lookup" looks for, in tokens.
     ngram_order: longest n-gram of the table behind "ngram", in tokens, at least 2.
     prepare: on the CPU, and in bfloat16 on a GPU, run target and levels through compiled, batch-invariant steps if the
-        architecture is known. The chain then always returns the same ids as the prepared target alone, and on a GPU
-        also the same sampled ids for the same seed. On a GPU a round of all levels is one CUDA graph, unless a level
+        architecture is known. The chain then always returns the same ids as the prepared target alone, sampled
+        ones for the same seed. On a GPU a round of all levels is one CUDA graph, unless a level
         is a lookup or has another vocabulary, or a logits processor reads tokens; its memory is kept for the next call
         (`hf_mlspec.clear` frees it). False: module by module, except models given to `hf_mlspec.prepare`.
     engine: what runs target and levels: None, the fastest that supports the model on its device; "modules", the
@@ -48,9 +52,11 @@ class SpeculationConfig:
         on the CPU the same steps with CPU ops). KernelError or ValueError if it cannot run the target; a level that it
         cannot run goes module by module, with one warning. None for a target prepared with `hf_mlspec.prepare(model,
         engine=...)` means that engine.
-    common_vocabulary: a level with another tokenizer drafts only tokens of both vocabularies and passes on their
-        probabilities (True), or drafts text that is encoded again (False); None: True when sampling, False when
-        greedy.
+    profile: a file of `mlspec tune` with the times of forward passes on this machine; None: those kept in the cache
+        folder, or measured in the first call. A file of another machine or version is ignored, with one warning.
+    common_vocabulary: a level with another tokenizer drafts only tokens of both vocabularies, when sampling with the
+        target's noise (True), or drafts text that is encoded again, always its likeliest tokens (False); None: True
+        when sampling, False when greedy.
 
     Raises TypeError or ValueError that names the option and the values it accepts.
     """
@@ -67,6 +73,7 @@ class SpeculationConfig:
     common_vocabulary: bool | None = None
     prepare: bool = True
     engine: str | None = None
+    profile: str | os.PathLike | None = None
 
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):
@@ -85,14 +92,16 @@ class SpeculationConfig:
             raise ValueError(f"engine is {self.engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
         if self.cast_rule != type(self).cast_rule:
             options()["rule"].require(self.cast_rule)
+        if self.profile is not None and not isinstance(self.profile, (str, os.PathLike)):
+            raise TypeError(f"profile is {self.profile!r}, it must be the path of a file that `mlspec tune` wrote")
         bits = self.cast_activation_bits
         if bits is not None and (not _is_count(bits, 1) or bits not in _cast_activations()):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")
 
     @classmethod
-    def of(cls, value: SpeculationConfig | dict | None) -> SpeculationConfig:
-        """The config itself, one made of a dict, or the defaults."""
-        if value is None:
+    def of(cls, value: SpeculationConfig | dict | str | None) -> SpeculationConfig:
+        """The config itself, one made of a dict, or the defaults: None or "auto"."""
+        if value is None or value == "auto":
             return cls()
         if isinstance(value, dict):
             unknown = sorted(set(value) - {f.name for f in fields(cls)})
@@ -103,7 +112,8 @@ class SpeculationConfig:
                 )
             return cls(**value)
         if not isinstance(value, cls):
-            raise TypeError(f"speculation_config must be a SpeculationConfig or a dict, got {type(value).__name__}")
+            given = repr(value) if isinstance(value, str) else type(value).__name__
+            raise TypeError(f'speculation_config must be a SpeculationConfig, a dict or "auto", got {given}')
         return value
 
     def of_level(self, option: str, index: int, count: int):

@@ -20,6 +20,8 @@ class ModelState:
     prepared: the user called `prepare` on it. engine: the engine asked for there, None: the fastest.
     decoders: by class, the decoder and the weights' fingerprint that it was built over.
     levels: by word and options, what was built from level words for this target and the fingerprint it was built over.
+    costs: by engine, bits and threads, what a forward pass costs. memories: by a chain's levels, what its controller
+        learned in earlier calls.
     chains: captured rounds of this target, the one used last behind the others.
     last_stats: the counts of its last call of generate with levels.
     warnings: those already given.
@@ -30,6 +32,8 @@ class ModelState:
     engine: str | None = None
     decoders: dict[type, tuple[tuple, Any]] = field(default_factory=dict)
     levels: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    costs: dict[tuple, Any] = field(default_factory=dict)
+    memories: dict[tuple, Any] = field(default_factory=dict)
     chains: list[Any] = field(default_factory=list)
     last_stats: Any = None
     warnings: set[str] = field(default_factory=set)
@@ -37,12 +41,15 @@ class ModelState:
     def drop_engines(self) -> None:
         """Free the decoders built over the model and their memory; the next call builds them again."""
         self.decoders.clear()
+        self.costs.clear()
 
     def clear(self) -> None:
         """Free everything, except that a prepared model stays prepared and keeps its decoders."""
         if not self.prepared:
             self.drop_engines()
         self.levels.clear()
+        self.costs.clear()
+        self.memories.clear()
         self.chains.clear()
         self.last_stats = None
         self.warnings.clear()

@@ -38,7 +38,7 @@ def _check(given: Operands) -> None:
 
 @operator(_check, lambda given: tuple(
     given.logits.new_empty(len(given.logits), dtype=dtype) for dtype in (torch.int32, torch.float32)
-), composed_on_cpu=True)  # fmt: skip
+))  # fmt: skip
 def _choose_rows(
     logits: Tensor, softcap: float, seed: Tensor | None, streams: Tensor | None, positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def choose_rows(
     Logits are capped to ``softcap * tanh(logit / softcap)`` unless that is 0. Without a seed the token of the largest
     logit, the first of equals. With seed int64 ``[1]``, streams and positions int32 ``[n]``: that of the largest logit
     plus Gumbel noise, a draw from the softmax. The noise is a pure function of (seed, stream, position, token): all
-    levels of a chain share it (speculation/row_sampling.py). A row with a NaN gets token -1 and confidence NaN.
+    levels of a chain share it (speculation/sampling.py). A row with a NaN gets token -1 and confidence NaN.
     """
     return _choose_rows(logits, softcap, seed, streams, positions)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engines.engine import Engine
-from .acceptance import accept_greedy, accept_row, accept_sampled
+from .acceptance import accept_greedy, accept_row
 from .draft import Draft, Rows
 from .sampling import Sampler
 
@@ -24,7 +24,6 @@ class Verdict:
     tokens:   per row the accepted drafted tokens and the one the checker put after them (so at least one; none where
         the row was inactive).
     accepted: per row how many of them were drafted.
-    probs:    float32 `[batch, k + 1, vocab]`, the checker's distribution at each of their positions; None when greedy.
     logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a greedy
         check inside the engine that was not asked for them.
     confidence: per row the checker's probabilities of the tokens, where a check inside the engine was asked for them.
@@ -32,7 +31,6 @@ class Verdict:
 
     tokens: Rows
     accepted: list[int]
-    probs: Tensor | None
     logits: Tensor | None
     scores: Tensor | None
     confidence: list[list[float]] | None = None
@@ -87,7 +85,7 @@ class Checker:
         """Score every row with its draft in one forward pass and accept; the cache keeps what is valid.
 
         alive: False for inactive rows: nothing of theirs is fed or accepted. Raises FloatingPointError if the logits
-        hold NaN, unless the sampler knows how to end a single row.
+        behind an accepted token hold NaN, unless the sampler knows how to end a single row.
         """
         alive = alive or [True] * len(rows)
         verdict = self._accept(rows, draft, want_confidence, alive)
@@ -101,21 +99,16 @@ class Checker:
         guess = draft.guess()
         logits = self.runner.feed(rows, guess, alive)
         scores = self.sampler.scores(logits, rows, guess, alive)
-        if self.sampler.do_sample:
-            columns, probs = self._sampled(draft, scores)  # [batch, 2 + k + 1]: NaN seen, accepted, tokens
-        else:
-            asked = [n if on else -1 for n, on in zip(draft.lengths, alive, strict=True)]
-            columns, probs = self._greedy(draft, self.sampler.keys(scores, [len(row) for row in rows], asked)), None
+        asked = [n if on else -1 for n, on in zip(draft.lengths, alive, strict=True)]
+        best = self.sampler.choose(scores, [len(row) for row in rows], asked)
+        accepted = accept_greedy(draft.tokens, torch.tensor(draft.lengths, device=best.device), best)
         # The one host synchronisation of the check.
-        values = columns.tolist()
-        for r, (line, on) in enumerate(zip(values, alive, strict=True)):
-            if line[0] and on:
-                processed = self.sampler.do_sample and self.sampler.reads_tokens
-                self.sampler.refuse(r, len(rows[r]), nan_error(self.name, logits.dtype, processed))
-        accepted = [line[1] for line in values]
-        tokens = [line[2 : 3 + a] if on else [] for line, a, on in zip(values, accepted, alive, strict=True)]
+        values = torch.cat([accepted[:, None], best], dim=1).tolist()
+        accepted = [line[0] for line in values]
+        tokens = [line[1 : 2 + a] if on else [] for line, a, on in zip(values, accepted, alive, strict=True)]
+        self._refuse_nan(rows, tokens, logits.dtype, self.sampler.do_sample and self.sampler.reads_tokens)
         roll_back(self.runner, [len(row) + a for row, a in zip(rows, accepted, strict=True)])
-        return Verdict(tokens, accepted, probs, logits, scores)
+        return Verdict(tokens, accepted, logits, scores)
 
     def _check_in_engine(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         """Greedy without processors: the engine hands up its argmax, and no logits leave it."""
@@ -123,25 +116,14 @@ class Checker:
         scores = draft.scores or self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
         accepted = [accept_row(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
+        self._refuse_nan(rows, tokens, self.runner.dtype)
+        roll_back(self.runner, [len(row) + a for row, a in zip(rows, accepted, strict=True)])
+        return Verdict(tokens, accepted, None, None, scores.confidence)
+
+    def _refuse_nan(self, rows: Rows, tokens: Rows, dtype: torch.dtype, processed: bool = False) -> None:
         for r, line in enumerate(tokens):
             if -1 in line:
-                self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, self.runner.dtype))
-        roll_back(self.runner, [len(row) + a for row, a in zip(rows, accepted, strict=True)])
-        return Verdict(tokens, accepted, None, None, None, scores.confidence)
-
-    def _greedy(self, draft: Draft, keys: Tensor) -> Tensor:
-        top, best = keys.max(dim=-1)
-        accepted = accept_greedy(draft.tokens, _column(draft, best), best)
-        return torch.cat([_nan_seen(top), accepted[:, None], best], dim=1)
-
-    def _sampled(self, draft: Draft, scores: Tensor) -> tuple[Tensor, Tensor]:
-        probs = self.sampler.probabilities(scores)
-        batch, width = draft.tokens.shape
-        uniforms = torch.rand(batch, width, device=probs.device)
-        noise = torch.empty_like(probs[:, 0]).exponential_()
-        accepted, after = accept_sampled(draft.tokens, _column(draft, probs), draft.probs, probs, uniforms, noise)
-        tokens = torch.cat([draft.tokens, after[:, None]], dim=1).scatter(1, accepted[:, None], after[:, None])
-        return torch.cat([_nan_seen(probs[..., 0]), accepted[:, None], tokens], dim=1), probs
+                self.sampler.refuse(r, len(rows[r]) + line.index(-1), nan_error(self.name, dtype, processed))
 
 
 def roll_back(runner: Engine, lengths: list[int]) -> None:
@@ -167,11 +149,3 @@ def nan_error(name: str, dtype: torch.dtype, processed: bool = False) -> Floatin
         f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}{masked}; "
         "check the checkpoint, or load it in bfloat16 or float32"
     )
-
-
-def _column(draft: Draft, like: Tensor) -> Tensor:
-    return torch.tensor(draft.lengths, device=like.device)
-
-
-def _nan_seen(values: Tensor) -> Tensor:
-    return torch.isnan(values).any(dim=1, keepdim=True).long()

@@ -16,18 +16,15 @@ __all__ = ["Draft", "Drafter", "Rows"]
 
 @dataclass
 class Draft:
-    """Proposed continuations of a batch of rows.
+    """Proposed continuations of a batch of rows: guesses at the tokens that the level above will take (invariant 1).
 
     tokens:  int64 ``[batch, k]``; row r's entries from ``lengths[r]`` on are padding (any id the checker can embed).
     lengths: per row the number of proposed tokens, 0..k.
-    probs:   float32 ``[batch, k, vocab]``: the distribution each token was drawn from (invariant 1), or None where
-             every token is a point mass, as for greedy and lookup drafts.
     scores:  scores of row and draft by the engine of the level above, if the call that drafted computed them.
     """
 
     tokens: Tensor
     lengths: list[int]
-    probs: Tensor | None = None
     scores: Scores | None = None
 
     def guess(self) -> Guess | None:
@@ -36,7 +33,7 @@ class Draft:
 
     @classmethod
     def from_lists(cls, rows: Rows, device: torch.device | str = "cpu") -> Draft:
-        """A point-mass draft from one list of token ids per row."""
+        """A draft from one list of token ids per row."""
         width = max(map(len, rows), default=0)
         padded = [row + [0] * (width - len(row)) for row in rows]
         tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)

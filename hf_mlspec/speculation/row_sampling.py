@@ -1,54 +1,22 @@
 """How are tokens chosen if every row has its own settings and must not depend on other rows?
 
-A row that samples chooses, at each position, the largest of score + Gumbel noise: a draw from the softmax of the
-scores (Gumbel 1954). The noise of a position is drawn once, by the row's own generator, and every level of the chain
-uses it: a draft is then a guess at what the target will choose with the same noise, and a check accepts the tokens it
-would have chosen itself. So the target's tokens follow its own distribution exactly, and depend only on its scores and
-the seed: not on the levels below, nor on other rows ("drafter-invariant" speculative decoding, Daliri, Musco and
-Suresh 2024, arXiv 2408.07978; the price is a somewhat lower acceptance than with independent draws, at worst (1 - d) /
-(1 + d) for distributions d apart in total variation, where those accept 1 - d).
+A row that samples has a seed, and so noise, of its own; sampling.py says what follows from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ..engines.engine import Guess, Rows
-from .sampling import Process, Sampler
-
-
-class GumbelNoise:
-    """The noise of one row, position after position in the order of its generator.
-
-    first: the number of the first token that may be asked for. seed: what the generator starts from.
-    """
-
-    def __init__(self, seed: int, first: int, vocab_size: int, device: torch.device):
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.first, self.vocab_size, self.device = first, vocab_size, device
-        self._drawn: list[Tensor] = []  # of the positions from `first` on
-
-    def at(self, first: int, count: int) -> Tensor:
-        """Float32 `[count, vocab]`: the noise of `count` tokens from number `first` on."""
-        while self.first + len(self._drawn) < first + count:
-            uniform = torch.empty(self.vocab_size, device=self.device).exponential_(generator=self.generator)
-            self._drawn.append(uniform.log_().neg_())
-        begin = first - self.first
-        return torch.stack(self._drawn[begin : begin + count])
-
-    def settle(self, length: int) -> None:
-        """The row has `length` tokens now: noise before them is not asked for again."""
-        del self._drawn[: length - self.first]
-        self.first = length
+from .sampling import Process, Sampler, drawn
 
 
 class RowRule:
     """How the tokens of one row are chosen, at every level with the target's vocabulary.
 
-    noise: None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
+    seed: of the row's noise; None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
     error: why the target cannot choose token number `failed_at` (a processor of the row raised, or its logits are
         NaN): that token and later ones mean nothing. If earlier tokens of the draft are rejected, the error does not
         matter.
@@ -59,12 +27,12 @@ class RowRule:
         vocab_size: int,
         *,
         prompt_length: int,
-        noise: GumbelNoise | None = None,
+        seed: int | None = None,
         warp: Callable[[Tensor], Tensor] | None = None,
         process: Process | None = None,
         ends: frozenset[int] = frozenset(),
     ):
-        self.noise = noise
+        self.seed = seed
         self.error: Exception | None = None
         self.failed_at = 0
         self.sampler = Sampler(vocab_size, warp=warp, process=process, prompt_lengths=[prompt_length], ends=ends)
@@ -73,7 +41,7 @@ class RowRule:
     @property
     def is_greedy(self) -> bool:
         """Whether the row takes the argmax of the logits as they come."""
-        return self.noise is None and self.sampler.is_greedy
+        return self.seed is None and self.sampler.is_greedy
 
     def scores(self, scores: Tensor, row: list[int], guess: Guess | None, judges: bool) -> Tensor:
         """Float32 `[k + 1, vocab]` -> processed; guess: of this one row. judges: it is the target that asks."""
@@ -115,6 +83,11 @@ class RowSampler(Sampler):
         return all(rule.is_greedy for rule in self.rules)
 
     @property
+    def do_sample(self) -> bool:
+        """Whether any row is drawn."""
+        return any(rule.seed is not None for rule in self.rules)
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether the scores of any row depend on the tokens before a position."""
         return any(rule.sampler.reads_tokens for rule in self.rules)
@@ -140,20 +113,19 @@ class RowSampler(Sampler):
                 scores[r, : n + 1] = rule.scores(scores[r, : n + 1], row, own, self.judges)
         return scores
 
-    def keys(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
-        """Scores plus the noise of rows that sample; see `Sampler.keys`."""
-        if all(rule.noise is None for rule in self.rules):
-            return scores
-        keys = scores.clone()
-        for line, rule, first, n in zip(keys, self.rules, firsts, lengths, strict=True):
-            if rule.noise is not None and n >= 0:
-                line[: n + 1] += rule.noise.at(first, n + 1).to(line.device)
-        return keys
+    def choose(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
+        """See `Sampler.choose`; every row that samples has noise of its own seed, as row 0."""
+        best = super().choose(scores, firsts, lengths)  # of rows without noise
+        if not self.do_sample:
+            return best
+        for r, (rule, first, n) in enumerate(zip(self.rules, firsts, lengths, strict=True)):
+            if rule.seed is not None and n >= 0:
+                tokens, confidence = drawn(scores[r : r + 1, : n + 1], rule.seed, [0], [first])
+                best[r, : n + 1] = tokens.masked_fill(confidence.isnan(), -1)[0]
+        return best
 
-    def draw(
-        self, scores: Tensor, positions: list[int] | None = None, alive: list[bool] | None = None
-    ) -> tuple[Tensor, None, Tensor]:
-        """The tokens the rows would take from scores `[batch, vocab]`, without probabilities: guesses, not draws."""
+    def draw(self, scores: Tensor, positions: list[int], alive: list[bool] | None = None) -> tuple[Tensor, Tensor]:
+        """See `Sampler.draw`."""
         lengths = [0 if on else -1 for on in alive or [True] * len(scores)]
-        tokens = self.keys(scores[:, None], positions, lengths)[:, 0].argmax(dim=-1)
-        return tokens, None, self.probabilities(scores).gather(1, tokens[:, None])[:, 0]
+        tokens = self.choose(scores[:, None], positions, lengths)[:, 0].clamp(min=0)
+        return tokens, self.probabilities(scores).gather(1, tokens[:, None])[:, 0]

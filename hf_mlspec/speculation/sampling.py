@@ -1,4 +1,14 @@
-"""How do logits become probabilities, and probabilities tokens? The same code for every level."""
+"""How do logits become scores, and scores tokens? The same code for every level.
+
+A row that samples takes, at each position, the token of the largest score + Gumbel noise: a draw from the softmax of
+the scores (Gumbel 1954). The noise is a pure function of seed, row, position and token (ops/choose.py), and every
+level of a chain uses it: a draft is then a guess at what the target will choose with the same noise, and a check
+accepts the tokens it would have chosen itself. So the target's tokens follow its own distribution exactly, and depend
+only on its scores and the noise: not on the levels below, on how many tokens they draft, or on the number of rounds
+("drafter-invariant" speculative decoding, Daliri, Musco and Suresh 2024, arXiv 2408.07978; the price is a somewhat
+lower acceptance than with independent draws, at worst (1 - d) / (1 + d) for distributions d apart in total variation,
+where those accept 1 - d).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
 from ..engines.engine import Guess, Rows
 
 # (prefixes, scores [n, vocab], row numbers of the original batch) -> scores [n, vocab]
@@ -17,26 +28,32 @@ Process = Callable[[Rows, Tensor, list[int]], Tensor]
 
 @dataclass(eq=False)
 class Sampler:
-    """Turns the logits of a level into scores, probabilities and tokens.
+    """Turns the logits of a level into scores and tokens.
 
     vocab_size: entries of the checker's vocabulary; shorter logits are padded with -inf, longer ones cut (models of
         one family differ by padding rows).
-    do_sample:  draw from the probabilities, or take the largest score.
+    seed:       of the noise, the same for all levels of a call; None: the largest score is taken.
     warp:       processors that look at the scores alone (temperature, top-k, top-p ...); any leading shape.
     process:    processors that also look at the tokens before a position, or None.
     prompt_lengths: tokens of each row's prompt; processors get the prefixes of equally many generated tokens together.
     ends:       end-of-sequence tokens: processors are not asked what follows one.
-    row_ids:    numbers of the rows in the original batch; `select` keeps them in step.
+    row_ids:    numbers of the rows in the original batch, and of their noise; `select` keeps them in step.
     """
 
     vocab_size: int
     _: KW_ONLY
-    do_sample: bool = False
+    seed: int | None = None
     warp: Callable[[Tensor], Tensor] | None = None
     process: Process | None = None
     prompt_lengths: list[int] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
     row_ids: list[int] = field(default_factory=list, init=False)
+    _joined: int = field(default=0, init=False)  # rows there ever were
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether a row is drawn from the probabilities."""
+        return self.seed is not None
 
     @property
     def is_greedy(self) -> bool:
@@ -49,17 +66,20 @@ class Sampler:
         return self.process is not None
 
     def start(self, batch: int) -> None:
-        self.row_ids = list(range(batch))
+        self.row_ids, self._joined = list(range(batch)), batch
 
     def select(self, keep: list[int]) -> None:
         self.row_ids = [self.row_ids[r] for r in keep]
 
     def admit(self, count: int) -> None:
         """Append rows; where processors look at tokens, `RowSampler` knows what a row that joins was asked for."""
-        self.row_ids += [len(self.row_ids) + i for i in range(count)]
+        self.row_ids += [self._joined + i for i in range(count)]
+        self._joined += count
 
     def replace(self, row: int) -> None:
-        """Row `row` is another one from now on; here all rows are treated alike."""
+        """Row `row` is another one from now on, with noise of its own; else all rows are treated alike here."""
+        self.row_ids[row] = self._joined
+        self._joined += 1
 
     def refuse(self, row: int, position: int, error: Exception) -> None:
         """Token number `position` of row `row` cannot be taken; here that ends the whole call."""
@@ -88,12 +108,17 @@ class Sampler:
             scores = self._process_by_length(scores, rows, guesses, asked)
         return self.warp(scores) if self.warp is not None else scores
 
-    def keys(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
-        """What a greedy choice is the largest of, for processed scores `[batch, k + 1, vocab]`: they themselves.
+    def choose(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
+        """The tokens of processed scores `[batch, k + 1, vocab]`: int64 `[batch, k + 1]`, -1 where there is none.
 
         Position j of row r is for token number firsts[r] + j; positions beyond lengths[r] (-1: all) have no meaning.
+        There is none where scores hold NaN and, of a row that samples, where all are -inf.
         """
-        return scores
+        if self.seed is None:
+            top, best = scores.max(dim=-1)
+            return best.masked_fill(top.isnan(), -1)
+        tokens, confidence = drawn(scores, self.seed, self.row_ids, firsts)
+        return tokens.masked_fill(confidence.isnan(), -1)
 
     def _process_by_length(self, scores: Tensor, rows: Rows, guesses: Rows, lengths: list[int]) -> Tensor:
         """Processors take equally long prefixes: group the positions of all rows by the number of generated tokens.
@@ -130,20 +155,37 @@ class Sampler:
         """Softmax over the vocabulary, float32."""
         return torch.softmax(scores, dim=-1)
 
-    def draw(
-        self, scores: Tensor, positions: list[int] | None = None, alive: list[bool] | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """One token per row from scores `[batch, vocab]`; positions: its number in each row, for `RowSampler`.
+    def draw(self, scores: Tensor, positions: list[int], alive: list[bool] | None = None) -> tuple[Tensor, Tensor]:
+        """One guess per row from scores `[batch, vocab]`; positions: its number in each row.
 
-        Returns tokens int64 `[batch]`, the probabilities they were drawn from `[batch, vocab]` (None when greedy),
-        and the confidence `[batch]`: the probability of the token taken.
+        Returns tokens int64 `[batch]`, those that `choose` would take of these scores and 0 where there is none, and
+        the confidence `[batch]`: the probability of each.
         """
-        if not self.do_sample:
+        if self.seed is None:
             confidence, tokens = self.probabilities(scores).max(dim=-1)
-            return tokens, None, confidence
-        probs = self.probabilities(scores)
-        tokens = torch.multinomial(probs, 1)
-        return tokens[:, 0], probs, probs.gather(1, tokens)[:, 0]
+            return tokens, confidence
+        tokens, confidence = drawn(scores[:, None], self.seed, self.row_ids, positions)
+        return tokens[:, 0].clamp(min=0), confidence[:, 0]
+
+
+def drawn(scores: Tensor, seed: int, streams: list[int], firsts: list[int]) -> tuple[Tensor, Tensor]:
+    """The tokens of scores float32 `[batch, n, vocab]` plus noise, int64 `[batch, n]`, and their probabilities.
+
+    streams: the number of each row's noise; firsts: that of its first position. NaN among the scores gives token -1;
+    there, and where all are -inf, the probability is NaN.
+    """
+    batch, count, vocab = scores.shape
+    places = torch.tensor([streams, firsts], dtype=torch.int32)[:, :, None].repeat(1, 1, count)
+    places[1] += torch.arange(count, dtype=torch.int32)
+    places = places.to(scores.device).flatten(1)
+    key = torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64)], device=scores.device)
+    tokens, confidence = ops.choose_rows(scores.reshape(-1, vocab), 0.0, key, places[0], places[1])
+    return tokens.long().view(batch, count), confidence.view(batch, count)
+
+
+def drawn_seed() -> int:
+    """From torch's generator, so that torch.manual_seed repeats a call."""
+    return int(torch.randint(1 << 62, (1,)))
 
 
 def _forbidden(scores: Tensor, lines: list[int], guess: list[int]) -> list[bool]:

@@ -48,6 +48,29 @@ class LevelStats:
 
 
 @dataclass
+class PlanStats:
+    """Rounds of one plan of the controller in a call; a plan says which levels draft, and how many tokens each.
+
+    rounds: how many. timed: those of them that did nothing else, such as reading a prompt; all else is about these.
+    tokens, seconds: committed, and taken. expected_tokens, expected_seconds: what was expected of the plan.
+    off_seconds: in which the target alone is expected to write as many tokens.
+    """
+
+    rounds: int = 0
+    timed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    expected_tokens: float = 0.0
+    expected_seconds: float = 0.0
+    off_seconds: float = 0.0
+
+    def add(self, other: PlanStats) -> None:
+        """Rounds of the same plan in another call."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
 class SpeculationStats:
     """Counts of one call: `.speculation` of a generate output, and `hf_mlspec.last_stats(model)`.
 
@@ -63,6 +86,8 @@ class SpeculationStats:
     capture_seconds: wall time of capturing rounds as CUDA graphs; 0 if the graphs were kept from an earlier call. With
         captured rounds target_seconds is the device time of whole rounds, that of the levels is 0, and prefill is the
         first round with the prefill of every level.
+    plans: what the controller chose, in words ("off": the target alone), and how it went; empty where lengths were
+        given.
     """
 
     levels: list[LevelStats] = field(default_factory=list)
@@ -77,6 +102,7 @@ class SpeculationStats:
     prefill_draft_seconds: float = 0.0
     prefill_tokens: int = 0
     capture_seconds: float = 0.0
+    plans: dict[str, PlanStats] = field(default_factory=dict)
 
     def count_pass(self, rows: int) -> None:
         """One forward pass of the target over so many unfinished rows."""
@@ -100,6 +126,25 @@ class SpeculationStats:
         return self.new_tokens / self.row_passes if self.row_passes else 0.0
 
     @property
+    def tokens_per_second(self) -> float:
+        """Of the rounds that a controller chose, measured; 0.0 without a controller."""
+        return self._speed("tokens", "seconds")
+
+    @property
+    def expected_tokens_per_second(self) -> float:
+        """The same as the controller expected it."""
+        return self._speed("expected_tokens", "expected_seconds")
+
+    @property
+    def gain_over_off(self) -> float:
+        """Measured speed over that which the target alone is expected to have; 0.0 without a controller."""
+        return self._speed("off_seconds", "seconds")
+
+    def _speed(self, amount: str, seconds: str) -> float:
+        amounts, times = (sum(getattr(plan, name) for plan in self.plans.values()) for name in (amount, seconds))
+        return amounts / times if times else 0.0
+
+    @property
     def seconds_outside_forwards(self) -> float:
         """Wall time of the loop outside all forward passes and lookups."""
         return self.seconds - self.target_seconds - sum(level.seconds for level in self.levels)
@@ -107,9 +152,12 @@ class SpeculationStats:
     def to_dict(self) -> dict:
         """Plain numbers, for JSON."""
         levels = [{**vars(level), "acceptance": level.acceptance} for level in self.levels]
+        rates = ("tokens_per_second", "expected_tokens_per_second", "gain_over_off") if self.plans else ()
         return {
             **vars(self),
             "levels": levels,
+            "plans": {name: vars(plan) for name, plan in self.plans.items()},
+            **{name: getattr(self, name) for name in rates},
             "tokens_per_target_pass": self.tokens_per_target_pass,
             "seconds_outside_forwards": self.seconds_outside_forwards,
         }

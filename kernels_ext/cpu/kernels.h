@@ -129,6 +129,12 @@ struct mlspec_attention_args {
   int64_t out_token_stride;
 };
 
+// A place in the noise of a call: Philox4x32-10 with the seed for a key and (token / 4, position, stream, 0) for a counter.
+struct mlspec_noise {
+  uint64_t seed;
+  uint32_t position, stream;
+};
+
 // Functions over one row; n: its elements.
 struct mlspec_row_ops {
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);  // y may be x
@@ -141,6 +147,8 @@ struct mlspec_row_ops {
   void (*softcap)(float* x, float cap, int64_t n);
   // Index of the largest value, the first of equals; NaN anywhere gives -1. log_sum_exp may be null.
   int64_t (*argmax)(const float* x, int64_t n, float* largest, float* log_sum_exp);
+  // Index of the largest score + Gumbel noise, the first of equals; scores hold no NaN.
+  int64_t (*draw)(const struct mlspec_noise* at, const float* scores, int64_t n);
   void (*attention)(const struct mlspec_attention_args* args);
 };
 

@@ -18,9 +18,9 @@ from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.rows import GROWTH
 from hf_mlspec.nn.replace import direct_cast, early_exit
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, roll_back
 from hf_mlspec.speculation.draft import Draft, Drafter
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.sampling import Sampler
 

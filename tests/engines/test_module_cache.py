@@ -16,8 +16,8 @@ from hf_mlspec.engines.modules.attention import Plan, attend, planned, ragged_at
 from hf_mlspec.engines.modules.cache import RaggedCache
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
 from hf_mlspec.nn.replace import early_exit
-from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker, roll_back
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.loop import decode
 from hf_mlspec.speculation.sampling import Sampler

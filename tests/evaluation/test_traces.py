@@ -14,7 +14,7 @@ import hf_mlspec
 from hf_mlspec.evaluation import Journal, Trace, level_acceptance, read_trace, record_trace, replay, write_trace
 from hf_mlspec.evaluation import traces as recording
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.chain import CheckedDrafter
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.traces.file import trace_from_dict, trace_to_dict
 
 LENGTHS = [5, 3, 9]

@@ -137,7 +137,7 @@ def test_config_switches(name, value):
 def test_config_itself():
     one = {"assistant_models": [NEAR]}
     refused(ValueError, r"no option drafts; it has num_draft_tokens, confid", speculation_config={"drafts": 1}, **one)
-    refused(TypeError, r"SpeculationConfig or a dict, got int", speculation_config=3, **one)
+    refused(TypeError, r'SpeculationConfig, a dict or "auto", got int', speculation_config=3, **one)
     for name in ("num_draft_tokens", "confidence_threshold"):
         lists = SpeculationConfig(**{name: [0.5, 0.5] if name == "confidence_threshold" else [4, 4]})
         refused(ValueError, rf"{name} has 2 entries for 1 levels", assistant_models=[NEAR], speculation_config=lists)

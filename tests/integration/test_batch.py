@@ -68,7 +68,9 @@ def test_num_return_sequences_repeats_rows(place):
             inputs["input_ids"], GenerationConfig(**options), attention_mask=mask, assistant_models=[]
         )
     torch.manual_seed(7)
-    assert torch.equal(out, TARGET.generate(**inputs, **options))
+    repeated = {name: value.repeat_interleave(3, dim=0) for name, value in inputs.items()}
+    options.pop("num_return_sequences")
+    assert torch.equal(out, TARGET.generate(**repeated, **options, assistant_models=[]))
     assert len({tuple(row) for row in out.tolist()}) > 2
 
 

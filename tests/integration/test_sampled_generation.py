@@ -8,25 +8,16 @@ from models import letters, near, prompts, tiny
 from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_mlspec import SpeculationConfig
+from hf_mlspec import Request, SpeculationConfig, generate_stream
 from hf_mlspec.integration.levels.wiring import padding_apart
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.sampling import drawn_seed
 
 TARGET = tiny(seed=2, vocab_size=6, initializer_range=0.15)
 NEAR = near(TARGET, 0.1)
 FAR = tiny(seed=9, vocab_size=6, initializer_range=0.15)
 PROMPT = torch.tensor([[3, 4, 5, 3]])
 ROWS = 2500
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.8, "repetition_penalty": 1.3}])
-@pytest.mark.parametrize("lengths", [[8], [8, 4, 6]])
-def test_the_target_alone_with_a_seed_is_stocks_sample(options, lengths):
-    target = tiny(seed=2)
-    options = {"do_sample": True, "max_new_tokens": 15, "eos_token_id": None, **options}
-    torch.manual_seed(3)
-    stock = target.generate(**prompts(lengths), **options)
-    torch.manual_seed(3)
-    assert torch.equal(target.generate(**prompts(lengths), **options, assistant_models=[]), stock)
 
 
 class Favour(LogitsProcessor):
@@ -100,13 +91,49 @@ def test_distribution(chain, name):
     assert 0 < out.speculation.levels[0].accepted < out.speculation.levels[0].drafted
 
 
+def written(levels, seed=3, tokens=15, lengths=(8, 3, 6), **options):
+    """New tokens of a float32 model on one engine; two sequences of each prompt."""
+    torch.manual_seed(seed)
+    return WIDE.generate(
+        **prompts(list(lengths)), do_sample=True, max_new_tokens=tokens, eos_token_id=None, num_return_sequences=2,
+        assistant_models=levels, **options,
+    )[:, max(lengths):].tolist()  # fmt: skip
+
+
+WIDE = tiny(seed=2, dtype=torch.float32)
+CLOSE = near(WIDE, 0.02)
+ENGINES = ["modules", *(["cpu", "cuda"] if has_compiled_decoder() else [])]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 0, "repetition_penalty": 1.2}])
+def test_levels_and_draft_lengths_change_no_token_of_a_seed(options, engine):
+    alone = written([], **options, speculation_config={"engine": "modules"})
+    assert written([], seed=4, **options) != alone
+    for levels in ([], [CLOSE], [CLOSE, "early_exit:1"], ["ngram"]):
+        for lengths in (1, 3, 8):
+            config = {"engine": engine, "num_draft_tokens": lengths}
+            assert written(levels, **options, speculation_config=config) == alone, (levels, lengths)
+
+
+def test_a_stream_with_the_seed_of_a_call_writes_its_first_row():
+    inputs = prompts([8])["input_ids"]
+    options = {"do_sample": True, "max_new_tokens": 15, "eos_token_id": None, "temperature": 0.8}
+    torch.manual_seed(9)
+    seed = drawn_seed()
+    torch.manual_seed(9)
+    call = WIDE.generate(inputs, attention_mask=torch.ones_like(inputs), assistant_models=[CLOSE], **options)
+    (one,) = generate_stream(WIDE, [Request(inputs, seed=seed)], assistant_models=[], **options)
+    assert list(one.sequence) == call[0].tolist()
+
+
 def test_seeds_make_it_repeatable():
-    written = []
+    found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
-        written.append(TARGET.generate(PROMPT, **options, assistant_models=[NEAR, FAR]).tolist())
-    assert written[0] == written[1] != written[2]
+        found.append(TARGET.generate(PROMPT, **options, assistant_models=[NEAR, FAR]).tolist())
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_model_with_another_tokenizer_in_sampling():
@@ -114,8 +141,13 @@ def test_a_model_with_another_tokenizer_in_sampling():
     target, level = tiny(seed=2), tiny(seed=2, vocab_size=264)
     assert not padding_apart(64, 264)
     for common in (True, False):
+        torch.manual_seed(1)
         out = target.generate(
             **prompts([8, 3]), do_sample=True, max_new_tokens=12, tokenizer=tokenizer, assistant_tokenizers=[other],
             assistant_models=[level], speculation_config={"common_vocabulary": common}, eos_token_id=None,
         )  # fmt: skip
         assert out.shape == (2, 20)
+        torch.manual_seed(1)
+        assert torch.equal(out, target.generate(
+            **prompts([8, 3]), do_sample=True, max_new_tokens=12, assistant_models=[], eos_token_id=None,
+        ))  # fmt: skip

@@ -335,6 +335,27 @@ def check_silu_mul() -> None:
             assert torch.equal(ops.silu_mul(gate[1:2], up[1:2]), y[1:2])
 
 
+def check_choose_rows() -> None:
+    """The winners, and their probabilities, that plain torch finds; NaN, infinities and rows of equal logits among
+    them. Among two tokens every noise decides, among many the largest."""
+    for rows, vocab in ((4000, 2), (500, 7), (60, 20_001), (3, 150_000)):
+        for dtype in DTYPES[:2]:
+            logits = (seeded(rows, vocab, seed=8) * 3).to(dtype)
+            logits[0, 1] = torch.nan
+            if rows > 60:
+                logits[1], logits[2, 1:], logits[3, 0], logits[4] = -torch.inf, -torch.inf, torch.inf, 0.5
+            numbers = torch.arange(rows, dtype=torch.int32)
+            for cap in (0.0, 2.5):
+                for noise in ((torch.tensor([-5 << 40]), numbers % 9, numbers * 12_345), (None, None, None)):
+                    tokens, confidence = ops.choose_rows(logits, cap, *noise)
+                    expected, sure = REFERENCES["choose_rows"](logits, cap, *noise)
+                    close = torch.isclose(confidence, sure, rtol=1e-5, atol=1e-30, equal_nan=True)
+                    # Two sums may be a tie but for an ulp.
+                    assert (tokens != expected).sum() <= rows / 1000, (rows, vocab, dtype, cap)
+                    assert (close | (tokens != expected)).all(), (rows, vocab, dtype, cap)
+                    assert tokens.dtype == torch.int32
+
+
 def cache_operands(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int = 40, heads: int = 6, kv_heads: int = 2, tokens=5
 ):
@@ -424,6 +445,7 @@ def check_all() -> str:
         check()
     check_rms_norm()
     check_silu_mul()
+    check_choose_rows()
     check_rope_write()
     check_ragged_attention()
     return digest.hexdigest()

@@ -11,19 +11,18 @@ from functools import cache
 import acceptance_cases
 import pytest
 import torch
-from acceptance_cases import CASES, NAN, NANS, SAMPLED, VOCAB, Case, Row, Sampled, said
+from acceptance_cases import CASES, NAN, VOCAB, Case, Row, fails, said
 from models import tiny
-from scipy.stats import chisquare
 from tables import CPU, TableRunner
 from torch import Tensor
 
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.acceptance import accept_greedy, accept_row, accept_sampled, draw
-from hf_mlspec.speculation.chain import CheckedDrafter
+from hf_mlspec.speculation.acceptance import accept_greedy, accept_row
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Draft, Rows
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.loop import Loop
 from hf_mlspec.speculation.rounds.host import HostRounds
@@ -86,12 +85,6 @@ def prefixes(case: Case) -> Rows:
     return [[*range(40, 41 + r), row.last] for r, row in enumerate(case.rows)]
 
 
-def refuses(kind: str, case: Case) -> bool:
-    """Logits that leave a decoder are looked at in every position that was scored, not only where a token is kept."""
-    scored = any(NANS in (row.last, *row.drafted) for row in case.rows if row.active)
-    return scored if kind == "logits" else acceptance_cases.fails(case)
-
-
 @every_case
 def test_the_specification(case):
     rows = [row for row in case.rows if row.active and NAN not in row.tokens]
@@ -122,7 +115,7 @@ def test_a_check_on_the_host(kind, case):
     judge.start(len(case.rows), CPU)
     asked = prefixes(case), Draft.from_lists([list(row.drafted) for row in case.rows])
     alive = [row.active for row in case.rows]
-    if refuses(kind, case):
+    if fails(case):
         with pytest.raises(FloatingPointError, match="the logits of checker are NaN"):
             judge.check(*asked, alive=alive)
         return
@@ -151,7 +144,7 @@ def test_a_level_that_drafts_for_another(kind, case):
     level = CheckedDrafter(judge, inner, num_draft_tokens=most, threshold=case.threshold)
     level.start(len(case.rows), CPU)
     asked = prefixes(case), [row.limit for row in case.rows]
-    if refuses(kind, case):
+    if fails(case):
         with pytest.raises(FloatingPointError, match="are NaN"):
             level.propose(*asked)
         return
@@ -176,7 +169,7 @@ def test_a_round_of_the_loop(kind, case):
     loop = Loop(rounds, stop=lambda number, row, tokens: (len(tokens), False), emit=lambda *what: told.append(what))
     judge.start(len(rows), CPU)
     loop.start(lines, [row.limit for row in rows])
-    if refuses(kind, case):
+    if fails(case):
         with pytest.raises(FloatingPointError, match="are NaN"):
             loop.round()
         return
@@ -191,46 +184,3 @@ def test_a_round_of_the_loop(kind, case):
 @every_case
 def test_the_ops_of_a_captured_round(case):
     acceptance_cases.play_ops(case)
-
-
-def operands(rows: list[Sampled]) -> tuple[Draft, Tensor, Tensor, Tensor]:
-    """The draft, float32 p `[batch, k + 1, vocab]`, uniforms `[batch, k]` and noise `[batch, vocab]`; what stands
-    behind a shorter draft would be accepted."""
-    draft = Draft.from_lists([list(row.draft) for row in rows])
-    width, fits = draft.tokens.shape[1], torch.tensor([1.0, 0.0, 0.0, 0.0])
-    if rows[0].q is not None:
-        draft.probs = torch.stack([torch.cat([row.q, fits.expand(width - len(row.q), 4)]) for row in rows])
-    p = torch.stack([torch.cat([row.p[: len(row.draft) + 1], fits.expand(width - len(row.draft), 4)]) for row in rows])
-    lines = [[*row.uniforms, *[0.0] * (width - len(row.draft))] for row in rows]
-    return draft, p, torch.tensor(lines).view(len(rows), width), torch.tensor([row.noise for row in rows])
-
-
-@pytest.mark.parametrize("rows", SAMPLED.values(), ids=SAMPLED)
-def test_the_specification_of_sampling(rows):
-    draft, p, uniforms, noise = operands(rows)
-    accepted, after = accept_sampled(draft.tokens, torch.tensor(draft.lengths), draft.probs, p, uniforms, noise)
-    assert accepted.tolist() == [row.accepted for row in rows]
-    assert after.tolist() == [row.tokens[-1] for row in rows]
-
-
-@pytest.mark.parametrize("rows", SAMPLED.values(), ids=SAMPLED)
-def test_a_sampled_check_on_the_host(rows, monkeypatch):
-    draft, p, uniforms, noise = operands(rows)
-    runner = TableRunner(torch.ones(1, 1))
-    runner.step = lambda tokens, *_: p.log()
-    judge = Checker(runner, Sampler(4, do_sample=True), "checker")
-    judge.start(len(rows), CPU)
-    monkeypatch.setattr(torch, "rand", lambda *shape, device: uniforms)
-    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self: self.copy_(noise))
-    verdict = judge.check([[0] for _ in rows], draft)
-    assert verdict.accepted == [row.accepted for row in rows]
-    assert [tuple(line) for line in verdict.tokens] == [row.tokens for row in rows]
-    assert torch.allclose(verdict.probs, p)
-
-
-def test_draw_follows_the_weights():
-    torch.manual_seed(5)
-    weights = torch.tensor([4.0, 0.0, 1.0, 3.0])
-    seen = torch.bincount(draw(weights.expand(80_000, 4), torch.empty(80_000, 4).exponential_()), minlength=4)
-    assert seen[1] == 0
-    assert chisquare(seen[[0, 2, 3]].numpy(), [40_000, 10_000, 30_000]).pvalue > 1e-3

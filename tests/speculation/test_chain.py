@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tables import CPU, VOCAB, PointMasses, TableRunner, checker, drafter, table
+from tables import CPU, VOCAB, PointMasses, TableRunner, chain, drafter, table
 
-from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Draft, Drafter
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.sampling import Sampler
 
 # The greedy successor of token t is (t + 1) % VOCAB, with probability 0.7; of token 3 it is 0, with probability 0.4.
@@ -69,22 +69,11 @@ def test_a_row_that_is_done_does_not_disturb_the_others():
     assert both == [propose(level, [[2]], [8])[0], propose(level, [[0]], [8])[0]]
 
 
-def test_probabilities_are_the_checkers_at_every_settled_token():
-    torch.manual_seed(3)
-    level = CheckedDrafter(checker(CYCLE), drafter(table(1)), num_draft_tokens=2, threshold=0.0)
-    level.start(3, CPU)
-    rows = [[0], [1], [2, 3]]
-    draft = level.propose(rows, [5, 2, 4])
-    assert draft.probs.shape == (3, 5, VOCAB)
-    for row, tokens, probs, length in zip(rows, draft.tokens.tolist(), draft.probs, draft.lengths, strict=True):
-        before = [row[-1], *tokens[: length - 1]]
-        torch.testing.assert_close(probs[:length], CYCLE[before])
-
-
-def test_greedy_tokens_are_point_masses():
-    level = greedy()
-    level.start(1, CPU)
-    assert level.propose([[0]], [4]).probs is None
+def test_sampled_tokens_are_those_the_checker_draws_alone():
+    level, alone = (chain([CYCLE], below) for below in (drafter(table(1)), PointMasses(WRONG)))
+    rows, limits = [[0], [1], [2, 3]], [5, 2, 4]
+    assert propose(level, rows, limits) == propose(alone, rows, limits)
+    assert [len(line) for line in propose(level, rows, limits)] == limits
 
 
 def test_counts():
@@ -140,8 +129,8 @@ def test_depth_is_free():
 def test_nan_is_an_error_that_names_the_level():
     bad = CYCLE.clone()
     bad[2] = float("nan")
-    for do_sample in (True, False):
-        level = Checker(TableRunner(bad), Sampler(VOCAB, do_sample=do_sample), "the middle")
+    for seed in (None, 3):
+        level = Checker(TableRunner(bad), Sampler(VOCAB, seed=seed), "the middle")
         level.start(2, CPU)
         with pytest.raises(FloatingPointError, match=r"logits of the middle are NaN.*float32"):
             level.check([[0], [2]], Draft.from_lists([[], []]))

@@ -17,16 +17,16 @@ from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.engines.modules.engine import ModuleEngine
 from hf_mlspec.nn.replace import direct_cast
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Drafter
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.drafters.ngram import NGram
 from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
 from hf_mlspec.speculation.loop import Loop
 from hf_mlspec.speculation.rounds.host import HostRounds
-from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
+from hf_mlspec.speculation.row_sampling import RowRule, RowSampler
 
 CPU, VOCAB = torch.device("cpu"), 64
 TARGET = tiny(seed=2, dtype=torch.float32)
@@ -97,17 +97,13 @@ class Serving:
     def emit(self, numbers, kept, verdict) -> None:
         for number, tokens in zip(numbers, kept, strict=True):
             self.written.setdefault(number, []).extend(tokens)
-        for rule, row in zip(self.rules, self.loop.rows, strict=True):
-            if rule.noise is not None:
-                rule.noise.settle(len(row))
 
     def new(self) -> tuple[list[int], int, int, RowRule]:
         rng, number = self.rng, len(self.asked)
         row = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 24))]
         budget, seed = rng.randrange(1, 20), rng.randrange(1000) if rng.random() < self.share_sampled else None
         self.asked[number] = (list(row), budget, seed)
-        noise = None if seed is None else GumbelNoise(seed, len(row), VOCAB, CPU)
-        return row, budget, number, RowRule(VOCAB, prompt_length=len(row), noise=noise)
+        return row, budget, number, RowRule(VOCAB, prompt_length=len(row), seed=seed)
 
     def change(self) -> None:
         """Some rows that go on are dropped as well; slots of those that ended are taken, or not."""
@@ -154,8 +150,7 @@ class Serving:
     def alone(self, number: int) -> list[int]:
         """What the target writes for one row, nothing beside it and nothing below."""
         prompt, budget, seed = self.asked[number]
-        noise = None if seed is None else GumbelNoise(seed, len(prompt), VOCAB, CPU)
-        rule = RowRule(VOCAB, prompt_length=len(prompt), noise=noise)
+        rule = RowRule(VOCAB, prompt_length=len(prompt), seed=seed)
         target = Checker(runner(self.path, "target"), RowSampler(VOCAB, [rule]), "target", keep_logits=False)
         target.start(0, CPU)
         row = list(prompt)
@@ -216,7 +211,7 @@ def test_a_row_of_limit_0_is_not_fed(path):
         for rules in ("greedy", "sampled"):
             if rules == "sampled":
                 level.sampler.rules[:] = [
-                    RowRule(VOCAB, prompt_length=1, noise=GumbelNoise(r, 1, VOCAB, CPU)) for r in range(3)
+                    RowRule(VOCAB, prompt_length=1, seed=r) for r in range(3)
                 ]
             draft = level.propose([[5] * 400, [6, 7], [8, 9]], [0, 3, 1])
             assert draft.lengths == [0, 3, 1]

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_rounds import CPU, Plan, play, proposals
 from small_tokenizers import LINES, small_tokenizer
+from tables import TableRunner
 
 from hf_mlspec.speculation.draft import Draft, Drafter
 from hf_mlspec.speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
+from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.drafters.row_translation import WINDOW, RowTranslation
 from hf_mlspec.speculation.drafters.translation import special_token_map, token_text
+from hf_mlspec.speculation.sampling import Sampler
 from hf_mlspec.speculation.stats import LevelStats
 
 KINDS = ["code", "gpt2", "llama", "metaspace", "words"]
@@ -71,24 +74,16 @@ class RestrictedLevel(CachedLevel):
         return logits.masked_fill(~self.allowed, float("-inf")).softmax(-1)
 
     def propose(self, rows, limits):
-        width = max(limits)
-        probs = torch.zeros(len(rows), width, self.vocab_size)
         generator = torch.Generator().manual_seed(sum(map(sum, rows)))
 
         def draw(row, limit):
             tokens = []
-            for j in range(limit):
-                probs[len(drawn), j] = self.distribution([*row, *tokens][-1])
-                tokens.append(int(torch.multinomial(probs[len(drawn), j], 1, generator=generator)))
-            drawn.append(tokens)
+            for _ in range(limit):
+                tokens.append(int(torch.multinomial(self.distribution([*row, *tokens][-1]), 1, generator=generator)))
             return tokens
 
-        drawn: list[list[int]] = []
         self.rule = draw
-        draft = super().propose(rows, limits)
-        tokens = torch.zeros(len(rows), width, dtype=torch.long)
-        tokens[:, :draft.tokens.shape[1]] = draft.tokens
-        return Draft(tokens, draft.lengths, probs)
+        return super().propose(rows, limits)
 
 
 def translation(outer: str, inner: str) -> RowTranslation:
@@ -366,7 +361,7 @@ def test_common_vocabulary_is_one_to_one_and_equal_in_text(outer, inner):
 @pytest.mark.parametrize(("outer", "inner"), [("code", "llama"), ("llama", "code"), ("gpt2", "code")])
 @given(seed=st.integers(0, 10**9), batch=st.integers(1, 3))
 @settings(max_examples=12, deadline=None)
-def test_tokens_and_probabilities_of_a_restricted_level_go_over_unchanged(outer, inner, seed, batch):
+def test_tokens_of_a_restricted_level_go_over_unchanged(outer, inner, seed, batch):
     level = RestrictedLevel(len(small_tokenizer(inner)))
     drafter = wrapped(level, outer, inner, by_text=False)
 
@@ -376,16 +371,31 @@ def test_tokens_and_probabilities_of_a_restricted_level_go_over_unchanged(outer,
         draft = fresh.propose(rows, limits)
         assert [tokens[:n] for tokens, n in zip(draft.tokens.tolist(), draft.lengths, strict=True)] == proposed
         assert draft.lengths == limits
-        for r, tokens in enumerate(proposed):
-            last = fresh._views[r].inner[-1]
-            for j, token in enumerate(tokens):
-                want = level.distribution(last)
-                assert torch.equal(draft.probs[r, j].gather(0, fresh._columns), want[fresh._drafted])
-                assert draft.probs[r, j].sum().item() == pytest.approx(1, abs=1e-5)
-                assert draft.probs[r, j, token] > 0
-                last = int(fresh.common.to_inner[token])
+        for held, view, tokens in zip(fresh._held, fresh._views, proposed, strict=True):
+            assert held[len(view.inner):] == [int(fresh.common.to_inner[token]) for token in tokens]
 
     play(drafter, Plan(seed, batch, 4, len(small_tokenizer(outer)) + 3), check)
+
+
+def test_a_restricted_model_draws_with_the_noise_of_the_checkers_tokens():
+    """Where it knows the checker's scores of the common tokens, its guesses are the checker's choices among them."""
+    code, llama = small_tokenizer("code"), small_tokenizer("llama")
+    scores = torch.randn(len(llama), generator=torch.Generator().manual_seed(1))
+    model = ModelDrafter(TableRunner(torch.ones(1, 1)), Sampler(len(llama), seed=6), "inner")
+    model.runner.logits, model._fresh = scores.expand(len(llama), -1), False
+    drafter = CrossTokenizerDrafter(model, code, llama, by_text=False, vocab_size=len(code),
+                                    inner_vocab_size=len(llama))
+    drafter.start(2, CPU)
+    rows = [code("for i in range(10): 中")["input_ids"], code("x")["input_ids"]]
+    checkers = torch.full((2, 5, len(code)), float("-inf"))
+    common = drafter.common.to_inner >= 0
+    checkers[:, :, common] = scores[drafter.common.to_inner[common]]
+    own = Sampler(len(code), seed=6)
+    own.start(2)
+    best = own.choose(checkers, [len(row) for row in rows], [4, 4])
+    assert len(drafter._views) == 2
+    assert proposals(drafter, rows, [5, 5]) == best.tolist()
+    assert len({len(view.inner) - len(row) for view, row in zip(drafter._views, rows, strict=True)}) == 2
 
 
 def test_common_tokens_go_over_one_to_one_and_others_by_their_text():

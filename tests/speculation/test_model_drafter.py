@@ -11,9 +11,9 @@ from models import near, tiny
 from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
 from hf_mlspec.nn.replace import early_exit
-from hf_mlspec.speculation.chain import CheckedDrafter
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Drafter
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.sampling import Sampler
 

@@ -176,7 +176,7 @@ def level_bits(model, words: list[str]) -> list[Bits]:
 
 def wired(model, words: list[str]) -> wiring.Chain:
     config = hf_mlspec.SpeculationConfig()
-    how = {"do_sample": False, "processors": LogitsProcessorList(), "capacity": 1}
+    how = {"processors": LogitsProcessorList(), "capacity": 1}
     how["prompts"] = Prompts(torch.zeros(1, 1, dtype=torch.int64), None)
     return wiring.Wiring(model, None, config, **how).build(resolve(model, words, None, config))
 

@@ -59,10 +59,10 @@ def test_ragged_rows_limits_and_select():
     assert proposals(drafter, [[9, 9], [1, 2, 1, 7, 1]], [1, 2]) == [[9], [7, 1]]
 
 
-def test_draft_is_a_point_mass_and_counts_rounds():
+def test_it_is_a_drafter_and_counts_rounds():
     drafter = started(1)
     assert isinstance(drafter, Drafter)
-    assert drafter.propose([[1, 1]], [1]).probs is None
+    assert drafter.propose([[1, 1]], [1]).lengths == [1]
     assert (drafter.stats.rounds, drafter.stats.forwards) == (1, 0)
     assert drafter.stats.seconds > 0
     drafter.start(1, CPU)

@@ -10,13 +10,15 @@ from scipy.stats import chisquare
 from tables import CPU, VOCAB, PointMasses, TableRunner, counts, exact, table
 
 from hf_mlspec.engines.engine import Guess
-from hf_mlspec.speculation.chain import CheckedDrafter
+from hf_mlspec.speculation import row_sampling
 from hf_mlspec.speculation.checker import Checker
 from hf_mlspec.speculation.draft import Drafter
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
 from hf_mlspec.speculation.loop import Loop
 from hf_mlspec.speculation.rounds.host import HostRounds
-from hf_mlspec.speculation.row_sampling import GumbelNoise, RowRule, RowSampler
+from hf_mlspec.speculation.row_sampling import RowRule, RowSampler
+from hf_mlspec.speculation.sampling import Sampler, drawn
 
 TARGET, FIRST, SECOND = (table(seed) for seed in range(3))
 ROWS, TOKENS = 20_000, 4
@@ -42,8 +44,8 @@ CHAINS = {
 }
 
 
-def sampled(seeds: list[int], noise: type[GumbelNoise] = GumbelNoise) -> Rules:
-    return [RowRule(VOCAB, prompt_length=1, noise=noise(seed, 1, VOCAB, CPU)) for seed in seeds]
+def sampled(seeds: list[int]) -> Rules:
+    return [RowRule(VOCAB, prompt_length=1, seed=seed) for seed in seeds]
 
 
 def write(name: str, rules: Rules) -> torch.Tensor:
@@ -84,35 +86,25 @@ def test_no_level_below_changes_a_token(name):
     assert torch.equal(write(name, sampled(seeds)), write("alone", sampled(seeds)))
 
 
-class Stale(GumbelNoise):
-    """Gives every position the noise of the first."""
-
-    def at(self, first: int, count: int) -> torch.Tensor:
-        return super().at(self.first, 1).expand(count, -1)
-
-
-def test_noise_that_is_used_twice_is_noticed():
-    assert p_value(write("alone", sampled(range(ROWS), Stale))) < 1e-6
+def test_noise_that_is_used_twice_is_noticed(monkeypatch):
+    """Every position has the noise of the first."""
+    monkeypatch.setattr(row_sampling, "drawn", lambda scores, seed, streams, firsts: drawn(scores, seed, streams, [0]))
+    assert p_value(write("alone", sampled(range(ROWS)))) < 1e-6
 
 
-def test_noise_does_not_depend_on_the_order_of_questions():
-    one, other = (GumbelNoise(7, 5, 11, CPU) for _ in range(2))
-    whole = one.at(5, 6)
-    assert torch.equal(other.at(5, 1), whole[:1])
-    assert torch.equal(other.at(8, 2), whole[3:5])
-    other.settle(8)
-    assert torch.equal(other.at(8, 3), whole[3:])
-    other.settle(30)
-    one.settle(7)
-    one.settle(30)
-    assert torch.equal(one.at(30, 2), other.at(30, 2))
-    assert not torch.equal(GumbelNoise(8, 5, 11, CPU).at(5, 6), whole)
+def test_a_row_has_the_noise_of_a_call_of_one_row():
+    one, scores = RowSampler(500, [RowRule(500, prompt_length=1, seed=s) for s in (7, 8)]), torch.zeros(2, 3, 500)
+    alone = Sampler(500, seed=7)
+    alone.start(1)
+    found = one.choose(scores, [4, 9], [2, 2])
+    assert torch.equal(found[:1], alone.choose(scores[:1], [4], [2]))
+    assert not torch.equal(found[0], found[1])
 
 
-def test_noise_is_standard_gumbel():
-    noise = GumbelNoise(0, 0, 100_000, CPU).at(0, 1)
-    assert abs(noise.mean() - 0.5772) < 0.02
-    assert abs(noise.var() - torch.pi**2 / 6) < 0.05
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63, 2**64 - 1])
+def test_every_seed_of_64_bits_has_noise(seed):
+    rule = RowRule(500, prompt_length=1, seed=seed)
+    assert len(set(RowSampler(500, [rule]).choose(torch.zeros(1, 9, 500), [0], [8])[0].tolist())) > 5
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -132,9 +124,8 @@ def test_greedy_rows_take_the_best_beside_rows_that_sample(name):
 def test_equal_scores_go_to_the_first():
     sampler = RowSampler(5, [RowRule(5, prompt_length=1), *sampled([0])])
     scores = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]).repeat(2, 1)
-    tokens, probs, confidence = sampler.draw(scores[:, :VOCAB + 1], [1, 1], [True, False])
+    tokens, confidence = sampler.draw(scores[:, :VOCAB + 1], [1, 1], [True, False])
     assert tokens[0] == 1
-    assert probs is None
     torch.testing.assert_close(confidence[0], scores[0].softmax(-1)[1])
 
 
@@ -188,6 +179,6 @@ def test_all_greedy_rows_are_as_good_as_none():
     assert sampler.is_greedy
     logits = torch.randn(3, 2, VOCAB)
     assert sampler.scores(logits, [[0]] * 3) is not None
-    assert sampler.keys(logits, [1] * 3, [1] * 3) is logits
+    assert torch.equal(sampler.choose(logits, [1] * 3, [1] * 3), logits.argmax(-1))
     rules += sampled([3])
     assert not sampler.is_greedy

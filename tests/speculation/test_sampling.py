@@ -6,7 +6,7 @@ import torch
 from scipy.stats import chisquare
 
 from hf_mlspec.engines.engine import Guess
-from hf_mlspec.speculation.sampling import Sampler
+from hf_mlspec.speculation.sampling import Sampler, drawn_seed
 
 
 def test_fit_pads_and_cuts():
@@ -22,19 +22,52 @@ def test_probabilities_are_a_softmax_in_float32():
 
 
 def test_greedy_draw():
-    tokens, probs, confidence = Sampler(3).draw(torch.tensor([[0.1, 3.0, 0.2], [5.0, 5.0, 5.0]]))
+    tokens, confidence = Sampler(3).draw(torch.tensor([[0.1, 3.0, 0.2], [5.0, 5.0, 5.0]]), [1, 1])
     assert tokens[0] == 1
-    assert probs is None
     torch.testing.assert_close(confidence, torch.tensor([0.896, 1 / 3]), atol=1e-3, rtol=0)
 
 
 def test_sampled_draw():
-    torch.manual_seed(0)
-    weights = torch.tensor([0.5, 0.2, 0.3])
-    tokens, probs, confidence = Sampler(3, do_sample=True).draw(weights.log().expand(50_000, 3))
-    torch.testing.assert_close(probs[0], weights)
-    assert torch.equal(confidence, probs.gather(1, tokens[:, None])[:, 0])
+    weights, made = torch.tensor([0.5, 0.2, 0.3]), Sampler(3, seed=5)
+    made.start(50_000)
+    scores = weights.log().expand(50_000, 3)
+    tokens, confidence = made.draw(scores, [7] * 50_000)
+    torch.testing.assert_close(confidence, weights[tokens])
     assert chisquare(torch.bincount(tokens).numpy(), [25_000, 10_000, 15_000]).pvalue > 1e-3
+    assert torch.equal(made.choose(scores[:, None], [7] * 50_000, [0] * 50_000)[:, 0], tokens)
+
+
+def test_a_choice_depends_on_seed_row_position_and_scores_only():
+    scores = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    made = Sampler(50, seed=2)
+    made.start(3)
+    whole = made.choose(scores, [10, 20, 30], [3, 3, 3])
+    assert torch.equal(made.choose(scores[:, 2:], [12, 22, 32], [1, 1, 1]), whole[:, 2:])
+    made.select([2, 0])
+    assert torch.equal(made.choose(scores[[2, 0]], [30, 10], [3, 3]), whole[[2, 0]])
+    made.admit(1)
+    made.replace(0)
+    assert made.row_ids == [4, 0, 3]
+
+
+def test_there_is_no_choice_where_scores_are_nan_or_forbidden():
+    scores = torch.zeros(3, 1, 4)
+    scores[0, 0, 1], scores[1] = float("nan"), float("-inf")
+    for seed, expected in ((None, [-1, 0]), (3, [-1, -1])):
+        made = Sampler(4, seed=seed)
+        made.start(3)
+        chosen = made.choose(scores, [1] * 3, [0] * 3)[:, 0].tolist()
+        assert chosen[:2] == expected
+        assert chosen[2] >= 0
+        assert (made.draw(scores[:, 0], [1] * 3)[0] >= 0).all()
+
+
+def test_a_drawn_seed_repeats_with_torchs():
+    torch.manual_seed(4)
+    first = drawn_seed()
+    assert drawn_seed() != first
+    torch.manual_seed(4)
+    assert drawn_seed() == first
 
 
 def test_warp_comes_after_the_cut():

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import CPU, VOCAB, PointMasses, TableRunner
 
-from hf_mlspec.speculation.chain import CheckedDrafter, engine_checks
 from hf_mlspec.speculation.checker import Checker
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter, engine_checks
 from hf_mlspec.speculation.loop import Loop, decode
 from hf_mlspec.speculation.rounds.host import HostRounds
 from hf_mlspec.speculation.sampling import Sampler

@@ -27,7 +27,6 @@ class RowWiring(Wiring):
             target,
             tokenizer,
             config,
-            do_sample=False,
             processors=LogitsProcessorList(),
             prompts=None,
             capacity=capacity,
@@ -35,11 +34,6 @@ class RowWiring(Wiring):
         )
         self.rules = rules
 
-    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Callable[[], Sampler]:
-        """Levels in another vocabulary, which the rows' noise and processors do not speak, guess greedily.
-
-        vocab_size: None for the target itself.
-        """
-        if in_target_vocabulary:
-            return partial(RowSampler, self.vocab_size, self.rules, judges=vocab_size is None)
-        return partial(Sampler, vocab_size)
+    def _sampler(self, vocab_size: int | None = None) -> Callable[[], Sampler]:
+        """Levels in another vocabulary, which the rows' noise and processors do not speak, guess greedily."""
+        return partial(RowSampler, self.vocab_size, self.rules, judges=vocab_size is None)

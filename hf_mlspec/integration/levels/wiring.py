@@ -50,7 +50,7 @@ class _Above:
 class Wiring:
     """Builds the chain of one call of generate.
 
-    state: what is kept of the target, where the caller has it.
+    seed: of the noise of a call that samples. state: what is kept of the target, where the caller has it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Wiring:
         tokenizer,
         config: SpeculationConfig,
         *,
-        do_sample: bool,
+        seed: int | None = None,
         processors: LogitsProcessorList,
         prompts: Prompts,
         capacity: int,
@@ -67,16 +67,18 @@ class Wiring:
         keep_logits: bool = True,
         state: ModelState | None = None,
     ):
-        self.config, self.do_sample, self.processors, self.prompts = config, do_sample, processors, prompts
+        self.config, self.seed, self.processors, self.prompts = config, seed, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
         self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
         self.state = state or state_of(target)
 
     def build(self, levels: list[Level]) -> Chain:
-        self.count = len(levels)
+        """`chooses` then says whether the lengths of drafts are left to a controller: nobody named one, nor a
+        threshold."""
+        self.count, self.chooses = len(levels), bool(levels)
         engines = iter(self._engines([self.model, *(level.model for level in levels if level.drafter is None)]))
-        target = Part("the target", next(engines), self._sampler(True))
+        target = Part("the target", next(engines), self._sampler())
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
         parts, above = [], _Above(self.tokenizer, self.vocab_size, True)
@@ -95,14 +97,15 @@ class Wiring:
         """A level with a model, in the vocabulary of the level above it, and what the level below it is to know."""
         size = vocab_size(level.model)
         same = level.shape_of_target or self._same_vocabulary(level, size, above)
+        by_vocabulary = not same and self._by_vocabulary(last=index + 1 == self.count)
         in_targets, own = above.is_targets and same, above.vocab_size if same else size
         part = Part(
             level.name,
             engine,
-            self._sampler(in_targets, own),
+            self._sampler(own) if in_targets else self._guesser(own, shares_noise=above.is_targets and by_vocabulary),
             threshold=self._threshold(level, index, same),
             max_positions=None if level.shape_of_target else engine.max_positions,
-            across=None if same else self._across(level, above, size, last=index + 1 == self.count),
+            across=None if same else self._across(level, above, size, by_vocabulary),
         )
         return part, _Above(above.tokenizer if same else level.tokenizer, own, in_targets)
 
@@ -121,6 +124,7 @@ class Wiring:
     def _lookup(self, level: Level, index: int) -> Drafter:
         """A level without a model: it drafts in whatever vocabulary stands above it."""
         threshold = self.config.of_level("confidence_threshold", index, self.count)
+        self.chooses &= threshold is None
         drafter = level.drafter
         if isinstance(drafter, (NGram, PromptLookup)):
             drafter = drafter.fork()  # a table is everyone's; rows, and its threshold, are this call's
@@ -128,10 +132,12 @@ class Wiring:
             drafter.threshold = drafter.threshold if threshold is None else threshold
         return drafter
 
-    def _across(self, level: Level, above: _Above, size: int, last: bool) -> Callable[[Drafter], Drafter]:
-        by_vocabulary = self.config.common_vocabulary
-        if by_vocabulary is None:
-            by_vocabulary = self.do_sample and last
+    def _by_vocabulary(self, last: bool) -> bool:
+        """Whether a level with another tokenizer drafts in the common vocabulary."""
+        asked = self.config.common_vocabulary
+        return self.seed is not None and last if asked is None else asked
+
+    def _across(self, level: Level, above: _Above, size: int, by_vocabulary: bool) -> Callable[[Drafter], Drafter]:
         return partial(
             CrossTokenizerDrafter,
             tokenizer=above.tokenizer,
@@ -153,33 +159,41 @@ class Wiring:
             capacity=self.capacity,
         )
 
-    def _sampler(self, in_target_vocabulary: bool, vocab_size: int | None = None) -> Callable[[], Sampler]:
-        """How a level's sampler is made; levels in another vocabulary take the processors that look at no token ids.
-
-        vocab_size: None for the target itself.
-        """
-        warp, process = (self.warp, self.process) if in_target_vocabulary else (warp_of(self.processors), None)
+    def _sampler(self, vocab_size: int | None = None) -> Callable[[], Sampler]:
+        """How the sampler of a level in the target's vocabulary is made; vocab_size: None for the target itself."""
         return partial(
             Sampler,
             vocab_size or self.vocab_size,
-            do_sample=self.do_sample,
-            warp=warp,
-            process=process,
+            seed=self.seed,
+            warp=self.warp,
+            process=self.process,
             prompt_lengths=self.prompts.lengths,
-            ends=self.ends if in_target_vocabulary else frozenset(),
+            ends=self.ends,
         )
+
+    def _guesser(self, vocab_size: int, shares_noise: bool) -> Callable[[], Sampler]:
+        """How that of a level in another vocabulary is made, whose processors look at no token ids.
+
+        shares_noise: it drafts tokens of the target's, so that a token has the target's noise. Others guess greedily.
+        """
+        if self.seed is None or not shares_noise:
+            return partial(Sampler, vocab_size)
+        return partial(Sampler, vocab_size, seed=self.seed, warp=warp_of(self.processors))
 
     def _num_draft_tokens(self, level: Level, index: int) -> int:
         given = self.config.of_level("num_draft_tokens", index, self.count)
+        self.chooses &= given is None
         if level.bits is not None:  # the target's own generation_config speaks of its assistants
             return drafting_defaults(self.model, level.bits)[0] if given is None else given
         if given is None:
             given = getattr(getattr(level.model, "generation_config", None), "num_assistant_tokens", None)
             check_num_draft_tokens(given, f"generation_config.num_assistant_tokens of level {level.name} is {given!r}")
+            self.chooses &= given is None
         return NUM_DRAFT_TOKENS if given is None else given
 
     def _threshold(self, level: Level, index: int, same: bool) -> float:
         given = self.config.of_level("confidence_threshold", index, self.count)
+        self.chooses &= given is None
         if level.bits is not None:
             return drafting_defaults(self.model, level.bits)[1] if given is None else given
         if given is None:
@@ -187,6 +201,7 @@ class Wiring:
             check_threshold(
                 given, f"generation_config.assistant_confidence_threshold of level {level.name} is {given!r}"
             )
+            self.chooses &= given is None
         default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
         return default if given is None else given
 

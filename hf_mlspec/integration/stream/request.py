@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...speculation.row_sampling import GumbelNoise, RowRule
+from ...speculation.row_sampling import RowRule
+from ...speculation.sampling import drawn_seed
 from ...speculation.stats import SpeculationStats
 from ..call import Call, check
 from ..hook import prepare_call
@@ -186,11 +187,12 @@ class Preparation:
 
     def _rule(self, call: Call, prompts: Prompts, ends: frozenset[int], seed: int | None) -> RowRule:
         warp, process = split_processors(call.processors, prompts)
-        noise, length = None, prompts.lengths[0]
-        if call.settings.do_sample:
-            seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-            noise = GumbelNoise(seed, length, self.vocab_size, call.input_ids.device)
-        return RowRule(self.vocab_size, prompt_length=length, noise=noise, warp=warp, process=process, ends=ends)
+        length = prompts.lengths[0]
+        if not call.settings.do_sample:
+            seed = None
+        elif seed is None:
+            seed = drawn_seed()
+        return RowRule(self.vocab_size, prompt_length=length, seed=seed, warp=warp, process=process, ends=ends)
 
     def _input_ids(self, prompt: Any) -> Tensor:
         """int64 `[1, n]` on the target's device."""
@@ -239,7 +241,7 @@ def _check_seed(seed: Any) -> None:
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed is {seed!r}, it must be an integer or None")
     if seed is not None and not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed is {seed}, torch's generators take integers from -2**63 to 2**64 - 1")
+        raise ValueError(f"seed is {seed}, noise takes integers from -2**63 to 2**64 - 1")
 
 
 def _as_row(prompt: Any) -> Tensor:

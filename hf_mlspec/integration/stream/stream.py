@@ -19,6 +19,7 @@ from ...speculation.draft import Rows
 from ...speculation.loop import Loop
 from ...speculation.row_sampling import RowRule
 from ...speculation.stats import LevelStats, SpeculationStats
+from ..adaptive import let_choose, tell_what_never_pays
 from ..call import keep_stats
 from ..config import SpeculationConfig
 from ..levels.resolve import resolve
@@ -68,9 +69,9 @@ def generate_stream(
     _check_call(model, requests, max_batch, tokenizer)
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
     config = SpeculationConfig.of(speculation_config)
-    levels = resolve(model, assistant_models if assistant_models is not None else [], assistant_tokenizers, config)
+    levels = resolve(model, [] if assistant_models is None else assistant_models, assistant_tokenizers, config)
     rules: list[RowRule] = []
-    chain = RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY).build(levels)
+    chain = let_choose(RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY), levels, "stream")
     return _Stream(model, chain, rules, prepare, iter(requests), max_batch, events).completions()
 
 
@@ -134,7 +135,9 @@ class _Stream:
         finally:
             for one in self.live.values():
                 one.end_stream()
-            keep_stats(self.model, self.chain.finish(self.loop.stats))
+            stats = self.chain.finish(self.loop.stats)
+            keep_stats(self.model, stats)
+            tell_what_never_pays(self.model, self.chain, stats)
             self.loop = None  # it knows our methods: a cycle would keep the caches until the next gc
 
     def _next(self) -> Any:
@@ -242,8 +245,6 @@ class _Stream:
             one.stats.new_tokens += len(tokens)
             for level in one.stats.levels:
                 level.settle([self.loop.drafted[r]], [verdict.accepted[r]])
-            if one.rule.noise is not None:
-                one.rule.noise.settle(len(one.row))
             if tokens:
                 one.stream(torch.tensor(tokens))
             if self.gained is not None:

@@ -1,8 +1,9 @@
 """How does a level with another tokenizer draft for this one?
 
-Greedy form: "universal assisted generation" (re-encode the text both ways). Sampling form: "universal speculative
-decoding" over the tokens both vocabularies share (Timor et al. 2025). Here every row keeps a frozen prefix, so a round
-costs what is new, and the inner level's cache stays valid as far as its tokens stayed the same.
+By text: "universal assisted generation" (re-encode the text both ways). By common vocabulary: the tokens that both
+vocabularies share ("universal speculative decoding", Timor et al. 2025); they have the checker's noise. Here every
+row keeps a frozen prefix, so a round costs what is new, and the inner level's cache stays valid as far as its tokens
+stayed the same.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..draft import Draft, Drafter, Rows
 from ..stats import LevelStats
 from .agreement import agreed_length, common_prefix
+from .model import OuterNoise
 from .row_translation import RowTranslation
 from .translation import common_vocabulary, special_token_map, token_text
 
@@ -24,10 +25,9 @@ class CrossTokenizerDrafter:
 
     tokenizer, inner_tokenizer:   the checker's and the inner level's; see TokenText for what is asked of them.
     vocab_size, inner_vocab_size: rows of the two models' embeddings.
-    by_text: True: the inner level's text is re-encoded; drafts are point masses, right for greedy and sampling
-             checkers, since they do not depend on the checker's random numbers. False: `inner` is restricted to the
-             common vocabulary through its attribute `allowed` (bool [inner_vocab_size]), and its tokens and
-             probabilities are mapped one to one.
+    by_text: True: the inner level's text is re-encoded. False: `inner` is restricted to the common vocabulary through
+             its attribute `allowed` (bool [inner_vocab_size]), and its tokens are mapped one to one; if it has an
+             attribute `outer`, that is the OuterNoise to draw with.
 
     `stats` is the inner level's, under this level's name: its forwards and seconds, verdicts in the checker's tokens.
     Raises TypeError where by_text=False and `inner` has no `allowed`.
@@ -68,24 +68,28 @@ class CrossTokenizerDrafter:
         self.inner.start(batch, device)
         if self.common is not None:
             self.inner.allowed = self.common.inner_allowed.to(device)
-            self._drafted = self.common.inner_allowed.nonzero().flatten().to(device)
-            self._columns = self.common.to_outer.to(device)[self._drafted]
+            if hasattr(self.inner, "outer"):
+                columns = (self.common.to_inner >= 0).nonzero().flatten()
+                self.inner.outer = OuterNoise(
+                    self.common.to_inner[columns].to(device), columns.to(device), len(self.common.to_inner), [])
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        """Translate what is new in the rows, let `inner` propose, translate back; `probs` None where by_text."""
+        """Translate what is new in the rows, let `inner` propose, translate back."""
         lengths = [agreed_length(view.outer, row) for view, row in zip(self._views, rows, strict=True)]
         self._follow(lengths, [row[n:] for row, n in zip(rows, lengths, strict=True)], unseen=1)
         if not any(limits):
             return self._handed_up([[] for _ in rows])
         by_text = self.common is None
         asked = [view.asked(limit) if by_text else limit for view, limit in zip(self._views, limits, strict=True)]
+        if not by_text and hasattr(self.inner, "outer"):
+            self.inner.outer.lengths = [len(row) for row in rows]
         draft = self.inner.propose([view.inner for view in self._views], asked)
         proposals = [tokens[:n] for tokens, n in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
         for held, view, proposal in zip(self._held, self._views, proposals, strict=True):
             held.extend(view.inner[len(held):])
             held.extend(proposal)
         if not by_text:
-            return self._handed_up([self._common_tokens(tokens) for tokens in proposals], draft.probs)
+            return self._handed_up([self._common_tokens(tokens) for tokens in proposals])
         return self._handed_up([view.to_outer(proposal, limit)
                                 for view, proposal, limit in zip(self._views, proposals, limits, strict=True)])
 
@@ -137,12 +141,6 @@ class CrossTokenizerDrafter:
                              f"{len(self.common)} tokens of the common vocabulary its `allowed` restricts it to")
         return tokens
 
-    def _handed_up(self, proposals: Rows, inner_probs: Tensor | None = None) -> Draft:
-        """A draft of these tokens; inner_probs float32 [batch, k, inner_vocab], None for point masses."""
+    def _handed_up(self, proposals: Rows) -> Draft:
         self._proposed = proposals
-        draft = Draft.from_lists(proposals, self._device)
-        if inner_probs is not None:
-            probs = inner_probs[:, :draft.tokens.shape[1]]
-            draft.probs = probs.new_zeros(*probs.shape[:2], self.common.to_inner.shape[0])
-            draft.probs[..., self._columns] = probs[..., self._drafted]
-        return draft
+        return Draft.from_lists(proposals, self._device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,37 @@ from ..sampling import Sampler
 from ..stats import LevelStats
 
 
+@dataclass
+class OuterNoise:
+    """The places in its checker's noise of a level that drafts tokens of both vocabularies one to one.
+
+    inner, outer: int64 `[n]`, the same tokens in the level's vocabulary and in the checker's, of `size` tokens; outer
+    ascends. lengths: tokens of each row in the checker's vocabulary.
+    """
+
+    inner: Tensor
+    outer: Tensor
+    size: int
+    lengths: list[int]
+
+    def lift(self, scores: Tensor) -> Tensor:
+        """Scores `[batch, vocab]` of the level over the checker's vocabulary, -inf for tokens it does not draft."""
+        lifted = scores.new_full((len(scores), self.size), float("-inf"))
+        return lifted.index_copy(1, self.outer, scores[:, self.inner])
+
+    def lower(self, tokens: Tensor) -> Tensor:
+        """The level's tokens for those of the checker; one that is not drafted counts as the nearest above."""
+        return self.inner[torch.searchsorted(self.outer, tokens).clamp(max=len(self.inner) - 1)]
+
+
 class ModelDrafter:
     """A causal language model that drafts on its own, in a cache of its own or in its checker's (`runner.follow`).
 
     threshold:     the draft of a row ends after a token the model gave a smaller probability than this (0: never).
-                   The token itself is proposed: to drop it for its value would change the distribution (invariant 6).
+                   The token itself is proposed (invariant 6).
     max_positions: tokens the model can attend to; of a longer row it sees the last ones, with one warning.
     allowed:       bool `[vocab]` or None: the only tokens that may be drafted.
+    outer:         whose noise the draws have, or None: that of the level's own tokens.
     """
 
     def __init__(
@@ -34,6 +60,7 @@ class ModelDrafter:
         self.runner, self.sampler, self.name = runner, sampler, name
         self.threshold, self.max_positions = threshold, max_positions
         self.allowed: Tensor | None = None
+        self.outer: OuterNoise | None = None
         self.stats = LevelStats(name)
 
     @property
@@ -111,20 +138,24 @@ class ModelDrafter:
         batch = len(rows)
         lengths, alive = [0] * batch, [limit > 0 for limit in limits]
         tokens: list[Tensor] = []  # steps of [batch]
-        probs: list[Tensor] = []  # steps of [batch, vocab]
         while True:
-            positions = [len(row) + len(tokens) for row in rows]
-            token, prob, confidence = self.sampler.draw(self._scores(logits, rows, tokens, alive), positions, alive)
+            token, confidence = self._draw(self._scores(logits, rows, tokens, alive), rows, len(tokens), alive)
             tokens.append(token)
-            probs.append(prob)
             sure = (confidence >= self.threshold).tolist() if self.threshold > 0 else [True] * batch
             lengths = [n + a for n, a in zip(lengths, alive, strict=True)]
             alive = [a and ok and n < limit for a, ok, n, limit in zip(alive, sure, lengths, limits, strict=True)]
             if not any(alive):
                 break
             logits = self.runner.step(token[:, None], [int(a) for a in alive], [0] * batch, 1)
-        drawn_from = torch.stack(probs, dim=1) if probs[0] is not None else None
-        return Draft(torch.stack(tokens, dim=1), lengths, drawn_from)
+        return Draft(torch.stack(tokens, dim=1), lengths)
+
+    def _draw(self, scores: Tensor, rows: Rows, step: int, alive: list[bool]) -> tuple[Tensor, Tensor]:
+        """The tokens of processed scores `[batch, vocab]` behind rows and `step` drafted tokens; their confidence."""
+        if self.outer is None or not self.sampler.do_sample:
+            return self.sampler.draw(scores, [len(row) + step for row in rows], alive)
+        positions = [length + step for length in self.outer.lengths]
+        tokens, confidence = self.sampler.draw(self.outer.lift(scores), positions, alive)
+        return self.outer.lower(tokens), confidence
 
     def _scores(self, logits: Tensor, rows: Rows, tokens: list[Tensor], alive: list[bool]) -> Tensor:
         """Processed scores `[batch, vocab]` of the position after row and drafted tokens."""

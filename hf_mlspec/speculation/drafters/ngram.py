@@ -34,8 +34,8 @@ class NGram:
     """Level "ngram": drafts the most frequent successor of the longest known context, token after token.
 
     order:       longest n-gram counted; contexts hold 1 .. order - 1 tokens. At least 2.
-    threshold:   a draft stops before a token whose share among its context's successors is below this. This is
-                 deterministic, so it keeps the target's distribution (invariant 6 is about drawn tokens).
+    threshold:   a draft stops before a token whose share among its context's successors is below this:
+                 a guess that is not made (invariant 6).
     max_entries: bound on the (context, successor) pairs kept, 0.2 to 0.5 KB each; beyond it the context that was
                  counted longest ago is forgotten with all its successors (see NGramTable).
 
@@ -93,7 +93,7 @@ class NGram:
         self._rows: Rows = [[] for _ in range(batch)]
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        """Count the new tokens of every row, then draft; `probs` None: deterministic, ties by lowest id."""
+        """Count the new tokens of every row, then draft: deterministic, ties by lowest id."""
         began = perf_counter()
         for known, row in zip(self._rows, rows, strict=True):
             self._follow(known, row)

@@ -93,7 +93,7 @@ class PromptLookup:
         self._indices = [SuffixIndex(self.max_ngram) for _ in range(batch)]
 
     def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        """Point-mass drafts (`probs` None) of 0 to `limits[r]` tokens."""
+        """Drafts of 0 to `limits[r]` tokens."""
         began = perf_counter()
         found = []
         for index, row, limit in zip(self._indices, rows, limits, strict=True):

@@ -25,10 +25,9 @@ class CapturedRounds:
     """Rounds of a borrowed chain; the host waits once for each. See `Rounds`.
 
     bucket: rows that a round is launched for. places: of every row its line in the chain's state, below the bucket.
-    seed: of the noise all levels share, drawn from torch's generator unless given. script: int32
-    ``[levels - 1, rows, rounds, 2]``: (drafted, accepted) of every check to come for the rows that start, of the
-    target first, given instead of found; the chain was made for as many script_rounds. Rows that join later have none:
-    nothing is drafted for them.
+    seed: of the noise all levels share. script: int32 ``[levels - 1, rows, rounds, 2]``: (drafted, accepted) of every
+    check to come for the rows that start, of the target first, given instead of found; the chain was made for as many
+    script_rounds. Rows that join later have none: nothing is drafted for them.
     Seconds of levels cannot be told apart inside a graph: target_seconds of the stats is the device's time for whole
     rounds, those of levels are 0.
     """
@@ -39,11 +38,10 @@ class CapturedRounds:
         target: Checker,
         drafter: Drafter | None,
         *,
-        seed: int | None = None,
         script: torch.Tensor | None = None,
     ):
         self.chain, self.target, self.drafter, self.script = chain, target, drafter, script
-        self.seed = _NO_SEED if not chain.program.sampled else _drawn_seed() if seed is None else seed
+        self.seed = target.sampler.seed if chain.program.sampled else _NO_SEED
         self.checkers, self.drafters = checkers(target, drafter), drafters(drafter)
         self.bucket, self.places, self.drafted = 0, [], []
         self._ends: list[int] = []
@@ -239,7 +237,7 @@ class CapturedRounds:
         for index, drafter in enumerate(self.drafters, start=1):
             drafter.stats.rounds += program.drafts(index)
             drafter.stats.forwards += program.forwards(index)
-        return Verdict(tokens, accepted, None, None, None)
+        return Verdict(tokens, accepted, None, None)
 
     def _count_steps(self, gained: list[int], stats: SpeculationStats) -> None:
         """Without levels each token took a pass; what ran behind the end of a row is no one's."""
@@ -265,8 +263,3 @@ def _prefilled(level: RoundLevel, places: list[int], rows: Rows, cached: int) ->
         steps += prefill(level.decoder, kv, rows[first:last], [cached] * (last - first), level.bits)
         first = last
     return steps
-
-
-def _drawn_seed() -> int:
-    """From torch's generator, so that torch.manual_seed repeats a call."""
-    return int(torch.randint(1 << 62, (1,)))

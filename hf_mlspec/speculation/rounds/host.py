@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
 from ..checker import Checker, Verdict
 from ..draft import Draft, Drafter, Rows
+from ..drafters.checked import proposer
+from ..estimates import MOST
 from ..stats import LevelStats, SpeculationStats
+from .steering import Steering
 
 
 @dataclass(eq=False)
 class HostRounds:
     """Rounds of a chain whose verdicts the host reads one by one. See `Rounds`.
 
-    num_draft_tokens: the most a draft may hold. device: where drafts go.
+    num_draft_tokens: the most a draft may hold. device: where drafts go. steering: chooses how much every level
+    drafts, round by round; None: always as much as may be.
     """
 
     target: Checker
@@ -23,6 +28,7 @@ class HostRounds:
     _: KW_ONLY
     num_draft_tokens: int
     device: torch.device
+    steering: Steering | None = None
     drafted: list[int] = field(default_factory=list, init=False)
     _ready: list[bool] = field(default_factory=list, init=False)
     _ends: list[int] = field(default_factory=list, init=False)
@@ -42,6 +48,8 @@ class HostRounds:
             self.drafter.start(len(rows), self.device)
         self.target.runner.lengths = [cached] * len(rows)
         self._ready, self._ends = [not self._waits] * len(rows), list(ends)
+        if self.steering is not None:
+            self.steering.start(len(rows))
 
     def refusal(self, end: int) -> str:
         """Any row can join: levels of fewer positions leave it to the others."""
@@ -71,18 +79,33 @@ class HostRounds:
 
     def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
         """One pass of the target over all rows, behind what the drafter proposed."""
-        proposes = self.drafter is not None and any(self._ready)
+        begin = time.perf_counter()
+        limits = self._limits(rows)
         if hasattr(self.drafter, "scored_by"):  # asked every round: rows that join may have rules of their own
             self.drafter.scored_by = self.target.runner if self.target.settles_in_engine else None
-        draft = self.drafter.propose(rows, self._limits(rows)) if proposes else self._no_draft(rows)
-        verdict = self.target.check(rows, draft)
-        self.drafted = draft.lengths
+        draft = self._proposed(rows, limits)
+        verdict = self.target.check(rows, draft or Draft.from_lists([[] for _ in rows], self.device))
+        self.drafted = draft.lengths if draft else [0] * len(rows)
         stats.count_pass(len(rows))
-        if proposes:
-            self.drafter.stats.settle(draft.lengths, verdict.accepted)
+        if draft:
+            proposer(self.drafter).stats.settle(draft.lengths, verdict.accepted)
             self.drafter.rollback([len(row) + a for row, a in zip(rows, verdict.accepted, strict=True)])
         self._ready = [True] * len(rows)
+        if self.steering is not None:
+            self.steering.observe(stats, limits, self.drafted, verdict.accepted, time.perf_counter() - begin)
         return verdict
+
+    def _proposed(self, rows: Rows, limits: list[int]) -> Draft | None:
+        """What the levels propose; None where they are not asked, or failed."""
+        if self.drafter is None or not any(self._ready) or (self.steering is not None and not any(limits)):
+            return None
+        try:
+            return self.drafter.propose(rows, limits)
+        except Exception as error:  # whatever a level raises, the target can go on
+            if self.steering is None:
+                raise
+            self.steering.fail(error)
+            return None
 
     def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:
         """Nothing: caches were rolled back to what the target accepted, and what is dropped of it ends a row."""
@@ -102,15 +125,13 @@ class HostRounds:
             stats.prefill_seconds = stats.seconds
             level = getattr(level, "inner", None)
 
-    def _levels(self) -> list[Checker | Drafter]:
-        """From the target down: who follows a cache is told after its owner."""
-        return [self.target] if self.drafter is None else [self.target, self.drafter]
+    def _levels(self) -> list[Checker | Drafter | Steering]:
+        """From the target down, as who follows a cache is told after its owner; then what steers them."""
+        return [one for one in (self.target, self.drafter, self.steering) if one is not None]
 
     def _limits(self, rows: Rows) -> list[int]:
         """Tokens worth drafting: a check adds one more."""
-        most = self.num_draft_tokens
+        most = self.num_draft_tokens if self.steering is None else MOST
         lines = zip(rows, self._ends, self._ready, strict=True)
-        return [min(most, end - len(row) - 1) if ready else 0 for row, end, ready in lines]
-
-    def _no_draft(self, rows: Rows) -> Draft:
-        return Draft.from_lists([[] for _ in rows], self.device)
+        rooms = [min(most, end - len(row) - 1) if ready else 0 for row, end, ready in lines]
+        return rooms if self.steering is None else self.steering.limits(rows, rooms)

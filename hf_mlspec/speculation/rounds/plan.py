@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..chain import CheckedDrafter
 from ..checker import Checker
 from ..draft import Drafter
+from ..drafters.checked import CheckedDrafter
 from ..drafters.model import ModelDrafter
 from ..sampling import Sampler
 from .program import RoundLevel

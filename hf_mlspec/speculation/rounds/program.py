@@ -54,7 +54,7 @@ class Check:
 class RoundProgram:
     """The steps of a round over `levels`, the target first.
 
-    sampled: tokens are those of logits plus the noise that all levels share (row_sampling.py); warp: what is done to
+    sampled: tokens are those of logits plus the noise that all levels share (sampling.py); warp: what is done to
     float32 logits ``[n, vocab]`` before, None for nothing.
     """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
-from ..chain import CheckedDrafter
 from ..checker import Checker, Verdict
 from ..draft import Drafter, Rows
+from ..drafters.checked import CheckedDrafter
 from ..loop import Emit
 from .trace import Round, TracedRow
 

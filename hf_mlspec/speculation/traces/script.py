@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..chain import CheckedDrafter
 from ..checker import Checker, Verdict
 from ..draft import Draft, Drafter, Rows
+from ..drafters.checked import CheckedDrafter
 from ..stats import LevelStats
 from .trace import Round
 

@@ -1,8 +1,10 @@
-// How do the kernels over single rows meet torch: norm and gated activation?
+// How do the kernels over single rows meet torch: norm, gated activation and the choice of a token?
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "../operands.h"
 #include "../../cpu/threads/parallel.h"
@@ -80,9 +82,84 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   return y;
 }
 
+using Maybe = std::optional<Tensor>;
+
+void check_noise(const char* op, int64_t n, const Maybe& seed, const Maybe& streams, const Maybe& positions) {
+  TORCH_CHECK_VALUE(seed.has_value() == streams.has_value() && seed.has_value() == positions.has_value(), op, ": ",
+                    positions ? "positions " : "", positions && (seed || streams) ? "and " : "", seed ? "seed " : "",
+                    seed && streams ? "and " : "", streams ? "streams " : "",
+                    "given alone; noise needs seed, streams and positions");
+  if (!seed) return;
+  check_dtype(op, "seed", *seed, at::kLong);
+  check_shape(op, "seed", *seed, {1});
+  for (const auto& [name, numbers] : {std::pair{"streams", &*streams}, std::pair{"positions", &*positions}}) {
+    check_dtype(op, name, *numbers, at::kInt);
+    check_shape(op, name, *numbers, {n});
+    check_contiguous(op, name, *numbers);
+    check_cpu(op, name, *numbers);
+  }
+}
+
+// One row of logits -> the token that wins and its probability; scores: room for vocab floats.
+struct Chooser {
+  mlspec_dtype dtype;
+  int64_t vocab;
+  float softcap;
+
+  std::pair<int32_t, float> operator()(const void* logits, const mlspec_noise* noise, float* scores) const {
+    const mlspec_row_ops& ops = cpu_kernels().row;
+    float largest, total;
+    ops.widen(logits, dtype, 1.0f, vocab, scores);
+    int64_t token = noise ? 0 : ops.argmax(scores, vocab, &largest, nullptr);  // of what is not capped: the cap makes ties
+    if (softcap > 0) ops.softcap(scores, softcap, vocab);
+    if (ops.argmax(scores, vocab, &largest, &total) < 0) return {-1, NAN};
+    if (noise) token = ops.draw(noise, scores, vocab);
+    return {static_cast<int32_t>(token), std::exp(scores[token] - total)};
+  }
+};
+
+std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, const Maybe& seed, const Maybe& streams,
+                                       const Maybe& positions) {
+  constexpr const char* op = "choose_rows";
+  const mlspec_dtype dtype = float_dtype(op, "logits", logits);
+  TORCH_CHECK_TYPE(dtype != MLSPEC_FLOAT16, op, ": logits is ", logits.scalar_type(), ", expected float32 or bfloat16");
+  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", logits.sizes(),
+                    ", expected [n, vocab] with a vocab of 1 or more");
+  TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), op, ": softcap is ", softcap,
+                    ", expected 0 (none) or a positive number");
+  const int64_t n = logits.size(0), vocab = logits.size(1);
+  check_noise(op, n, seed, streams, positions);
+  Tensor tokens = at::empty({n}, logits.options().dtype(at::kInt)), confidence = at::empty({n}, logits.options().dtype(at::kFloat));
+  if (n == 0) return {tokens, confidence};
+  const Tensor rows = logits.contiguous();
+  const int threads = threads_for((seed ? 32.0 : 4.0) * n * vocab);
+  const Tensor scratch = at::empty({threads, vocab}, at::kFloat);
+  float* const rooms = scratch.mutable_data_ptr<float>();
+  const void* in = rows.const_data_ptr();
+  int32_t* const chosen = tokens.mutable_data_ptr<int32_t>();
+  float* const sure = confidence.mutable_data_ptr<float>();
+  const uint64_t key = seed ? static_cast<uint64_t>(seed->item<int64_t>()) : 0;
+  const int32_t* const stream = seed ? streams->const_data_ptr<int32_t>() : nullptr;
+  const int32_t* const position = seed ? positions->const_data_ptr<int32_t>() : nullptr;
+  const Chooser choose{dtype, vocab, static_cast<float>(softcap)};
+  run(threads, [&](Team& team) {
+    float* const room = rooms + team.index() * vocab;
+    team.share(n, rows_per_piece(vocab), [&](int64_t r, int64_t end) {
+      for (; r < end; ++r) {
+        mlspec_noise noise{key, 0, 0};
+        if (stream) noise.position = static_cast<uint32_t>(position[r]), noise.stream = static_cast<uint32_t>(stream[r]);
+        const auto picked = choose(bytes_at(in, dtype, r * vocab), stream ? &noise : nullptr, room);
+        std::tie(chosen[r], sure[r]) = picked;
+      }
+    });
+  });
+  return {tokens, confidence};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mlspec, CPU, m) {
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
+  m.impl("choose_rows", choose_rows);
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../attention/attention_limits.h"
 #include "../kernels.h"
@@ -157,13 +158,15 @@ inline uint32_t bits(Mask m) {
 
 #include "row_ops_math.h"
 #include "row_ops_loops.h"
+#include "row_ops_noise.h"
 #include "../attention/attention_blocks.h"
 
 }  // namespace
 
 extern "C" {
 extern const mlspec_row_ops mlspec_row_ops_avx2;
-const mlspec_row_ops mlspec_row_ops_avx2 = {rms_norm, add, widen, narrow, activate_mul, rope, softcap, argmax, attention};
+const mlspec_row_ops mlspec_row_ops_avx2 = {rms_norm, add,     widen,  narrow, activate_mul,
+                                            rope,     softcap, argmax, draw,   attention};
 }
 
 MLSPEC_TARGET_END

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../attention/attention_limits.h"
 #include "../kernels.h"
@@ -124,14 +125,15 @@ inline void Vec::store_sums(const Vec* sums, float* out) {
 
 #include "row_ops_math.h"
 #include "row_ops_loops.h"
+#include "row_ops_noise.h"
 #include "../attention/attention_blocks.h"
 
 }  // namespace
 
 extern "C" {
 extern const mlspec_row_ops mlspec_row_ops_avx512vnni;
-const mlspec_row_ops mlspec_row_ops_avx512vnni = {rms_norm, add,     widen,  narrow,   activate_mul,
-                                                  rope,     softcap, argmax, attention};
+const mlspec_row_ops mlspec_row_ops_avx512vnni = {rms_norm, add,     widen,  narrow, activate_mul,
+                                                  rope,     softcap, argmax, draw,   attention};
 }
 
 MLSPEC_TARGET_END

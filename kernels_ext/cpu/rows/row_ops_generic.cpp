@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../attention/attention_limits.h"
 #include "../kernels.h"
@@ -164,11 +165,13 @@ inline uint32_t bits(const Mask& m) {
 
 #include "row_ops_math.h"
 #include "row_ops_loops.h"
+#include "row_ops_noise.h"
 #include "../attention/attention_blocks.h"
 
 }  // namespace
 
 extern "C" {
 extern const mlspec_row_ops mlspec_row_ops_generic;
-const mlspec_row_ops mlspec_row_ops_generic = {rms_norm, add, widen, narrow, activate_mul, rope, softcap, argmax, attention};
+const mlspec_row_ops mlspec_row_ops_generic = {rms_norm, add,     widen,  narrow, activate_mul,
+                                               rope,     softcap, argmax, draw,   attention};
 }

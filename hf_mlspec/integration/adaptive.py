@@ -1,0 +1,87 @@
+"""Does a call choose its draft lengths itself, and if so from which costs, chances and memories?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from ..nn.state import say_once
+from ..nn.switch import precision_switch
+from ..speculation.chain import Chain
+from ..speculation.controller import Controller
+from ..speculation.forecast import LevelCosts
+from ..speculation.stats import SpeculationStats
+from .costs.probe import costs_of
+from .levels.resolve import Level
+from .levels.wiring import Wiring
+
+# The chance that a drafted token is kept, by the kind of level, until rounds have shown it.
+_LOWER_PRECISION, _SAME_WEIGHTS, _EARLY_EXIT, _OTHER_MODEL, _FOREIGN, _LOOKUP = 0.85, 0.92, 0.4, 0.65, 0.45, 0.35
+_ROUNDS_TO_JUDGE = 64  # of a call, before a level that never pays is named
+_RARELY = 0.05
+
+
+def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
+    """The chain of these levels, with a controller for its rounds on the host where nobody named lengths.
+
+    settings: what else decides which drafts are kept, such as sampling; what was learned is kept for calls that have
+    the same levels and settings.
+    """
+    chain = wiring.build(levels)
+    if wiring.chooses:
+        chain.controller = partial(controller_of, wiring, levels, chain, settings)
+    return chain
+
+
+def controller_of(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> Controller:
+    """What chooses for this chain, its costs measured where they are not known; see `let_choose`."""
+    config, target, memories = wiring.config, chain.target.runner, wiring.state.memories
+    engines = [runner for runner in chain.runners if runner is not None]
+    own, *costs = costs_of(target, engines, profile=config.profile, prepare=config.prepare)
+    of_levels = iter(costs)
+    told = [
+        LevelCosts(
+            level.name,
+            next(of_levels) if runner is not None else None,
+            prior(level, wiring.model, joined),
+            own_cache=runner is not None and runner.follow is None,
+            joined=joined,
+        )
+        for level, runner, joined in zip(levels, chain.runners, chain.joined, strict=True)
+    ]
+    exact = target.can.bit_exact
+    key = (target.name, settings, *(level.name for level in levels))
+    memory = memories.get(key) if exact else None
+    made = Controller(own, told, by_clock=exact, memory=memory and memory.kept())
+    memories[key] = made.memory
+    return made
+
+
+def prior(level: Level, target: PreTrainedModel, joined: bool) -> float:
+    """The chance that a token of this kind of level is kept, before anything is known."""
+    if level.drafter is not None:
+        return _LOOKUP
+    if level.bits is not None:
+        return _LOWER_PRECISION if level.bits.weight < precision_switch(target).bits.weight else _SAME_WEIGHTS
+    if level.shape_of_target:
+        layers = [getattr(one.config, "num_hidden_layers", 0) for one in (level.model, target)]
+        return _EARLY_EXIT if layers[0] < layers[1] else _LOWER_PRECISION
+    return _OTHER_MODEL if joined else _FOREIGN
+
+
+def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: SpeculationStats) -> None:
+    """Name each level that hardly took part in a long call, once, with the speeds that spoke against it."""
+    rounds = sum(plan.rounds for plan in stats.plans.values())
+    if rounds < _ROUNDS_TO_JUDGE:
+        return
+    for level in chain.levels:
+        took_part = sum(plan.rounds for words, plan in stats.plans.items() if f"{level.name} " in f"{words} ")
+        if took_part <= _RARELY * rounds:
+            say_once(
+                model,
+                f"level {level.name} took part in {took_part} of {rounds} rounds: it does not pay here. "
+                f"{stats.tokens_per_second:.0f} tokens a second were written, {stats.gain_over_off:.2f} times what "
+                "the target alone is expected to write; leave the level out to save its memory",
+                kind=f"level {level.name} does not pay",
+            )

@@ -1,0 +1,79 @@
+"""Where are measured costs kept? In a JSON file that names machine, versions and models."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from ...speculation.costs import PassCosts
+
+CACHE_VARIABLE = "MLSPEC_CACHE"
+_VERSION = 1
+
+
+class NotAProfile(ValueError):
+    """A file does not hold costs of this machine; the message says why."""
+
+
+def cache_folder() -> Path:
+    """Where costs are kept between processes: $MLSPEC_CACHE, else hf_mlspec in the user's cache folder."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hf_mlspec"
+
+
+def cache_file(key: str) -> Path:
+    """The file of one model's costs on one machine; see `identity.key_of`."""
+    return cache_folder() / "costs" / f"{key}.json"
+
+
+def write(path: Path, machine: dict[str, str], models: dict[str, tuple[str, PassCosts]]) -> None:
+    """Write costs under their models' hashes, each with the model's name. OSError where the folder cannot be written.
+
+    The file is written beside its place and renamed: of two processes the later one wins, and nobody reads half.
+    """
+    costs = {model: {"name": name, **found.to_dict()} for model, (name, found) in models.items()}
+    text = json.dumps({"mlspec_profile": _VERSION, "machine": machine, "models": costs}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, machine: dict[str, str]) -> dict[str, PassCosts]:
+    """Costs by their models' hashes. NotAProfile for a file that is none, or is of another machine or version, with
+    what differs; FileNotFoundError where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise NotAProfile(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("mlspec_profile") != _VERSION:
+        raise NotAProfile(f"{path} is no profile of `mlspec tune` (version {_VERSION})")
+    differs = _differences(found.get("machine"), machine)
+    if differs:
+        raise NotAProfile(f"{path} was measured elsewhere: {'; '.join(differs)}")
+    models = found.get("models")
+    if not isinstance(models, dict):
+        raise NotAProfile(f"{path} names no models")
+    try:
+        return {model: PassCosts.from_dict(costs) for model, costs in models.items()}
+    except ValueError as error:
+        raise NotAProfile(f"{path} is damaged: {error}") from error
+
+
+def _differences(given: Any, machine: dict[str, str]) -> list[str]:
+    if not isinstance(given, dict):
+        return ["it does not say where"]
+    return [f"{name} {given.get(name)!r}, here {own!r}" for name, own in machine.items() if given.get(name) != own]

@@ -1,0 +1,128 @@
+"""What does a forward pass of each model of a chain cost here? Known from an earlier call, a file, or measured now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ...engines.built import device_of
+from ...engines.choose import engine_of
+from ...engines.engine import Engine, Guess
+from ...engines.modules.attention import ragged_attention_on
+from ...nn.state import say_once, state_of
+from ...speculation.costs import FEW_TOKENS, LONG, TOKENS, PassCosts, measure
+from .file import CACHE_VARIABLE, NotAProfile, cache_file, read, write
+from .identity import key_of, machine_of, model_of
+
+_BUDGET = 1.8  # seconds for all models of a chain that are measured for the first time; warming up comes on top
+
+
+def costs_of(
+    target: Engine,
+    levels: list[Engine],
+    *,
+    profile: str | os.PathLike | None = None,
+    prepare: bool = True,
+) -> list[PassCosts]:
+    """Costs of the target and of each level, as far as they run a model.
+
+    profile: a file of `mlspec tune`; None: the cache folder alone. prepare: as SpeculationConfig says. What is nowhere
+    is measured, and kept in the cache folder. A file of another machine or version, a damaged one, and a folder that
+    cannot be written give one warning each.
+    """
+    engines = [target, *levels]
+    unknown = [engine for engine in engines if _kept(engine) is None]
+    given = _given(target, profile) if unknown and profile is not None else {}
+    for engine in unknown:
+        found = given.get(model_of(engine)) if given else None
+        found = found or _cached(engine, target)
+        if found is None:
+            keep(engine, measured(engine, budget=_BUDGET / len(engines), prepare=prepare), target)
+        else:
+            state_of(engine.model).costs[_state_key(engine)] = found
+    return [_kept(engine) for engine in engines]
+
+
+def measured(
+    engine: Engine,
+    *,
+    budget: float,
+    repeats: int = 3,
+    tokens: Sequence[int] = FEW_TOKENS,
+    prepare: bool = True,
+    step: Callable[[], None] = lambda: None,
+) -> PassCosts:
+    """Time forward passes of this engine's model, in a cache that is freed again. See `speculation.costs.measure`."""
+    options = {"name": engine.name, "prepare": prepare, "num_positions": engine.max_positions}
+    own = engine_of(engine.model, **options, required=False)
+    own.bits = engine.bits
+    models = [own.model] if own.can.by_module else []
+    device = device_of(own.model)
+
+    def run(count: int, slots: int) -> None:
+        slots = 0 if own.can.by_module else slots  # its cache holds what was fed and nothing else
+        own.lengths = [slots]
+        row, guess = [1] * (slots + 1), [1] * (count - 1)
+        if own.can.greedy_rounds:
+            own.score([row], [guess])
+        else:
+            own.feed([row], Guess(torch.tensor([guess], device=device), [count - 1]) if guess else None)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    most = own.max_positions or 2 * LONG
+    with torch.inference_mode(), ragged_attention_on(models):
+        own.start(1, device)
+        counts = [count for count in tokens if count < most]
+        return measure(run, budget=budget, tokens=counts, repeats=repeats, step=step, long=most > LONG + TOKENS[-1])
+
+
+def keep(engine: Engine, found: PassCosts, target: Engine) -> bool:
+    """Keep costs for the next calls of this process and of others; False where the cache folder cannot be written,
+    with one warning for all models of a target's chains."""
+    state_of(engine.model).costs[_state_key(engine)] = found
+    try:
+        write(
+            cache_file(key_of(engine)),
+            machine_of(engine),
+            {model_of(engine): (type(engine.model).__name__, found)},
+        )
+    except OSError as error:
+        say_once(
+            target.model,
+            f"measured costs are not kept for the next process: {error}; name a folder in {CACHE_VARIABLE}",
+            kind="measured costs are not kept",
+        )
+        return False
+    return True
+
+
+def _state_key(engine: Engine) -> tuple:
+    return engine.name, engine.bits, torch.get_num_threads()
+
+
+def _kept(engine: Engine) -> PassCosts | None:
+    return state_of(engine.model).costs.get(_state_key(engine))
+
+
+def _given(target: Engine, profile: str | os.PathLike) -> dict[str, PassCosts]:
+    try:
+        return read(Path(profile), machine_of(target))
+    except (NotAProfile, FileNotFoundError) as error:
+        say_once(target.model, f"profile is ignored, costs are measured anew: {error}")
+        return {}
+
+
+def _cached(engine: Engine, target: Engine) -> PassCosts | None:
+    path = cache_file(key_of(engine))
+    try:
+        return read(path, machine_of(engine)).get(model_of(engine))
+    except FileNotFoundError:
+        return None
+    except NotAProfile as error:
+        said = f"kept costs are ignored and measured anew: {error}"
+        say_once(target.model, said, kind="kept costs are ignored")
+        return None

@@ -1,0 +1,114 @@
+"""What does a forward pass of every model of a chain cost here, and which plans follow? Measured thoroughly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import LogitsProcessorList
+
+from ...nn.state import state_of
+from ...speculation.controller import Controller, Situation
+from ...speculation.costs import TOKENS, PassCosts
+from ...speculation.estimates import PairEstimate
+from ...speculation.forecast import TARGET, Memory
+from ..adaptive import controller_of
+from ..config import SpeculationConfig
+from ..levels.resolve import resolve
+from ..levels.wiring import Wiring
+from ..processing import Prompts
+from .file import write
+from .identity import machine_of, model_of
+from .probe import keep, measured
+
+SLOTS, ROOM = 256, 256  # tokens that a token of an example attends to, and that each of its rows may still gain
+_CERTAIN = 1e9  # observations: the chances of an example are no estimates
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a controller chooses for `rows` rows where every drafted token is kept with the chance `acceptance`.
+
+    plan: in words; lengths: per level. speedup: expected speed over "off".
+    """
+
+    rows: int
+    acceptance: float
+    plan: str
+    lengths: tuple[int, ...]
+    speedup: float
+
+
+class Survey:
+    """The models of one chain, as a call of generate runs them.
+
+    names: of the levels, from the largest down. costs: of target and levels, None for lookups; empty before `measure`.
+    chooses: whether calls of this chain choose their lengths; False where a level's generation_config names one.
+    ValueError or TypeError for levels that cannot be, as in generate.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, levels: list, config: SpeculationConfig):
+        state = state_of(model)
+        found = resolve(model, levels, None, config, state)
+        prompts = Prompts(torch.zeros(1, 1, dtype=torch.int64), None)
+        options = {"processors": LogitsProcessorList(), "prompts": prompts, "capacity": 1}
+        wiring = Wiring(model, tokenizer, config, **options, state=state)
+        self._chain = wiring.build(found)
+        self._controller = partial(controller_of, wiring, found, self._chain, "")
+        self.names = [level.name for level in found]
+        self.chooses = wiring.chooses
+        self.costs: list[PassCosts | None] = []
+        self._config = config
+        self._engines = [self._chain.target.runner, *self._chain.runners]
+
+    @property
+    def machine(self) -> dict[str, str]:
+        """Where the costs hold: a file of another machine is ignored."""
+        return machine_of(self._chain.target.runner)
+
+    @property
+    def steps(self) -> int:
+        """How often `measure` calls `step`, at most."""
+        return len(TOKENS) * sum(engine is not None for engine in self._engines)
+
+    def measure(self, *, budget: float, repeats: int, step: Callable[[], None] = lambda: None) -> bool:
+        """Time every model for at most `budget` seconds each; -> whether the cache folder has all of it now."""
+        self.costs, kept = [], True
+        for engine in self._engines:
+            if engine is None:
+                self.costs.append(None)
+                continue
+            found = measured(
+                engine, budget=budget, repeats=repeats, tokens=TOKENS, prepare=self._config.prepare, step=step
+            )
+            kept &= keep(engine, found, self._engines[0])
+            self.costs.append(found)
+        return kept
+
+    def write(self, path: str | os.PathLike, target: str) -> None:
+        """All costs in one file for `SpeculationConfig(profile=path)`; target: its name. OSError where it cannot be
+        written."""
+        models = {
+            model_of(engine): (name, costs)
+            for engine, name, costs in zip(self._engines, [target, *self.names], self.costs, strict=True)
+            if engine is not None
+        }
+        write(Path(path), self.machine, models)
+
+    def example(self, rows: int, acceptance: float) -> Example:
+        """What would be chosen in the middle of a long text, of which the levels have read all."""
+        known = self._controller()
+        levels = [replace(level, prior=acceptance) for level in known.levels]
+        pairs = [(below, above) for below in range(len(levels)) for above in (TARGET, *range(below))]
+        memory = Memory({pair: PairEstimate(acceptance, _CERTAIN) for pair in pairs})
+        controller = Controller(known.target, levels, memory=memory)
+        controller.start(rows)
+        plan = controller.choose(Situation([ROOM] * rows, SLOTS, [0] * len(levels)))
+        speedup = controller.forecast.speed / controller.off_speed
+        return Example(rows, acceptance, plan.told(self.names), plan.lengths, speedup)

@@ -1,0 +1,308 @@
+"""Which plan writes most tokens a second: which levels, how many tokens each, or none?
+
+Costs (costs.py) and chances (estimates.py) give the expected tokens and seconds of a round of every plan. With B rows,
+S slots that a token attends to, T(n) the seconds of a pass of the target over n tokens and t(n) those of a level:
+
+    tokens of a round     B (1 + sum over i <= k of p_i)             p_i: the first i drafted tokens are all kept
+    check                 T(B (1 + D)) + attention                   D = sum over i <= k of u_i, u_i: i are drafted
+    draft of a level      t(B) + sum over i < k of t(B u_i)          steps; a row that ended its draft costs nothing
+    draft, checked        D / e rounds of the level below and t(B (1 + d))     e: tokens that such a round commits,
+                                                                     d: tokens drafted in it
+    speed                 tokens / (check + draft)                   "off" is B / T(B)
+
+With one level, B = 1, T constant, p_i = a^i and u_i = 1 this is (1 - a^(k+1)) / ((1 - a)(k c + 1)), c = t / T:
+Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.8. With a level that is itself sped up, c is the cost of its own
+rounds over the tokens they commit: ML-SpecQD (arXiv 2503.13565), section 3. T may grow with the tokens of a pass;
+that is what makes speculation lose in a large batch. A level that starts late first reads what it missed, which
+counts against the tokens that may still be written.
+
+A plan changes time, never a token (invariant 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from .costs import PassCosts
+from .estimates import MOST, RowEstimates, reach
+from .forecast import TARGET, Expectations, Forecast, LevelCosts, Memory
+from .plans import LENGTHS, Plan, choices, off, plan_of
+
+_HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
+_TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
+_AHEAD = 256  # and as much in advance, of so many tokens that a row may still gain
+_LEAST_TRIAL = 0.05  # of a round that a trial takes at least
+_CHOOSING_SHARE = 0.02  # of the time until the next choice, for choosing,
+_FIRST_CHOICES, _FIRST_SHARE = 6, 0.15  # and of the first ones, while rounds tell much
+_LONGEST_STAY = 32  # rounds until a plan is questioned again
+_KNOWN = 6.0  # observations of a position that say something
+_DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
+_GROUPS = 3
+_MARGIN = 0.02  # what a plan must gain over "off"
+_ROWS_OF_A_TRIAL = 8  # one row in so many takes part
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The rows of a round.
+
+    rooms: tokens each may still gain. slots: that a token of them attends to, the mean. missing: per level the tokens
+    that it has not read yet, summed over rows.
+    """
+
+    rooms: list[int]
+    slots: float
+    missing: list[int]
+
+
+class Controller:
+    """Chooses the plan of every round from what rounds so far have shown.
+
+    target: the target's costs; levels: from the one below it down. by_clock: measured seconds of rounds correct the
+    predicted ones; False where another plan would change bits (engines that are not bit-exact), so that plans follow
+    counts alone and a call repeats itself. memory: of an earlier call of this chain.
+
+    plan, limits, forecast: of the round under way; limits: per row the most that is drafted for the target. off_speed:
+    tokens a second that the target alone is expected to write.
+    """
+
+    def __init__(
+        self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None
+    ):
+        self.target, self.levels, self.by_clock = target, list(levels), by_clock
+        self.memory = memory or Memory()
+        self.rows = RowEstimates()
+        self.plan = self._off = off(len(self.levels))
+        self.limits: list[int] = []
+        self.forecast, self.off_speed = Forecast(1.0, 1.0, 1.0), 1.0
+        self._choices = list(choices([level.joined for level in self.levels]))
+        uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
+        self._margin = min(_MARGIN + uncertain / 4, 0.25)
+        self._stay = self._left = 0
+        self._trial = False
+        self._best_speed = 1.0
+        self._spare, self._written = 0.0, 0.0  # seconds for trials; tokens that a row has gained, the mean
+        self._joined = self._chosen = 0  # rows since the last choice; choices
+        self._drafting = (1, 1.0)  # rows that draft in the best plan, and their chances over the mean
+
+    def start(self, rows: int) -> None:
+        """Forget the rows; so many follow."""
+        self.rows.start(rows)
+        self._joined = rows
+        self._question()
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with these rows."""
+        self.rows.select(keep)
+        self._question()
+
+    def admit(self, count: int) -> None:
+        """So many rows join."""
+        self.rows.admit(count)
+        self._joined += count
+        self._question()
+
+    def replace(self, row: int) -> None:
+        """Another row takes the place of one that ended."""
+        self.rows.replace(row)
+        self._joined += 1
+        self._question()
+
+    def fail(self) -> None:
+        """The levels cannot go on: "off" from now on."""
+        self._choices = []
+        self._question()
+
+    def choose(self, situation: Situation) -> Plan:
+        """The plan of the coming round, which `limits` divides among the rows."""
+        begin, batch = perf_counter(), len(situation.rooms)
+        known = self._expectations(0.0)
+        self.off_speed = known.of(self._off, batch, 0, situation.slots).speed
+        ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
+        self._spare += _TRIAL_SHARE * self._joined * ahead / self.off_speed
+        self._joined = 0
+        self._drafting = (batch, 1.0)
+        plan = self._best(situation, known)
+        trial = self._worth_a_trial(situation, plan, known)
+        same = plan == self.plan and trial is None
+        self._stay = min(2 * self._stay, _LONGEST_STAY) if same and self._stay else 1
+        self._trial, self.plan = trial is not None, trial or plan
+        self._left = 0 if self._trial else self._stay - 1
+        self.limits = self._few(self.plan, batch) if self._trial else self._shared(situation, known)
+        drafting = sum(limit > 0 for limit in self.limits)
+        factor = 1.0 if self._trial else self._drafting[1]
+        self.forecast = known.of(self.plan, batch, drafting, situation.slots, factor)
+        self._best_speed = self._usual(plan, situation, known).speed
+        self._chosen += 1
+        if not any(situation.rooms):
+            self._left = 0  # nothing could be drafted: that says nothing of the next round
+        elif self.by_clock and not self._trial:  # what choosing takes shall be little beside the rounds until the next
+            share = _CHOOSING_SHARE if self._chosen > _FIRST_CHOICES else _FIRST_SHARE
+            rounds = (perf_counter() - begin) / (share * self.forecast.seconds)
+            self._left = max(self._left, min(int(rounds), _LONGEST_STAY))
+        return self.plan
+
+    def stay(self, rows: int) -> bool:
+        """Whether the plan of the last round, of as many rows, is that of the coming one."""
+        stays = self._left > 0 and len(self.limits) == rows
+        self._left -= stays
+        return stays
+
+    def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float | None) -> None:
+        """What the round of `plan` did, row by row: asked for, drafted, accepted. seconds: its wall time; None where
+        it did what other rounds do not, such as reading a prompt."""
+        if self.plan.active:
+            pair = self.memory.pair(self.levels, self.plan.active[0], TARGET)
+            for r, (limit, d, a) in enumerate(zip(limits, drafted, accepted, strict=True)):
+                if limit:
+                    self.rows.rows[r].add(*pair.observe(limit, d, a))
+        committed = len(accepted) + sum(accepted)
+        self._written += committed / max(len(accepted), 1)
+        for pair in self.memory.pairs.values():
+            pair.idle += committed
+        took = self._took(seconds)
+        self._spare += _TRIAL_SHARE * took
+        if self._trial:
+            self._spare -= max(took - committed / self._best_speed, 0.0)
+
+    def observe_inner(self, checker: int, limit: int, drafted: int, accepted: int) -> None:
+        """One row of a check inside a round, by level `checker` of what the next active level drafted."""
+        below = next((index for index in self.plan.active if index > checker), None)
+        if below is not None and limit > 0:
+            self.memory.pair(self.levels, below, checker).observe(limit, drafted, accepted)
+
+    def _question(self) -> None:
+        """Rows have changed: choose anew."""
+        self._left, self._stay = 0, min(self._stay, 2)
+
+    def _expectations(self, doubts: float) -> Expectations:
+        return Expectations(self.target, self.levels, self.memory, doubts=doubts, corrected=self.by_clock)
+
+    def _took(self, seconds: float | None) -> float:
+        """The seconds of a round, those expected where they were not measured; a clock that jumps counts as a factor
+        of two."""
+        if seconds is None or not self.by_clock:
+            return self.forecast.seconds
+        seconds = min(max(seconds, 0.5 * self.forecast.seconds), 2.0 * self.forecast.seconds)
+        self.memory.correct(self.plan, len(self.limits), seconds / self.forecast.by_costs)
+        return seconds
+
+    def _best(self, situation: Situation, known: Expectations) -> Plan:
+        """The plan with which the tokens still to be written take least time."""
+        if not any(situation.rooms):
+            return self._off
+        best, least = self._off, self._time(self._off, situation, known) * (1.0 - self._margin)
+        for active in self._choices:
+            for drafting in self._groups(active[0], len(situation.rooms)):
+                plan, time = self._lengths(active, situation, known, drafting)
+                if time < least:
+                    best, least, self._drafting = plan, time, drafting
+        return best
+
+    def _groups(self, top: int, batch: int) -> list[tuple[int, float]]:
+        """How many rows may draft, those whose tokens are kept most often, and their chances over the mean: all, and
+        where rows differ also a half, a quarter, and so on."""
+        found = [(batch, 1.0)]
+        if batch > 1:
+            mean = self.memory.pair(self.levels, top, TARGET).mean
+            factors = sorted((self.rows.factor(r, mean) for r in range(batch)), reverse=True)
+            while len(found) < _GROUPS and batch > 1 and factors[0] > _DIFFER * factors[-1]:
+                batch = (batch + 1) // 2
+                found.append((batch, round(sum(factors[:batch]) / batch, 2)))
+        return found
+
+    def _lengths(
+        self,
+        active: tuple[int, ...],
+        situation: Situation,
+        known: Expectations,
+        drafting: tuple[int, float] | None = None,
+    ) -> tuple[Plan, float]:
+        """The best lengths for these levels: one at a time, from the top down, until none changes."""
+        lengths = [4 if index in active else 0 for index in range(len(self.levels))]
+        best, least, again = plan_of(tuple(lengths)), float("inf"), True
+        while again:
+            before = best
+            for index in active:
+                for length in LENGTHS:
+                    lengths[index] = length
+                    plan = plan_of(tuple(lengths))
+                    time = self._time(plan, situation, known, drafting)
+                    if time < least:
+                        best, least = plan, time
+                lengths[index] = best.lengths[index]
+            again = len(active) > 1 and best != before
+        return best, least
+
+    def _time(
+        self, plan: Plan, situation: Situation, known: Expectations, drafting: tuple[int, float] | None = None
+    ) -> float:
+        """Seconds for the tokens that the rows are expected to gain, reading what the plan's levels lack included."""
+        batch = len(situation.rooms)
+        each = min(sum(situation.rooms) / batch, _HORIZON + self._written)
+        count, factor = drafting or (batch, 1.0)
+        reading = known.reading(plan, [n * count / batch for n in situation.missing], situation.slots / 2)
+        return reading + each * batch / known.of(plan, batch, count, situation.slots, factor).speed
+
+    def _usual(self, plan: Plan, situation: Situation, known: Expectations) -> Forecast:
+        """A round of the plan that was found best, with the rows that draft in it."""
+        return known.of(plan, len(situation.rooms), self._drafting[0], situation.slots, self._drafting[1])
+
+    def _worth_a_trial(self, situation: Situation, best: Plan, known: Expectations) -> Plan | None:
+        """Another plan that would be better if its levels were as good as they may well be, where a round of it costs
+        no more than may be spent on finding out."""
+        if not any(situation.rooms) or self._spare < _LEAST_TRIAL * self._usual(best, situation, known).seconds:
+            return None
+        hoped = self._expectations(1.0)
+        found, least = None, self._time(best, situation, known, self._drafting) * (1.0 - self._margin)
+        for active in ((), *self._choices):
+            if active != best.active:
+                plan, time = self._off, self._time(self._off, situation, hoped)
+                if active:
+                    plan, time = self._lengths(active, situation, hoped)
+                if time < least:
+                    found, least = plan, time
+        found = found or self._longer(best)
+        if found is None:
+            return None
+        batch = len(situation.rooms)
+        few = -(-batch // _ROWS_OF_A_TRIAL) if found.active else 0
+        late = known.reading(found, [n * few / batch for n in situation.missing], situation.slots / 2)
+        round_ = known.of(found, batch, few, situation.slots)
+        usual = self._usual(best, situation, known).speed
+        return found if late + round_.seconds - round_.tokens / usual <= self._spare else None
+
+    def _longer(self, best: Plan) -> Plan | None:
+        """The best plan with a longer draft for the target, where little is known but of its own positions."""
+        if not best.active or best.most >= MOST // 2:
+            return None
+        pair, top = self.memory.pair(self.levels, best.active[0], TARGET), best.active[0]
+        longer = min(2 * best.most + 1, MOST)
+        if pair.kept[best.most - 1].tried < _KNOWN or pair.kept[best.most].tried >= _KNOWN:
+            return None
+        return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
+
+    def _shared(self, situation: Situation, known: Expectations) -> list[int]:
+        """How much each row drafts: no token that is kept so rarely that the seconds it costs would write more
+        elsewhere."""
+        plan, batch = self.plan, len(situation.rooms)
+        if not plan.active or batch == 1:
+            return [plan.most] * batch
+        worth = self._usual(plan, situation, known).speed * known.of_a_token(plan, batch, situation.slots)
+        pair = self.memory.pair(self.levels, plan.active[0], TARGET)
+        chances, mean = pair.chances()[: plan.most], pair.mean
+        limits, factors = [], [self.rows.factor(r, mean) for r in range(batch)]
+        least = sorted(factors, reverse=True)[self._drafting[0] - 1]
+        for own, factor in zip(self.rows.rows, factors, strict=True):
+            limits.append(sum(chance >= worth for chance in reach(chances, factor)) if factor >= least else 0)
+            if not limits[-1]:  # not observed any more: let it come back
+                own.tried, own.kept = 0.9 * own.tried, 0.9 * own.kept
+        return limits
+
+    def _few(self, plan: Plan, batch: int) -> list[int]:
+        """A trial: some rows draft, others each time."""
+        few, first = -(-batch // _ROWS_OF_A_TRIAL), int(self._written) % batch
+        chosen = {(first + i) % batch for i in range(few)}
+        return [plan.most if r in chosen else 0 for r in range(batch)]

@@ -1,0 +1,131 @@
+"""How long does a forward pass take on this machine, by the number of tokens in it and what they attend to?"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # in one pass, of all rows together
+FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a short probe
+LONG = 1024  # slots that a row already has where the cost of attention is measured
+_AT_LONG = 8  # tokens of the pass that measures it
+_LEFT_OVER = 2.0  # of a budget as much is left for what comes later as goes to one number of tokens
+_LEAST = 1e-7  # seconds; a clock that stood still is no cost
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of one forward pass of a model, as measured.
+
+    tokens: rising numbers of tokens in a pass, summed over rows. seconds: the least that was measured of each, as
+    what else the machine does only adds. spread: (median - least) / least of each. attention: seconds for one token
+    and one slot that it attends to.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    spread: tuple[float, ...]
+    attention: float = 0.0
+
+    def __post_init__(self):
+        counts, times = self.tokens, self.seconds
+        if not counts or len({len(counts), len(times), len(self.spread)}) > 1:
+            raise ValueError(f"{len(counts)} token counts, {len(times)} times, {len(self.spread)} spreads")
+        if list(counts) != sorted(set(counts)) or counts[0] < 1:
+            raise ValueError(f"token counts are {list(counts)}: they must rise from 1 or more")
+        if not all(isinstance(t, (int, float)) and 0 < t < math.inf for t in times):
+            raise ValueError(f"seconds are {list(times)}: each must be positive")
+        if not all(isinstance(s, (int, float)) and 0 <= s < math.inf for s in self.spread):
+            raise ValueError(f"spreads are {list(self.spread)}: none may be negative")
+        if not 0 <= self.attention < math.inf:
+            raise ValueError(f"attention is {self.attention}: it must be 0 or more seconds")
+
+    def of(self, tokens: float, slots: float = 0.0) -> float:
+        """Seconds of a pass over `tokens` tokens, each attending to `slots` slots: straight lines between what was
+        measured, and beyond it the last one."""
+        counts, times = self.tokens, self.seconds
+        if tokens <= counts[0] or len(counts) == 1:
+            found = times[0] * max(1.0, tokens / counts[0])
+        else:
+            at = min(bisect_left(counts, tokens), len(counts) - 1)
+            step = (times[at] - times[at - 1]) / (counts[at] - counts[at - 1])
+            found = times[at - 1] + max(step, 0.0) * (tokens - counts[at - 1])
+        return found + self.attention * tokens * slots
+
+    @property
+    def uncertainty(self) -> float:
+        """The median spread, 0 on an idle machine."""
+        return sorted(self.spread)[len(self.spread) // 2]
+
+    def to_dict(self) -> dict:
+        """Plain numbers, for JSON."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, given: dict) -> PassCosts:
+        """What `to_dict` wrote; ValueError for anything else."""
+        try:
+            lines = {name: tuple(given[name]) for name in ("tokens", "seconds", "spread")}
+            return cls(**lines, attention=float(given["attention"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"these are no costs of a forward pass: {error!r}") from error
+
+
+def measure(
+    run: Callable[[int, int], None],
+    *,
+    budget: float,
+    tokens: Sequence[int] = TOKENS,
+    repeats: int = 3,
+    step: Callable[[], None] = lambda: None,
+    long: bool = True,
+) -> PassCosts:
+    """Time `run(tokens, slots)`, a forward pass over so many tokens behind so many slots.
+
+    budget: seconds in which measuring ends, whatever is left to measure; two numbers of tokens are always measured.
+    repeats: passes of each. step: called after each number of tokens, for a progress bar. long: whether rows of LONG
+    slots can be run, which shows the cost of attention.
+    """
+    end = perf_counter() + budget
+    run(1, 0)  # kernels are loaded, memory is touched
+    last = _seconds(run, 1, 0)
+    taken: dict[int, list[float]] = {}
+    for count in tokens:
+        fits = int((end - perf_counter()) / (_LEFT_OVER * last))
+        if len(taken) >= 2 and fits < 2:
+            break
+        taken[count] = sorted(_seconds(run, count, 0) for _ in range(min(max(fits, 2), repeats)))
+        last = taken[count][0]
+        step()
+    counts = tuple(sorted(taken))
+    times = [taken[count][0] for count in counts]
+    attention = _attention(run, counts, times) if long and perf_counter() < end else 0.0
+    return PassCosts(counts, _rising(times), tuple(map(_spread, taken.values())), attention)
+
+
+def _attention(run: Callable[[int, int], None], counts: tuple[int, ...], times: list[float]) -> float:
+    """Seconds for one token and slot: a pass behind many slots beside one behind none."""
+    count = max(c for c in counts if c <= _AT_LONG)
+    run(count, LONG)
+    far = min(_seconds(run, count, LONG) for _ in range(3))
+    return max(far - times[counts.index(count)], 0.0) / (count * LONG)
+
+
+def _seconds(run: Callable[[int, int], None], tokens: int, slots: int) -> float:
+    begin = perf_counter()
+    run(tokens, slots)
+    return max(perf_counter() - begin, _LEAST)
+
+
+def _rising(times: list[float]) -> tuple[float, ...]:
+    """More tokens never cost less; where fewer were measured to, something else ran at the time."""
+    for i in range(len(times) - 2, -1, -1):
+        times[i] = min(times[i], times[i + 1])
+    return tuple(times)
+
+
+def _spread(times: list[float]) -> float:
+    return times[len(times) // 2] / times[0] - 1.0

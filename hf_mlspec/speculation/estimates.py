@@ -1,0 +1,141 @@
+"""How many drafted tokens will the next check keep? Estimates per level, position and row, from the rounds so far.
+
+Of a pair, a level that drafts and one that checks it, two chances are counted for every position i of a draft: that
+it is reached (i tokens are drafted where i - 1 were, as a draft may end early), and that it is kept (i tokens are
+accepted where i - 1 were). The second includes the first. Counts are smoothed towards the pair's mean, the mean
+towards a prior (a beta distribution's mean with a weight in observations), and a row's own mean towards the pair's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+
+MOST = 16  # positions that are told apart
+_WINDOW = 256.0  # observations of a pair that count; older ones fade
+_ROW_WINDOW = 24.0
+_PRIOR_WEIGHT = 4.0
+_POSITION_WEIGHT = 4.0
+_ROW_WEIGHT = 8.0
+_REMEMBERED = 12.0  # observations that an earlier call's estimate is worth
+_SURE = 0.995  # no chance is larger: a draft of any length would be free of doubt
+
+
+@dataclass
+class Counted:
+    """Trials and successes, of which old ones fade where there are more than `window`."""
+
+    window: float
+    tried: float = 0.0
+    kept: float = 0.0
+
+    def add(self, tried: int, kept: int) -> None:
+        """So many trials, so many of them successes."""
+        if self.tried + tried > self.window:
+            share = max(self.window - tried, 0.0) / self.tried if self.tried else 0.0
+            self.tried, self.kept = self.tried * share, self.kept * share
+        self.tried += tried
+        self.kept += kept
+
+    def mean(self, prior: float, weight: float) -> float:
+        """The chance of success, with a prior worth `weight` trials."""
+        return (self.kept + weight * prior) / (self.tried + weight)
+
+
+def _positions() -> list[Counted]:
+    return [Counted(_WINDOW) for _ in range(MOST)]
+
+
+@dataclass
+class PairEstimate:
+    """What is known of one level's drafts under one checker.
+
+    prior: the chance that a drafted token is kept, before anything is known. prior_weight: what it is worth, in
+    observed tokens.
+    """
+
+    prior: float
+    prior_weight: float = _PRIOR_WEIGHT
+    total: Counted = field(default_factory=lambda: Counted(_WINDOW))
+    kept: list[Counted] = field(default_factory=_positions)
+    reached: list[Counted] = field(default_factory=_positions)
+    idle: float = 0.0  # tokens committed since the last observation
+
+    def observe(self, limit: int, drafted: int, accepted: int) -> tuple[int, int]:
+        """One row of one check: what was asked for, drafted and accepted; -> trials and successes."""
+        limit = min(limit, MOST)
+        accepted, drafted = min(accepted, limit), min(drafted, limit)
+        tried = min(accepted + 1, limit)
+        for i in range(tried):
+            self.kept[i].add(1, i < accepted)
+        for i in range(min(drafted + 1, limit)):
+            self.reached[i].add(1, i < drafted)
+        self.total.add(tried, accepted)
+        self.idle = 0.0
+        return tried, accepted
+
+    @property
+    def mean(self) -> float:
+        """The chance that a drafted token is kept, whatever its position."""
+        return self.total.mean(self.prior, self.prior_weight)
+
+    @property
+    def doubt(self) -> float:
+        """One standard deviation of `mean`; it grows while nothing is observed."""
+        known = (self.total.tried + self.prior_weight) / (1.0 + self.idle / _WINDOW)
+        return math.sqrt(self.mean * (1.0 - self.mean) / (known + 1.0))
+
+    def chances(self, above: float = 0.0) -> list[float]:
+        """Per position the chance that its token is kept if those before were; above: added to the mean."""
+        mean = min(self.mean + above, _SURE)
+        return [min(one.mean(mean, _POSITION_WEIGHT) + above, _SURE) for one in self.kept]
+
+    def lengths(self) -> list[float]:
+        """Per position the chance that a draft gets that far."""
+        return list(accumulate((one.mean(1.0, 1.0) for one in self.reached), mul))
+
+    def remembered(self) -> PairEstimate:
+        """The estimate as the prior of another call."""
+        weight = min(self.total.tried + self.prior_weight, _REMEMBERED)
+        new = PairEstimate(self.mean, weight)
+        for old, own in ((self.kept, new.kept), (self.reached, new.reached)):
+            for source, copy in zip(old, own, strict=True):
+                share = min(1.0, _REMEMBERED / source.tried) if source.tried else 0.0
+                copy.tried, copy.kept = source.tried * share, source.kept * share
+        return new
+
+
+def reach(chances: Sequence[float], factor: float = 1.0) -> list[float]:
+    """Per position the chance that all tokens up to it are kept, each chance times `factor`."""
+    return list(accumulate((min(chance * factor, _SURE) for chance in chances), mul))
+
+
+class RowEstimates:
+    """How each row differs from the mean of its pair; kept in step with the rows of the loop."""
+
+    def __init__(self) -> None:
+        self.rows: list[Counted] = []
+
+    def start(self, count: int) -> None:
+        """Forget all rows; so many follow."""
+        self.rows = [Counted(_ROW_WINDOW) for _ in range(count)]
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with the rows of these indices."""
+        self.rows = [self.rows[r] for r in keep]
+
+    def admit(self, count: int) -> None:
+        """Append so many rows that nothing is known of."""
+        self.rows += [Counted(_ROW_WINDOW) for _ in range(count)]
+
+    def replace(self, row: int) -> None:
+        """Another row takes the place of row `row`."""
+        self.rows[row] = Counted(_ROW_WINDOW)
+
+    def factor(self, row: int, mean: float) -> float:
+        """A row's chances over those of the pair, whose mean is `mean`."""
+        own = self.rows[row]
+        return own.mean(mean, _ROW_WEIGHT) / mean if mean and own.tried else 1.0

@@ -1,0 +1,245 @@
+"""Are costs kept, and read again where they hold? Is a file that does not hold ignored, with one warning?"""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from hf_mlspec.integration.config import SpeculationConfig
+from hf_mlspec.integration.costs import file as cost_file
+from hf_mlspec.integration.costs import probe
+from hf_mlspec.integration.costs.file import NotAProfile, cache_folder, read, write
+from hf_mlspec.integration.costs.survey import Survey
+from hf_mlspec.speculation.costs import PassCosts
+
+MACHINE = {"device": "abacus", "threads": "1"}
+COSTS = PassCosts((1, 8), (0.001, 0.002), (0.0, 0.1), 1e-8)
+LEVEL = "mxfp4"
+pytestmark = pytest.mark.plans
+
+
+@pytest.fixture
+def model(saved_model):
+    return AutoModelForCausalLM.from_pretrained(saved_model).eval()
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """Names of the engines whose costs are measured, in their order; measuring takes no time."""
+    names = []
+
+    def measured(engine, **_):
+        names.append(type(engine.model).__name__)
+        return COSTS
+
+    monkeypatch.setattr(probe, "measured", measured)
+    return names
+
+
+def call(model, **config):
+    """Tokens of a short call with a level."""
+    ids = torch.tensor([[5, 6, 7]])
+    return model.generate(ids, max_new_tokens=8, do_sample=False, assistant_models=[LEVEL],
+                          speculation_config=SpeculationConfig(**config)).tolist()
+
+
+def profile_of(model, path) -> dict:
+    """The content of a profile of this model and its level, which is written to `path`."""
+    survey = Survey(model, None, [LEVEL], SpeculationConfig())
+    survey.costs = [COSTS, COSTS]
+    survey.write(path, "target")
+    return json.loads(path.read_text())
+
+
+def test_costs_are_measured_once_for_all_processes(cache, model, saved_model, probed):
+    call(model)
+    assert len(probed) == 2
+    call(model)
+    call(AutoModelForCausalLM.from_pretrained(saved_model).eval())  # as another process would
+    assert len(probed) == 2
+    assert len(list(cache.glob("*.json"))) == 2
+
+
+def test_a_profile_is_used_instead_of_measuring(cache, tmp_path, model, probed, caplog):
+    profile_of(model, tmp_path / "p.json")
+    call(model, profile=tmp_path / "p.json")
+    assert (probed, caplog.messages) == ([], [])
+    assert not cache.exists()
+
+
+def test_a_model_that_the_profile_lacks_is_measured(cache, tmp_path, model, probed, caplog):
+    content = profile_of(model, tmp_path / "p.json")
+    first = next(iter(content["models"]))
+    (tmp_path / "p.json").write_text(json.dumps(content | {"models": {first: content["models"][first]}}))
+    call(model, profile=tmp_path / "p.json")
+    assert len(probed) == 1
+
+
+def _broken(content: dict, how: str) -> str | None:
+    """The text of a profile that does not hold here."""
+    models = {key: {**costs, "seconds": [-1.0] * len(costs["seconds"])} for key, costs in content["models"].items()}
+    changed = {
+        "machine": {"machine": content["machine"] | {"device": "abacus"}},
+        "threads": {"machine": content["machine"] | {"threads": "999"}},
+        "package": {"machine": content["machine"] | {"hf_mlspec": "0.0.1"}},
+        "version": {"mlspec_profile": 99}, "no machine": {"machine": None}, "no models": {"models": [1]},
+        "seconds": {"models": models}, "no costs": {"models": {"key": 3}},
+    }.get(how)
+    if changed is not None:
+        return json.dumps(content | changed)
+    return {"half": json.dumps(content)[: len(json.dumps(content)) // 2], "list": "[]", "empty": "", "gone": None}[how]
+
+
+BROKEN = [("machine", "was measured elsewhere: device 'abacus'"), ("threads", "threads '999', here"),
+          ("package", "hf_mlspec '0.0.1', here"), ("version", "is no profile of `mlspec tune`"),
+          ("no machine", "it does not say where"), ("no models", "names no models"),
+          ("seconds", "is damaged: seconds are"), ("no costs", "is damaged: these are no costs"),
+          ("half", "cannot be read"), ("list", "is no profile"), ("empty", "cannot be read"),
+          ("gone", "No such file or directory")]
+
+
+@pytest.mark.parametrize(("how", "message"), BROKEN, ids=[how for how, _ in BROKEN])
+def test_a_profile_that_does_not_hold_is_ignored_with_one_warning(cache, tmp_path, model, probed, caplog, how,
+                                                                   message):
+    expected = call(copy.deepcopy(model), num_draft_tokens=2)
+    text = _broken(profile_of(model, tmp_path / "p.json"), how)
+    (tmp_path / "p.json").unlink() if text is None else (tmp_path / "p.json").write_text(text)
+    for _ in range(2):
+        assert call(model, profile=tmp_path / "p.json") == expected
+    said = [line for line in caplog.messages if "profile is ignored" in line]
+    assert len(said) == 1
+    assert message in said[0]
+    assert len(probed) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"mlspec_profile": 1}', b"[1, 2]"])
+def test_a_damaged_cache_file_is_measured_anew_and_replaced(cache, model, saved_model, probed, caplog, content):
+    call(model)
+    files = sorted(cache.glob("*.json"))
+    whole = [path.read_bytes() for path in files]
+    for path in files:
+        path.write_bytes(content)
+    again = AutoModelForCausalLM.from_pretrained(saved_model).eval()
+    call(again)
+    assert len([line for line in caplog.messages if "kept costs are ignored" in line]) == 1
+    assert len(probed) == 4
+    assert [path.read_bytes() for path in files] == whole
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, model, probed, caplog, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MLSPEC_CACHE", str(tmp_path / "file"))
+    expected = call(copy.deepcopy(model), num_draft_tokens=2)
+    assert call(model) == expected
+    assert call(model) == expected
+    said = [line for line in caplog.messages if "are not kept for the next process" in line]
+    assert len(said) == 1
+    assert "name a folder in MLSPEC_CACHE" in said[0]
+    assert len(probed) == 2
+
+
+def test_the_folder_is_that_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLSPEC_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.setenv("MLSPEC_CACHE", "~/costs")
+    assert cache_folder() == Path.home() / "costs"
+    monkeypatch.delenv("MLSPEC_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "hf_mlspec"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "hf_mlspec"
+
+
+def test_what_was_written_is_read(tmp_path):
+    path = tmp_path / "new" / "p.json"
+    write(path, MACHINE, {"key": ("name", COSTS)})
+    assert read(path, MACHINE) == {"key": COSTS}
+    assert [found.name for found in path.parent.iterdir()] == ["p.json"]
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask  # readable by whom other files are
+
+
+@pytest.mark.parametrize("fails", ["replace", "open"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, fails):
+    path = tmp_path / "p.json"
+    write(path, MACHINE, {"key": ("name", COSTS)})
+    before = path.read_bytes()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    where = (cost_file.os, "replace") if fails == "replace" else (cost_file, "open")
+    monkeypatch.setattr(*where, full, raising=False)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, MACHINE, {})
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    """Threads write files of different sizes while others read: each reads one of them whole."""
+    path, kinds = tmp_path / "p.json", [{f"key{i}": ("name", COSTS) for i in range(count)} for count in (1, 200)]
+    write(path, MACHINE, kinds[0])
+    done = threading.Event()
+
+    def keep_writing(models):
+        while not done.is_set():
+            write(path, MACHINE, models)
+
+    writers = [threading.Thread(target=keep_writing, args=(models,)) for models in kinds]
+    for thread in writers:
+        thread.start()
+    try:
+        sizes = {len(read(path, MACHINE)) for _ in range(100)}
+    finally:
+        done.set()
+        for thread in writers:
+            thread.join()
+    assert sizes <= {1, 200}
+    assert [found.name for found in tmp_path.iterdir()] == ["p.json"]
+
+
+def _write_often(path: Path, count: int, start) -> None:
+    start.wait()
+    for _ in range(50):
+        write(path, MACHINE, {f"key{i}": ("name", COSTS) for i in range(count)})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_processes_leave_one_valid_file(tmp_path):
+    path, system = tmp_path / "p.json", multiprocessing.get_context("fork")
+    start = system.Event()
+    both = [system.Process(target=_write_often, args=(path, count, start)) for count in (1, 100)]
+    for one in both:
+        one.start()
+    start.set()
+    for one in both:
+        one.join(120)
+    assert [one.exitcode for one in both] == [0, 0]
+    assert len(read(path, MACHINE)) in (1, 100)
+    assert [found.name for found in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_a_file_that_is_a_folder_is_no_profile(tmp_path):
+    with pytest.raises(NotAProfile, match="cannot be read"):
+        read(tmp_path, MACHINE)
+
+
+def test_no_pass_is_longer_than_the_model(cache):
+    """A model with a table of 40 positions, which more tokens would leave."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_positions=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    survey = Survey(model, None, [LEVEL], SpeculationConfig())
+    survey.measure(budget=5.0, repeats=1)
+    assert [max(costs.tokens) for costs in survey.costs] == [32, 32]
+    assert [costs.attention for costs in survey.costs] == [0.0, 0.0]

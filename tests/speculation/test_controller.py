@@ -1,0 +1,199 @@
+"""Does a controller choose what the equations say, never lose to the target alone, and notice when things change?"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from simulated import Simulated, costs
+
+from hf_mlspec.speculation.controller import Controller, Situation
+from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.estimates import PairEstimate
+from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
+from hf_mlspec.speculation.plans import LENGTHS, Plan, off
+
+FLAT = costs(1.0, 0.0)  # a pass costs the same whatever its tokens: memory is the limit
+STEEP = costs(1.0, 1.0)  # every token costs what a pass does: arithmetic is
+SURE = 1e9
+
+
+def level(name: str = "draft", cost: PassCosts | None = FLAT, **options: object) -> LevelCosts:
+    return LevelCosts(name, cost, **{"prior": 0.7, "own_cache": False, **options})
+
+
+def known(*chances: float) -> Memory:
+    """Pairs of each level and the target, whose chances are certain."""
+    return Memory({(index, TARGET): PairEstimate(chance, SURE) for index, chance in enumerate(chances)})
+
+
+def chosen(controller: Controller, rows: int = 1, rooms: int = 1000, missing: int = 0) -> Plan:
+    controller.start(rows)
+    return controller.choose(Situation([rooms] * rows, 0.0, [missing * rows] * len(controller.levels)))
+
+
+def leviathan(chance: float, cost: float, length: int) -> float:
+    """Theorem 3.8 of arXiv 2211.17192."""
+    return (1 - chance ** (length + 1)) / ((1 - chance) * (length * cost + 1))
+
+
+@pytest.mark.parametrize(("chance", "cost"), [*product((0.3, 0.5, 0.7, 0.8, 0.9, 0.95), (0.01, 0.05, 0.1, 0.3))])
+def test_one_level_is_chosen_as_leviathans_theorem_says(chance, cost):
+    plan = chosen(Controller(FLAT, [level(cost=costs(cost, 0.0))], memory=known(chance)))
+    speeds = {length: leviathan(chance, cost, length) for length in LENGTHS}
+    best = max(speeds, key=speeds.get)
+    if speeds[best] > 1.02:
+        assert leviathan(chance, cost, plan.most) == pytest.approx(speeds[best], rel=2e-3)
+    else:
+        assert plan == off(1)
+
+
+@pytest.mark.parametrize("chance", [0.2, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_where_every_token_costs_a_pass_nothing_is_drafted(chance, rows):
+    assert chosen(Controller(STEEP, [level(cost=costs(0.01, 0.0))], memory=known(chance)), rows) == off(1)
+
+
+def test_a_larger_batch_turns_drafting_off():
+    target = PassCosts((1, 8, 16, 512), (1.0, 1.1, 1.5, 60.0), (0.0,) * 4)
+    controller = Controller(target, [level(cost=costs(0.1, 0.01))], memory=known(0.8))
+    assert chosen(controller, 1).active == (0,)
+    assert chosen(controller, 32) == off(1)
+    assert chosen(controller, 1).active == (0,)
+
+
+def test_what_a_level_has_to_read_first_counts_against_the_tokens_still_to_come():
+    late = level(cost=costs(0.1, 0.1), own_cache=True)
+    assert chosen(Controller(FLAT, [late], memory=known(0.8)), missing=20).active == (0,)
+    assert chosen(Controller(FLAT, [late], memory=known(0.8)), rooms=8, missing=2000) == off(1)
+
+
+def test_a_level_of_another_vocabulary_is_not_skipped():
+    middle, last = level("foreign", joined=False), level("lookup", None)
+    plans = Controller(FLAT, [middle, last])._choices
+    assert plans == [(0,), (0, 1)]
+    assert Controller(FLAT, [level(), last])._choices == [(0,), (1,), (0, 1)]
+
+
+def test_a_chain_is_chosen_where_the_middle_level_is_dear_and_its_own_draft_cheap():
+    levels = [level("cast", costs(0.3, 0.0)), level("tiny", costs(0.01, 0.0))]
+    memory = known(0.95, 0.3)
+    memory.pairs[1, 0] = PairEstimate(0.8, SURE)
+    assert chosen(Controller(FLAT, levels, memory=memory)).active == (0, 1)
+
+
+def test_uncertain_costs_make_the_plan_cautious():
+    rough = PassCosts((1, 64), (1.0, 1.0), (1.0, 1.0))
+    gain = [level(cost=costs(0.5, 0.0))]
+    assert chosen(Controller(FLAT, gain, memory=known(0.7))).active == (0,)
+    assert chosen(Controller(rough, gain, memory=known(0.7))) == off(1)
+
+
+CHANCES = (0.02, 0.4, 0.7, 0.9)
+TARGETS = {"memory": costs(5e-3, 2e-5), "arithmetic": PassCosts((1, 2, 4, 8, 16, 64), tuple(
+    x * 1e-3 for x in (6.5, 7.9, 9.3, 15.1, 24.3, 100.0)), (0.02,) * 6)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "chance", "rows"), [*product(TARGETS, CHANCES, (1, 4, 32))])
+def test_a_poor_draft_costs_at_most_three_in_a_hundred_and_a_good_one_pays(target, chance, rows):
+    machine = TARGETS[target]
+    levels = [LevelCosts("draft", costs(4e-4, 4e-5), prior=0.6)]
+    seconds = {"auto": 0.0, "alone": 0.0, **{length: 0.0 for length in (2, 4, 8)}}
+    for seed in range(3):
+        simulated = Simulated(machine, levels, lambda *_: chance, seed=seed)
+        seconds["auto"] += simulated.decode(Controller(machine, levels), rows, 128)
+        seconds["alone"] += simulated.decode(None, rows, 128, off(1))
+        for length in (2, 4, 8):
+            seconds[length] += simulated.decode(None, rows, 128, Plan((length,)))
+    assert seconds["alone"] / seconds["auto"] > 0.97
+    assert min(seconds.values()) / seconds["auto"] > 0.85
+
+
+def test_chances_that_change_are_noticed_both_ways():
+    def chance(row: int, checker: int, proposer: int, so_far: int) -> float:
+        return 0.9 if so_far < 300 or so_far > 1500 else 0.02
+
+    levels = [LevelCosts("draft", costs(4e-4, 0.0), prior=0.6)]
+    simulated = Simulated(TARGETS["memory"], levels, chance)
+    simulated.decode(Controller(TARGETS["memory"], levels), 1, 3000)
+    written, lengths = 0, []
+    for plan in simulated.plans:
+        lengths.append(plan.most)
+    rounds = len(lengths)
+    assert max(lengths[:20]) >= 4  # it pays at first
+    assert lengths.count(0) > 700  # then it does not
+    assert sum(length > 0 for length in lengths[-100:]) > 80  # then again
+    assert rounds < 2200, written
+
+
+def test_rows_are_drafted_for_as_their_own_tokens_are_kept():
+    levels = [LevelCosts("draft", costs(4e-4, 1e-4), prior=0.9)]
+    machine = PassCosts((1, 8, 64), (5e-3, 6e-3, 15e-3), (0.0,) * 3)
+    simulated = Simulated(machine, levels, lambda row, *_: 0.95 if row < 4 else 0.1)
+    controller = Controller(machine, levels)
+    seen: list[list[int]] = []
+    choose = controller.choose
+
+    def watched(situation: Situation) -> Plan:
+        plan = choose(situation)
+        if len(situation.rooms) == 8:
+            seen.append(list(controller.limits))
+        return plan
+
+    controller.choose = watched
+    simulated.decode(controller, 8, 200)
+    good, poor = (sum(sum(line[rows]) for line in seen[-20:]) for rows in (slice(0, 4), slice(4, 8)))
+    assert good > 3 * poor
+
+
+def test_slow_rounds_of_a_plan_count_against_it():
+    """What the costs leave out, here a draft that takes ten times its measured time, comes out in the rounds."""
+    told = [LevelCosts("draft", costs(4e-4, 0.0), prior=0.8)]
+    true = [LevelCosts("draft", costs(8e-3, 0.0), prior=0.8)]
+    simulated = Simulated(TARGETS["memory"], true, lambda *_: 0.7)
+    simulated.decode(Controller(TARGETS["memory"], told), 1, 400)
+    assert [plan.most for plan in simulated.plans[-100:]].count(0) > 90
+
+
+def test_without_a_clock_plans_follow_counts_alone():
+    levels = [LevelCosts("draft", costs(4e-4, 0.0), prior=0.6)]
+    plans = []
+    for busy in (1.0, 3.0, 0.2):
+        simulated = Simulated(TARGETS["memory"], levels, lambda *_: 0.6, busy=busy)
+        simulated.decode(Controller(TARGETS["memory"], levels, by_clock=False), 2, 200)
+        plans.append(simulated.plans)
+    assert plans[0] == plans[1] == plans[2]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -5.0, 1e6])
+def test_a_clock_that_jumps_does_not_decide(seconds):
+    controller = Controller(FLAT, [level(cost=costs(0.05, 0.0))], memory=known(0.8))
+    usual = chosen(controller)
+    whole = [usual.most]
+    controller.observe(whole, whole, whole, seconds)
+    assert chosen(controller).active == usual.active
+    for _ in range(5):
+        controller.observe(whole, whole, whole, controller.forecast.seconds)
+    assert chosen(controller).active == usual.active
+
+
+def test_what_was_learned_is_the_next_calls_start():
+    levels = [LevelCosts("draft", costs(4e-4, 0.0), prior=0.9)]
+    simulated = Simulated(TARGETS["memory"], levels, lambda *_: 0.02)
+    first = Controller(TARGETS["memory"], levels)
+    simulated.decode(first, 1, 200)
+    assert max(plan.most for plan in simulated.plans) > 0
+    simulated.decode(Controller(TARGETS["memory"], levels, memory=first.memory.kept()), 1, 8)
+    assert sum(plan != off(1) for plan in simulated.plans) <= 1  # a trial
+
+
+def test_after_a_failure_the_target_goes_on_alone():
+    controller = Controller(FLAT, [level(cost=costs(0.05, 0.0))], memory=known(0.8))
+    assert chosen(controller).active == (0,)
+    controller.fail()
+    assert chosen(controller) == off(1)
+
+
+def test_plans_in_words():
+    assert Plan((8, 0, 4)).told(["cast", "middle", "tiny"]) == "cast 8 + tiny 4"
+    assert off(2).told(["cast", "tiny"]) == "off"
