@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
+
 from .costs import PassCosts
 from .estimates import MOST, RowEstimates, reach
 from .forecast import TARGET, Expectations, Forecast, LevelCosts, Memory
@@ -119,7 +121,7 @@ class Controller:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin, batch = perf_counter(), len(situation.rooms)
         known = self._expectations(0.0)
-        self.off_speed = known.of(self._off, batch, 0, situation.slots).speed
+        self.off_speed = known.off(batch, situation.slots).speed
         ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
         self._spare += _TRIAL_SHARE * self._joined * ahead / self.off_speed
         self._joined = 0
@@ -220,31 +222,38 @@ class Controller:
         known: Expectations,
         drafting: tuple[int, float] | None = None,
     ) -> tuple[Plan, float]:
-        """The best lengths for these levels: one at a time, from the top down, until none changes."""
-        lengths = [4 if index in active else 0 for index in range(len(self.levels))]
-        best, least, again = plan_of(tuple(lengths)), float("inf"), True
-        while again:
-            before = best
-            for index in active:
-                for length in LENGTHS:
-                    lengths[index] = length
-                    plan = plan_of(tuple(lengths))
-                    time = self._time(plan, situation, known, drafting)
-                    if time < least:
-                        best, least = plan, time
-                lengths[index] = best.lengths[index]
-            again = len(active) > 1 and best != before
-        return best, least
+        """The best lengths for these levels, and the seconds as `_time` gives them."""
+        times = self._times(active, situation, known, drafting)
+        best = np.unravel_index(times.argmin(), times.shape)
+        lengths = dict(zip(active, (LENGTHS[at] for at in best), strict=True))
+        return plan_of(tuple(lengths.get(index, 0) for index in range(len(self.levels)))), float(times[best])
+
+    def _times(
+        self,
+        active: tuple[int, ...],
+        situation: Situation,
+        known: Expectations,
+        drafting: tuple[int, float] | None,
+    ) -> np.ndarray:
+        """`_time` of every plan of these levels."""
+        batch = len(situation.rooms)
+        count, factor = drafting or (batch, 1.0)
+        reading = known.reading(active, [n * count / batch for n in situation.missing], situation.slots / 2)
+        return reading + self._to_write(situation) / known.grid(active, batch, count, situation.slots, factor).speed
 
     def _time(
         self, plan: Plan, situation: Situation, known: Expectations, drafting: tuple[int, float] | None = None
     ) -> float:
         """Seconds for the tokens that the rows are expected to gain, reading what the plan's levels lack included."""
+        if not plan.active:
+            return self._to_write(situation) / known.off(len(situation.rooms), situation.slots).speed
+        times = self._times(plan.active, situation, known, drafting)
+        return float(times[tuple(LENGTHS.index(plan.lengths[index]) for index in plan.active)])
+
+    def _to_write(self, situation: Situation) -> float:
+        """Tokens that all rows are expected to gain still."""
         batch = len(situation.rooms)
-        each = min(sum(situation.rooms) / batch, _HORIZON + self._written)
-        count, factor = drafting or (batch, 1.0)
-        reading = known.reading(plan, [n * count / batch for n in situation.missing], situation.slots / 2)
-        return reading + each * batch / known.of(plan, batch, count, situation.slots, factor).speed
+        return batch * min(sum(situation.rooms) / batch, _HORIZON + self._written)
 
     def _usual(self, plan: Plan, situation: Situation, known: Expectations) -> Forecast:
         """A round of the plan that was found best, with the rows that draft in it."""
@@ -269,17 +278,17 @@ class Controller:
             return None
         batch = len(situation.rooms)
         few = -(-batch // _ROWS_OF_A_TRIAL) if found.active else 0
-        late = known.reading(found, [n * few / batch for n in situation.missing], situation.slots / 2)
+        late = known.reading(found.active, [n * few / batch for n in situation.missing], situation.slots / 2)
         round_ = known.of(found, batch, few, situation.slots)
         usual = self._usual(best, situation, known).speed
         return found if late + round_.seconds - round_.tokens / usual <= self._spare else None
 
     def _longer(self, best: Plan) -> Plan | None:
         """The best plan with a longer draft for the target, where little is known but of its own positions."""
-        if not best.active or best.most >= MOST // 2:
+        if not best.active or 2 * best.most > MOST:
             return None
         pair, top = self.memory.pair(self.levels, best.active[0], TARGET), best.active[0]
-        longer = min(2 * best.most + 1, MOST)
+        longer = next(length for length in LENGTHS if length >= 2 * best.most)
         if pair.kept[best.most - 1].tried < _KNOWN or pair.kept[best.most].tried >= _KNOWN:
             return None
         return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from time import perf_counter
+from typing import TypeVar
+
+import numpy as np
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # in one pass, of all rows together
 FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a short probe
@@ -14,6 +17,8 @@ LONG = 1024  # slots that a row already has where the cost of attention is measu
 _AT_LONG = 8  # tokens of the pass that measures it
 _LEFT_OVER = 2.0  # of a budget as much is left for what comes later as goes to one number of tokens
 _LEAST = 1e-7  # seconds; a clock that stood still is no cost
+_FAR = 2.0**20  # tokens, more than any pass has
+Numbers = TypeVar("Numbers", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -43,17 +48,19 @@ class PassCosts:
         if not 0 <= self.attention < math.inf:
             raise ValueError(f"attention is {self.attention}: it must be 0 or more seconds")
 
-    def of(self, tokens: float, slots: float = 0.0) -> float:
+    def of(self, tokens: Numbers, slots: float = 0.0) -> Numbers:
         """Seconds of a pass over `tokens` tokens, each attending to `slots` slots: straight lines between what was
-        measured, and beyond it the last one."""
-        counts, times = self.tokens, self.seconds
-        if tokens <= counts[0] or len(counts) == 1:
-            found = times[0] * max(1.0, tokens / counts[0])
-        else:
-            at = min(bisect_left(counts, tokens), len(counts) - 1)
-            step = (times[at] - times[at - 1]) / (counts[at] - counts[at - 1])
-            found = times[at - 1] + max(step, 0.0) * (tokens - counts[at - 1])
-        return found + self.attention * tokens * slots
+        measured, and beyond it the last one. An array of tokens gives an array."""
+        return np.interp(tokens, *self._line) + self.attention * tokens * slots
+
+    @cached_property
+    def _line(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and seconds of the measured points, and of one far beyond them; with one point time is
+        proportional to tokens."""
+        counts, times = np.array(self.tokens, float), np.maximum.accumulate(np.array(self.seconds, float))
+        before = (counts[-2], times[-2]) if len(counts) > 1 else (0.0, 0.0)
+        slope = (times[-1] - before[1]) / (counts[-1] - before[0])
+        return np.append(counts, _FAR), np.append(times, times[-1] + slope * (_FAR - counts[-1]))
 
     @property
     def uncertainty(self) -> float:
@@ -62,7 +69,8 @@ class PassCosts:
 
     def to_dict(self) -> dict:
         """Plain numbers, for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     @classmethod
     def from_dict(cls, given: dict) -> PassCosts:

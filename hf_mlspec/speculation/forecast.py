@@ -1,19 +1,28 @@
-"""How many tokens does a round of a plan commit, and in how many seconds? By the equations in controller.py."""
+"""How many tokens does a round of a plan commit, and in how many seconds? By the equations in controller.py.
+
+All lengths of the same levels are reckoned at once: a grid has one axis for each level that takes part, from the top
+down, and along it the values of `LENGTHS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import Generic, TypeVar
 
-from .costs import PassCosts
+import numpy as np
+
+from .costs import Numbers, PassCosts
 from .estimates import Counted, PairEstimate, reach
-from .plans import Plan
+from .plans import LENGTHS, Plan
 
 TARGET = -1  # in the place of a level's index: who checks the first active level
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
+_AT = np.array(LENGTHS) - 1  # where the lengths are in a list by positions
+_PLACE = {length: place for place, length in enumerate(LENGTHS)}
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -61,31 +70,35 @@ class Memory:
 
     def correct(self, plan: Plan, batch: int, ratio: float) -> None:
         """A round took `ratio` times what its costs say, without corrections."""
-        self.ratios.setdefault(_alike(plan, batch), Counted(_FACTOR_WINDOW)).add(1, ratio)
+        key = _alike(plan.active, plan.most, batch)
+        self.ratios.setdefault(key, Counted(_FACTOR_WINDOW)).add(1, ratio)
 
-    def factor(self, plan: Plan, batch: int, hopeful: bool = False) -> float:
-        """Measured over predicted seconds: of rounds alike, and before there are many, of rounds of other plans.
-        hopeful: these may have been slow for a reason that rounds alike do not share."""
+    def factors(self, active: tuple[int, ...], lengths: Sequence[int], batch: int, hopeful: bool) -> list[float]:
+        """Measured over predicted seconds, per length of the target's draft: of rounds alike, and before there are
+        many, of rounds of other plans. hopeful: these may have been slow for a reason that rounds alike do not share.
+        """
         if not self.ratios:
-            return 1.0
-        own, rows = self.ratios.get(_alike(plan, batch)), batch.bit_length()
+            return [1.0] * len(lengths)
+        rows = batch.bit_length()
         same_rows = {key: one for key, one in self.ratios.items() if key[2] == rows} or self.ratios
-        others = [one for key, one in same_rows.items() if key[0] == plan.active] or list(same_rows.values())
+        others = [one for key, one in same_rows.items() if key[0] == active] or list(same_rows.values())
         general = sum(one.kept for one in others) / sum(one.tried for one in others)
         general = min(general, 1.0) if hopeful else general
-        return general if own is None else own.mean(general, _FACTOR_WEIGHT)
+        alike = (self.ratios.get(_alike(active, length, batch)) for length in lengths)
+        return [general if own is None else own.mean(general, _FACTOR_WEIGHT) for own in alike]
 
 
 @dataclass
-class Forecast:
-    """Expected tokens and seconds of a round of all rows. by_costs: the seconds before they are corrected."""
+class Forecast(Generic[Numbers]):
+    """Expected tokens and seconds of a round of all rows: of one plan, or a grid of them. by_costs: the seconds before
+    they are corrected."""
 
-    tokens: float
-    seconds: float
-    by_costs: float
+    tokens: Numbers
+    seconds: Numbers
+    by_costs: Numbers
 
     @property
-    def speed(self) -> float:
+    def speed(self) -> Numbers:
         """Tokens a second."""
         return self.tokens / self.seconds
 
@@ -102,99 +115,116 @@ class Expectations:
     ):
         self.target, self.levels, self.memory = target, levels, memory
         self.doubts, self.corrected = doubts, corrected
-        self._kept: dict[tuple[int, int, float], list[float]] = {}
-        self._lasting: dict[tuple[int, int], list[float]] = {}
-        self._drafted: dict[tuple[int, int], list[float]] = {}
-        self._seconds: dict[tuple, list[float]] = {}
-        self._corrections: dict[tuple, float] = {}
+        self._found: dict[Hashable, object] = {}
 
-    def of(self, plan: Plan, batch: int, drafting: int, slots: float, factor: float = 1.0) -> Forecast:
-        """A round of `batch` rows, `drafting` of which draft; a token attends to `slots` slots. factor: chances of
-        those rows over the mean of all."""
-        tokens, seconds, drafted = float(batch), 0.0, 0.0
-        if plan.active and drafting:
-            top = plan.active[0]
-            drafted, seconds = self._drafting(plan, plan.active, TARGET, drafting, slots)
-            tokens += drafting * self._tokens_kept(top, TARGET, factor)[plan.lengths[top] - 1]
-        seconds += self.target.of(batch + drafting * drafted, slots)
-        return Forecast(tokens, seconds * self._correction(plan, batch), seconds)
+    def off(self, batch: int, slots: float) -> Forecast[float]:
+        """A round of the target alone; a token attends to `slots` slots."""
+        return self._once(("off", batch, slots), lambda: self._off(batch, slots))
+
+    def grid(
+        self, active: tuple[int, ...], batch: int, drafting: int, slots: float, factor: float = 1.0
+    ) -> Forecast[np.ndarray]:
+        """A round of `batch` rows, `drafting` of which draft, one or more, by all plans of these levels. factor:
+        chances of those rows over the mean of all."""
+        key = ("grid", active, batch, drafting, slots, factor)
+        return self._once(key, lambda: self._grid(active, batch, drafting, slots, factor))
+
+    def of(self, plan: Plan, batch: int, drafting: int, slots: float, factor: float = 1.0) -> Forecast[float]:
+        """As `grid`, of one plan, in which nobody need draft."""
+        if not plan.active or not drafting:
+            return self.off(batch, slots)
+        grid = self.grid(plan.active, batch, drafting, slots, factor)
+        at = tuple(_PLACE[plan.lengths[index]] for index in plan.active)
+        return Forecast(*(float(each[at]) for each in (grid.tokens, grid.seconds, grid.by_costs)))
 
     def of_a_token(self, plan: Plan, batch: int, slots: float) -> float:
         """Seconds that the last drafted token of a row costs: in the check, and in each level that drafts or checks it
         on the way."""
-        top = plan.active[0]
-        drafted = self._tokens_drafted(top, TARGET)[plan.lengths[top] - 1]
+        top, at = plan.active[0], _PLACE[plan.most]
+        drafted = self._tokens_drafted(top, TARGET)[at]
         seconds = _slope(self.target, batch, batch * (1.0 + drafted), slots)
         for index in plan.active:
             costs = self.levels[index].costs
             seconds += 0.0 if costs is None else _slope(costs, 1.0, batch, slots)
-        return seconds * self._correction(plan, batch)
+        return float(seconds * self._corrections(plan.active, batch)[at])
 
-    def reading(self, plan: Plan, missing: Sequence[float], slots: float) -> float:
-        """Seconds until the plan's levels have read the tokens they lack, summed over rows, behind `slots` slots."""
-        return sum(
-            self.levels[index].costs.of(missing[index], slots)
-            for index in plan.active
-            if missing[index] >= 1 and self.levels[index].own_cache and self.levels[index].costs is not None
-        )
+    def reading(self, active: Sequence[int], missing: Sequence[float], slots: float) -> float:
+        """Seconds until these levels have read the tokens they lack, summed over rows, behind `slots` slots."""
+        late = (index for index in active if missing[index] >= 1 and self.levels[index].own_cache)
+        return sum(costs.of(missing[index], slots) for index in late if (costs := self.levels[index].costs) is not None)
+
+    def _once(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        """What `make` gives, made where it is asked for first."""
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+    def _off(self, batch: int, slots: float) -> Forecast[float]:
+        seconds = float(self.target.of(float(batch), slots))
+        (factor,) = self.memory.factors((), [0], batch, self.doubts > 0) if self.corrected else [1.0]
+        return Forecast(float(batch), seconds * factor, seconds)
+
+    def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, factor: float) -> Forecast:
+        drafted, seconds = self._drafting(active, TARGET, drafting, slots)
+        tokens = _along(batch + drafting * self._tokens_kept(active[0], TARGET, factor), seconds.ndim)
+        seconds = seconds + _along(self.target.of(batch + drafting * drafted, slots), seconds.ndim)
+        corrected = seconds * _along(self._corrections(active, batch), seconds.ndim)
+        return Forecast(np.broadcast_to(tokens, seconds.shape), corrected, seconds)
 
     def _drafting(
-        self, plan: Plan, active: Sequence[int], checker: int, rows: int, slots: float
-    ) -> tuple[float, float]:
-        """Expected tokens of one row's draft, and the seconds of drafting for all rows."""
+        self, active: Sequence[int], checker: int, rows: int, slots: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Expected tokens of one row's draft, by its length, and a grid of the seconds of drafting for all rows."""
         index, *below = active
-        length, level = plan.lengths[index], self.levels[index]
-        drafted = self._tokens_drafted(index, checker)[length - 1]
-        if level.costs is None:
-            return drafted, rows * _LOOKUP_SECONDS
+        drafted, costs = self._tokens_drafted(index, checker), self.levels[index].costs
+        if costs is None:
+            return drafted, np.full(drafted.shape, rows * _LOOKUP_SECONDS)
         if not below:
-            return drafted, self._steps(index, checker, rows, slots)[length - 1]
-        inner, seconds = self._drafting(plan, below, index, rows, slots)
-        each = 1.0 + self._tokens_kept(below[0], index)[plan.lengths[below[0]] - 1]
-        rounds = max(drafted / each, 1.0)
-        return drafted, rounds * (seconds + level.costs.of(rows * (1.0 + inner), slots))
+            return drafted, self._steps(index, checker, rows, slots)
+        inner, seconds = self._drafting(below, index, rows, slots)
+        each = 1.0 + self._tokens_kept(below[0], index)
+        rounds = np.maximum(np.divide.outer(drafted, each), 1.0)
+        round_ = seconds + _along(costs.of(rows * (1.0 + inner), slots), seconds.ndim)
+        return drafted, _along(rounds, 1 + seconds.ndim) * round_
 
-    def _steps(self, index: int, checker: int, rows: int, slots: float) -> list[float]:
+    def _steps(self, index: int, checker: int, rows: int, slots: float) -> np.ndarray:
         """Per length of a draft the seconds of making it token by token, for so many rows."""
-        found = self._seconds.get((index, checker, rows, slots))
-        if found is None:
-            costs = self.levels[index].costs
-            alive = (rows * chance for chance in self._chances_to_last(index, checker)[:-1])
-            steps = (costs.of(max(n, 1.0), slots) * min(n, 1.0) for n in alive)
-            found = list(accumulate(steps, initial=costs.of(_LEAD * rows, slots)))
-            self._seconds[index, checker, rows, slots] = found
-        return found
+        costs = self.levels[index].costs
+        alive = rows * self._chances_to_last(index, checker)[:-1]
+        steps = costs.of(np.maximum(alive, 1.0), slots) * np.minimum(alive, 1.0)
+        return np.cumsum(np.append(costs.of(_LEAD * rows, slots), steps))[_AT]
 
-    def _correction(self, plan: Plan, batch: int) -> float:
+    def _corrections(self, active: tuple[int, ...], batch: int) -> np.ndarray:
+        """Per length of the target's draft measured over predicted seconds."""
         if not self.corrected:
-            return 1.0
-        key = _alike(plan, batch)
-        if key not in self._corrections:
-            self._corrections[key] = self.memory.factor(plan, batch, hopeful=self.doubts > 0)
-        return self._corrections[key]
+            return np.ones(len(LENGTHS))
+        return self._once(
+            ("corrections", active, batch),
+            lambda: np.array(self.memory.factors(active, LENGTHS, batch, hopeful=self.doubts > 0)),
+        )
 
-    def _tokens_drafted(self, proposer: int, checker: int) -> list[float]:
+    def _tokens_drafted(self, proposer: int, checker: int) -> np.ndarray:
         """Per length of a draft the tokens that it is expected to have."""
-        found = self._drafted.get((proposer, checker))
-        if found is None:
-            found = self._drafted[proposer, checker] = list(accumulate(self._chances_to_last(proposer, checker)))
-        return found
+        return np.cumsum(self._chances_to_last(proposer, checker))[_AT]
 
-    def _tokens_kept(self, proposer: int, checker: int, factor: float = 1.0) -> list[float]:
+    def _tokens_kept(self, proposer: int, checker: int, factor: float = 1.0) -> np.ndarray:
         """Per length of a draft the tokens of it that are kept."""
-        found = self._kept.get((proposer, checker, factor))
-        if found is None:
-            pair = self.memory.pair(self.levels, proposer, checker)
-            found = list(accumulate(reach(pair.chances(self.doubts * pair.doubt), factor)))
-            self._kept[proposer, checker, factor] = found
-        return found
 
-    def _chances_to_last(self, proposer: int, checker: int) -> list[float]:
+        def kept() -> np.ndarray:
+            pair = self.memory.pair(self.levels, proposer, checker)
+            return np.cumsum(reach(pair.chances(self.doubts * pair.doubt), factor))[_AT]
+
+        return self._once(("kept", proposer, checker, factor), kept)
+
+    def _chances_to_last(self, proposer: int, checker: int) -> np.ndarray:
         """Per position the chance that a draft gets there."""
-        found = self._lasting.get((proposer, checker))
-        if found is None:
-            found = self._lasting[proposer, checker] = self.memory.pair(self.levels, proposer, checker).lengths()
-        return found
+        pair = self.memory.pair(self.levels, proposer, checker)
+        return self._once(("lasting", proposer, checker), lambda: np.array(pair.lengths()))
+
+
+def _along(values: np.ndarray, axes: int) -> np.ndarray:
+    """Values by the lengths of the top levels, for a grid of so many axes."""
+    return values.reshape(values.shape + (1,) * (axes - values.ndim))
 
 
 def _slope(costs: PassCosts, few: float, many: float, slots: float) -> float:
@@ -202,6 +232,6 @@ def _slope(costs: PassCosts, few: float, many: float, slots: float) -> float:
     return (costs.of(many, slots) - costs.of(few, slots)) / (many - few) if many > few else 0.0
 
 
-def _alike(plan: Plan, batch: int) -> tuple:
+def _alike(active: tuple[int, ...], most: int, batch: int) -> tuple:
     """Rounds that are corrected alike: of the same levels, and as many tokens and rows up to a factor of two."""
-    return plan.active, plan.most.bit_length(), batch.bit_length()
+    return active, most.bit_length(), batch.bit_length()

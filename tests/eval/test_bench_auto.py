@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from programs import needs_plans, program, run_plan, words, write_words
 
-pytestmark = [needs_plans, pytest.mark.usefixtures("from_the_root")]
+pytestmark = [needs_plans, pytest.mark.plans, pytest.mark.usefixtures("from_the_root")]
 CONFIGS = Path(__file__).resolve().parents[2] / "eval" / "configs"
 PLAN = """
 name = "toy"
