@@ -34,11 +34,13 @@ from .plans import LENGTHS, Plan, choices, off, plan_of
 
 _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
-_AHEAD = 256  # and as much in advance, of so many tokens that a row may still gain
+_AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
-_CHOOSING_SHARE = 0.02  # of the time until the next choice, for choosing,
+_CHOOSING_SHARE = 0.01  # of the time until the next choice, for choosing,
 _FIRST_CHOICES, _FIRST_SHARE = 6, 0.15  # and of the first ones, while rounds tell much
-_LONGEST_STAY = 32  # rounds until a plan is questioned again
+_FIRST_STAY, _LONGEST_STAY = 1, 32  # rounds until a plan is questioned again, which double,
+_FIRST_OFF, _LONGEST_OFF = 4, 64  # and of "off", whose rounds tell nothing of the levels
+_SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected tokens: that may be missing, and in sum until that is news
 _KNOWN = 6.0  # observations of a position that say something
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
 _GROUPS = 3
@@ -85,7 +87,9 @@ class Controller:
         self._stay = self._left = 0
         self._trial = False
         self._best_speed = 1.0
-        self._spare, self._written = 0.0, 0.0  # seconds for trials; tokens that a row has gained, the mean
+        self._remembers = memory is not None
+        self._written = 0.0  # tokens that a row has gained, the mean
+        self._short = 0.0  # tokens that rounds of the plan lacked
         self._joined = self._chosen = 0  # rows since the last choice; choices
         self._drafting = (1, 1.0)  # rows that draft in the best plan, and their chances over the mean
 
@@ -120,16 +124,15 @@ class Controller:
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin, batch = perf_counter(), len(situation.rooms)
-        known = self._expectations(0.0)
+        known, self._short = self._expectations(0.0), 0.0
         self.off_speed = known.off(batch, situation.slots).speed
-        ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
-        self._spare += _TRIAL_SHARE * self._joined * ahead / self.off_speed
-        self._joined = 0
+        self._grant(situation)
         self._drafting = (batch, 1.0)
         plan = self._best(situation, known)
         trial = self._worth_a_trial(situation, plan, known)
         same = plan == self.plan and trial is None
-        self._stay = min(2 * self._stay, _LONGEST_STAY) if same and self._stay else 1
+        first, longest = (_FIRST_STAY, _LONGEST_STAY) if plan.active else (_FIRST_OFF, _LONGEST_OFF)
+        self._stay = min(2 * self._stay, longest) if same and self._stay else first
         self._trial, self.plan = trial is not None, trial or plan
         self._left = 0 if self._trial else self._stay - 1
         self.limits = self._few(self.plan, batch) if self._trial else self._shared(situation, known)
@@ -143,7 +146,7 @@ class Controller:
         elif self.by_clock and not self._trial:  # what choosing takes shall be little beside the rounds until the next
             share = _CHOOSING_SHARE if self._chosen > _FIRST_CHOICES else _FIRST_SHARE
             rounds = (perf_counter() - begin) / (share * self.forecast.seconds)
-            self._left = max(self._left, min(int(rounds), _LONGEST_STAY))
+            self._left = max(self._left, min(int(rounds), longest))
         return self.plan
 
     def stay(self, rows: int) -> bool:
@@ -162,12 +165,15 @@ class Controller:
                     self.rows.rows[r].add(*pair.observe(limit, d, a))
         committed = len(accepted) + sum(accepted)
         self._written += committed / max(len(accepted), 1)
+        self._short = max(self._short + (1.0 - _SLACK) * self.forecast.tokens - committed, 0.0)
+        if self._short > _SURPRISE * self.forecast.tokens:
+            self._question()
         for pair in self.memory.pairs.values():
             pair.idle += committed
         took = self._took(seconds)
-        self._spare += _TRIAL_SHARE * took
+        self.memory.spare += _TRIAL_SHARE * took
         if self._trial:
-            self._spare -= max(took - committed / self._best_speed, 0.0)
+            self.memory.spare -= max(took - committed / self._best_speed, 0.0)
 
     def observe_inner(self, checker: int, limit: int, drafted: int, accepted: int) -> None:
         """One row of a check inside a round, by level `checker` of what the next active level drafted."""
@@ -175,8 +181,19 @@ class Controller:
         if below is not None and limit > 0:
             self.memory.pair(self.levels, below, checker).observe(limit, drafted, accepted)
 
+    def _grant(self, situation: Situation) -> None:
+        """Seconds for trials where rows have joined: in advance, or what earlier calls left, no more than that."""
+        batch = len(situation.rooms)
+        ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
+        seconds = _TRIAL_SHARE * self._joined * ahead / self.off_speed
+        if not self._remembers:
+            self.memory.spare += seconds
+        elif not self._chosen:
+            self.memory.spare = min(self.memory.spare, seconds)
+        self._joined = 0
+
     def _question(self) -> None:
-        """Rows have changed: choose anew."""
+        """Rows, or what is kept of their drafts, have changed: choose anew."""
         self._left, self._stay = 0, min(self._stay, 2)
 
     def _expectations(self, doubts: float) -> Expectations:
@@ -262,7 +279,7 @@ class Controller:
     def _worth_a_trial(self, situation: Situation, best: Plan, known: Expectations) -> Plan | None:
         """Another plan that would be better if its levels were as good as they may well be, where a round of it costs
         no more than may be spent on finding out."""
-        if not any(situation.rooms) or self._spare < _LEAST_TRIAL * self._usual(best, situation, known).seconds:
+        if not any(situation.rooms) or self.memory.spare < _LEAST_TRIAL * self._usual(best, situation, known).seconds:
             return None
         hoped = self._expectations(1.0)
         found, least = None, self._time(best, situation, known, self._drafting) * (1.0 - self._margin)
@@ -281,7 +298,7 @@ class Controller:
         late = known.reading(found.active, [n * few / batch for n in situation.missing], situation.slots / 2)
         round_ = known.of(found, batch, few, situation.slots)
         usual = self._usual(best, situation, known).speed
-        return found if late + round_.seconds - round_.tokens / usual <= self._spare else None
+        return found if late + round_.seconds - round_.tokens / usual <= self.memory.spare else None
 
     def _longer(self, best: Plan) -> Plan | None:
         """The best plan with a longer draft for the target, where little is known but of its own positions."""

@@ -2,8 +2,9 @@
 
 Of a pair, a level that drafts and one that checks it, two chances are counted for every position i of a draft: that
 it is reached (i tokens are drafted where i - 1 were, as a draft may end early), and that it is kept (i tokens are
-accepted where i - 1 were). The second includes the first. Counts are smoothed towards the pair's mean, the mean
-towards a prior (a beta distribution's mean with a weight in observations), and a row's own mean towards the pair's.
+accepted where i - 1 were). The second includes the first. Counts are smoothed towards the position before (where
+much was kept the text is easy), the first one's towards the pair's mean, the mean towards a prior (a beta
+distribution's mean with a weight in observations), and a row's own mean towards the pair's.
 """
 
 from __future__ import annotations
@@ -89,9 +90,12 @@ class PairEstimate:
         return math.sqrt(self.mean * (1.0 - self.mean) / (known + 1.0))
 
     def chances(self, above: float = 0.0) -> list[float]:
-        """Per position the chance that its token is kept if those before were; above: added to the mean."""
-        mean = min(self.mean + above, _SURE)
-        return [min(one.mean(mean, _POSITION_WEIGHT) + above, _SURE) for one in self.kept]
+        """Per position the chance that its token is kept if those before were; above: added to each."""
+        found, chance = [], self.mean
+        for one in self.kept:
+            chance = one.mean(0.5 * (chance + self.mean), _POSITION_WEIGHT)
+            found.append(min(chance + above, _SURE))
+        return found
 
     def lengths(self) -> list[float]:
         """Per position the chance that a draft gets that far."""

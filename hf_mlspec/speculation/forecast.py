@@ -45,15 +45,16 @@ class Memory:
     """What was learned of a chain: the estimate of each pair of levels, and measured over predicted seconds of rounds.
 
     pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
-    two; a ratio's `kept` is the sum of those observed.
+    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
     ratios: dict[tuple, Counted] = field(default_factory=dict)
+    spare: float = 0.0
 
     def kept(self) -> Memory:
         """As the start of another call."""
-        return Memory({key: pair.remembered() for key, pair in self.pairs.items()}, self.ratios)
+        return Memory({key: pair.remembered() for key, pair in self.pairs.items()}, self.ratios, self.spare)
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
         """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
@@ -71,7 +72,9 @@ class Memory:
     def correct(self, plan: Plan, batch: int, ratio: float) -> None:
         """A round took `ratio` times what its costs say, without corrections."""
         key = _alike(plan.active, plan.most, batch)
-        self.ratios.setdefault(key, Counted(_FACTOR_WINDOW)).add(1, ratio)
+        if key not in self.ratios:
+            self.ratios[key] = Counted(_FACTOR_WINDOW)
+        self.ratios[key].add(1, ratio)
 
     def factors(self, active: tuple[int, ...], lengths: Sequence[int], batch: int, hopeful: bool) -> list[float]:
         """Measured over predicted seconds, per length of the target's draft: of rounds alike, and before there are

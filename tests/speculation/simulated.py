@@ -46,7 +46,8 @@ class Simulated:
             missing = [sum(written[r] - read[r][i] for r in going) if level.own_cache else 0
                        for i, level in enumerate(self.levels)]
             if controller is not None:
-                plan = controller.choose(Situation(rooms, 0.0, missing))
+                stays = controller.stay(len(going))
+                plan = controller.plan if stays else controller.choose(Situation(rooms, 0.0, missing))
                 limits = [min(a, b) for a, b in zip(controller.limits, rooms, strict=True)]
             else:
                 plan, limits = fixed, [min(fixed.most, room) for room in rooms]
