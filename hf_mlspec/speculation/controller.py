@@ -38,9 +38,9 @@ _AHEAD = 256  # and where nothing is remembered as much in advance, of so many t
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _CHOOSING_SHARE = 0.01  # of the time until the next choice, for choosing,
 _FIRST_CHOICES, _FIRST_SHARE = 6, 0.15  # and of the first ones, while rounds tell much
-_FIRST_STAY, _LONGEST_STAY = 1, 32  # rounds until a plan is questioned again, which double,
-_FIRST_OFF, _LONGEST_OFF = 4, 64  # and of "off", whose rounds tell nothing of the levels
-_SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected tokens: that may be missing, and in sum until that is news
+_LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double,
+_FIRST_OFF, _LONGEST_OFF = 4, 64  # and always those of "off", which tell nothing of the levels
+_SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected seconds: that it may take longer, and in sum until that is news
 _KNOWN = 6.0  # observations of a position that say something
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
 _GROUPS = 3
@@ -89,7 +89,7 @@ class Controller:
         self._best_speed = 1.0
         self._remembers = memory is not None
         self._written = 0.0  # tokens that a row has gained, the mean
-        self._short = 0.0  # tokens that rounds of the plan lacked
+        self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined = self._chosen = 0  # rows since the last choice; choices
         self._drafting = (1, 1.0)  # rows that draft in the best plan, and their chances over the mean
 
@@ -124,17 +124,18 @@ class Controller:
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin, batch = perf_counter(), len(situation.rooms)
-        known, self._short = self._expectations(0.0), 0.0
+        known, self._lost = self._expectations(0.0), 0.0
         self.off_speed = known.off(batch, situation.slots).speed
         self._grant(situation)
         self._drafting = (batch, 1.0)
         plan = self._best(situation, known)
         trial = self._worth_a_trial(situation, plan, known)
         same = plan == self.plan and trial is None
-        first, longest = (_FIRST_STAY, _LONGEST_STAY) if plan.active else (_FIRST_OFF, _LONGEST_OFF)
+        first, longest = (1, _LONGEST_STAY) if plan.active else (_FIRST_OFF, _LONGEST_OFF)
         self._stay = min(2 * self._stay, longest) if same and self._stay else first
         self._trial, self.plan = trial is not None, trial or plan
-        self._left = 0 if self._trial else self._stay - 1
+        doubles = not self._trial and not (plan.active and self.by_clock)
+        self._left = self._stay - 1 if doubles else 0
         self.limits = self._few(self.plan, batch) if self._trial else self._shared(situation, known)
         drafting = sum(limit > 0 for limit in self.limits)
         factor = 1.0 if self._trial else self._drafting[1]
@@ -165,12 +166,12 @@ class Controller:
                     self.rows.rows[r].add(*pair.observe(limit, d, a))
         committed = len(accepted) + sum(accepted)
         self._written += committed / max(len(accepted), 1)
-        self._short = max(self._short + (1.0 - _SLACK) * self.forecast.tokens - committed, 0.0)
-        if self._short > _SURPRISE * self.forecast.tokens:
-            self._question()
         for pair in self.memory.pairs.values():
             pair.idle += committed
         took = self._took(seconds)
+        self._lost = max(self._lost + took - _SLACK * self.forecast.seconds - committed / self.forecast.speed, 0.0)
+        if self._lost > _SURPRISE * self.forecast.seconds:
+            self._question()
         self.memory.spare += _TRIAL_SHARE * took
         if self._trial:
             self.memory.spare -= max(took - committed / self._best_speed, 0.0)
