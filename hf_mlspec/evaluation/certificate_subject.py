@@ -20,6 +20,7 @@ from transformers.generation import LogitsProcessorList
 from .. import __version__
 from ..engines.choose import why_by_module
 from ..engines.engine import Engine
+from ..integration.adaptive import let_choose
 from ..integration.config import SpeculationConfig
 from ..integration.costs.identity import processor_name
 from ..integration.levels.resolve import Level, parse_level
@@ -37,7 +38,7 @@ def chain_of(model: PreTrainedModel, tokenizer: Any, config: SpeculationConfig, 
     """The chain as a call of generate wires it up: which runners serve, and how far each level drafts."""
     wiring = Wiring(model, tokenizer, config, processors=LogitsProcessorList(),
                     prompts=Prompts(torch.zeros(1, 1, dtype=torch.int64), None), capacity=1)
-    return wiring.build(levels)
+    return let_choose(wiring, levels, "")
 
 
 def target_entry(model: PreTrainedModel, folder: str | None, chain: Chain, config: SpeculationConfig,
@@ -125,10 +126,12 @@ def _decoding(model: PreTrainedModel, runner: Engine, config: SpeculationConfig)
     return {"how": BY_MODULE, "reason": why_by_module(model, name=config.engine, prepare=config.prepare)}
 
 
-def _drafting(chain: Chain, count: int) -> Iterator[tuple[int, float | None]]:
-    """Per level how many tokens it drafts at most, and the probability below which it stops (None: no such rule)."""
+def _drafting(chain: Chain, count: int) -> Iterator[tuple[int | None, float | None]]:
+    """Per level how many tokens it drafts at most (None: calls choose round by round, which captured rounds do not),
+    and the probability below which it stops (None: no such rule)."""
+    chosen = chain.controller is not None and not chain.target.runner.can.capturable
     limit = chain.num_draft_tokens
     for level in chain.levels[:count]:
         drafter = level if hasattr(level, "threshold") else getattr(level, "inner", level)  # across tokenizers
-        yield limit, getattr(drafter, "threshold", None)
+        yield None if chosen else limit, getattr(drafter, "threshold", None)
         limit = getattr(drafter, "num_draft_tokens", 0)

@@ -11,6 +11,7 @@ from ..nn.switch import precision_switch
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.forecast import LevelCosts
+from ..speculation.plans import MOST_LEVELS, names_of
 from ..speculation.stats import SpeculationStats
 from .costs.probe import costs_of
 from .levels.resolve import Level
@@ -51,11 +52,16 @@ def controller_of(wiring: Wiring, levels: list[Level], chain: Chain, settings: s
         for level, runner, joined in zip(levels, chain.runners, chain.joined, strict=True)
     ]
     exact = target.can.bit_exact
-    key = (target.name, settings, *(level.name for level in levels))
+    key = (target.name, settings, *(_identity(level) for level in levels))
     memory = memories.get(key) if exact else None
     made = Controller(own, told, by_clock=exact, memory=memory and memory.kept())
     memories[key] = made.memory
     return made
+
+
+def _identity(level: Level) -> tuple[str, str]:
+    """What tells a level from others of its name."""
+    return level.name, "" if level.model is None else str(level.model.config.name_or_path)
 
 
 def prior(level: Level, target: PreTrainedModel, joined: bool) -> float:
@@ -75,8 +81,10 @@ def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: Speculatio
     rounds = sum(plan.rounds for plan in stats.plans.values())
     if rounds < _ROUNDS_TO_JUDGE:
         return
-    for level in chain.levels:
-        took_part = sum(plan.rounds for words, plan in stats.plans.items() if f"{level.name} " in f"{words} ")
+    if chain.steering is not None and chain.steering.failed:
+        return
+    for level in chain.levels[:MOST_LEVELS]:
+        took_part = sum(plan.rounds for words, plan in stats.plans.items() if level.name in names_of(words))
         if took_part <= _RARELY * rounds:
             say_once(
                 model,

@@ -48,7 +48,8 @@ class Chain:
     levels: the outermost drafter of each level, from the target down. runners: their engines, None for lookups.
     models: those whose attention has to be switched while target and levels run. samplers: of the target and of every
     level with a model. joined: per level whether it speaks the vocabulary of the level above. controller: makes what
-    chooses the lengths of drafts in rounds of the host; None: they are always the most there may be.
+    chooses the lengths of drafts in rounds of the host; None: they are always the most there may be. steering: that
+    controller at work, in the rounds that were made last.
     """
 
     target: Checker
@@ -60,6 +61,7 @@ class Chain:
     samplers: list[Sampler] = field(default_factory=list)
     joined: list[bool] = field(default_factory=list)
     controller: Callable[[], Controller] | None = None
+    steering: Steering | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, target: Part, parts: list[Part], *, keep_logits: bool) -> Chain:
@@ -80,11 +82,10 @@ class Chain:
 
     def host_rounds(self, device: torch.device) -> HostRounds:
         """Rounds of this chain on the host, drafts on `device`."""
-        steering = None
         if self.controller is not None:
-            steering = Steering(self.controller, self.levels, self.runners, self.target.runner)
+            self.steering = Steering(self.controller, self.levels, self.runners, self.target.runner)
         options = {"num_draft_tokens": self.num_draft_tokens, "device": device}
-        return HostRounds(self.target, self.drafter, **options, steering=steering)
+        return HostRounds(self.target, self.drafter, **options, steering=self.steering)
 
     def decode(
         self,

@@ -22,7 +22,6 @@ A plan changes time, never a token (invariant 8).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -30,7 +29,7 @@ import numpy as np
 from .costs import PassCosts
 from .estimates import MOST, RowEstimates, reach
 from .forecast import TARGET, Expectations, Forecast, LevelCosts, Memory
-from .plans import LENGTHS, Plan, choices, off, plan_of
+from .plans import LENGTHS, Drafting, Plan, Situation, choices, off, plan_of
 
 _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
@@ -46,19 +45,6 @@ _DIFFER = 1.3  # chances of the best row over those of the worst, from where on 
 _GROUPS = 3
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part
-
-
-@dataclass(frozen=True)
-class Situation:
-    """The rows of a round.
-
-    rooms: tokens each may still gain. slots: that a token of them attends to, the mean. missing: per level the tokens
-    that it has not read yet, summed over rows.
-    """
-
-    rooms: list[int]
-    slots: float
-    missing: list[int]
 
 
 class Controller:
@@ -88,10 +74,10 @@ class Controller:
         self._trial = False
         self._best_speed = 1.0
         self._remembers = memory is not None
-        self._written = 0.0  # tokens that a row has gained, the mean
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined = self._chosen = 0  # rows since the last choice; choices
-        self._drafting = (1, 1.0)  # rows that draft in the best plan, and their chances over the mean
+        self._drafting = Drafting((0,))  # in the best plan
+        self._reading = 0.0  # seconds that the levels of a trial first read
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -100,7 +86,10 @@ class Controller:
         self._question()
 
     def select(self, keep: list[int]) -> None:
-        """Go on with these rows."""
+        """Go on with these rows. Where they are not like those that leave, what is known is known of them."""
+        for (_, checker), pair in self.memory.pairs.items():
+            if checker == TARGET:
+                pair.shift(self.rows.share_of(keep, pair.mean))
         self.rows.select(keep)
         self._question()
 
@@ -116,18 +105,13 @@ class Controller:
         self._joined += 1
         self._question()
 
-    def fail(self) -> None:
-        """The levels cannot go on: "off" from now on."""
-        self._choices = []
-        self._question()
-
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin, batch = perf_counter(), len(situation.rooms)
         known, self._lost = self._expectations(0.0), 0.0
         self.off_speed = known.off(batch, situation.slots).speed
         self._grant(situation)
-        self._drafting = (batch, 1.0)
+        self._drafting = Drafting.all_of(batch)
         plan = self._best(situation, known)
         trial = self._worth_a_trial(situation, plan, known)
         same = plan == self.plan and trial is None
@@ -136,9 +120,13 @@ class Controller:
         self._trial, self.plan = trial is not None, trial or plan
         doubles = not self._trial and not (plan.active and self.by_clock)
         self._left = self._stay - 1 if doubles else 0
-        self.limits = self._few(self.plan, batch) if self._trial else self._shared(situation, known)
+        if trial is None:
+            self._reading, self.limits = 0.0, self._shared(situation, known)
+        else:
+            few = self._few(batch).rows if trial.active else ()
+            self.limits = [trial.most if r in few else 0 for r in range(batch)]
         drafting = sum(limit > 0 for limit in self.limits)
-        factor = 1.0 if self._trial else self._drafting[1]
+        factor = 1.0 if self._trial else self._drafting.factor
         self.forecast = known.of(self.plan, batch, drafting, situation.slots, factor)
         self._best_speed = self._usual(plan, situation, known).speed
         self._chosen += 1
@@ -160,12 +148,12 @@ class Controller:
         """What the round of `plan` did, row by row: asked for, drafted, accepted. seconds: its wall time; None where
         it did what other rounds do not, such as reading a prompt."""
         if self.plan.active:
-            pair = self.memory.pair(self.levels, self.plan.active[0], TARGET)
+            pair = self.memory.observed(self.levels, self.plan.active[0], TARGET)
             for r, (limit, d, a) in enumerate(zip(limits, drafted, accepted, strict=True)):
                 if limit:
                     self.rows.rows[r].add(*pair.observe(limit, d, a))
         committed = len(accepted) + sum(accepted)
-        self._written += committed / max(len(accepted), 1)
+        self.rows.gain(accepted)
         for pair in self.memory.pairs.values():
             pair.idle += committed
         took = self._took(seconds)
@@ -174,16 +162,18 @@ class Controller:
             self._question()
         self.memory.spare += _TRIAL_SHARE * took
         if self._trial:
-            self.memory.spare -= max(took - committed / self._best_speed, 0.0)
+            self.memory.spare -= max(took + self._reading - committed / self._best_speed, 0.0)
 
     def observe_inner(self, checker: int, limit: int, drafted: int, accepted: int) -> None:
         """One row of a check inside a round, by level `checker` of what the next active level drafted."""
         below = next((index for index in self.plan.active if index > checker), None)
         if below is not None and limit > 0:
-            self.memory.pair(self.levels, below, checker).observe(limit, drafted, accepted)
+            self.memory.observed(self.levels, below, checker).observe(limit, drafted, accepted)
 
     def _grant(self, situation: Situation) -> None:
         """Seconds for trials where rows have joined: in advance, or what earlier calls left, no more than that."""
+        if not any(situation.rooms):  # they wait for the prompt to be read
+            return
         batch = len(situation.rooms)
         ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
         seconds = _TRIAL_SHARE * self._joined * ahead / self.off_speed
@@ -214,23 +204,26 @@ class Controller:
         if not any(situation.rooms):
             return self._off
         best, least = self._off, self._time(self._off, situation, known) * (1.0 - self._margin)
+        batch = len(situation.rooms)
         for active in self._choices:
-            for drafting in self._groups(active[0], len(situation.rooms)):
+            for drafting in self._groups(active[0], batch):
                 plan, time = self._lengths(active, situation, known, drafting)
                 if time < least:
                     best, least, self._drafting = plan, time, drafting
         return best
 
-    def _groups(self, top: int, batch: int) -> list[tuple[int, float]]:
-        """How many rows may draft, those whose tokens are kept most often, and their chances over the mean: all, and
-        where rows differ also a half, a quarter, and so on."""
-        found = [(batch, 1.0)]
+    def _groups(self, top: int, batch: int) -> list[Drafting]:
+        """Which rows may draft: all, and where rows differ also the half of them whose tokens are kept most often, a
+        quarter, and so on."""
+        found = [Drafting.all_of(batch)]
         if batch > 1:
             mean = self.memory.pair(self.levels, top, TARGET).mean
-            factors = sorted((self.rows.factor(r, mean) for r in range(batch)), reverse=True)
-            while len(found) < _GROUPS and batch > 1 and factors[0] > _DIFFER * factors[-1]:
+            factors = [self.rows.factor(r, mean) for r in range(batch)]
+            order = sorted(range(batch), key=lambda r: -factors[r])
+            while len(found) < _GROUPS and batch > 1 and factors[order[0]] > _DIFFER * factors[order[-1]]:
                 batch = (batch + 1) // 2
-                found.append((batch, round(sum(factors[:batch]) / batch, 2)))
+                rows = tuple(order[:batch])
+                found.append(Drafting(rows, round(sum(factors[r] for r in rows) / batch, 2)))
         return found
 
     def _lengths(
@@ -238,7 +231,7 @@ class Controller:
         active: tuple[int, ...],
         situation: Situation,
         known: Expectations,
-        drafting: tuple[int, float] | None = None,
+        drafting: Drafting | None = None,
     ) -> tuple[Plan, float]:
         """The best lengths for these levels, and the seconds as `_time` gives them."""
         times = self._times(active, situation, known, drafting)
@@ -251,16 +244,24 @@ class Controller:
         active: tuple[int, ...],
         situation: Situation,
         known: Expectations,
-        drafting: tuple[int, float] | None,
+        drafting: Drafting | None,
     ) -> np.ndarray:
         """`_time` of every plan of these levels."""
         batch = len(situation.rooms)
-        count, factor = drafting or (batch, 1.0)
-        reading = known.reading(active, [n * count / batch for n in situation.missing], situation.slots / 2)
-        return reading + self._to_write(situation) / known.grid(active, batch, count, situation.slots, factor).speed
+        drafting = drafting or Drafting.all_of(batch)
+        reading = self._to_read(active, situation, known, drafting)
+        grid = known.grid(active, batch, len(drafting.rows), situation.slots, drafting.factor)
+        return reading + self._to_write(situation) / grid.speed
+
+    def _to_read(
+        self, active: tuple[int, ...], situation: Situation, known: Expectations, drafting: Drafting
+    ) -> float:
+        """Seconds in which these levels read what they lack of the rows that draft."""
+        missing = [sum(line[r] for r in drafting.rows) for line in situation.missing]
+        return known.reading(active, missing, situation.slots / 2)
 
     def _time(
-        self, plan: Plan, situation: Situation, known: Expectations, drafting: tuple[int, float] | None = None
+        self, plan: Plan, situation: Situation, known: Expectations, drafting: Drafting | None = None
     ) -> float:
         """Seconds for the tokens that the rows are expected to gain, reading what the plan's levels lack included."""
         if not plan.active:
@@ -270,12 +271,14 @@ class Controller:
 
     def _to_write(self, situation: Situation) -> float:
         """Tokens that all rows are expected to gain still."""
-        batch = len(situation.rooms)
-        return batch * min(sum(situation.rooms) / batch, _HORIZON + self._written)
+        lines = zip(situation.rooms, self.rows.gained, strict=True)
+        return sum(min(room + 1.0, _HORIZON + gained) for room, gained in lines)
 
     def _usual(self, plan: Plan, situation: Situation, known: Expectations) -> Forecast:
         """A round of the plan that was found best, with the rows that draft in it."""
-        return known.of(plan, len(situation.rooms), self._drafting[0], situation.slots, self._drafting[1])
+        return known.of(
+            plan, len(situation.rooms), len(self._drafting.rows), situation.slots, self._drafting.factor
+        )
 
     def _worth_a_trial(self, situation: Situation, best: Plan, known: Expectations) -> Plan | None:
         """Another plan that would be better if its levels were as good as they may well be, where a round of it costs
@@ -295,11 +298,11 @@ class Controller:
         if found is None:
             return None
         batch = len(situation.rooms)
-        few = -(-batch // _ROWS_OF_A_TRIAL) if found.active else 0
-        late = known.reading(found.active, [n * few / batch for n in situation.missing], situation.slots / 2)
-        round_ = known.of(found, batch, few, situation.slots)
+        few = self._few(batch)
+        self._reading = self._to_read(found.active, situation, known, few)
+        round_ = known.of(found, batch, len(few.rows), situation.slots)
         usual = self._usual(best, situation, known).speed
-        return found if late + round_.seconds - round_.tokens / usual <= self.memory.spare else None
+        return found if self._reading + round_.seconds - round_.tokens / usual <= self.memory.spare else None
 
     def _longer(self, best: Plan) -> Plan | None:
         """The best plan with a longer draft for the target, where little is known but of its own positions."""
@@ -321,15 +324,14 @@ class Controller:
         pair = self.memory.pair(self.levels, plan.active[0], TARGET)
         chances, mean = pair.chances()[: plan.most], pair.mean
         limits, factors = [], [self.rows.factor(r, mean) for r in range(batch)]
-        least = sorted(factors, reverse=True)[self._drafting[0] - 1]
-        for own, factor in zip(self.rows.rows, factors, strict=True):
-            limits.append(sum(chance >= worth for chance in reach(chances, factor)) if factor >= least else 0)
+        for r, (own, factor) in enumerate(zip(self.rows.rows, factors, strict=True)):
+            drafts = r in self._drafting.rows
+            limits.append(sum(chance >= worth for chance in reach(chances, factor)) if drafts else 0)
             if not limits[-1]:  # not observed any more: let it come back
                 own.tried, own.kept = 0.9 * own.tried, 0.9 * own.kept
         return limits
 
-    def _few(self, plan: Plan, batch: int) -> list[int]:
-        """A trial: some rows draft, others each time."""
-        few, first = -(-batch // _ROWS_OF_A_TRIAL), int(self._written) % batch
-        chosen = {(first + i) % batch for i in range(few)}
-        return [plan.most if r in chosen else 0 for r in range(batch)]
+    def _few(self, batch: int) -> Drafting:
+        """The rows that draft in a trial, others each time."""
+        few = -(-batch // _ROWS_OF_A_TRIAL)
+        return Drafting(tuple((self._chosen + i) % batch for i in range(few)))

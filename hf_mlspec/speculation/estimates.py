@@ -21,6 +21,7 @@ _ROW_WINDOW = 24.0
 _PRIOR_WEIGHT = 4.0
 _POSITION_WEIGHT = 4.0
 _ROW_WEIGHT = 8.0
+_SHIFTS = 1.25  # factor between the chances of the rows that stay and of all, from where on it is no chance
 _REMEMBERED = 12.0  # observations that an earlier call's estimate is worth
 _SURE = 0.995  # no chance is larger: a draft of any length would be free of doubt
 
@@ -101,6 +102,18 @@ class PairEstimate:
         """Per position the chance that a draft gets that far."""
         return list(accumulate((one.mean(1.0, 1.0) for one in self.reached), mul))
 
+    def shift(self, ratio: float) -> None:
+        """From now on so many times as many tokens are kept, as other rows decode; small differences are chance."""
+        if 1.0 / _SHIFTS < ratio < _SHIFTS:
+            return
+        for one in (self.total, *self.kept):
+            one.kept = min(one.kept * ratio, one.tried)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was observed, be it in an earlier call."""
+        return self.total.tried > 0 or self.prior_weight > _PRIOR_WEIGHT
+
     def remembered(self) -> PairEstimate:
         """The estimate as the prior of another call."""
         weight = min(self.total.tried + self.prior_weight, _REMEMBERED)
@@ -118,26 +131,39 @@ def reach(chances: Sequence[float], factor: float = 1.0) -> list[float]:
 
 
 class RowEstimates:
-    """How each row differs from the mean of its pair; kept in step with the rows of the loop."""
+    """How each row differs from the mean of its pair, and the tokens it has gained; kept in step with the rows of the
+    loop."""
 
     def __init__(self) -> None:
         self.rows: list[Counted] = []
+        self.gained: list[int] = []
 
     def start(self, count: int) -> None:
         """Forget all rows; so many follow."""
-        self.rows = [Counted(_ROW_WINDOW) for _ in range(count)]
+        self.rows, self.gained = [], []
+        self.admit(count)
 
     def select(self, keep: list[int]) -> None:
         """Go on with the rows of these indices."""
-        self.rows = [self.rows[r] for r in keep]
+        self.rows, self.gained = ([line[r] for r in keep] for line in (self.rows, self.gained))
 
     def admit(self, count: int) -> None:
         """Append so many rows that nothing is known of."""
         self.rows += [Counted(_ROW_WINDOW) for _ in range(count)]
+        self.gained += [0] * count
 
     def replace(self, row: int) -> None:
         """Another row takes the place of row `row`."""
-        self.rows[row] = Counted(_ROW_WINDOW)
+        self.rows[row], self.gained[row] = Counted(_ROW_WINDOW), 0
+
+    def gain(self, accepted: Sequence[int]) -> None:
+        """A round has committed so many drafted tokens of every row, and one more."""
+        self.gained = [have + a + 1 for have, a in zip(self.gained, accepted, strict=True)]
+
+    def share_of(self, keep: Sequence[int], mean: float) -> float:
+        """Chances of some rows over those of all."""
+        factors = [self.factor(r, mean) for r in range(len(self.rows))]
+        return sum(factors[r] for r in keep) * len(factors) / (len(keep) * sum(factors)) if keep else 1.0
 
     def factor(self, row: int, mean: float) -> float:
         """A row's chances over those of the pair, whose mean is `mean`."""

@@ -7,7 +7,7 @@ down, and along it the values of `LENGTHS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -54,20 +54,26 @@ class Memory:
 
     def kept(self) -> Memory:
         """As the start of another call."""
-        return Memory({key: pair.remembered() for key, pair in self.pairs.items()}, self.ratios, self.spare)
+        pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
+        remembered = {key: one.remembered() for key, one in pairs}
+        return Memory(remembered, {key: replace(one) for key, one in ratios}, self.spare)
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
         """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
         are known under a third level, what that says; else the prior of the level's kind."""
         found = self.pairs.get((proposer, checker))
-        if found is None:
-            prior = levels[proposer].prior
-            for middle in range(checker + 1, proposer):
-                parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]
-                if all(part is not None and part.total.tried > 0 for part in parts):
-                    prior = parts[0].mean * parts[1].mean
-            found = self.pairs[proposer, checker] = PairEstimate(prior)
-        return found
+        if found is not None:
+            return found
+        prior = levels[proposer].prior
+        for middle in range(checker + 1, proposer):
+            parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]
+            if all(part is not None and part.known for part in parts):
+                prior = parts[0].mean * parts[1].mean
+        return PairEstimate(prior)
+
+    def observed(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
+        """The estimate of a pair of which something is about to be observed; from now on it is kept."""
+        return self.pairs.setdefault((proposer, checker), self.pair(levels, proposer, checker))
 
     def correct(self, plan: Plan, batch: int, ratio: float) -> None:
         """A round took `ratio` times what its costs say, without corrections."""
@@ -153,8 +159,8 @@ class Expectations:
 
     def reading(self, active: Sequence[int], missing: Sequence[float], slots: float) -> float:
         """Seconds until these levels have read the tokens they lack, summed over rows, behind `slots` slots."""
-        late = (index for index in active if missing[index] >= 1 and self.levels[index].own_cache)
-        return sum(costs.of(missing[index], slots) for index in late if (costs := self.levels[index].costs) is not None)
+        late = ((missing[index], self.levels[index]) for index in active if missing[index] >= 1)
+        return sum(one.costs.of(count, slots) for count, one in late if one.own_cache and one.costs is not None)
 
     def _once(self, key: Hashable, make: Callable[[], Found]) -> Found:
         """What `make` gives, made where it is asked for first."""

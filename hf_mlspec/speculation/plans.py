@@ -1,4 +1,6 @@
-"""Which levels draft, and how many tokens each? A plan for the coming rounds, and all plans that a chain allows."""
+"""Which levels draft, how many tokens each, and for which rows? A plan for the coming rounds, what it is chosen for,
+and all plans that a chain allows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import combinations
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of a draft that are tried
-_MOST_LEVELS = 5  # of which all combinations are tried; of longer chains those of the first ones
+MOST_LEVELS = 5  # of which all combinations are tried; of longer chains those of the first ones
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,41 @@ class Plan:
         return " + ".join(parts) or "off"
 
 
+@dataclass(frozen=True)
+class Situation:
+    """The rows of a round.
+
+    rooms: tokens each may still gain, but the one that every round adds. slots: that a token of them attends to, the
+    mean. missing: per level the tokens of each row that it has not read yet.
+    """
+
+    rooms: list[int]
+    slots: float
+    missing: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Which rows draft in a plan, and their chances over the mean of all."""
+
+    rows: tuple[int, ...]
+    factor: float = 1.0
+
+    @classmethod
+    def all_of(cls, batch: int) -> Drafting:
+        """Every row."""
+        return cls(tuple(range(batch)))
+
+
 @lru_cache(maxsize=4096)
 def plan_of(lengths: tuple[int, ...]) -> Plan:
     """The plan of these lengths; one object for each, as they are compared again and again."""
     return Plan(lengths)
+
+
+def names_of(words: str) -> list[str]:
+    """The levels that take part in a plan told in words."""
+    return [part.rpartition(" ")[0] for part in words.split(" + ")]
 
 
 def off(count: int) -> Plan:
@@ -54,7 +87,7 @@ def choices(joined: Sequence[bool]) -> Iterator[tuple[int, ...]]:
     joined: per level whether it speaks the vocabulary of the level above it; if not, no level below it can draft for
     one above.
     """
-    count = min(len(joined), _MOST_LEVELS)
+    count = min(len(joined), MOST_LEVELS)
     for size in range(1, count + 1):
         for active in combinations(range(count), size):
             left_out = set(range(active[-1])) - set(active)

@@ -68,7 +68,7 @@ def test_what_a_lossless_chain_gets(made):
     assert made.statement == "lossless: 0 of 48 tokens differ from the target alone over 3 prompts, batch size 1 and 2"
     assert [run["batch_size"] for run in told["runs"]] == [1, 2]
     assert [level["kind"] for level in told["levels"]] == ["cast of the target to mxfp4", "model"]
-    assert [level["num_draft_tokens"] for level in told["levels"]] == [8, 8]
+    assert [level["num_draft_tokens"] for level in told["levels"]] == [None, None]  # left to the call
     assert [level["confidence_threshold"] for level in told["levels"]] == [0.4, 0.4]
     counted = told["runs"][0]["levels"][0]
     assert counted["acceptance"] == round(counted["accepted"] / counted["tested"], 6)

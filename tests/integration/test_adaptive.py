@@ -10,9 +10,9 @@ from models import VOCAB, letters, near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec.integration.config import SpeculationConfig
-from hf_mlspec.speculation.controller import Controller, Situation
+from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.draft import Draft, Rows
-from hf_mlspec.speculation.plans import LENGTHS, Plan, off
+from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
 from hf_mlspec.speculation.stats import LevelStats
 
 pytestmark = pytest.mark.plans

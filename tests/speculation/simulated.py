@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_mlspec.speculation.controller import Controller, Situation
+from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.forecast import LevelCosts
-from hf_mlspec.speculation.plans import Plan
+from hf_mlspec.speculation.plans import Plan, Situation
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -43,7 +43,7 @@ class Simulated:
         going = list(range(rows))
         while going:
             rooms = [tokens - written[r] - 1 for r in going]
-            missing = [sum(written[r] - read[r][i] for r in going) if level.own_cache else 0
+            missing = [[written[r] - read[r][i] if level.own_cache else 0 for r in going]
                        for i, level in enumerate(self.levels)]
             if controller is not None:
                 stays = controller.stay(len(going))
@@ -52,9 +52,10 @@ class Simulated:
             else:
                 plan, limits = fixed, [min(fixed.most, room) for room in rooms]
             begin = self.seconds
+            late = max((line[i] for line in missing for i, limit in enumerate(limits) if limit), default=0)
             drafted, accepted = self._round(controller, plan, limits, going, written, read)
             if controller is not None:
-                controller.observe(limits, drafted, accepted, self.seconds - begin)
+                controller.observe(limits, drafted, accepted, self.seconds - begin if late <= 4 else None)
             self.plans.append(plan)
             for r, a in zip(going, accepted, strict=True):
                 written[r] += a + 1
@@ -86,7 +87,7 @@ class Simulated:
 
     def _draft(self, controller, plan, active, checker, limits, going, written) -> None:
         index, *below = active
-        level, busy = self.levels[index], sum(limit > 0 for limit in limits)
+        level = self.levels[index]
         if level.costs is None:
             return
         if not below:
@@ -105,7 +106,6 @@ class Simulated:
                     if controller is not None:
                         controller.observe_inner(index, asked[i], asked[i], kept)
                     left[i] -= kept + 1
-        assert busy
 
     def _kept(self, row: int, checker: int, proposer: int, limit: int, so_far: int) -> int:
         for n in range(limit):

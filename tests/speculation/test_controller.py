@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 from simulated import Simulated, costs
 
-from hf_mlspec.speculation.controller import Controller, Situation
+from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
-from hf_mlspec.speculation.estimates import PairEstimate
+from hf_mlspec.speculation.estimates import PairEstimate, RowEstimates
 from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
-from hf_mlspec.speculation.plans import LENGTHS, Plan, off
+from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
 
 FLAT = costs(1.0, 0.0)  # a pass costs the same whatever its tokens: memory is the limit
 STEEP = costs(1.0, 1.0)  # every token costs what a pass does: arithmetic is
@@ -29,7 +29,7 @@ def known(*chances: float) -> Memory:
 
 def chosen(controller: Controller, rows: int = 1, rooms: int = 1000, missing: int = 0) -> Plan:
     controller.start(rows)
-    return controller.choose(Situation([rooms] * rows, 0.0, [missing * rows] * len(controller.levels)))
+    return controller.choose(Situation([rooms] * rows, 0.0, [[missing] * rows for _ in controller.levels]))
 
 
 def leviathan(chance: float, cost: float, length: int) -> float:
@@ -116,14 +116,11 @@ def test_chances_that_change_are_noticed_both_ways():
     levels = [LevelCosts("draft", costs(4e-4, 0.0), prior=0.6)]
     simulated = Simulated(TARGETS["memory"], levels, chance)
     simulated.decode(Controller(TARGETS["memory"], levels), 1, 3000)
-    written, lengths = 0, []
-    for plan in simulated.plans:
-        lengths.append(plan.most)
-    rounds = len(lengths)
+    lengths = [plan.most for plan in simulated.plans]
     assert max(lengths[:20]) >= 4  # it pays at first
     assert lengths.count(0) > 700  # then it does not
     assert sum(length > 0 for length in lengths[-100:]) > 80  # then again
-    assert rounds < 2200, written
+    assert len(lengths) < 2200
 
 
 def test_rows_are_drafted_for_as_their_own_tokens_are_kept():
@@ -187,11 +184,49 @@ def test_what_was_learned_is_the_next_calls_start():
     assert sum(plan != off(1) for plan in simulated.plans) <= 1  # a trial
 
 
-def test_after_a_failure_the_target_goes_on_alone():
-    controller = Controller(FLAT, [level(cost=costs(0.05, 0.0))], memory=known(0.8))
-    assert chosen(controller).active == (0,)
-    controller.fail()
-    assert chosen(controller) == off(1)
+def test_a_pair_never_seen_is_guessed_from_what_both_are_under_a_third():
+    levels = [level("cast", prior=0.85), level("tiny", prior=0.65)]
+    memory = known(0.9)
+    assert memory.pair(levels, 1, TARGET).mean == 0.65
+    memory.pairs[1, 0] = PairEstimate(0.5, SURE)
+    assert memory.pair(levels, 1, TARGET).mean == pytest.approx(0.45)
+    assert (1, TARGET) not in memory.pairs
+
+
+def test_rows_that_stay_are_known_better_than_all():
+    estimate, rows = PairEstimate(0.5), RowEstimates()
+    rows.start(4)
+    for _ in range(20):
+        for r in range(4):
+            rows.rows[r].add(*estimate.observe(2, 2, 2 if r < 2 else 0))
+    before = estimate.mean
+    estimate.shift(rows.share_of([2, 3], before))
+    assert estimate.mean < 0.5 * before
+    assert rows.share_of([0, 1, 2, 3], before) == pytest.approx(1.0)
+
+
+def test_only_what_rows_that_draft_have_missed_is_charged():
+    """Four rows gain much, four nothing and have long been idle: what these lack does not speak against the others."""
+    late = level(cost=costs(0.02, 0.005), own_cache=True)
+    controller = Controller(PassCosts((1, 8, 64), (1.0, 1.1, 3.0), (0.0,) * 3), [late], memory=known(0.6))
+    controller.start(8)
+    for r, row in enumerate(controller.rows.rows):
+        row.add(24, 24 if r < 4 else 0)
+    plan = controller.choose(Situation([200] * 8, 0.0, [[0] * 4 + [4000] * 4]))
+    assert plan.active == (0,)
+    assert controller.limits[4:] == [0] * 4
+
+
+def test_a_trial_pays_for_what_it_reads():
+    late = level(cost=costs(0.1, 0.02), own_cache=True, prior=0.01)
+    controller = Controller(STEEP, [late])
+    controller.start(1)
+    controller.memory.spare = 40.0
+    plan = controller.choose(Situation([1000], 0.0, [[500]]))
+    if plan.active:
+        spare = controller.memory.spare
+        controller.observe([plan.most], [plan.most], [0], None)
+        assert controller.memory.spare < spare - 5.0
 
 
 def test_plans_in_words():

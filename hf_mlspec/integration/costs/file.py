@@ -19,12 +19,15 @@ class NotAProfile(ValueError):
 
 
 def cache_folder() -> Path:
-    """Where costs are kept between processes: $MLSPEC_CACHE, else hf_mlspec in the user's cache folder."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hf_mlspec"
+    """Where costs are kept between processes: $MLSPEC_CACHE, else hf_mlspec in the user's cache folder. OSError for a
+    user who has no home folder."""
+    given, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if given:
+            return Path(given).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "hf_mlspec"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def cache_file(key: str) -> Path:

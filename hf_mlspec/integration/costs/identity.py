@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import transformers
 
 from ... import ops
 from ...engines.built import device_of
@@ -29,10 +30,12 @@ def machine_of(engine: Engine) -> dict[str, str]:
 
 
 def model_of(engine: Engine) -> str:
-    """A hash of what the engine computes: the modules of its model with their sizes, dtypes, bits, and its name."""
+    """A hash of what the engine computes: the modules of its model with their sizes, dtypes, bits, its name, and the
+    version of transformers where that runs them."""
     modules = str(engine.model)
     attention = getattr(engine.model.config, "_attn_implementation", "")
-    said = [engine.name, str(engine.dtype), list(engine.bits), attention, modules]
+    code = transformers.__version__ if engine.can.by_module else ""
+    said = [engine.name, str(engine.dtype), list(engine.bits), attention, code, modules]
     return _hash(said)
 
 

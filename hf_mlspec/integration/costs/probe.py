@@ -101,7 +101,7 @@ def keep(engine: Engine, found: PassCosts, target: Engine) -> bool:
 
 
 def _state_key(engine: Engine) -> tuple:
-    return engine.name, engine.bits, torch.get_num_threads()
+    return engine.name, engine.bits, engine.dtype, str(device_of(engine.model)), torch.get_num_threads()
 
 
 def _kept(engine: Engine) -> PassCosts | None:
@@ -117,10 +117,10 @@ def _given(target: Engine, profile: str | os.PathLike) -> dict[str, PassCosts]:
 
 
 def _cached(engine: Engine, target: Engine) -> PassCosts | None:
-    path = cache_file(key_of(engine))
     try:
+        path = cache_file(key_of(engine))
         return read(path, machine_of(engine)).get(model_of(engine))
-    except FileNotFoundError:
+    except OSError:  # there is no such file, or no place for one
         return None
     except NotAProfile as error:
         said = f"kept costs are ignored and measured anew: {error}"

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
 from ...nn.state import state_of
-from ...speculation.controller import Controller, Situation
+from ...speculation.controller import Controller
 from ...speculation.costs import TOKENS, PassCosts
 from ...speculation.estimates import PairEstimate
 from ...speculation.forecast import TARGET, Memory
+from ...speculation.plans import Situation
 from ..adaptive import controller_of
 from ..config import SpeculationConfig
 from ..levels.resolve import resolve
@@ -109,6 +110,6 @@ class Survey:
         memory = Memory({pair: PairEstimate(acceptance, _CERTAIN) for pair in pairs})
         controller = Controller(known.target, levels, memory=memory)
         controller.start(rows)
-        plan = controller.choose(Situation([ROOM] * rows, SLOTS, [0] * len(levels)))
+        plan = controller.choose(Situation([ROOM] * rows, SLOTS, [[0] * rows for _ in levels]))
         speedup = controller.forecast.speed / controller.off_speed
         return Example(rows, acceptance, plan.told(self.names), plan.lengths, speedup)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...speculation.row_sampling import RowRule
 from ...speculation.sampling import drawn_seed
-from ...speculation.stats import SpeculationStats
+from ...speculation.stats import LevelStats, SpeculationStats
 from ..call import Call, check
 from ..hook import prepare_call
 from ..processing import Prompts, Stopping, split_processors
@@ -112,6 +112,14 @@ class Admitted:
     def new_tokens(self) -> list[int]:
         """The tokens committed so far."""
         return self.row[self.prompts.lengths[0] :]
+
+    def counts_of(self, name: str) -> LevelStats:
+        """What a level drafted for this request as the one below the target."""
+        found = next((level for level in self.stats.levels if level.name == name), None)
+        if found is None:
+            found = LevelStats(name)
+            self.stats.levels.append(found)
+        return found
 
     def fail(self, error: Exception) -> None:
         """The request ends with this error, or the one that came before it; its tokens so far stay."""

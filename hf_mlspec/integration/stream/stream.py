@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ...engines.modules.attention import ragged_attention_on
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
+from ...speculation.drafters.checked import proposer
 from ...speculation.loop import Loop
 from ...speculation.row_sampling import RowRule
 from ...speculation.stats import LevelStats, SpeculationStats
@@ -62,9 +63,9 @@ def generate_stream(
 
     Decoding happens only while the iterator is being consumed; closing it frees everything. For a progress bar wrap
     it: `tqdm(generate_stream(...), total=len(requests))`. A request that is invalid, whose own processor, criterion or
-    streamer fails, or for which the target's logits are NaN (FloatingPointError) completes with "error". NaN logits of
-    a level end the whole stream. Raises TypeError or ValueError at once for arguments of the call itself, and an
-    exception of `requests` once the running requests have completed.
+    streamer fails, or for which the target's logits are NaN (FloatingPointError) completes with "error". A level that
+    fails before it has drafted ends the whole stream, later the target goes on alone. Raises TypeError or ValueError
+    at once for arguments of the call itself, and an exception of `requests` once the running requests have completed.
     """
     _check_call(model, requests, max_batch, tokenizer)
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
@@ -239,12 +240,13 @@ class _Stream:
 
     def _emit(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
         """Count and stream what every request gained."""
+        drafted_by = None if self.chain.drafter is None else proposer(self.chain.drafter).name
         for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
             one = self.live[number]
             one.stats.count_pass(1)
             one.stats.new_tokens += len(tokens)
-            for level in one.stats.levels:
-                level.settle([self.loop.drafted[r]], [verdict.accepted[r]])
+            if drafted_by is not None:
+                one.counts_of(drafted_by).settle([self.loop.drafted[r]], [verdict.accepted[r]])
             if tokens:
                 one.stream(torch.tensor(tokens))
             if self.gained is not None:

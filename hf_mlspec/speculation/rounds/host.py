@@ -10,7 +10,6 @@ import torch
 from ..checker import Checker, Verdict
 from ..draft import Draft, Drafter, Rows
 from ..drafters.checked import proposer
-from ..estimates import MOST
 from ..stats import LevelStats, SpeculationStats
 from .steering import Steering
 
@@ -127,11 +126,13 @@ class HostRounds:
 
     def _levels(self) -> list[Checker | Drafter | Steering]:
         """From the target down, as who follows a cache is told after its owner; then what steers them."""
-        return [one for one in (self.target, self.drafter, self.steering) if one is not None]
+        drafter = None if self.steering is not None and self.steering.failed else self.drafter
+        return [one for one in (self.target, drafter, self.steering) if one is not None]
 
     def _limits(self, rows: Rows) -> list[int]:
         """Tokens worth drafting: a check adds one more."""
-        most = self.num_draft_tokens if self.steering is None else MOST
         lines = zip(rows, self._ends, self._ready, strict=True)
-        rooms = [min(most, end - len(row) - 1) if ready else 0 for row, end, ready in lines]
-        return rooms if self.steering is None else self.steering.limits(rows, rooms)
+        rooms = [end - len(row) - 1 if ready else 0 for row, end, ready in lines]
+        if self.steering is not None:
+            return self.steering.limits(rows, rooms)
+        return [min(self.num_draft_tokens, room) for room in rooms]

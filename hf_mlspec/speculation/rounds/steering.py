@@ -7,11 +7,11 @@ from functools import partial
 
 from ...engines.engine import Engine
 from ...nn.state import say_once
-from ..controller import Controller, Situation
+from ..controller import Controller
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
 from ..drafters.cross_tokenizer import CrossTokenizerDrafter
-from ..plans import Plan
+from ..plans import Plan, Situation
 from ..stats import PlanStats, SpeculationStats
 
 _LATE = 4  # tokens a row may lack for a round to count as one like all others
@@ -38,52 +38,67 @@ class Steering:
         self.names = [level.name for level in levels]
         self._checked = [_checked(level) for level in levels]
         self._proved: set[int] = set()  # levels that have drafted without an error
+        self._read: list[list[int]] = []  # per level the tokens of every row that it has read, in the target's tokens
+        self._lengths: list[int] = []  # of the rows when the round began
+        self.failed = False
         self._usual = self._made = False
         self._told: Plan | None = None
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
         if self._made:
+            self._read = [[0] * rows for _ in self.levels]
             self.controller.start(rows)
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""
         if self._made:
+            self._read = [[line[r] for r in keep] for line in self._read]
             self.controller.select(keep)
 
     def admit(self, count: int) -> None:
         """So many rows join."""
         if self._made:
+            self._read = [line + [0] * count for line in self._read]
             self.controller.admit(count)
 
     def replace(self, row: int) -> None:
         """Another row takes the place of one that ended."""
         if self._made:
+            for line in self._read:
+                line[row] = 0
             self.controller.replace(row)
 
     def limits(self, rows: Rows, rooms: list[int]) -> list[int]:
         """Per row the tokens to draft in the coming round; the levels are set to draft them. rooms: tokens that a
-        draft of each row may hold."""
+        row may gain still, but the one that every round adds."""
+        if self.failed:
+            return [0] * len(rows)
         if not self._made:
             self._begin(len(rows))
-        if self.controller.stay(len(rows)):
-            return [min(limit, room) for limit, room in zip(self.controller.limits, rooms, strict=True)]
-        missing = [_missing(runner, rows) for runner in self.runners]
-        slots = sum(map(len, rows)) / len(rows)
-        plan = self.controller.choose(Situation(rooms, slots, missing))
-        self._set(plan)
-        unread = max(missing[index] for index in plan.active) if plan.active else 0
-        prompt = _missing(self.target, rows)
-        self._usual = max(unread, prompt) <= _LATE * len(rows) and any(rooms)
-        return [min(limit, room) for limit, room in zip(self.controller.limits, rooms, strict=True)]
+        self._lengths, controller = list(map(len, rows)), self.controller
+        if not controller.stay(len(rows)):
+            missing = [self._missing(index) for index in range(len(self.levels))]
+            plan = controller.choose(Situation(rooms, sum(self._lengths) / len(rows), missing))
+            self._set(plan)
+            drafting = [r for r, limit in enumerate(controller.limits) if limit]
+            unread = max((missing[index][r] for index in plan.active for r in drafting), default=0)
+            self._usual = max(unread, self._unread(rows)) <= _LATE and any(rooms)
+        return [min(limit, room) for limit, room in zip(controller.limits, rooms, strict=True)]
 
     def observe(
         self, stats: SpeculationStats, limits: list[int], drafted: list[int], accepted: list[int], seconds: float
     ) -> None:
         """What the round did, and how long it took."""
+        if self.failed:
+            return
         controller = self.controller
         forecast, plan, tokens = controller.forecast, controller.plan, len(accepted) + sum(accepted)
-        self._proved.update(plan.active)
+        if any(drafted):
+            self._proved.update(plan.active)
+        for index in plan.active:
+            lines = zip(self._lengths, limits, self._read[index], strict=True)
+            self._read[index] = [n if limit else have for n, limit, have in lines]
         controller.observe(limits, drafted, accepted, seconds if self._usual else None)
         if plan != self._told:
             self._told, words = plan, plan.told(self.names)
@@ -106,11 +121,11 @@ class Steering:
             raise error
         plan = self.controller.plan.told(self.names)
         say_once(self.target.model, f"levels failed while drafting ({plan}), the target goes on alone: {error!r}")
-        self.controller.fail()
+        self.failed = True
 
     def _begin(self, rows: int) -> None:
         self.controller, self._made = self.make(), True
-        self.controller.start(rows)
+        self.start(rows)
         for index, judge in enumerate(self._checked):
             if judge is not None:
                 judge.on_check = partial(self.controller.observe_inner, index)
@@ -122,14 +137,24 @@ class Steering:
                 judge.num_draft_tokens = next(filter(None, plan.lengths[index + 1 :]), 0)
 
 
+    def _missing(self, index: int) -> list[int]:
+        """Per row the tokens that a level would have to read before it drafts."""
+        runner = self.runners[index]
+        if runner is None or runner.follow is not None:
+            return [0] * len(self._lengths)
+        most = getattr(_inside(self.levels[index]), "max_positions", None) or max(self._lengths)
+        return [min(n - have, most) for n, have in zip(self._lengths, self._read[index], strict=True)]
+
+    def _unread(self, rows: Rows) -> int:
+        """The most tokens of a row that the target has not read."""
+        held = self.target.lengths  # of rows that are new it may know nothing
+        return max(len(row) - (held[r] if r < len(held) else 0) for r, row in enumerate(rows))
+
+
+def _inside(level: Drafter) -> Drafter:
+    return level.inner if isinstance(level, CrossTokenizerDrafter) else level
+
+
 def _checked(level: Drafter) -> CheckedDrafter | None:
-    inside = level.inner if isinstance(level, CrossTokenizerDrafter) else level
+    inside = _inside(level)
     return inside if isinstance(inside, CheckedDrafter) else None
-
-
-def _missing(runner: Engine | None, rows: Rows) -> int:
-    """Tokens of all rows that are in no slot of an engine's cache."""
-    if runner is None or runner.follow is not None:
-        return 0
-    held = (min(len(row), have) for row, have in zip(rows, runner.lengths, strict=False))  # rows may be new to it
-    return sum(map(len, rows)) - sum(held)
