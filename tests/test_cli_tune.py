@@ -70,7 +70,7 @@ def test_a_cheap_draft_is_worth_its_rounds_and_a_dear_one_is_off(saved_model, mo
         assert example.plan == expected
         if expected != "off":
             tokens = (1 - 0.9**17) / (1 - 0.9)
-            assert example.speedup == pytest.approx(tokens / (1 + 16 * 0.01), rel=1e-3)
+            assert example.speedup == pytest.approx(tokens / (1 + 16 * 0.01), rel=1e-2)
 
 
 def test_the_next_call_measures_nothing(capsys, cache, saved_model, no_probe):
@@ -128,7 +128,7 @@ def test_the_lines_of_the_picture_are_the_speeds_of_the_paper():
     target, draft = (PassCosts((1, 256), (cost, cost), (0.0, 0.0)) for cost in (0.01, 0.001))
     assert ratios_of(target, {"draft": draft, "ngram": None}) == {"draft": pytest.approx(0.1)}
     best = max((1 - 0.8 ** (k + 1)) / (1 - 0.8) / (0.1 * k + 1) for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16))
-    assert speedup(target, 0.1, 0.8) == pytest.approx(best, rel=1e-3)
+    assert speedup(target, 0.1, 0.8) == pytest.approx(best, rel=1e-2)
     left, right = curves(target, {"draft": 0.1}).axes
     assert [line.get_label() for line in left.lines][-2:] == ["draft: cost 0.1", "_child6"]
     assert [list(line.get_xdata()) for line in right.lines if line.get_label() == "draft"] == [[0.1, 0.1]]

@@ -5,7 +5,7 @@ S slots that a token attends to, T(n) the seconds of a pass of the target over n
 
     tokens of a round     B (1 + sum over i <= k of p_i)             p_i: the first i drafted tokens are all kept
     check                 T(B (1 + D)) + attention                   D = sum over i <= k of u_i, u_i: i are drafted
-    draft of a level      t(B) + sum over i < k of t(B u_i)          steps; a row that ended its draft costs nothing
+    draft of a level      t(1.5 B) + sum over i < k of t(B u_i)      steps; a row that ended its draft costs nothing
     draft, checked        D / e rounds of the level below and t(B (1 + d))     e: tokens that such a round commits,
                                                                      d: tokens drafted in it
     speed                 tokens / (check + draft)                   "off" is B / T(B)
@@ -27,7 +27,7 @@ from time import perf_counter
 import numpy as np
 
 from .costs import PassCosts
-from .estimates import MOST, RowEstimates, reach
+from .estimates import MOST, RowEstimates, odds_ratio, reach
 from .forecast import TARGET, Expectations, Forecast, LevelCosts, Memory
 from .plans import LENGTHS, Drafting, Plan, Situation, choices, off, plan_of
 
@@ -45,6 +45,7 @@ _DIFFER = 1.3  # chances of the best row over those of the worst, from where on 
 _GROUPS = 3
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part
+_OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
 
 
 class Controller:
@@ -71,7 +72,7 @@ class Controller:
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = 0
-        self._trial = False
+        self._trial = self._switched = False  # whether other levels drafted in the round before: caches are cold then
         self._best_speed = 1.0
         self._remembers = memory is not None
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
@@ -117,17 +118,20 @@ class Controller:
         same = plan == self.plan and trial is None
         first, longest = (1, _LONGEST_STAY) if plan.active else (_FIRST_OFF, _LONGEST_OFF)
         self._stay = min(2 * self._stay, longest) if same and self._stay else first
-        self._trial, self.plan = trial is not None, trial or plan
+        chosen = trial or plan
+        self._switched = chosen.active != self.plan.active
+        self._trial, self.plan = trial is not None, chosen
         doubles = not self._trial and not (plan.active and self.by_clock)
         self._left = self._stay - 1 if doubles else 0
+        if self._trial and not chosen.active:
+            self._left = _OFF_TRIAL - 1
         if trial is None:
             self._reading, self.limits = 0.0, self._shared(situation, known)
         else:
             few = self._few(batch).rows if trial.active else ()
             self.limits = [trial.most if r in few else 0 for r in range(batch)]
-        drafting = sum(limit > 0 for limit in self.limits)
-        factor = 1.0 if self._trial else self._drafting.factor
-        self.forecast = known.of(self.plan, batch, drafting, situation.slots, factor)
+        odds = self._odds(self.plan, batch) if self.plan.active and batch > 1 else [1.0] * batch
+        self.forecast = known.of_limits(self.plan, self.limits, odds, situation.slots)
         self._best_speed = self._usual(plan, situation, known).speed
         self._chosen += 1
         if not any(situation.rooms):
@@ -156,7 +160,8 @@ class Controller:
         self.rows.gain(accepted)
         for pair in self.memory.pairs.values():
             pair.idle += committed
-        took = self._took(seconds)
+        took = self._took(None if self._switched else seconds)
+        self._switched = False
         self._lost = max(self._lost + took - _SLACK * self.forecast.seconds - committed / self.forecast.speed, 0.0)
         if self._lost > _SURPRISE * self.forecast.seconds:
             self._question()
@@ -218,12 +223,12 @@ class Controller:
         found = [Drafting.all_of(batch)]
         if batch > 1:
             mean = self.memory.pair(self.levels, top, TARGET).mean
-            factors = [self.rows.factor(r, mean) for r in range(batch)]
-            order = sorted(range(batch), key=lambda r: -factors[r])
-            while len(found) < _GROUPS and batch > 1 and factors[order[0]] > _DIFFER * factors[order[-1]]:
+            means = [self.rows.mean(r, mean) for r in range(batch)]
+            order = sorted(range(batch), key=lambda r: -means[r])
+            while len(found) < _GROUPS and batch > 1 and means[order[0]] > _DIFFER * means[order[-1]]:
                 batch = (batch + 1) // 2
                 rows = tuple(order[:batch])
-                found.append(Drafting(rows, round(sum(factors[r] for r in rows) / batch, 2)))
+                found.append(Drafting(rows, odds_ratio(sum(means[r] for r in rows) / batch, mean)))
         return found
 
     def _lengths(
@@ -250,7 +255,7 @@ class Controller:
         batch = len(situation.rooms)
         drafting = drafting or Drafting.all_of(batch)
         reading = self._to_read(active, situation, known, drafting)
-        grid = known.grid(active, batch, len(drafting.rows), situation.slots, drafting.factor)
+        grid = known.grid(active, batch, len(drafting.rows), situation.slots, drafting.odds)
         return reading + self._to_write(situation) / grid.speed
 
     def _to_read(
@@ -277,7 +282,7 @@ class Controller:
     def _usual(self, plan: Plan, situation: Situation, known: Expectations) -> Forecast:
         """A round of the plan that was found best, with the rows that draft in it."""
         return known.of(
-            plan, len(situation.rooms), len(self._drafting.rows), situation.slots, self._drafting.factor
+            plan, len(situation.rooms), len(self._drafting.rows), situation.slots, self._drafting.odds
         )
 
     def _worth_a_trial(self, situation: Situation, best: Plan, known: Expectations) -> Plan | None:
@@ -321,15 +326,19 @@ class Controller:
         if not plan.active or batch == 1:
             return [plan.most] * batch
         worth = self._usual(plan, situation, known).speed * known.of_a_token(plan, batch, situation.slots)
-        pair = self.memory.pair(self.levels, plan.active[0], TARGET)
-        chances, mean = pair.chances()[: plan.most], pair.mean
-        limits, factors = [], [self.rows.factor(r, mean) for r in range(batch)]
-        for r, (own, factor) in enumerate(zip(self.rows.rows, factors, strict=True)):
-            drafts = r in self._drafting.rows
-            limits.append(sum(chance >= worth for chance in reach(chances, factor)) if drafts else 0)
+        pair, limits = self.memory.pair(self.levels, plan.active[0], TARGET), []
+        for r, odds in enumerate(self._odds(plan, batch)):
+            kept = reach(pair.chances()[: plan.most], odds) if r in self._drafting.rows else []
+            limits.append(sum(chance >= worth for chance in kept))
             if not limits[-1]:  # not observed any more: let it come back
+                own = self.rows.rows[r]
                 own.tried, own.kept = 0.9 * own.tried, 0.9 * own.kept
         return limits
+
+    def _odds(self, plan: Plan, batch: int) -> list[float]:
+        """The odds that a token is kept, of every row over those of all."""
+        mean = self.memory.pair(self.levels, plan.active[0], TARGET).mean
+        return [odds_ratio(self.rows.mean(r, mean), mean) for r in range(batch)]
 
     def _few(self, batch: int) -> Drafting:
         """The rows that draft in a trial, others each time."""

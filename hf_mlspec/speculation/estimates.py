@@ -125,9 +125,17 @@ class PairEstimate:
         return new
 
 
-def reach(chances: Sequence[float], factor: float = 1.0) -> list[float]:
-    """Per position the chance that all tokens up to it are kept, each chance times `factor`."""
-    return list(accumulate((min(chance * factor, _SURE) for chance in chances), mul))
+def reach(chances: Sequence[float], odds: float = 1.0) -> list[float]:
+    """Per position the chance that all tokens up to it are kept, the odds of each chance times `odds`."""
+    if odds != 1.0:
+        chances = [min(chance * odds / (1.0 - chance + chance * odds), _SURE) for chance in chances]
+    return list(accumulate(chances, mul))
+
+
+def odds_ratio(own: float, mean: float) -> float:
+    """The odds of one chance over those of another, to two digits: a factor that leads to no chance above 1."""
+    own, mean = (min(max(chance, 1.0 - _SURE), _SURE) for chance in (own, mean))
+    return float(f"{own * (1.0 - mean) / (mean * (1.0 - own)):.2g}")
 
 
 class RowEstimates:
@@ -162,10 +170,9 @@ class RowEstimates:
 
     def share_of(self, keep: Sequence[int], mean: float) -> float:
         """Chances of some rows over those of all."""
-        factors = [self.factor(r, mean) for r in range(len(self.rows))]
-        return sum(factors[r] for r in keep) * len(factors) / (len(keep) * sum(factors)) if keep else 1.0
+        means = [self.mean(r, mean) for r in range(len(self.rows))]
+        return sum(means[r] for r in keep) * len(means) / (len(keep) * sum(means)) if keep and any(means) else 1.0
 
-    def factor(self, row: int, mean: float) -> float:
-        """A row's chances over those of the pair, whose mean is `mean`."""
-        own = self.rows[row]
-        return own.mean(mean, _ROW_WEIGHT) / mean if mean and own.tried else 1.0
+    def mean(self, row: int, mean: float) -> float:
+        """The chance that a token drafted for this row is kept; mean: of its pair."""
+        return self.rows[row].mean(mean, _ROW_WEIGHT)

@@ -18,6 +18,7 @@ from .plans import LENGTHS, Plan
 
 TARGET = -1  # in the place of a level's index: who checks the first active level
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
+_ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
 _AT = np.array(LENGTHS) - 1  # where the lengths are in a list by positions
@@ -131,20 +132,33 @@ class Expectations:
         return self._once(("off", batch, slots), lambda: self._off(batch, slots))
 
     def grid(
-        self, active: tuple[int, ...], batch: int, drafting: int, slots: float, factor: float = 1.0
+        self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float = 1.0
     ) -> Forecast[np.ndarray]:
-        """A round of `batch` rows, `drafting` of which draft, one or more, by all plans of these levels. factor:
-        chances of those rows over the mean of all."""
-        key = ("grid", active, batch, drafting, slots, factor)
-        return self._once(key, lambda: self._grid(active, batch, drafting, slots, factor))
+        """A round of `batch` rows, `drafting` of which draft, one or more, by all plans of these levels. odds: that
+        tokens of those rows are kept, over those of all."""
+        key = ("grid", active, batch, drafting, slots, odds)
+        return self._once(key, lambda: self._grid(active, batch, drafting, slots, odds))
 
-    def of(self, plan: Plan, batch: int, drafting: int, slots: float, factor: float = 1.0) -> Forecast[float]:
+    def of(self, plan: Plan, batch: int, drafting: int, slots: float, odds: float = 1.0) -> Forecast[float]:
         """As `grid`, of one plan, in which nobody need draft."""
         if not plan.active or not drafting:
             return self.off(batch, slots)
-        grid = self.grid(plan.active, batch, drafting, slots, factor)
+        grid = self.grid(plan.active, batch, drafting, slots, odds)
         at = tuple(_PLACE[plan.lengths[index]] for index in plan.active)
         return Forecast(*(float(each[at]) for each in (grid.tokens, grid.seconds, grid.by_costs)))
+
+    def of_limits(self, plan: Plan, limits: Sequence[int], odds: Sequence[float], slots: float) -> Forecast[float]:
+        """A round in which row r drafts at most limits[r] tokens, the odds of which are odds[r] times those of all."""
+        batch, drafting = len(limits), sum(limit > 0 for limit in limits)
+        if not drafting:
+            return self.off(batch, slots)
+        top, whole = plan.active[0], self.of(plan, batch, drafting, slots)
+        chances = self.memory.pair(self.levels, top, TARGET).chances()
+        tokens = batch + sum(sum(reach(chances[:limit], own)) for limit, own in zip(limits, odds, strict=True))
+        drafted = np.append(0.0, np.cumsum(self._chances_to_last(top, TARGET)))
+        most, asked = drafting * drafted[plan.most], sum(drafted[limit] for limit in limits)
+        saved = float(self.target.of(batch + most, slots) - self.target.of(batch + asked, slots))
+        return Forecast(tokens, whole.seconds - saved * whole.seconds / whole.by_costs, whole.by_costs - saved)
 
     def of_a_token(self, plan: Plan, batch: int, slots: float) -> float:
         """Seconds that the last drafted token of a row costs: in the check, and in each level that drafts or checks it
@@ -169,15 +183,18 @@ class Expectations:
         return self._found[key]
 
     def _off(self, batch: int, slots: float) -> Forecast[float]:
-        seconds = float(self.target.of(float(batch), slots))
+        seconds = float(self.target.of(float(batch), slots)) + _ROUND_SECONDS
         (factor,) = self.memory.factors((), [0], batch, self.doubts > 0) if self.corrected else [1.0]
         return Forecast(float(batch), seconds * factor, seconds)
 
-    def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, factor: float) -> Forecast:
-        drafted, seconds = self._drafting(active, TARGET, drafting, slots)
-        tokens = _along(batch + drafting * self._tokens_kept(active[0], TARGET, factor), seconds.ndim)
-        seconds = seconds + _along(self.target.of(batch + drafting * drafted, slots), seconds.ndim)
-        corrected = seconds * _along(self._corrections(active, batch), seconds.ndim)
+    def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float) -> Forecast:
+        drafted, drafts = self._drafting(active, TARGET, drafting, slots)
+        axes = drafts.ndim
+        tokens = _along(batch + drafting * self._tokens_kept(active[0], TARGET, odds), axes)
+        seconds = drafts + _along(self.target.of(batch + drafting * drafted, slots), axes) + _ROUND_SECONDS
+        corrected = seconds * _along(self._corrections(active, batch), axes)
+        # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
+        corrected = np.maximum(corrected, self.off(batch, slots).seconds + drafts)
         return Forecast(np.broadcast_to(tokens, seconds.shape), corrected, seconds)
 
     def _drafting(
@@ -216,14 +233,14 @@ class Expectations:
         """Per length of a draft the tokens that it is expected to have."""
         return np.cumsum(self._chances_to_last(proposer, checker))[_AT]
 
-    def _tokens_kept(self, proposer: int, checker: int, factor: float = 1.0) -> np.ndarray:
+    def _tokens_kept(self, proposer: int, checker: int, odds: float = 1.0) -> np.ndarray:
         """Per length of a draft the tokens of it that are kept."""
 
         def kept() -> np.ndarray:
             pair = self.memory.pair(self.levels, proposer, checker)
-            return np.cumsum(reach(pair.chances(self.doubts * pair.doubt), factor))[_AT]
+            return np.cumsum(reach(pair.chances(self.doubts * pair.doubt), odds))[_AT]
 
-        return self._once(("kept", proposer, checker, factor), kept)
+        return self._once(("kept", proposer, checker, odds), kept)
 
     def _chances_to_last(self, proposer: int, checker: int) -> np.ndarray:
         """Per position the chance that a draft gets there."""

@@ -54,10 +54,10 @@ class Situation:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Which rows draft in a plan, and their chances over the mean of all."""
+    """Which rows draft in a plan, and the odds that their tokens are kept over those of all rows."""
 
     rows: tuple[int, ...]
-    factor: float = 1.0
+    odds: float = 1.0
 
     @classmethod
     def all_of(cls, batch: int) -> Drafting:
