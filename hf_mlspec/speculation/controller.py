@@ -74,7 +74,7 @@ class Controller:
         self._stay = self._left = 0
         self._trial = self._switched = False  # whether other levels drafted in the round before: caches are cold then
         self._best_speed = 1.0
-        self._remembers = memory is not None
+        self._remembers, self._granted = memory is not None, False
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined = self._chosen = 0  # rows since the last choice; choices
         self._drafting = Drafting((0,))  # in the best plan
@@ -184,9 +184,9 @@ class Controller:
         seconds = _TRIAL_SHARE * self._joined * ahead / self.off_speed
         if not self._remembers:
             self.memory.spare += seconds
-        elif not self._chosen:
+        elif not self._granted:
             self.memory.spare = min(self.memory.spare, seconds)
-        self._joined = 0
+        self._joined, self._granted = 0, True
 
     def _question(self) -> None:
         """Rows, or what is kept of their drafts, have changed: choose anew."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from models import VOCAB, letters, near, prompts, tiny
 
 import hf_mlspec
+from hf_mlspec.integration import adaptive
 from hf_mlspec.integration.config import SpeculationConfig
 from hf_mlspec.speculation.controller import Controller
+from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.draft import Draft, Rows
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
 from hf_mlspec.speculation.stats import LevelStats
@@ -79,6 +82,23 @@ def test_requests_of_a_stream_depend_on_no_plan(restless):
     ]
     assert written[0] == written[1]
     assert len(set(restless)) > 3
+
+
+def test_a_request_says_which_level_drafted_for_the_target(restless):
+    asked = [hf_mlspec.Request(prompts([5])["input_ids"], eos_token_id=None)]
+    (done,) = hf_mlspec.generate_stream(TARGET, asked, assistant_models=["mxfp4", NEAR], max_new_tokens=60)
+    counts = {level.name: level for level in done.speculation.levels}
+    assert len(counts) == 2  # the cast, and the model below it where the cast was left out
+    assert all(level.drafted > 0 for level in counts.values())
+
+
+def test_threads_share_what_was_learned():
+    inputs = prompts([9, 4])
+    alone = write([], inputs)
+    write(["mxfp4", NEAR], inputs)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: write(["mxfp4", NEAR], inputs), range(12)))
+    assert all(torch.equal(one, alone) for one in found)
 
 
 def test_what_was_chosen_is_told():
@@ -176,8 +196,10 @@ def test_a_level_that_never_pays_is_named_once(caplog):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
-def test_module_by_module_a_call_repeats_itself(sampling):
+def test_module_by_module_a_call_repeats_itself(sampling, monkeypatch):
     """Widths change bits there, so plans follow counts and nothing that an earlier call left."""
+    dear, cheap = (PassCosts((1, 256), (one, 2 * one), (0.0, 0.0)) for one in (5e-3, 3e-4))
+    monkeypatch.setattr(adaptive, "costs_of", lambda target, levels, **_: [dear, *[cheap] * len(levels)])
     target = tiny(seed=1, dtype=torch.float64)
     levels = [near(target, 0.1), "early_exit:1"]
     found = []
@@ -188,3 +210,4 @@ def test_module_by_module_a_call_repeats_itself(sampling):
         plans = {words: plan.rounds for words, plan in out.speculation.plans.items()}
         found.append((out.sequences.tolist(), plans))
     assert found[0] == found[1] == found[2]
+    assert any(words != "off" and rounds > 1 for words, rounds in found[0][1].items())

@@ -158,6 +158,20 @@ def test_the_folder_is_that_of_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == Path.home() / ".cache" / "hf_mlspec"
 
 
+def test_a_user_without_a_home_folder_is_told_where_costs_could_be_kept(model, probed, monkeypatch, caplog):
+    def homeless(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MLSPEC_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(OSError, match="home directory"):
+        cache_folder()
+    call(model)
+    assert len(probed) == 2
+    assert any("not kept for the next process" in line and "MLSPEC_CACHE" in line for line in caplog.messages)
+
+
 def test_what_was_written_is_read(tmp_path):
     path = tmp_path / "new" / "p.json"
     write(path, MACHINE, {"key": ("name", COSTS)})
