@@ -72,7 +72,8 @@ class Completion:
     sequence: prompt and new tokens. finish_reason: "stop" (an end-of-sequence token, a stop string or criterion),
         "length", "cancelled" or "error". error: the exception of a failed request, otherwise None.
     speculation: the counts of this request: `target_passes` is its number of rounds, and of the levels it has those
-        that drafted for the target; seconds from admission to end. speculation and sequence are None if it was never admitted.
+        that drafted for the target; seconds from admission to end. speculation and sequence are None if it was never
+        admitted.
     text: the new tokens without special ones, if the stream has a tokenizer.
     """
 
