@@ -75,8 +75,11 @@ sys.exit(main(["info"]))
 
 
 def test_an_interrupt_during_imports_is_quiet():
+    def as_in_a_terminal() -> None:  # where the tests run in the background the signal may be ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     running = subprocess.Popen([sys.executable, "-c", SLOW_IMPORT], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+                               stderr=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal)
     assert running.stdout.readline() == "importing\n"
     running.send_signal(signal.SIGINT)
     begun = time.monotonic()
