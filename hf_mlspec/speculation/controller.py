@@ -45,6 +45,7 @@ _DIFFER = 1.3  # chances of the best row over those of the worst, from where on 
 _GROUPS = 3
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part
+_JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
 _OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
 
 
@@ -148,9 +149,11 @@ class Controller:
         self._left -= stays
         return stays
 
-    def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float | None) -> None:
-        """What the round of `plan` did, row by row: asked for, drafted, accepted. seconds: its wall time; None where
-        it did what other rounds do not, such as reading a prompt."""
+    def observe(
+        self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float, usual: bool = True
+    ) -> None:
+        """What the round of `plan` did, row by row: asked for, drafted, accepted. seconds: its wall time; usual: False
+        where it did what other rounds do not, such as reading a prompt."""
         if self.plan.active:
             pair = self.memory.observed(self.levels, self.plan.active[0], TARGET)
             for r, (limit, d, a) in enumerate(zip(limits, drafted, accepted, strict=True)):
@@ -160,14 +163,15 @@ class Controller:
         self.rows.gain(accepted)
         for pair in self.memory.pairs.values():
             pair.idle += committed
-        took = self._took(None if self._switched else seconds)
+        took = self._took(seconds if usual and not self._switched else None)
         self._switched = False
         self._lost = max(self._lost + took - _SLACK * self.forecast.seconds - committed / self.forecast.speed, 0.0)
         if self._lost > _SURPRISE * self.forecast.seconds:
             self._question()
         self.memory.spare += _TRIAL_SHARE * took
         if self._trial:
-            self.memory.spare -= max(took + self._reading - committed / self._best_speed, 0.0)
+            spent = min(seconds, _JUMP * took) if self.by_clock else took + self._reading
+            self.memory.spare -= max(spent - committed / self._best_speed, 0.0)
 
     def observe_inner(self, checker: int, limit: int, drafted: int, accepted: int) -> None:
         """One row of a check inside a round, by level `checker` of what the next active level drafted."""
@@ -291,23 +295,22 @@ class Controller:
         if not any(situation.rooms) or self.memory.spare < _LEAST_TRIAL * self._usual(best, situation, known).seconds:
             return None
         hoped = self._expectations(1.0)
-        found, least = None, self._time(best, situation, known, self._drafting) * (1.0 - self._margin)
-        for active in ((), *self._choices):
-            if active != best.active:
-                plan, time = self._off, self._time(self._off, situation, hoped)
-                if active:
-                    plan, time = self._lengths(active, situation, hoped)
-                if time < least:
-                    found, least = plan, time
-        found = found or self._longer(best)
-        if found is None:
-            return None
+        least = self._time(best, situation, known, self._drafting) * (1.0 - self._margin)
+        others = [self._lengths(active, situation, hoped) for active in self._choices if active != best.active]
+        if best.active:
+            others.append((self._off, self._time(self._off, situation, hoped)))
+        better = sorted((one for one in others if one[1] < least), key=lambda one: one[1])
+        found = [plan for plan, _ in better] or [self._longer(best)]
+        return next((plan for plan in found if plan and self._affordable(plan, best, situation, known)), None)
+
+    def _affordable(self, plan: Plan, best: Plan, situation: Situation, known: Expectations) -> bool:
+        """Whether a trial of `plan` costs no more than may be spent, what its levels read first included."""
         batch = len(situation.rooms)
         few = self._few(batch)
-        self._reading = self._to_read(found.active, situation, known, few)
-        round_ = known.of(found, batch, len(few.rows), situation.slots)
+        self._reading = self._to_read(plan.active, situation, known, few)
+        round_ = known.of(plan, batch, len(few.rows), situation.slots)
         usual = self._usual(best, situation, known).speed
-        return found if self._reading + round_.seconds - round_.tokens / usual <= self.memory.spare else None
+        return self._reading + round_.seconds - round_.tokens / usual <= self.memory.spare
 
     def _longer(self, best: Plan) -> Plan | None:
         """The best plan with a longer draft for the target, where little is known but of its own positions."""

@@ -184,7 +184,8 @@ class Expectations:
 
     def _off(self, batch: int, slots: float) -> Forecast[float]:
         seconds = float(self.target.of(float(batch), slots)) + _ROUND_SECONDS
-        (factor,) = self.memory.factors((), [0], batch, self.doubts > 0) if self.corrected else [1.0]
+        # Slow rounds of other plans say nothing of "off": what is promised is to be no slower than it.
+        (factor,) = self.memory.factors((), [0], batch, hopeful=True) if self.corrected else [1.0]
         return Forecast(float(batch), seconds * factor, seconds)
 
     def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float) -> Forecast:

@@ -55,7 +55,7 @@ class Simulated:
             late = max((line[i] for line in missing for i, limit in enumerate(limits) if limit), default=0)
             drafted, accepted = self._round(controller, plan, limits, going, written, read)
             if controller is not None:
-                controller.observe(limits, drafted, accepted, self.seconds - begin if late <= 4 else None)
+                controller.observe(limits, drafted, accepted, self.seconds - begin, late <= 4)
             self.plans.append(plan)
             for r, a in zip(going, accepted, strict=True):
                 written[r] += a + 1

@@ -225,7 +225,7 @@ def test_a_trial_pays_for_what_it_reads():
     plan = controller.choose(Situation([1000], 0.0, [[500]]))
     if plan.active:
         spare = controller.memory.spare
-        controller.observe([plan.most], [plan.most], [0], None)
+        controller.observe([plan.most], [plan.most], [0], 12.0, usual=False)
         assert controller.memory.spare < spare - 5.0
 
 

@@ -99,7 +99,7 @@ class Steering:
         for index in plan.active:
             lines = zip(self._lengths, limits, self._read[index], strict=True)
             self._read[index] = [n if limit else have for n, limit, have in lines]
-        controller.observe(limits, drafted, accepted, seconds if self._usual else None)
+        controller.observe(limits, drafted, accepted, seconds, self._usual)
         if plan != self._told:
             self._told, words = plan, plan.told(self.names)
             self._counts = stats.plans.setdefault(words, PlanStats())
