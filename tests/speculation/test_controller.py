@@ -10,7 +10,7 @@ from simulated import Simulated, costs
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate, RowEstimates
-from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
+from hf_mlspec.speculation.forecast import TARGET, Expectations, LevelCosts, Memory
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
 
 FLAT = costs(1.0, 0.0)  # a pass costs the same whatever its tokens: memory is the limit
@@ -217,16 +217,40 @@ def test_only_what_rows_that_draft_have_missed_is_charged():
     assert controller.limits[4:] == [0] * 4
 
 
+def test_off_is_not_thought_slow_before_it_was_timed():
+    memory, levels = Memory(), [level()]
+    for _ in range(20):
+        memory.correct(Plan((4,)), 1, 3.0)
+
+    def seconds() -> float:
+        return Expectations(FLAT, levels, memory, doubts=0.0, corrected=True).off(1, 0.0).seconds
+
+    assert seconds() == pytest.approx(1.0, rel=1e-3)
+    for _ in range(20):
+        memory.correct(off(1), 1, 2.0)
+    assert seconds() > 1.5
+
+
+def test_no_round_is_thought_faster_than_off_and_its_draft():
+    memory, levels = Memory(), [level(cost=costs(0.2, 0.0))]
+    for _ in range(20):
+        memory.correct(off(1), 1, 2.0)
+        memory.correct(Plan((4,)), 1, 0.5)
+    known = Expectations(FLAT, levels, memory, doubts=0.0, corrected=True)
+    alone = known.off(1, 0.0).seconds
+    assert all(known.of(Plan((length,)), 1, 1, 0.0).seconds > alone + 0.199 * length for length in LENGTHS)
+
+
 def test_a_trial_pays_for_what_it_reads():
-    late = level(cost=costs(0.1, 0.02), own_cache=True, prior=0.01)
-    controller = Controller(STEEP, [late])
+    late = level(cost=costs(0.3, 0.002), own_cache=True, prior=0.2)
+    controller = Controller(FLAT, [late])
     controller.start(1)
     controller.memory.spare = 40.0
-    plan = controller.choose(Situation([1000], 0.0, [[500]]))
-    if plan.active:
-        spare = controller.memory.spare
-        controller.observe([plan.most], [plan.most], [0], 12.0, usual=False)
-        assert controller.memory.spare < spare - 5.0
+    plan = controller.choose(Situation([1000], 0.0, [[100]]))
+    assert plan.active == (0,)
+    spare = controller.memory.spare
+    controller.observe([plan.most], [plan.most], [0], 12.0, usual=False)
+    assert controller.memory.spare < spare - 10.0
 
 
 def test_plans_in_words():
