@@ -329,9 +329,9 @@ class Controller:
         if not plan.active or batch == 1:
             return [plan.most] * batch
         worth = self._usual(plan, situation, known).speed * known.of_a_token(plan, batch, situation.slots)
-        pair, limits = self.memory.pair(self.levels, plan.active[0], TARGET), []
+        chances, limits = self.memory.pair(self.levels, plan.active[0], TARGET).chances()[: plan.most], []
         for r, odds in enumerate(self._odds(plan, batch)):
-            kept = reach(pair.chances()[: plan.most], odds) if r in self._drafting.rows else []
+            kept = reach(chances, odds) if r in self._drafting.rows else []
             limits.append(sum(chance >= worth for chance in kept))
             if not limits[-1]:  # not observed any more: let it come back
                 own = self.rows.rows[r]

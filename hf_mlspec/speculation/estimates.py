@@ -92,9 +92,9 @@ class PairEstimate:
 
     def chances(self, above: float = 0.0) -> list[float]:
         """Per position the chance that its token is kept if those before were; above: added to each."""
-        found, chance = [], self.mean
+        found, chance = [], (mean := self.mean)
         for one in self.kept:
-            chance = one.mean(0.5 * (chance + self.mean), _POSITION_WEIGHT)
+            chance = one.mean(0.5 * (chance + mean), _POSITION_WEIGHT)
             found.append(min(chance + above, _SURE))
         return found
 
