@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ...formats.damage import ValueCheck
 from ...nn.packed import PackedLinear, PackedModule
-from .safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
+from ...checkpoints.safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 
 # Buffers of older checkpoints that transformers drops without a word.
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")

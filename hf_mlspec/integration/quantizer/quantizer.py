@@ -43,7 +43,7 @@ from .packing import (
     source_parameters,
     warn_of_unpackable,
 )
-from .safetensors_file import CHECKSUMS_KEY, checksums
+from ...checkpoints.safetensors_file import CHECKSUMS_KEY, checksums
 from .tensors import QuantizeTensor
 
 

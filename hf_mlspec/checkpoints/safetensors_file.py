@@ -50,6 +50,11 @@ class StoredTensor:
         flat = torch.frombuffer(bytearray(contents[self.begin : self.end]), dtype=self.dtype)
         return flat.view(self.shape)
 
+    def load(self) -> torch.Tensor:
+        """A copy of the tensor."""
+        with mapped(self.file) as contents:
+            return self.read(contents)
+
 
 def read_header(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     """The tensors and the metadata of ``file``, read from its header alone.
