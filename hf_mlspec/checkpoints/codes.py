@@ -1,29 +1,38 @@
-"""How do integer codes lie in the words of other people's files, and how do scales become those of our groups?"""
+"""How do integer codes lie in the words of other people's files, and in which order do they want their inputs?"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..formats.int4 import GROUP_SIZES
 from ..formats.packing import pack_nibbles, unpack_nibbles
 
-_ROWS = 1 << 22  # codes in flight: what is unpacked for a moment stays small beside the tensor
+ROWS = 1 << 22  # codes in flight: what is unpacked for a moment stays small beside the tensor
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 ``[..., words]`` -> uint8 codes ``[..., count]``: a stream of ``bits`` bits each, lowest first, codes across
-    two words included (GPTQ of 2, 3, 4 and 8 bits, compressed-tensors of any width)."""
-    stream = words.contiguous().view(torch.uint8)
+    """int32 ``[..., words]`` -> uint8 codes ``[..., count]``: a stream of ``bits`` bits each, lowest first, codes that
+    lie across two words included (GPTQ of 2, 3, 4 and 8 bits, compressed-tensors of any width)."""
+    rows = words.reshape(-1, words.shape[-1])
+    out = torch.empty(rows.shape[0], count, dtype=torch.uint8, device=words.device)
+    step = max(1, ROWS // max(count, 1))
+    for first in range(0, rows.shape[0], step):
+        stream = rows[first : first + step].contiguous().view(torch.uint8)
+        out[first : first + step] = _unpacked(stream, bits)[:, :count]
+    return out.view(*words.shape[:-1], count)
+
+
+def _unpacked(stream: Tensor, bits: int) -> Tensor:
+    """uint8 bytes ``[rows, n]`` -> their codes, and a few zeros behind them."""
     if bits == 8:
-        return stream[..., :count].clone()
+        return stream
     if bits == 4:
-        return unpack_nibbles(stream)[..., :count]
+        return unpack_nibbles(stream)
     missing = -stream.shape[-1] % bits
     eights = torch.nn.functional.pad(stream, (0, missing)).unflatten(-1, (-1, bits))  # `bits` bytes hold eight codes
     wide = torch.nn.functional.pad(eights, (0, 8 - bits)).contiguous().view(torch.int64)
-    shifts = torch.arange(8, device=words.device) * bits
-    return (wide >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)[..., :count]
+    shifts = torch.arange(8, device=stream.device) * bits
+    return (wide >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -39,25 +48,6 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     missing = num_bytes - stream.shape[-1]
     padded = torch.nn.functional.pad(stream, (0, missing)) if missing > 0 else stream[..., :num_bytes]
     return padded.contiguous().view(torch.int32)
-
-
-def fitting_group(group_size: int, in_features: int) -> int | None:
-    """Our largest group that divides both, so that scales may be repeated and no value changes; None: there is none."""
-    fitting = [own for own in GROUP_SIZES if group_size % own == 0 and in_features % own == 0]
-    return fitting[-1] if fitting else None
-
-
-def repeated(scales: Tensor, times: int) -> Tensor:
-    """``[out, groups]`` -> ``[out, groups * times]``: every scale for the parts of its group."""
-    return scales if times == 1 else scales.repeat_interleave(times, dim=-1)
-
-
-def exact_float16(scales: Tensor) -> Tensor | None:
-    """The scales in float16, None where that would change one."""
-    if scales.dtype == torch.float16:
-        return scales
-    narrow = scales.to(torch.float16)
-    return narrow if torch.equal(narrow.to(torch.float64), scales.to(torch.float64)) else None
 
 
 def require_order(order: Tensor, in_features: int, what: str) -> None:
@@ -81,13 +71,15 @@ def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None
     wide = groups.long()
     if wide.numel() and (int(wide.min()) < 0 or int(wide.max()) >= num_groups):
         raise ValueError(
-            f"{what} names groups {int(wide.min())} to {int(wide.max())}, there are {num_groups} of {group_size} inputs"
+            f"{what} names groups {int(wide.min())} to {int(wide.max())}, there are {num_groups} of {group_size} "
+            "inputs"
         )
     sizes = torch.bincount(wide, minlength=num_groups)
     if not bool((sizes == group_size).all()):
         wrong = int((sizes != group_size).nonzero()[0])
         raise ValueError(
-            f"{what} is no assignment of inputs to groups of {group_size}: group {wrong} has {int(sizes[wrong])} inputs"
+            f"{what} is no assignment of inputs to groups of {group_size}: group {wrong} has {int(sizes[wrong])} "
+            "inputs"
         )
     order = torch.argsort(wide, stable=True)
     return None if torch.equal(order, torch.arange(order.numel())) else order
@@ -96,7 +88,7 @@ def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None
 def gathered_nibbles(packed: Tensor, order: Tensor) -> Tensor:
     """uint8 ``[out, in / 2]``, columns in another order: column j of the result is column ``order[j]``."""
     out = torch.empty_like(packed)
-    step = max(1, _ROWS // max(order.numel(), 1))
+    step = max(1, ROWS // max(order.numel(), 1))
     for first in range(0, packed.shape[0], step):
         part = slice(first, first + step)
         out[part] = pack_nibbles(unpack_nibbles(packed[part]).index_select(-1, order))

@@ -122,8 +122,8 @@ def require_tensor(layer: StoredLayer, name: str, dtypes: tuple[torch.dtype, ...
         raise ValueError(f"{layer.name}: {name} is missing, the files hold {have}; download the checkpoint again")
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(
-            f"{tensor.place} has shape {list(tensor.shape)}, expected {list(shape)} for {layer.in_features} inputs and "
-            f"{layer.out_features} outputs: config.json is of another model, or the file is damaged"
+            f"{tensor.place} has shape {list(tensor.shape)}, expected {list(shape)} for {layer.in_features} inputs "
+            f"and {layer.out_features} outputs: config.json is of another model, or the file is damaged"
         )
     if tensor.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))

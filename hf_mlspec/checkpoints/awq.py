@@ -1,0 +1,95 @@
+"""How is an AWQ checkpoint read? Codes and zero points in words along the outputs, eight columns interleaved.
+
+    X.qweight  int32  [in, out / 8]      nibble i of word c: column 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
+    X.qzeros   int32  [groups, out / 8]  the same order, zero points as they are
+    X.scales   float  [groups, out]
+
+value = (code - zero) * scale. This is the version "gemm", the one in use; the others are named and refused.
+
+Source: arXiv 2306.00978; the layout is that of AutoAWQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats.packing import pack_nibbles, unpack_nibbles
+from .codes import ROWS
+from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
+from .scales import Choice, Groups, choose_format, packed_layer, require_scales
+
+COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
+_NIBBLE_OF_COLUMN = [COLUMN_OF_NIBBLE.index(column) for column in range(8)]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class AwqReader:
+    """Reads folders of AutoAWQ and of what writes like it: 4 bits, any groups, version "gemm"."""
+
+    method, title = "awq", "AWQ"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """config: ``quantization_config`` of config.json. ValueError for another version or another number of bits."""
+        version = str(config.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ValueError(
+                f"this AWQ checkpoint is of version {version!r}, 'gemm' is read: write it again with version='gemm'"
+            )
+        bits = config.get("bits", config.get("w_bit", 4))
+        if bits != 4:
+            raise ValueError(f"this AWQ checkpoint has {bits} bits, version 'gemm' has 4: its config.json is damaged")
+
+    def holds(self, layer: StoredLayer) -> bool:
+        """Whether the layer has words of codes."""
+        return "qweight" in layer.tensors
+
+    def plan(self, layer: StoredLayer) -> LayerPlan:
+        """ValueError or TypeError naming layer and tensor, as `Reader.plan`."""
+        words = require_tensor(layer, "qweight", (torch.int32,), (layer.in_features, layer.out_features // 8))
+        shape = layer.tensors["scales"].shape if "scales" in layer.tensors else (1, layer.out_features)
+        count = shape[0] if len(shape) == 2 and shape[0] else 1
+        scales = require_tensor(layer, "scales", _FLOATS, (count, layer.out_features))
+        if layer.in_features % count:
+            raise ValueError(f"{scales.place} has {count} groups, which do not divide {layer.in_features} inputs")
+        scale = require_scales(scales, scales.load()).t().contiguous()
+        groups = Groups(4, layer.in_features // count, scale, self._zeros(layer, count))
+        choice = choose_format(layer, groups)
+
+        def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
+            return packed_layer(layer, groups, choice, _codes(tensors["qweight"], choice))
+
+        small = {name: layer.tensors[name] for name in ("scales", "qzeros") if name in layer.tensors}
+        size = "a channel" if count == 1 else f"groups of {groups.size}"
+        told = f"AWQ, 4 bits, {size}, {'symmetric' if groups.symmetric else 'with zero points'}"
+        return LayerPlan(
+            layer, told, {"qweight": words, **small}, read, choice.format, choice.options, False, choice.why
+        )
+
+    def _zeros(self, layer: StoredLayer, count: int) -> Tensor:
+        """uint8 ``[out, groups]``; symmetric files have none."""
+        if "qzeros" not in layer.tensors:
+            return torch.full((layer.out_features, count), 8, dtype=torch.uint8)
+        zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, layer.out_features // 8))
+        return _columns(zeros.load()).contiguous()
+
+
+def _columns(words: Tensor) -> Tensor:
+    """int32 ``[n, out / 8]`` -> uint8 ``[out, n]``, the columns in their order."""
+    nibbles = unpack_nibbles(words.t().contiguous().view(torch.uint8)).unflatten(-1, (-1, 8))  # [out / 8, n, 8]
+    return nibbles[..., _NIBBLE_OF_COLUMN].transpose(1, 2).flatten(0, 1)
+
+
+def _codes(words: Tensor, choice: Choice) -> Tensor:
+    """Codes as `packed_layer` takes them, a few columns at a time."""
+    in_features, num_words = words.shape
+    packs = choice.format == "int4"
+    out = torch.empty(num_words * 8, in_features // 2 if packs else in_features, dtype=torch.uint8)
+    step = max(1, ROWS // (8 * in_features))
+    for first in range(0, num_words, step):
+        codes = _columns(words[:, first : first + step])
+        out[first * 8 : first * 8 + codes.shape[0]] = pack_nibbles(codes) if packs else codes
+    return out

@@ -1,0 +1,118 @@
+"""How is a GPTQ checkpoint read? Codes in words along the inputs, zero points along the outputs, a group every input.
+
+    X.qweight  int32  [in * bits / 32, out]      codes of a column, lowest bits first, 2, 3, 4 or 8 bits each
+    X.qzeros   int32  [groups, out * bits / 32]  zero points, stored one less ("v1") or as they are ("v2")
+    X.scales   float  [groups, out]
+    X.g_idx    int32  [in]                       the group of every input; missing: consecutive groups
+
+value = (code - zero) * scale. With act-order (desc_act) the inputs of a group are not consecutive: the columns are put
+in the order of the groups, and the layer's inputs take the same order.
+
+Source: arXiv 2210.17323; the layout is that of AutoGPTQ and GPTQModel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codes import order_of_groups, unpack_words
+from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
+from .scales import Choice, Groups, choose_format, packed_layer, require_scales
+
+BITS = (2, 3, 4, 8)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_V1, _V2 = "gptq", "gptq_v2"
+_OTHER_LAYOUTS = ("marlin", "gptq_marlin", "gptq_p", "bitblas", "qqq", "eora")
+
+
+class GptqReader:
+    """Reads folders of AutoGPTQ and GPTQModel: 2, 3, 4 and 8 bits, any groups, both ways to store zero points,
+    act-order, and settings of single layers (``dynamic``), which the shapes tell."""
+
+    method, title = "gptq", "GPTQ"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """config: ``quantization_config`` of config.json, or what quantize_config.json holds. ValueError for a layout
+        that is not GPTQ's own."""
+        layout = str(config.get("checkpoint_format", _V1)).lower()
+        if layout not in (_V1, _V2):
+            known = "a repacked form for one kind of kernel" if layout in _OTHER_LAYOUTS else "unknown here"
+            raise ValueError(
+                f"this GPTQ checkpoint has checkpoint_format {layout!r}, {known}: {_V1!r} and {_V2!r} are read; "
+                "convert it back with the tool that wrote it"
+            )
+        self._first_version = layout == _V1
+        self._bits = config.get("bits")
+        self._dynamic = bool(config.get("dynamic"))
+
+    def holds(self, layer: StoredLayer) -> bool:
+        """Whether the layer has words of codes."""
+        return "qweight" in layer.tensors
+
+    def plan(self, layer: StoredLayer) -> LayerPlan:
+        """ValueError or TypeError naming layer and tensor, as `Reader.plan`."""
+        bits = self._bits_of(layer)
+        words = require_tensor(
+            layer, "qweight", (torch.int32,), (layer.in_features * bits // 32, layer.out_features)
+        )
+        groups = self._groups(layer, bits)
+        choice = choose_format(layer, groups)
+
+        def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
+            return packed_layer(layer, groups, choice, _codes(tensors["qweight"], layer, bits, choice))
+
+        small = {name: layer.tensors[name] for name in ("scales", "qzeros", "g_idx") if name in layer.tensors}
+        return LayerPlan(
+            layer, _told(groups, layer), {"qweight": words, **small}, read, choice.format, choice.options,
+            groups.order is not None and bool(choice.format), choice.why,
+        )  # fmt: skip
+
+    def _bits_of(self, layer: StoredLayer) -> int:
+        shape = layer.tensors["qweight"].shape
+        bits, rest = divmod(shape[0] * 32, layer.in_features) if len(shape) == 2 else (0, 1)
+        if rest or bits not in BITS or (self._bits not in (None, bits) and not self._dynamic):
+            raise ValueError(
+                f"{layer.tensors['qweight'].place} has shape {list(shape)}: {layer.in_features} inputs in "
+                f"{shape[0]} words are no codes of {self._bits if self._bits in BITS else '2, 3, 4 or 8'} bits; "
+                "config.json is of another model, or the file is damaged"
+            )
+        return bits
+
+    def _groups(self, layer: StoredLayer, bits: int) -> Groups:
+        shape = layer.tensors["scales"].shape if "scales" in layer.tensors else (1, layer.out_features)
+        count = shape[0] if len(shape) == 2 and shape[0] else 1
+        scales = require_tensor(layer, "scales", _FLOATS, (count, layer.out_features))
+        size = -(-layer.in_features // count)
+        scale = require_scales(scales, scales.load()).t().contiguous()
+        zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, layer.out_features * bits // 32))
+        zero = self._zeros(zeros.load(), bits, layer.out_features)
+        order = None
+        if "g_idx" in layer.tensors:
+            index = require_tensor(layer, "g_idx", (torch.int32, torch.int64), (layer.in_features,))
+            order = order_of_groups(index.load(), size, index.place)
+        return Groups(bits, size, scale, zero.t().contiguous(), order)
+
+    def _zeros(self, words: Tensor, bits: int, out_features: int) -> Tensor:
+        """uint8 ``[groups, out]``. Some files say v1 and are v2, or the reverse: of symmetric codes the number tells,
+        all are the middle, or all are one less. One less than zero was stored as the largest code."""
+        stored, middle = unpack_words(words, bits, out_features), 1 << (bits - 1)
+        if bool((stored == middle - 1).all()) or bool((stored == middle).all()):
+            return torch.full_like(stored, middle)
+        return (stored + 1) & ((1 << bits) - 1) if self._first_version else stored
+
+
+def _codes(words: Tensor, layer: StoredLayer, bits: int, choice: Choice) -> Tensor:
+    """Codes as `packed_layer` takes them. Columns come out as rows, in chunks: a transposed copy is all there is."""
+    if bits == 4 and choice.format == "int4":
+        return words.t().contiguous().view(torch.uint8)
+    return unpack_words(words.t(), bits, layer.in_features)
+
+
+def _told(groups: Groups, layer: StoredLayer) -> str:
+    size = "a channel" if groups.size >= layer.in_features else f"groups of {groups.size}"
+    kind = "symmetric" if groups.symmetric else "with zero points"
+    return f"GPTQ, {groups.bits} bits, {size}, {kind}" + (", act-order" if groups.order is not None else "")

@@ -1,0 +1,146 @@
+"""Which of our formats holds a layer of integer codes with scales and zero points, and is it exactly that?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import Int4Weight, PackedWeight, PlanesWeight
+from ..formats.int4 import GROUP_SIZES
+from ..formats.packing import pack_nibbles
+from ..formats.planes import pack_planes
+from .codes import ROWS, gathered_nibbles
+from .layer import ReadLayer, Stored, StoredLayer
+
+_WIDEST_INT4 = 4
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Integer codes of one layer, without the codes: value = (code - zero) * scale.
+
+    bits: of a code. size: inputs that share a scale, in the order of the groups. scale: ``[out, groups]``, in the
+    dtype on disk. zero: uint8 of that shape. order: int64 ``[in]``, the inputs group by group, or None.
+    """
+
+    bits: int
+    size: int
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None = None
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric codes."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def symmetric(self) -> bool:
+        return bool((self.zero == self.middle).all())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer becomes. format: a word of FORMATS, "" for dense, then ``why`` says why. times: how often a scale
+    is repeated for our smaller groups."""
+
+    format: str
+    options: Mapping[str, Any]
+    times: int = 1
+    why: str = ""
+
+
+def choose_format(layer: StoredLayer, groups: Groups) -> Choice:
+    """The format that holds every value of the layer exactly, the smallest of them; dense where none does."""
+    size = fitting_group(groups.size, layer.in_features)
+    if size is None:
+        return Choice("", {}, why=f"groups of {groups.size} inputs of {layer.in_features}, ours hold 32, 64 or 128")
+    if exact_float16(groups.scale) is None:
+        return Choice("", {}, why=f"float16 does not hold its {groups.scale.dtype} scales exactly")
+    times, symmetric = groups.size // size, groups.symmetric
+    if symmetric and groups.bits != _WIDEST_INT4:
+        return Choice("planes", {"num_planes": groups.bits, "group_size": size}, times)
+    if groups.bits <= _WIDEST_INT4:
+        return Choice("int4", {"group_size": size, "symmetric": symmetric}, times)
+    return Choice("", {}, why=f"{groups.bits}-bit codes with zero points of their own")
+
+
+def require_scales(tensor: Stored, scale: Tensor) -> Tensor:
+    """``scale``; ValueError naming the tensor for one that is NaN, Inf, zero or negative, with its place."""
+    wrong = ~(scale.isfinite() & (scale > 0))
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{tensor.place} holds {int(wrong.sum())} scales that are NaN, Inf, zero or negative, the first "
+            f"({scale[tuple(place)].item():g}) at {place}: the checkpoint is damaged; download it again"
+        )
+    return scale
+
+
+def packed_layer(layer: StoredLayer, groups: Groups, choice: Choice, codes: Tensor) -> ReadLayer:
+    """The layer that ``choice`` names. codes: uint8 ``[out, in]`` in the order of the inputs; for int4 also two a byte,
+    ``[out, in / 2]``."""
+    if not choice.format:
+        return ReadLayer(_dense(layer, groups, codes))
+    scale = repeated(exact_float16(groups.scale), choice.times).contiguous()
+    weight: PackedWeight
+    if choice.format == "int4":
+        packed = codes if codes.shape[1] * 2 == layer.in_features else pack_nibbles(codes)
+        packed = packed if groups.order is None else gathered_nibbles(packed, groups.order)
+        zero = None if groups.symmetric else repeated(groups.zero, choice.times).contiguous()
+        weight = Int4Weight(packed, scale, zero, name=layer.name)
+    else:
+        planes = _planes(codes, groups)
+        weight = PlanesWeight(planes, scale, torch.tensor([2 * groups.middle], dtype=torch.int32), name=layer.name)
+    return ReadLayer(weight.validate(layer.out_features, layer.in_features), groups.order)
+
+
+def _planes(codes: Tensor, groups: Groups) -> Tensor:
+    planes = torch.empty(groups.bits, codes.shape[0], codes.shape[1] // 8, dtype=torch.uint8)
+    step = max(1, ROWS // codes.shape[1])
+    for first in range(0, codes.shape[0], step):
+        part = codes[first : first + step]
+        part = part if groups.order is None else part.index_select(-1, groups.order)
+        planes[:, first : first + step] = pack_planes(part, groups.bits)
+    return planes
+
+
+def _dense(layer: StoredLayer, groups: Groups, codes: Tensor) -> Tensor:
+    """In the dtype of the scales, rounded once: as the writers of these files compute it."""
+    if codes.shape[1] != layer.in_features:
+        raise AssertionError(f"{layer.name}: dense weights are made of whole codes")
+    inverse = None if groups.order is None else torch.argsort(groups.order)
+    out = torch.empty(codes.shape, dtype=groups.scale.dtype)
+    step = max(1, ROWS // codes.shape[1])
+    for first in range(0, codes.shape[0], step):
+        rows = slice(first, first + step)
+        zero, scale = (part[rows].repeat_interleave(groups.size, dim=-1) for part in (groups.zero, groups.scale))
+        if inverse is not None:
+            zero, scale = zero[:, inverse], scale[:, inverse]
+        zero, scale = zero[:, : codes.shape[1]], scale[:, : codes.shape[1]]
+        steps = codes[rows].to(torch.int32) - zero.to(torch.int32)
+        out[rows] = (steps.to(torch.float64) * scale.to(torch.float64)).to(out.dtype)
+    return out
+
+
+def fitting_group(group_size: int, in_features: int) -> int | None:
+    """Our largest group that divides both: scales may be repeated, and no value changes. None: there is none."""
+    fitting = [own for own in GROUP_SIZES if group_size % own == 0 and in_features % own == 0]
+    return fitting[-1] if fitting else None
+
+
+def repeated(scales: Tensor, times: int) -> Tensor:
+    """``[out, groups]`` -> ``[out, groups * times]``: every scale for the parts of its group."""
+    return scales if times == 1 else scales.repeat_interleave(times, dim=-1)
+
+
+def exact_float16(scales: Tensor) -> Tensor | None:
+    """The scales in float16, None where that would change one."""
+    if scales.dtype == torch.float16:
+        return scales
+    narrow = scales.to(torch.float16)
+    return narrow if torch.equal(narrow.to(torch.float64), scales.to(torch.float64)) else None
