@@ -88,7 +88,7 @@ class GptqReader:
         scales = require_tensor(layer, "scales", _FLOATS, (count, layer.out_features))
         size = -(-layer.in_features // count)
         scale = require_scales(scales, scales.load()).t().contiguous()
-        zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, layer.out_features * bits // 32))
+        zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, -(-layer.out_features * bits // 32)))
         zero = self._zeros(zeros.load(), bits, layer.out_features)
         order = None
         if "g_idx" in layer.tensors:

@@ -82,8 +82,8 @@ def require_scales(tensor: Stored, scale: Tensor) -> Tensor:
 
 
 def packed_layer(layer: StoredLayer, groups: Groups, choice: Choice, codes: Tensor) -> ReadLayer:
-    """The layer that ``choice`` names. codes: uint8 ``[out, in]`` in the order of the inputs; for int4 also two a byte,
-    ``[out, in / 2]``."""
+    """The layer that ``choice`` names. codes: uint8 ``[out, in]``, inputs in their own order; for int4 also two a
+    byte, ``[out, in / 2]``."""
     if not choice.format:
         return ReadLayer(_dense(layer, groups, codes))
     scale = repeated(exact_float16(groups.scale), choice.times).contiguous()

@@ -28,7 +28,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
-from .quantizer import saving
+from .quantizer import saving, source
 from .request import check_streamer, check_target, unserved
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
@@ -56,6 +56,7 @@ def enable() -> None:
     existing files only when all are written. Done by `import hf_mlspec`; calling it again has no effect.
     """
     saving.enable()
+    source.enable()
     if _hooks:
         return
     for name, hooked in (("generate", _hooked_generate), ("_assisted_decoding", _hooked_decoding)):
@@ -68,6 +69,7 @@ def disable() -> None:
     on.
     """
     saving.disable()
+    source.disable()
     for name, hook in _hooks.items():
         if getattr(GenerationMixin, name) is hook:
             setattr(GenerationMixin, name, hook.__wrapped__)

@@ -37,7 +37,12 @@ class Transform:
 
 
 NONE = Transform("none", lambda in_features, device: {}, lambda x, tensors: x)
-TRANSFORMS = {NONE.word: NONE}
+ORDER = Transform(
+    "order",
+    lambda in_features, device: {"order": torch.arange(in_features, dtype=torch.int32, device=device)},
+    lambda x, tensors: x.index_select(-1, tensors["order"]),
+)
+TRANSFORMS = {kind.word: kind for kind in (NONE, ORDER)}
 
 
 def register_transform(transform: Transform) -> Transform:

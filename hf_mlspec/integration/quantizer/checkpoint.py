@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from ...checkpoints.safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 from ...formats.damage import ValueCheck
 from ...nn.packed import PackedLinear, PackedModule
-from ...checkpoints.safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 
 # Buffers of older checkpoints that transformers drops without a word.
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -145,6 +145,15 @@ def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set
     _require_complete(checkpoint, stored, model, sources)
     held = [name for name in stored if name in sources - merged]
     _require_fit([(stored[name], expected[name], False) for name in held], model)
+
+
+def require_named(checkpoint: Checkpoint, model: PreTrainedModel, ignored: set[str]) -> None:
+    """The files hold what ``model`` has names for, and nothing else but ``ignored``; ValueError naming what is missing
+    or unknown."""
+    expected = model.state_dict()
+    stored, _ = _by_name_in_model(checkpoint, model, expected)
+    _require_complete(checkpoint, stored, model, expected.keys())
+    _require_nothing_else({name: stored[name] for name in stored if name not in ignored}, model, expected.keys())
 
 
 def _require_one_save(checkpoint: Checkpoint) -> dict[str, str]:

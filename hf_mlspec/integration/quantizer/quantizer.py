@@ -19,6 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from ...checkpoints.safetensors_file import CHECKSUMS_KEY, checksums
 from ...nn.castable import require_plain_inputs
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
@@ -43,7 +44,6 @@ from .packing import (
     source_parameters,
     warn_of_unpackable,
 )
-from ...checkpoints.safetensors_file import CHECKSUMS_KEY, checksums
 from .tensors import QuantizeTensor
 
 

@@ -1,0 +1,47 @@
+"""Which reader does a checkpoint get? READERS has one for every ``quant_method`` that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .awq import AwqReader
+from .compressed import CompressedReader
+from .gptq import GptqReader
+from .layer import Reader
+
+READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
+    reader.method: reader for reader in (GptqReader, AwqReader, CompressedReader)
+}
+# What stock transformers needs to load such a checkpoint, by import name.
+PACKAGES = {
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel",),
+    "compressed-tensors": ("compressed_tensors",),
+}
+
+
+def method_of(config: object) -> str:
+    """The ``quant_method`` of a quantization_config; an older GPTQ folder names none and has ``bits``. "" without."""
+    if not isinstance(config, Mapping):
+        return ""
+    method = config.get("quant_method")
+    method = getattr(method, "value", method)
+    if method is None and "bits" in config and ("desc_act" in config or "sym" in config):
+        return GptqReader.method
+    return str(method or "")
+
+
+def is_readable(config: object) -> bool:
+    """Whether a quantization_config is of a kind that is read."""
+    return method_of(config) in READERS
+
+
+def reader_for(config: Mapping[str, Any]) -> Reader:
+    """The reader of a checkpoint with this ``quantization_config``. ValueError, naming it, for a kind that is not read
+    or a variant of one."""
+    method = method_of(config)
+    if method not in READERS:
+        known = ", ".join(sorted(READERS))
+        raise ValueError(f"quant_method {method!r} is not read: {known} are")
+    return READERS[method](config)

@@ -1,0 +1,185 @@
+"""How does a checkpoint that another library wrote load as one of ours? transformers' quantizer interface, once more.
+
+A config with a ``source`` stands for it, the ``quantization_config`` that the checkpoint came with. It reaches
+from_pretrained in one of three ways: the user passes it (`MLSpecConfig.for_checkpoint`), it stands in the model's
+config (`hf_mlspec.load`), or stock transformers would only say that a package is missing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
+)
+from transformers.utils import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...checkpoints.readers import PACKAGES, is_readable, method_of, reader_for
+from ...nn.replace import attach_quantizer
+from .checkpoint import Checkpoint, require_own_shards
+from .source_layers import convert_layers, put_sources, require_sources_fit, settings_of
+
+SOURCE_METHOD = "mlspec-source"
+_OLD_CONFIG = "quantize_config.json"  # of GPTQ folders whose config.json says nothing
+_hooked: classmethod | None = None  # what stands at AutoHfQuantizer.merge_quantization_configs, while enabled
+
+
+class SourceConfig(QuantizationConfigMixin):
+    """A checkpoint of another library, to be read into the formats of this one.
+
+    source: its ``quantization_config``. ValueError, naming the kind, for one that is not read.
+    """
+
+    def __init__(self, source: Mapping[str, Any], **ignored: Any) -> None:
+        source = source.to_dict() if isinstance(source, QuantizationConfigMixin) else source
+        reader_for(source)
+        self.quant_method, self.source = SOURCE_METHOD, copy.deepcopy(dict(source))
+
+    @classmethod
+    def of(cls, name: str) -> SourceConfig:
+        """That of a folder or hub name. ValueError where it is not quantized, or by something that is not read."""
+        found = source_of(name)
+        if found is None:
+            raise ValueError(
+                f"{name!r} holds no quantization_config in its config.json and no {_OLD_CONFIG}: it is not quantized, "
+                "load it as it is"
+            )
+        return cls(found)
+
+
+def source_of(name: str) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a folder or hub name as a dict, None where there is none."""
+    config = AutoConfig.from_pretrained(name)
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if found is None:
+        old = cached_file(name, _OLD_CONFIG, _raise_exceptions_for_missing_entries=False)
+        found = json.loads(Path(old).read_bytes()) if old is not None else None
+    return found.to_dict() if isinstance(found, QuantizationConfigMixin) else found
+
+
+def loading_options(name: str) -> dict[str, Any]:
+    """What from_pretrained takes to read the checkpoint of a folder or hub name with the readers of this package; {}
+    where it is none of theirs."""
+    found = source_of(name)
+    if not is_readable(found):
+        return {}
+    config = AutoConfig.from_pretrained(name)
+    config.quantization_config = {"quant_method": SOURCE_METHOD, "source": found}
+    return {"config": config}
+
+
+class SourceQuantizer(HfQuantizer):
+    """Reads another library's checkpoint: transformers loads its tensors into placeholders, and each becomes a packed
+    layer. Then the model is one of ours, with `MLSpecQuantizer`."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: SourceConfig, **kwargs: Any) -> None:
+        super().__init__(copy.deepcopy(quantization_config), **kwargs | {"pre_quantized": True})
+        self._reader = reader_for(self.quantization_config.source)
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """ValueError for what packed layers cannot do."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map sends modules to disk: packed layers stay in memory, leave 'disk' out")
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        files = [str(file) for file in checkpoint_files or ()]
+        if not files or not all(file.endswith(".safetensors") for file in files):
+            raise ValueError(
+                f"{self._reader.title} checkpoints are read from safetensors files, here are "
+                f"{sorted({Path(file).suffix for file in files}) or 'none'}: convert them first"
+            )
+        require_own_shards(model.name_or_path, *(Path(file).parent for file in files))
+        checkpoint = Checkpoint.read(files)
+        put_sources(model, self._reader, checkpoint)
+        require_sources_fit(model, checkpoint)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        convert_layers(model)
+        settings = settings_of(model)
+        if settings is not None:
+            attach_quantizer(model, settings)
+            model.add_model_tags(["mlspec", settings["format"]])
+        return model
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """For device maps."""
+        return param.element_size()
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Models whose layers are all alike become ours and are; others have no config that describes them."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def enable() -> None:
+    """Let from_pretrained take a `SourceConfig` for a checkpoint that has a config of its own, and read checkpoints
+    for which stock transformers lacks a package. Done by `import hf_mlspec`; idempotent."""
+    global _hooked
+    if _hooked is None:
+        _hooked = _choosing_merge(vars(AutoHfQuantizer)["merge_quantization_configs"])
+        AutoHfQuantizer.merge_quantization_configs = _hooked
+
+
+def disable() -> None:
+    """Give transformers its own choice of configs back; beneath a wrapper of someone else, one that hands all on."""
+    global _hooked
+    if _hooked is not None and vars(AutoHfQuantizer)["merge_quantization_configs"] is _hooked:
+        AutoHfQuantizer.merge_quantization_configs = _hooked.__func__.stock
+    _hooked = None
+
+
+def _choosing_merge(stock: classmethod) -> classmethod:
+    @functools.wraps(stock.__func__)
+    def merge_quantization_configs(cls, quantization_config, quantization_config_from_args=None):
+        asked = quantization_config_from_args
+        if _hooked is hooked and isinstance(asked, SourceConfig):
+            return asked
+        if _hooked is hooked and is_readable(quantization_config) and lacks_packages(method_of(quantization_config)):
+            return SourceConfig(quantization_config)
+        return stock.__get__(None, cls)(quantization_config, asked)
+
+    merge_quantization_configs.stock = stock
+    hooked = classmethod(merge_quantization_configs)
+    return hooked
+
+
+def lacks_packages(method: str) -> bool:
+    """Whether stock transformers would only say that a package is missing, for checkpoints of a ``quant_method``."""
+    return any(importlib.util.find_spec(package) is None for package in PACKAGES.get(method, ()))
+
+
+def register() -> None:
+    """Make configs with a ``source`` known to transformers; calling it again changes nothing."""
+    if SOURCE_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(SOURCE_METHOD)(SourceConfig)
+    if SOURCE_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(SOURCE_METHOD)(SourceQuantizer)
+
+
+register()
