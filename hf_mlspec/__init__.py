@@ -11,6 +11,7 @@ from .integration.compare import Comparison, compare
 from .integration.config import SpeculationConfig
 from .integration.hook import disable, enable, enabled
 from .integration.levels.resolve import clear
+from .integration.load import load
 from .integration.quantizer.quantizer import MLSpecConfig
 from .integration.stream.events import NewTokens
 from .integration.stream.request import Completion, Request
@@ -51,6 +52,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "last_stats",
+    "load",
     "nest",
     "precision_switch",
     "prepare",

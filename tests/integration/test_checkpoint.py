@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mlspec import MLSpecConfig
-from hf_mlspec.integration.quantizer.checkpoint import Checkpoint
 from hf_mlspec.checkpoints.safetensors_file import CHECKSUMS_KEY, read_header
+from hf_mlspec.integration.quantizer.checkpoint import Checkpoint
 from tests.models import tiny
 
 LAYER = "model.layers.1.mlp.up_proj"

@@ -14,6 +14,7 @@ from torch import nn
 
 from ...nn.replace import direct_cast
 from ..quantizer.checkpoint import require_own_shards
+from ..quantizer.source_config import loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of from_pretrained, for what is no checkpoint; RuntimeError: weights that cannot be converted.
@@ -50,6 +51,7 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
     ValueError, in one line, where there is none."""
     require_own_shards(path)
     try:
+        options = loading_options(path) | options
         # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
         with _one_bar(packing="quantization_config" in options):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(

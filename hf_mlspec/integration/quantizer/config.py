@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...formats import FORMATS, Format, format_named, options
 from ...nn.switch import require_activation_bits
 from ...nn.transforms import NONE, transform_named
+from .source_config import SourceConfig
 
 QUANT_METHOD = "mlspec"
 FORMAT_VERSION = 1  # of what is on disk (docs/formats.md); files that do not say are 1
@@ -88,6 +89,14 @@ class MLSpecConfig(QuantizationConfigMixin):
         self.transform = transform_named(transform).word
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
+
+    @staticmethod
+    def for_checkpoint(name: str) -> QuantizationConfigMixin:
+        """What reads a checkpoint of another library (GPTQ, AWQ, compressed-tensors ...) with this package:
+        ``from_pretrained(name, quantization_config=MLSpecConfig.for_checkpoint(name))``. name: a folder or hub name.
+        ValueError where it is not quantized, or in a way that is not read. `hf_mlspec.load` does both in one call.
+        """
+        return SourceConfig.of(name)
 
     @property
     def record(self) -> Format:
