@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..formats.packing import pack_nibbles, unpack_nibbles
-from .codes import ROWS
+from .codes import ROWS, as_bytes
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
 from .scales import Choice, Groups, choose_format, packed_layer, require_scales
 
@@ -79,7 +79,7 @@ class AwqReader:
 
 def _columns(words: Tensor) -> Tensor:
     """int32 ``[n, out / 8]`` -> uint8 ``[out, n]``, the columns in their order."""
-    nibbles = unpack_nibbles(words.t().contiguous().view(torch.uint8)).unflatten(-1, (-1, 8))  # [out / 8, n, 8]
+    nibbles = unpack_nibbles(as_bytes(words.t())).unflatten(-1, (-1, 8))  # [out / 8, n, 8]
     return nibbles[..., _NIBBLE_OF_COLUMN].transpose(1, 2).flatten(0, 1)
 
 

@@ -10,6 +10,11 @@ from ..formats.packing import pack_nibbles, unpack_nibbles
 ROWS = 1 << 22  # codes in flight: what is unpacked for a moment stays small beside the tensor
 
 
+def as_bytes(words: Tensor) -> Tensor:
+    """int32 ``[..., n]`` -> uint8 ``[..., 4 n]``: the bytes of the words, whatever the strides."""
+    return words.reshape(-1).contiguous().view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * 4)
+
+
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """int32 ``[..., words]`` -> uint8 codes ``[..., count]``: a stream of ``bits`` bits each, lowest first, codes that
     lie across two words included (GPTQ of 2, 3, 4 and 8 bits, compressed-tensors of any width)."""
@@ -17,7 +22,7 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     out = torch.empty(rows.shape[0], count, dtype=torch.uint8, device=words.device)
     step = max(1, ROWS // max(count, 1))
     for first in range(0, rows.shape[0], step):
-        stream = rows[first : first + step].contiguous().view(torch.uint8)
+        stream = as_bytes(rows[first : first + step])
         out[first : first + step] = _unpacked(stream, bits)[:, :count]
     return out.view(*words.shape[:-1], count)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..formats import Mxfp4Weight
 from ..formats.damage import NAN_SCALE
 from ..formats.mxfp4 import BLOCK
-from .codes import order_of_groups, unpack_words
+from .codes import as_bytes, order_of_groups, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
 from .scales import Groups, choose_format, packed_layer, require_scales
 
@@ -99,7 +99,7 @@ class CompressedReader:
         def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
             words = tensors["weight_packed"]
             if as_on_disk:
-                return packed_layer(layer, groups, choice, words.contiguous().view(torch.uint8))
+                return packed_layer(layer, groups, choice, as_bytes(words))
             return packed_layer(layer, groups, choice, unpack_words(words, bits, layer.in_features))
 
         names = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")

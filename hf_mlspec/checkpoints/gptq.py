@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codes import order_of_groups, unpack_words
+from .codes import as_bytes, order_of_groups, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
 from .scales import Choice, Groups, choose_format, packed_layer, require_scales
 
@@ -108,7 +108,7 @@ class GptqReader:
 def _codes(words: Tensor, layer: StoredLayer, bits: int, choice: Choice) -> Tensor:
     """Codes as `packed_layer` takes them. Columns come out as rows, in chunks: a transposed copy is all there is."""
     if bits == 4 and choice.format == "int4":
-        return words.t().contiguous().view(torch.uint8)
+        return as_bytes(words.t())
     return unpack_words(words.t(), bits, layer.in_features)
 
 
