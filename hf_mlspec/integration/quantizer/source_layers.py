@@ -15,7 +15,6 @@ from transformers.utils import logging
 from ...checkpoints.layer import LayerPlan, Reader, ReadLayer, StoredLayer
 from ...checkpoints.safetensors_file import StoredTensor
 from ...formats import FORMATS, PackedWeight
-from ...nn.expert_modules import is_experts
 from ...nn.linear import is_dense
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
@@ -50,13 +49,12 @@ def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> lis
     stored = _by_module(checkpoint.tensors)
     plans = []
     for name, module in model.named_modules():
-        if is_experts(module):
-            _require_plain_experts(name, stored, reader)
         if not is_dense(module):
             continue
         layer = StoredLayer(name, module.in_features, module.out_features, _tensors_of(name, stored, model))
         if reader.holds(layer):
             plans.append(reader.plan(layer))
+    _require_all_read(plans, stored, reader, model)
     if not plans:
         raise ValueError(
             f"config.json says {reader.method!r}, but no linear layer of {type(model).__name__} in {checkpoint.place} "
@@ -175,13 +173,19 @@ def _tensors_of(path: str, stored: Mapping[str, Mapping[str, StoredTensor]], mod
     return {name: tensor for name, tensor in found.items() if name != "bias"}
 
 
-def _require_plain_experts(
-    name: str, stored: Mapping[str, Mapping[str, StoredTensor]], reader: Reader
+def _require_all_read(
+    plans: list[LayerPlan], stored: Mapping[str, Mapping[str, StoredTensor]], reader: Reader, model: nn.Module
 ) -> None:
-    inside = {path: tensors for path, tensors in stored.items() if path.startswith(f"{name}.")}
-    quantized = [path for path, own in inside.items() if reader.holds(StoredLayer(path, 0, 0, own))]
-    if quantized:
+    read = {name for plan in plans for name in _names(plan.layer.name, model)}
+    left = [name for name, own in stored.items() if name not in read and reader.holds(StoredLayer(name, 0, 0, own))]
+    experts = [name for name in left if ".experts." in f"{name}."]
+    if experts:
         raise ValueError(
-            f"{len(quantized)} experts of {name} are quantized ({reader.title}), which is not read yet, the first is "
-            f"{quantized[0]}: load the original model and quantize it with MLSpecConfig"
+            f"{len(experts)} experts of {type(model).__name__} are quantized ({reader.title}), which is not read yet, "
+            f"the first is {experts[0]}: load the original model and quantize it with MLSpecConfig"
+        )
+    if left:
+        raise ValueError(
+            f"{len(left)} quantized layers belong to no linear layer of {type(model).__name__} as config.json "
+            f"describes it, the first is {left[0]}: restore the config.json that was saved with them"
         )
