@@ -130,8 +130,8 @@ def _values_q6_k(blocks: Tensor) -> Tensor:
     return (_scale(blocks, 208).unsqueeze(-1) * s * codes.unflatten(-1, (16, 16))).flatten(-2)
 
 
-# uint8 ``[..., bytes of a block]`` -> float32 ``[..., values of a block]``, ggml's own bit for bit; only zeros of MXFP4
-# may have another sign.
+# uint8 ``[..., bytes of a block]`` -> float32 ``[..., values of a block]``, ggml's own bit for bit; only zeros of
+# MXFP4 may have another sign.
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _values_q4_0, "Q4_1": _values_q4_1, "Q5_0": _values_q5_0, "Q5_1": _values_q5_1, "Q8_0": _values_q8_0,
     "MXFP4": _values_mxfp4, "Q4_K": _values_q4_k, "Q5_K": _values_q5_k, "Q6_K": _values_q6_k,

@@ -305,10 +305,10 @@ def _tensor(path: Path, name: str, entry: _Entry, start: int, alignment: int) ->
 def _require_whole(tensors: Mapping[str, GgufTensor], start: int, alignment: int, size: int) -> None:
     end, known = start, True  # known: whether the length of the tensor before is
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.end > size:
+            raise _Damage(f"it has {size} bytes, {tensor.name} ends at {tensor.end}: it is truncated")
         if tensor.begin < end or (known and tensor.begin > _aligned(end, alignment)):
             raise _Damage(f"{tensor.name} begins at byte {tensor.begin}, what is before it ends at {end}")
         end, known = tensor.end, tensor.dtype is not None
-        if end > size:
-            raise _Damage(f"it has {size} bytes, {tensor.name} ends at {end}: it is truncated")
     if known and size > _aligned(end, alignment):
         raise _Damage(f"it has {size} bytes, its header describes {end}: it is longer than what was saved")
