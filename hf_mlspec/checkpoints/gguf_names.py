@@ -85,9 +85,9 @@ def architecture_of(file: GgufFile) -> Architecture:
         raise ValueError(f"{file.path} holds a model of architecture {name!r}, known are {', '.join(ARCHITECTURES)}")
     if kind != "model":
         raise ValueError(f"{file.path} holds {kind!r}, expected a whole model")
-    if file.metadata.get("split.count", 0) > 1:
+    if (parts := file.metadata.get("split.count", 0)) not in (0, 1):
         raise ValueError(
-            f"{file.path} is one of {file.metadata['split.count']} parts of a model: put them together first, with "
+            f"{file.path} is one of {parts} parts of a model: put them together first, with "
             "`llama-gguf-split --merge FIRST.gguf OUT.gguf`"
         )
     return ARCHITECTURES[name]

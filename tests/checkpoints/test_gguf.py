@@ -61,7 +61,8 @@ def test_a_packed_layer_has_the_files_values(tmp_path, kind, scales, order):
     assert weight.name == layer.name
     weight.validate(ROWS, COLS)
     empty = FORMATS[plan.format].zeros((ROWS, COLS), torch.device("cpu"), **plan.options)
-    weight.require_like(empty, plan.format)  # what a checkpoint of these options holds
+    what = [[None if part is None else (part.dtype, part.shape) for part in parts] for parts in (weight.parts, empty)]
+    assert what[0] == what[1]  # what a checkpoint of these options holds
     expected = values_of(raw, kind)
     assert torch.equal(weight.dequantize(torch.float32), expected[rows] if order else expected)
 
@@ -125,7 +126,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path, kind, place, number):
     stored = np.array([number], dtype=np.uint8 if kind == "MXFP4" else np.float16).view(np.uint8)
     raw[7, size + place : size + place + len(stored)] = stored
     layer = layer_of(tmp_path, kind, raw)
-    expected = rf"blk\.0\.ffn_up\.weight in .* is damaged: the scale of row 7, block 1 is NaN or Inf; download"
+    expected = r"blk\.0\.ffn_up\.weight in .* is damaged: the scale of row 7, block 1 is NaN or Inf; download"
     with pytest.raises(ValueError, match=expected):
         GgufReader().plan(layer)
     with pytest.raises(ValueError, match=expected):
@@ -134,18 +135,18 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path, kind, place, number):
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "TQ2_0", "NVFP4", "Q8_K"])
 def test_other_types_are_refused_by_name(tmp_path, kind):
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     layer = layer_of(tmp_path, kind, np.zeros((4, 2 * size), dtype=np.uint8))
     assert GgufReader().holds(layer)
     for read in (lambda: GgufReader().plan(layer), lambda: dense(layer.tensors["weight"])):
-        with pytest.raises(ValueError, match=rf"ffn_up\.weight in .* is of ggml's {kind}, which .*llama-quantize --allow"):
+        with pytest.raises(ValueError, match=rf"ffn_up\.weight in .* is of ggml's {kind}, which .*llama-quantize"):
             read()
 
 
 def test_a_layer_of_another_model_is_refused(tmp_path):
     layer = layer_of(tmp_path, "Q4_0", blocks_of("Q4_0"))
     wrong = StoredLayer(layer.name, COLS, ROWS + 1, layer.tensors)
-    with pytest.raises(ValueError, match=r"up_proj: .* has shape \[48, 512\], expected \[49, 512\]: the configuration is"):
+    with pytest.raises(ValueError, match=r"up_proj: .* has shape \[48, 512\], expected \[49, 512\]: the config"):
         GgufReader().plan(wrong)
     with pytest.raises(TypeError, match="up_proj: weight is nothing, expected a tensor of a GGUF file"):
         GgufReader().plan(StoredLayer(layer.name, COLS, ROWS, {}))
