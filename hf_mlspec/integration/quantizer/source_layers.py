@@ -27,18 +27,21 @@ _ORDER = "order"  # the transform of layers whose inputs are permuted
 
 
 class SourceLinear(nn.Module):
-    """A linear layer whose tensors are as another library saved them, only while it loads."""
+    """A linear layer whose tensors are as another library saved them, only while it loads. in_file: they are read from
+    the file when their turn comes, and are none of transformers' business."""
 
-    def __init__(self, plan: LayerPlan, bias: nn.Parameter | None) -> None:
+    def __init__(self, plan: LayerPlan, bias: nn.Parameter | None, in_file: bool = False) -> None:
         super().__init__()
-        self.plan = plan
-        for name, stored in plan.tensors.items():
+        self.plan, self.in_file = plan, in_file
+        for name, stored in plan.tensors.items() if not in_file else ():
             empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", bias)
 
     def read(self) -> ReadLayer:
         """The layer, read on the CPU; the tensors are let go."""
+        if self.in_file:
+            return self.plan.read({name: stored.load() for name, stored in self.plan.tensors.items()})
         tensors = {name: self._parameters.pop(name).detach().cpu() for name in self.plan.tensors}
         return self.plan.read(tensors)
 
@@ -54,7 +57,8 @@ def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> lis
         layer = StoredLayer(name, module.in_features, module.out_features, _tensors_of(name, stored, model))
         if reader.holds(layer):
             plans.append(reader.plan(layer))
-    _require_all_read(plans, stored, reader, model)
+    left = {name: own for name, own in stored.items() if not isinstance(_module(model, name), nn.Embedding)}
+    _require_all_read(plans, left, reader, model)
     if not plans:
         raise ValueError(
             f"config.json says {reader.method!r}, but no linear layer of {type(model).__name__} in {checkpoint.place} "
@@ -63,15 +67,14 @@ def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> lis
     return plans
 
 
-def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint) -> None:
+def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint, in_file: bool = False) -> None:
     """Replace every quantized layer of a model, still without memory, by a `SourceLinear`, after all of them are
-    planned: as `plan_layers`; and warn once of layers that become dense."""
+    planned: as `plan_layers`; and warn once of layers that become dense. in_file: as SourceLinear."""
     require_plain(checkpoint, model)
-    with torch.device("cpu"):  # transformers builds the model in a context of the meta device
-        plans = plan_layers(model, reader, checkpoint)
+    plans = plan_layers(model, reader, checkpoint)
     for plan in plans:
         linear = model.get_submodule(plan.layer.name)
-        model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias).train(linear.training))
+        model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias, in_file).train(linear.training))
     dense = Counter(f"{plan.stored_as}: {plan.why_dense}" for plan in plans if not plan.format)
     if dense:
         told = "; ".join(f"{count} of {what}" for what, count in dense.most_common(3))
@@ -111,7 +114,7 @@ def convert_layers(model: PreTrainedModel) -> None:
     ordered = any(module.plan.ordered for _, module in found)
     bar = logging.tqdm(total=len(found), desc="Reading packed layers", unit="layer", leave=False)
     for name, module in found:
-        device = next(module.parameters()).device
+        device = next((parameter.device for parameter in module.parameters()), model.device)
         read = module.read()
         model.set_submodule(name, _layer(read, module, model.dtype, switches, ordered).to(device))
         bar.update()
@@ -160,6 +163,13 @@ def _by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, Store
         module, _, own = name.rpartition(".")
         found[module][own] = tensor
     return found
+
+
+def _module(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _names(path: str, model: nn.Module) -> Iterator[str]:
