@@ -10,6 +10,7 @@ from .compressed import CompressedReader
 from .gguf import GgufReader
 from .gguf_file import open_gguf
 from .gguf_names import row_orders
+from .gpt_oss import GptOssReader
 from .gptq import GptqReader
 from .layer import Reader
 
@@ -24,6 +25,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     AwqReader.method: AwqReader,
     CompressedReader.method: CompressedReader,
     GgufReader.method: _gguf,
+    GptOssReader.method: GptOssReader,
 }
 # What stock transformers needs to load such a checkpoint, by import name.
 PACKAGES = {

@@ -15,13 +15,15 @@ from transformers.utils import logging
 from ...checkpoints.layer import LayerPlan, Reader, ReadLayer, StoredLayer
 from ...checkpoints.safetensors_file import StoredTensor
 from ...formats import FORMATS, PackedWeight
+from ...nn.expert_modules import is_experts
 from ...nn.linear import is_dense
-from ...nn.packed import PackedLinear
+from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch
 from ...nn.transforms import NONE, transform_named
 from .checkpoint import Checkpoint, require_named, require_plain
 from .packing import packed_modules
+from .source_experts import SourceExperts, source_experts
 
 _ORDER = "order"  # the transform of layers whose inputs are permuted
 
@@ -46,9 +48,11 @@ class SourceLinear(nn.Module):
         return self.plan.read(tensors)
 
 
-def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> list[LayerPlan]:
+def plan_layers(
+    model: nn.Module, reader: Reader, checkpoint: Checkpoint, required: bool = True
+) -> list[LayerPlan]:
     """A plan of every quantized linear layer of ``model``, checked. ValueError or TypeError naming what does not fit;
-    for quantized experts, which are not read; and where no layer is quantized."""
+    for quantized experts of a kind that is not read; and, if one is required, where no layer is quantized."""
     stored = _by_module(checkpoint.tensors)
     plans = []
     for name, module in model.named_modules():
@@ -59,7 +63,7 @@ def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> lis
             plans.append(reader.plan(layer))
     left = {name: own for name, own in stored.items() if not isinstance(_module(model, name), nn.Embedding)}
     _require_all_read(plans, left, reader, model)
-    if not plans:
+    if required and not plans:
         raise ValueError(
             f"config.json says {reader.method!r}, but no linear layer of {type(model).__name__} in {checkpoint.place} "
             "is quantized: restore the config.json that was saved with the weights"
@@ -71,7 +75,10 @@ def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint, 
     """Replace every quantized layer of a model, still without memory, by a `SourceLinear`, after all of them are
     planned: as `plan_layers`; and warn once of layers that become dense. in_file: as SourceLinear."""
     require_plain(checkpoint, model)
-    plans = plan_layers(model, reader, checkpoint)
+    experts = _expert_sources(model, checkpoint)
+    plans = plan_layers(model, reader, checkpoint, required=not experts)
+    for name, module in experts.items():
+        model.set_submodule(name, module)
     for plan in plans:
         linear = model.get_submodule(plan.layer.name)
         model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias, in_file).train(linear.training))
@@ -112,6 +119,8 @@ def convert_layers(model: PreTrainedModel) -> None:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, SourceLinear)]
     switches: dict[tuple, PrecisionSwitch] = {}
     ordered = any(module.plan.ordered for _, module in found)
+    for name, module in [(name, one) for name, one in model.named_modules() if isinstance(one, SourceExperts)]:
+        model.set_submodule(name, module.packed(name, _switch(switches, "mxfp4", {})))
     bar = logging.tqdm(total=len(found), desc="Reading packed layers", unit="layer", leave=False)
     for name, module in found:
         device = next((parameter.device for parameter in module.parameters()), model.device)
@@ -129,14 +138,27 @@ def _layer(
         wide = nn.Linear(plan.layer.in_features, plan.layer.out_features, bias=False, device="meta")
         wide.weight, wide.bias = nn.Parameter(read.weight.to(dtype), requires_grad=False), source.bias
         return wide.train(training)
-    record = FORMATS[plan.format]
-    stored = record.stored_bits(**plan.options)
-    switch = switches.setdefault((plan.format, stored), PrecisionSwitch(plan.format, num_planes=stored))
+    switch = _switch(switches, plan.format, plan.options)
     packed: PackedLinear = PACKINGS[plan.format].linear(read.weight, source.bias, switch)
     if ordered:
         order = torch.arange(plan.layer.in_features) if read.order is None else read.order
         packed.transform_(transform_named(_ORDER), {_ORDER: order.to(torch.int32)})
     return packed.train(training)
+
+
+def _switch(switches: dict[tuple, PrecisionSwitch], format: str, options: Mapping[str, Any]) -> PrecisionSwitch:
+    stored = FORMATS[format].stored_bits(**options)
+    return switches.setdefault((format, stored), PrecisionSwitch(format, num_planes=stored))
+
+
+def _expert_sources(model: nn.Module, checkpoint: Checkpoint) -> dict[str, SourceExperts]:
+    stored, found = _by_module(checkpoint.tensors), {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            own = next((stored[path] for path in _names(name, model) if path in stored), {})
+            source = source_experts(name, module, own)
+            found |= {} if source is None else {name: source}
+    return found
 
 
 def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -149,10 +171,10 @@ def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
     return {**dict(kinds.pop()), "modules_to_not_convert": kept}
 
 
-def _settings(module: PackedLinear) -> tuple[tuple[str, Any], ...]:
+def _settings(module: PackedModule) -> tuple[tuple[str, Any], ...]:
     names = {"int4": ("group_size", "symmetric"), "planes": ("group_size", "num_planes")}
     own = {name: getattr(module, name) for name in names.get(module.format, ())}
-    own |= {} if module.transform is NONE else {"transform": module.transform.word}
+    own |= {} if getattr(module, "transform", NONE) is NONE else {"transform": module.transform.word}
     return ("format", module.record.written), *own.items()
 
 
