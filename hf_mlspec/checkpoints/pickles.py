@@ -1,10 +1,10 @@
 """What does a file of torch.save hold, read so that nothing in it can run?
 
 A pickle is a program. Two gates stand before one: its names are read without running it, and all but a few
-(`_ALLOWED`: tensors, storages, dtypes, plain containers) are refused; what passes is read by torch.load's own restricted
-machine (``weights_only=True``). The class that QuaRot pickles, ``quant_utils.WeightQuantizer``, becomes the inert
-`WeightQuantizer` here, which has its attributes and nothing of its code. Pickles of before torch 1.6 hold the source of
-such a class, too; with one in it they are refused.
+(`_ALLOWED`: tensors, storages, dtypes, plain containers) are refused; what passes is read by torch.load's own
+restricted machine (``weights_only=True``). The class that QuaRot pickles, ``quant_utils.WeightQuantizer``, becomes the
+inert `WeightQuantizer` here, which has its attributes and nothing of its code. Pickles of before torch 1.6 hold the
+source of such a class, too; with one in it they are refused.
 """
 
 from __future__ import annotations
