@@ -26,7 +26,7 @@ class LlamaShape:
         hidden_size = _size(config, "hidden_size")
         head_dim = config.get("head_dim")
         if head_dim is None and hidden_size % heads:
-            raise ValueError(f"config.json: hidden_size {hidden_size} is no multiple of {heads} heads, without head_dim")
+            raise ValueError(f"config.json: hidden_size {hidden_size} is no multiple of {heads} heads, no head_dim")
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
             hidden_size=hidden_size,
