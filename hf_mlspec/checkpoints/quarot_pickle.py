@@ -220,10 +220,10 @@ def recovered(name: str, weight: Tensor, scale: Tensor, zero: Tensor | None = No
         if bool(far.any()):
             row, column = far.nonzero()[0].tolist()
             raise ValueError(
-                f"{name}: weight holds {int(far.sum())} numbers of rows {first} to {first + len(wide) - 1} that are no "
-                f"integer times their row's scale, the first ({wide[row, column].item():g}, scale "
-                f"{steps[row, 0].item():g}) at row {first + row}, column {column}: the file is damaged, or was written "
-                "with --w_groupsize, whose scales it does not hold"
+                f"{name}: weight holds {int(far.sum())} numbers of rows {first} to {first + len(wide) - 1} that are "
+                f"no integer times their row's scale, the first ({wide[row, column].item():g}, scale "
+                f"{steps[row, 0].item():g}) at row {first + row}, column {column}: the file is damaged, or was "
+                "written with --w_groupsize, whose scales it does not hold"
             )
         codes[part] = code.to(torch.uint8)  # NaN is far from everything
     return codes, zeros

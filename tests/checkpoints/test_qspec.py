@@ -76,7 +76,7 @@ def test_a_slice_of_rows_is_a_stored_tensor():
     (lambda t: t.update({f"{LAYER}.self_attn.o_proj.weight": torch.ones(192, 96, dtype=torch.uint8)}),
      r"o_proj.weight in f and model.layers.0.self_attn.o_proj.1.weight hold the same layer"),
     (lambda t: t.pop(f"{LAYER}.self_attn.qkv_proj.weight"), r"q_proj.weight is missing"),
-    (lambda t: t.update({f"{LAYER}.mlp.up_gate_proj.weight": torch.ones(1)}), r"up_gate_proj.weight in f: this layout"),
+    (lambda t: t.update({f"{LAYER}.mlp.up_gate_proj.weight": torch.ones(1)}), r"up_gate_proj.weight in f: this"),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_refused_by_name(change, message):
     tensors, _ = qwen_file()
