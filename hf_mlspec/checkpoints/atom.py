@@ -9,8 +9,8 @@ and its model's state_dict can be saved with weights that are already dequantize
 outliers last. gate and up have their rows in the order of down's ``input``, too; q, k, v and o keep their rows. The
 last 128 columns are 8-bit integers with a scale a row, the others 4-bit ones in groups of 128. No scale is stored: the
 integers are recovered from the values (grids.py), on GPTQ's grid as on that of rounding to nearest: both have
-integers -8..7 and differ in their step. That two adjacent rows share the step of a group, as Atom's scripts have it, is
-not required. ``output`` is not used for Llama, and only checked.
+integers -8..7 and differ in their step. That two adjacent rows share a group's step, as Atom's scripts have it, is not
+required. ``output`` is not used for Llama, and only checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which integers and which step are behind floats that were quantized and multiplied out again?
 
 Of a group only the values are known: v = round(k * step) in their own dtype. The largest of them is a guess at the
-step, step = |v| / k for every k it may have; a guess holds if one step lies between the bounds that all values set, and
+step, step = |v| / k for every k it may have; a guess holds if one step lies within the bounds that all values set, and
 if multiplying out with it gives every value again. Quantizers that clip use their largest integer, so the
 largest k is tried first. Groups that use few integers may fit several grids: all mean the same values.
 """

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from rotated_files import CONFIG, INDEXED, LAYER, folder, held, read
+from safetensors.torch import save_file
 
 from hf_mlspec.checkpoints.qspec import StoredRows, sort_checkpoint
+from hf_mlspec.checkpoints.safetensors_file import read_header
 
 QWEN = {**CONFIG, "model_type": "qwen2_quarot"}
 FUSED = {"self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -45,6 +47,13 @@ def test_fused_rows_are_split_bit_for_bit():
     assert checkpoint.others[f"{LAYER}.self_attn.q_proj.bias"].load().tolist() == list(range(192))
     assert checkpoint.others[f"{LAYER}.self_attn.k_proj.bias"].load().tolist() == list(range(192, 240))
     assert checkpoint.others[f"{LAYER}.self_attn.v_proj.bias"].load().tolist() == list(range(240, 288))
+
+
+def test_a_file_of_safetensors(tmp_path):
+    tensors, meant = qwen_file()
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored, _ = read_header(tmp_path / "model.safetensors")
+    require_meant(sort_checkpoint({tensor.name: tensor for tensor in stored}, QWEN), meant)
 
 
 def test_o_and_down_may_have_no_index():
