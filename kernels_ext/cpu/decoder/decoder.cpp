@@ -14,9 +14,14 @@ constexpr int64_t kChunk = 128;  // elements of one piece of packing: a multiple
 // AMX tiles hold 16 rows of activations in every cache line: two threads packing rows of one tile would fight for it.
 bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS_BF16_TILES && acts.num_rows > 1; }
 
-// to[i] = x[order[i]].
+// to[i] = x[order[i]]; four at a time, as compilers leave alone what they cannot make vectors of.
 void gather(const float* x, const int32_t* order, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = x[order[i]];
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    const float a = x[order[i]], b = x[order[i + 1]], c = x[order[i + 2]], d = x[order[i + 3]];
+    to[i] = a, to[i + 1] = b, to[i + 2] = c, to[i + 3] = d;
+  }
+  for (; i < count; ++i) to[i] = x[order[i]];
 }
 
 // A whole row in the order that `next` wants: x itself, or gathered in `room`.
@@ -26,14 +31,17 @@ const float* in_order(const Linear& next, const float* x, float* room) {
   return room;
 }
 
-// f(row, row_end, k, k_end) for pieces of 16 rows by kChunk elements.
+// f(row, row_end, k, k_end) for pieces of 16 rows by kChunk elements. Where inputs are gathered a piece has one row, which stays
+// in the first cache for the pieces behind it, unless rows share lines of what is written.
 template <class F>
-void share_pieces(Team& team, int64_t rows, int64_t width, F&& f) {
-  const int64_t across = (width + kChunk - 1) / kChunk, down = (rows + kTileOutputs - 1) / kTileOutputs;
-  team.share(across * down, 1, [&](int64_t begin, int64_t end) {
+void share_pieces(Team& team, const Linear& next, const mlspec_acts& acts, F&& f) {
+  const int64_t rows = acts.num_rows, width = acts.in_features;
+  const int64_t height = next.order && !rows_share_lines(acts) ? 1 : kTileOutputs;
+  const int64_t across = (width + kChunk - 1) / kChunk, pieces = across * ((rows + height - 1) / height);
+  team.share(pieces, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t row = piece / across * kTileOutputs, k = piece % across * kChunk;
-      f(row, std::min(row + kTileOutputs, rows), k, std::min(k + kChunk, width));
+      const int64_t row = piece / across * height, k = piece % across * kChunk;
+      f(row, std::min(row + height, rows), k, std::min(k + kChunk, width));
     }
   });
 }
@@ -148,7 +156,7 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
 void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
   const mlspec_acts acts = acts_for(next, rows);
   float* const own = work_->rows.data() + team.index() * work_->row_stride;
-  share_pieces(team, rows, next.in_features, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+  share_pieces(team, next, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     mlspec_pack_args pack{x, stride, &acts};
     if (next.order) {
       for (int64_t n = row; n < row_end; ++n) gather(x + n * stride, next.order + k, k_end - k, own + (n - row) * kChunk);
@@ -165,7 +173,7 @@ void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
   Workspace& w = *work_;
   const int64_t width = shape.intermediate;
   float* const product = w.rows.data() + team.index() * w.row_stride;
-  share_pieces(team, rows, width, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+  share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     alignas(64) float ordered[2][kChunk];
     for (int64_t n = row; n < row_end; ++n) {
       const float *gate = w.gate_up.data() + n * 2 * width, *up = gate + width;
