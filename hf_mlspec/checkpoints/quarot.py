@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..formats import Int4Weight
 from ..formats.damage import require_positive
-from .codes import fitting_group, repeated
 from .layer import Reader, ReadLayer, Stored, StoredLayer, require_tensor
 from .llama_shape import LlamaShape
 from .rotation import OnlineHadamard, RotatedPlan, Rotation, require_heads, stored_hadamard
+from .scales import fitting_group, repeated
 
 MODEL_TYPE = "llama_quarot"
 NO_GROUP = "its inputs are no multiple of 32: no group of int4 divides them"

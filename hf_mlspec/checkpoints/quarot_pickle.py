@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..formats.damage import require_finite, require_positive
 from ..formats.packing import pack_nibbles
-from .codes import exact_float16, fitting_group
 from .layer import ReadLayer, Stored, StoredLayer, require_tensor
 from .llama_shape import LlamaShape
 from .pickles import HeldTensor, WeightQuantizer, held_tensors
@@ -36,6 +35,7 @@ from .quarot import (
     sort_others,
 )
 from .rotation import RotatedPlan, Rotation, require_heads
+from .scales import exact_float16, fitting_group
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST = 15
