@@ -123,7 +123,12 @@ def _choosing_merge(stock: classmethod) -> classmethod:
 
 def lacks_packages(method: str) -> bool:
     """Whether stock transformers would only say that a package is missing, for checkpoints of a ``quant_method``."""
-    return any(importlib.util.find_spec(package) is None for package in PACKAGES.get(method, ()))
+    return bool(missing_packages(method))
+
+
+def missing_packages(method: str) -> list[str]:
+    """Those that stock transformers needs for checkpoints of a ``quant_method`` and that are not installed."""
+    return [package for package in PACKAGES.get(method, ()) if importlib.util.find_spec(package) is None]
 
 
 def register() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,14 +47,14 @@ class SourceLinear(nn.Module):
 def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> list[LayerPlan]:
     """A plan of every quantized linear layer of ``model``, checked. ValueError or TypeError naming what does not fit;
     for quantized experts, which are not read; and where no layer is quantized."""
-    stored = _by_module(checkpoint.tensors)
+    stored = by_module(checkpoint.tensors)
     plans = []
     for name, module in model.named_modules():
         if is_experts(module):
             _require_plain_experts(name, stored, reader)
         if not is_dense(module):
             continue
-        layer = StoredLayer(name, module.in_features, module.out_features, _tensors_of(name, stored, model))
+        layer = StoredLayer(name, module.in_features, module.out_features, tensors_of(name, stored, model))
         if reader.holds(layer):
             plans.append(reader.plan(layer))
     if not plans:
@@ -71,9 +71,7 @@ def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint) 
     require_plain(checkpoint, model)
     with torch.device("cpu"):  # transformers builds the model in a context of the meta device
         plans = plan_layers(model, reader, checkpoint)
-    for plan in plans:
-        linear = model.get_submodule(plan.layer.name)
-        model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias).train(linear.training))
+    put_plans(model, plans)
     dense = Counter(f"{plan.stored_as}: {plan.why_dense}" for plan in plans if not plan.format)
     if dense:
         told = "; ".join(f"{count} of {what}" for what, count in dense.most_common(3))
@@ -82,6 +80,13 @@ def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint) 
             f"no packed format here holds their values exactly ({told})",
             stacklevel=2,
         )
+
+
+def put_plans(model: nn.Module, plans: Iterable[LayerPlan]) -> None:
+    """Replace the layers that are planned by a `SourceLinear` each."""
+    for plan in plans:
+        linear = model.get_submodule(plan.layer.name)
+        model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias).train(linear.training))
 
 
 def require_sources_fit(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
@@ -141,22 +146,23 @@ def _layer(
 def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
     """The settings of the MLSpecConfig that describes a model's packed layers; None where they differ, or there are
     none: such a model runs, and cannot be saved."""
-    kinds = {_settings(module) for _, module in packed_modules(model)}
+    kinds = {layer_settings(module) for _, module in packed_modules(model)}
     if len(kinds) != 1:
         return None
     kept = sorted(name for name, module in model.named_modules(remove_duplicate=False) if is_dense(module))
     return {**dict(kinds.pop()), "modules_to_not_convert": kept}
 
 
-def _settings(module: PackedLinear) -> tuple[tuple[str, Any], ...]:
+def layer_settings(module: PackedLinear) -> tuple[tuple[str, Any], ...]:
+    """Names and values of the settings of the MLSpecConfig that describes one packed layer."""
     names = {"int4": ("group_size", "symmetric"), "planes": ("group_size", "num_planes")}
     own = {name: getattr(module, name) for name in names.get(module.format, ())}
     own |= {} if module.transform is NONE else {"transform": module.transform.word}
     return ("format", module.record.written), *own.items()
 
 
-def _by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """By the module's name, then by the tensor's own."""
+def by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """Stored tensors by the module's name, then by the tensor's own."""
     found: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         module, _, own = name.rpartition(".")
@@ -170,7 +176,8 @@ def _names(path: str, model: nn.Module) -> Iterator[str]:
     yield from dict.fromkeys((path, prefix + path, path.removeprefix(prefix)))
 
 
-def _tensors_of(path: str, stored: Mapping[str, Mapping[str, StoredTensor]], model: nn.Module) -> dict[str, Any]:
+def tensors_of(path: str, stored: Mapping[str, Mapping[str, StoredTensor]], model: nn.Module) -> dict[str, Any]:
+    """Of `by_module`, what belongs to the module at ``path`` of ``model``, without its bias."""
     found = next((stored[name] for name in _names(path, model) if name in stored), {})
     return {name: tensor for name, tensor in found.items() if name != "bias"}
 
