@@ -7,11 +7,25 @@ from typing import Any
 
 from .awq import AwqReader
 from .compressed import CompressedReader
+from .gguf import GgufReader
+from .gguf_file import open_gguf
+from .gguf_names import row_orders
+from .gpt_oss import GptOssReader
 from .gptq import GptqReader
 from .layer import Reader
 
+
+def _gguf(config: Mapping[str, Any]) -> GgufReader:
+    """Of a config that names its file."""
+    return GgufReader(row_orders(open_gguf(config["file"])))
+
+
 READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
-    reader.method: reader for reader in (GptqReader, AwqReader, CompressedReader)
+    GptqReader.method: GptqReader,
+    AwqReader.method: AwqReader,
+    CompressedReader.method: CompressedReader,
+    GgufReader.method: _gguf,
+    GptOssReader.method: GptOssReader,
 }
 # What stock transformers needs to load such a checkpoint, by import name.
 PACKAGES = {

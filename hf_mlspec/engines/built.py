@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..nn.packed import PackedLinear
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
+from ..nn.transforms import NONE
 from ..precision import Bits
 from .architecture import CPU
 
@@ -98,12 +99,12 @@ def _changes(parameter: Tensor) -> int:
 
 def standing(model: nn.Module) -> tuple:
     """All that a decoder over the model rests on: where the weights lie and how often they changed, what norms and
-    biases hold, for decoders copied those, how packed layers multiply, and of every module its class, its mode,
-    whether it has hooks and whether its forward was replaced.
+    biases hold, for decoders copied those, how packed layers multiply and transform their inputs, and of every module
+    its class, its mode, whether it has hooks and whether its forward was replaced.
 
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
-    modules, parameters, packed = [], [], {}
+    modules, parameters, packed, transforms = [], [], {}, []
     for module in modules_of(model):
         own = vars(module)
         hooked = bool(own["_forward_hooks"]), bool(own["_forward_pre_hooks"])
@@ -111,13 +112,16 @@ def standing(model: nn.Module) -> tuple:
         parameters += [p for p in own["_parameters"].values() if p is not None]
         if isinstance(module, PackedLinear):
             packed[id(module.switch)] = module.switch
+            if module.transform is not NONE:
+                held = module.transform_tensors().values()
+                transforms.append((module.transform, *[(tensor.data_ptr(), _changes(tensor)) for tensor in held]))
     weights = [(p.device, p.data_ptr(), _changes(p)) for p in parameters]
     vectors = [
         p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in parameters if p.ndim == 1 and p.is_cpu
     ]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
     multiply = [switch.in_force for switch in packed.values()]
-    return directed, tuple(modules), tuple(weights), hash(tuple(vectors)), tuple(multiply)
+    return directed, tuple(modules), tuple(weights), hash(tuple(vectors)), tuple(multiply), tuple(transforms)
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:

@@ -37,6 +37,18 @@ def require_zero_points(name: str, tensor_name: str, tensor: torch.Tensor) -> No
     _require(lambda: tensor > LARGEST_CODE, name, tensor_name, tensor, f"zero points above {LARGEST_CODE}")
 
 
+def require_permutation(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
+    """A `ValueCheck` of an order, integers ``[n]``: every one of 0 to n - 1, once."""
+    if tensor.is_meta:
+        return
+    count = tensor.numel()
+    inside = (tensor >= 0) & (tensor < count)
+    times = torch.bincount(tensor[inside].long(), minlength=count)
+    wrong = ~inside | (times[tensor.clamp(0, count - 1).long()] > 1)
+    what = f"entries that are none of its {count} inputs or there more than once"
+    require_none(wrong, name, tensor_name, tensor, what, "its order is no permutation")
+
+
 def _require(
     wrong: Callable[[], torch.Tensor], name: str, tensor_name: str, tensor: torch.Tensor, what: str
 ) -> None:

@@ -59,10 +59,15 @@ def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
         )
 
 
-def require_plain_inputs(model: nn.Module, action: str) -> None:
-    """ValueError naming a packed layer that transforms its inputs: its weight alone is not what it computes."""
+def require_plain_inputs(model: nn.Module, action: str, *, or_dense: bool = False) -> None:
+    """ValueError naming a packed layer that transforms its inputs: its weight alone is not what it computes.
+
+    or_dense: one passes that a dense weight can do without.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear) and module.transform is not NONE:
+        if not isinstance(module, PackedLinear) or module.transform is NONE:
+            continue
+        if not or_dense or module.transform.plain is None:
             raise ValueError(
                 f"{action}: {name} transforms its inputs ({module.transform.word}), which other weight formats "
                 "cannot represent: start from the original model"

@@ -220,7 +220,7 @@ class PackedLinear(PackedModule):
         """Let inputs go through ``kind`` first, whatever the precision: the weight was made for what comes out.
 
         tensors: those of the kind, which are saved with the layer; None: as the kind has them. ValueError where their
-        names, shapes or dtypes are others.
+        names, shapes or dtypes are others, or their values none that the kind has.
         """
         own = dict(kind.tensors(self.in_features, next(self.parameters()).device))
         for name, tensor in (own if tensors is None else tensors).items():
@@ -230,14 +230,16 @@ class PackedLinear(PackedModule):
                     f"inputs it holds { {key: (value.dtype, list(value.shape)) for key, value in own.items()} }"
                 )
             own[name] = tensor
-        for name in self._transform_tensors():
+            if kind.check is not None:
+                kind.check(f"transform {kind.word!r}", name, tensor)
+        for name in self.transform_tensors():
             delattr(self, f"transform_{name}")
         self.transform = kind
         for name, tensor in own.items():
             self.register_buffer(f"transform_{name}", tensor)
         return self
 
-    def _transform_tensors(self) -> dict[str, torch.Tensor]:
+    def transform_tensors(self) -> dict[str, torch.Tensor]:
         """Those of its transform, by name."""
         held = {name: tensor for name, tensor in self._buffers.items() if name.startswith("transform_")}
         return {name.removeprefix("transform_"): tensor for name, tensor in held.items()}
@@ -270,10 +272,14 @@ class PackedLinear(PackedModule):
         """W as ``[out, in]`` in ``dtype``: what multiplies transformed inputs."""
         return self.packed_weight().dequantize(dtype)
 
+    def dequantized_plain(self, dtype: torch.dtype) -> torch.Tensor:
+        """W as ``[out, in]`` in ``dtype``: what multiplies inputs as they come. Of transforms that have one."""
+        return self.transform.plain(self.dequantized(dtype), self.transform_tensors())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` -> ``[..., out]`` in x.dtype."""
         if self.transform is not NONE:
-            x = self.transform.apply(x, self._transform_tensors())
+            x = self.transform.apply(x, self.transform_tensors())
         if self.weight_dense is not None and self.reads_dense and self.weight_dense.dtype == x.dtype:
             return sliced_linear(x, self.weight_dense, self.bias)
         return self._multiply(x)

@@ -1,8 +1,8 @@
 """What is done to the inputs of a packed layer before they meet its weight, alike at every precision?
 
-A layer computes ``transform(x) W^T + b``: W was made for inputs that were permuted, rotated or scaled first. There is
-one transform so far, `NONE`; another is a `Transform` that was registered, and tensors of its own that each layer
-holds and saves as ``transform_<name>``.
+A layer computes ``transform(x) W^T + b``: W was made for inputs that were permuted, rotated or scaled first. There are
+`NONE` and `ORDER`; another is a `Transform` that was registered, and tensors of its own that each layer holds and
+saves as ``transform_<name>``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..formats.damage import ValueCheck, require_permutation
+
 
 @dataclass(frozen=True)
 class Transform:
@@ -20,12 +22,15 @@ class Transform:
 
     word: what MLSpecConfig and config.json call it. tensors: ``(in_features, device)`` -> what a layer holds for it,
     by name, of the shapes and dtypes on disk. apply: ``(x [..., in], tensors)`` -> ``[..., in]`` of x's dtype, each
-    row by itself.
+    row by itself. plain: ``(W [out, in], tensors)`` -> the W that multiplies inputs as they come; None: there is none
+    as good. check: of the values of its tensors.
     """
 
     word: str
     tensors: Callable[[int, torch.device], Mapping[str, Tensor]]
     apply: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+    plain: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
+    check: ValueCheck | None = None
 
     def __deepcopy__(self, memo: dict) -> Transform:
         """A kind is one object, in copies of a layer, too."""
@@ -36,13 +41,17 @@ class Transform:
         return transform_named, (self.word,)
 
 
-NONE = Transform("none", lambda in_features, device: {}, lambda x, tensors: x)
+NONE = Transform("none", lambda in_features, device: {}, lambda x, tensors: x, lambda weight, tensors: weight)
+# Column i of W multiplies input order[i] (int32 [in], a permutation): GPTQ's act-order, whose groups of inputs were no
+# neighbours before the columns were moved.
 ORDER = Transform(
     "order",
     lambda in_features, device: {"order": torch.arange(in_features, dtype=torch.int32, device=device)},
     lambda x, tensors: x.index_select(-1, tensors["order"]),
+    lambda weight, tensors: weight[:, tensors["order"].argsort()],
+    require_permutation,
 )
-TRANSFORMS = {kind.word: kind for kind in (NONE, ORDER)}
+TRANSFORMS = {NONE.word: NONE, ORDER.word: ORDER}
 
 
 def register_transform(transform: Transform) -> Transform:

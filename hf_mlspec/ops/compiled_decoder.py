@@ -21,7 +21,8 @@ class Weight:
 
     format: BF16 or F32 (weight ``[out, in]``), or one whose weight, scale, zero and low are tiles of
     ``ops.prepack_*``. bias: float32 ``[out]``. bits: the layer's own, of the packed formats. codebook and escapes: of
-    NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES.
+    NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES. order: int32 ``[in]``, a permutation, of
+    packed weights but NESTED: column i multiplies element order[i] of the input; None: element i.
     """
 
     format: int
@@ -38,6 +39,7 @@ class Weight:
     escape_rows: Tensor | None = None
     escape_weight: Tensor | None = None
     zero_doubled: int = 0
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,14 @@ def compiled_decoder(sizes: Sizes, kv_dtype: torch.dtype, embedding: Tensor | Ne
 
 
 def set_linear(decoder, name: str, weight: Weight) -> None:
-    """Give the newest layer its linear `name` (q, k, v, o, gate, up, down), or the decoder its head."""
+    """Give the newest layer its linear `name` (q, k, v, o, gate, up, down), or the decoder its head. ValueError naming
+    what does not fit: q, k and v share their inputs and so their order, as do gate and up."""
+    _set_weight(decoder, name, weight)
+    if weight.order is not None:
+        decoder.set_order(name, weight.order)
+
+
+def _set_weight(decoder, name: str, weight: Weight) -> None:
     shape = weight.in_features, weight.out_features
     if weight.format == NESTED:
         tiles = weight.weight, weight.scale, weight.low, weight.codebook

@@ -33,9 +33,9 @@ def ours(folder, kind="llama", dtype=torch.float32, **settings):
     return str(folder / "ours")
 
 
-def theirs(folder, bits=4, size=32, symmetric=True, act_order=False, bits_of=None):
-    """A folder of GPTQ. bits_of: by the end of a layer's name."""
-    model, layers = tiny(dtype=torch.float32, head_dim=16), {}
+def theirs(folder, bits=4, size=32, symmetric=True, act_order=False, bits_of=None, **shape):
+    """A folder of GPTQ. bits_of: by the end of a layer's name. shape: of the model."""
+    model, layers = tiny(dtype=torch.float32, head_dim=16, **shape), {}
     for index, (name, linear) in enumerate(foreign_checkpoints.linears(model).items()):
         own = next((value for end, value in (bits_of or {}).items() if name.endswith(end)), bits)
         codes = foreign_checkpoints.rounded(linear.weight, own, size, symmetric, index, act_order)
@@ -153,6 +153,20 @@ def test_layers_that_differ(tmp_path):
     assert done.layers == {"4 bits, groups of 32, symmetric": 12, "8 bits, groups of 32, symmetric": 2}
     one, other = (hf_mlspec.load(folder).state_dict() for folder in (start, tmp_path / "out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    from tests.integration.test_gguf_models import written
+
+    path = str(written(tmp_path, "Q8_0"))
+    done = convert_folder(path, str(tmp_path / "a"))
+    assert (done.source, done.layers) == ("gguf", {"bitplanes, group_size 32, num_planes 8": 15})
+    convert_folder(path, str(tmp_path / "b"), "compressed-tensors")
+    convert_folder(str(tmp_path / "b"), str(tmp_path / "c"))
+    require_same(tmp_path / "a", tmp_path / "c")
+    with torch.inference_mode():
+        assert torch.equal(hf_mlspec.load(path)(IDS).logits, hf_mlspec.load(tmp_path / "a")(IDS).logits)
 
 
 @pytest.mark.parametrize(("settings", "to", "message"), [

@@ -12,8 +12,10 @@ from transformers.utils import logging
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.checkpoints import safetensors_file
+from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import built_decoder
 from hf_mlspec.engines.foreseen import why_not_decoded
+from hf_mlspec.integration.quantizer.convert import convert_folder
 from hf_mlspec.integration.quantizer.examine import examine
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from tests.integration.test_convert import ours, theirs
@@ -42,6 +44,34 @@ def test_layers_that_become_dense_say_why(tmp_path):
     assert {own.becomes for own in found.layers} == {"dense"}
     assert {own.why_dense for own in found.layers} == {"8-bit codes with zero points of their own"}
     assert len(found.dense) == 15
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("shared", [True, False])
+def test_orders_of_inputs_decide_on_the_engine(tmp_path, shared):
+    """Those of q, k and v are one in files that GPTQ writes, and may be any in others."""
+    folders = [theirs(tmp_path, act_order=True, hidden_size=32 if shared else 64), str(tmp_path / "ours")]
+    convert_folder(folders[0], folders[1])
+    for folder in folders:
+        model = hf_mlspec.load(folder, dtype=torch.bfloat16)
+        try:
+            built_decoder(model, "cpu")
+            why = "a compiled decoder"
+        except UnknownArchitecture as error:
+            why = f"module by module: {error}"
+        assert ("in different ways" in why) is not shared
+        assert examine(folder).engines["cpu"] == why
+
+
+def test_a_gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    from tests.integration.test_gguf_models import written
+
+    path = str(written(tmp_path, "Q4_0"))
+    found = examine(path)
+    assert (found.method, found.model_class, found.dtype) == ("gguf", "LlamaForCausalLM", "bfloat16")
+    assert [(own.count, own.bits_per_weight) for own in found.layers] == [(15, 4.5)]
+    assert found.weights == hf_mlspec.load(path).dequantize().num_parameters()
 
 
 @pytest.mark.parametrize(("settings", "bits", "level"), [
@@ -93,7 +123,7 @@ def test_the_engine_is_the_one_it_gets(tmp_path, kind, weights):
     try:
         built_decoder(model, "cpu")
         why = None
-    except hf_mlspec.engines.architecture.UnknownArchitecture as error:
+    except UnknownArchitecture as error:
         why = str(error)
     assert why_not_decoded(model.to("meta") if kind not in ("gemma2", "gemma3") else on_meta(model), "cpu") == why
 

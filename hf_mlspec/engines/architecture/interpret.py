@@ -15,7 +15,7 @@ from ...nn.linear import KernelLinear, is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
-from ...nn.transforms import NONE
+from ...nn.transforms import NONE, ORDER
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from .description import NORMS, Description, not_served
 from .known import KNOWN
@@ -85,7 +85,7 @@ def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
         return linear.weight.shape[1], linear.weight.shape[0]
     if not _is_packed(linear):
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
-    if linear.transform is not NONE:
+    if linear.transform not in (NONE, ORDER):
         what = linear.transform.word
         raise UnknownArchitecture(f"its {name} transforms its inputs ({what}), which no compiled decoder does")
     return linear.in_features, linear.out_features

@@ -22,7 +22,7 @@ from ...precision import OWN_BITS, Bits
 from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
-from .weights import JoinedLinear, joined
+from .weights import JoinedLinear, joined, require_unordered
 
 _ROW_BYTES = 16  # what the kernels load at once
 
@@ -63,6 +63,7 @@ class CudaDecoder:
         if device.type != "cpu":
             require_bfloat16(model, device)
         found = architecture.outline(model, device)
+        require_unordered([*(named for b in found.blocks for named in b.modules.items()), ("lm_head", found.head)])
         if device.type != "cpu":
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them

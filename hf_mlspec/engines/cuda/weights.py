@@ -7,7 +7,7 @@ tiles. Where it does not, the group keeps tiles of its own beside the modules' w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ...nn.packed import PackedLinear
 from ...nn.packed_formats import as_one
 from ...nn.planes import PlanesLinear
 from ...nn.switch import filled
+from ...nn.transforms import NONE
 from ...ops.tiles import cut, is_tiles
 from ...precision import Bits
 from ..architecture import UnknownArchitecture, linear_shape, require_format
@@ -124,6 +125,16 @@ SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], JoinedLinea
     "nested": NestedTilesLinear,
     "planes": PlanesTilesLinear,
 }
+
+
+def require_unordered(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """UnknownArchitecture naming a linear, of (name, linear), that orders its inputs."""
+    for name, module in modules:
+        if isinstance(module, PackedLinear) and module.transform is not NONE:
+            raise UnknownArchitecture(
+                f"its {name} orders its inputs ({module.transform.word}), and the compiled decoder for GPUs does not "
+                "order inputs yet"
+            )
 
 
 @torch.no_grad()

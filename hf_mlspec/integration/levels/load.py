@@ -14,7 +14,8 @@ from torch import nn
 
 from ...nn.replace import direct_cast
 from ..quantizer.checkpoint import require_own_shards
-from ..quantizer.source_config import loading_options
+from ..quantizer.gguf_loading import load_gguf
+from ..quantizer.source_config import is_gguf, loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of from_pretrained, for what is no checkpoint; RuntimeError: weights that cannot be converted.
@@ -34,7 +35,9 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tu
 
 
 def require_folder(path: str) -> None:
-    """ValueError where ``path`` can only be a folder and there is none."""
+    """ValueError where ``path`` can only be a folder and there is none; a GGUF file passes."""
+    if is_gguf(path):
+        return
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not Path(path).is_dir():
         raise ValueError(f"model folder {path!r} does not exist; give a folder written by save_pretrained")
@@ -51,6 +54,8 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
     ValueError, in one line, where there is none."""
     require_own_shards(path)
     try:
+        if is_gguf(path):
+            return load_gguf(path, dtype=dtype, **options)
         options = loading_options(path) | options
         # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
         with _one_bar(packing="quantization_config" in options):
@@ -123,6 +128,11 @@ def load_level(target: nn.Module, path: str, cast: dict | None):
 def _load_tokenizer(path: str):
     """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked."""
     folder = Path(path)
+    if is_gguf(path):
+        try:
+            return read_tokenizer(str(folder.parent), gguf_file=folder.name)
+        except ValueError:  # without the package that reads it, or one that is not in the file
+            return None
     if folder.is_dir():
         # Without files, some tokenizer classes come back empty instead of failing.
         there = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))

@@ -25,6 +25,7 @@ from ...speculation.drafters.ngram import NGram
 from ...speculation.drafters.prompt_lookup import PromptLookup
 from ...speculation.rounds.chain import let_go
 from ..config import SpeculationConfig
+from ..quantizer.source_config import is_gguf
 from ..request import check_device, check_model, vocab_size
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
@@ -79,14 +80,14 @@ def parse_level(text: str) -> Word:
     if found is not None and found.family.levels and _says_enough(found):
         return Word("precision", precision=Precision.parse(text))
     if text.startswith("early_exit:"):
-        number = text.removeprefix("early_exit:")
-        if not number.isdecimal():
+        if not (number := text.removeprefix("early_exit:")).isdecimal():
             raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
         return Word("early_exit", layers=int(number))
     path, at, suffix = text.rpartition("@")
     cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
-    if (path and Path(path).is_dir()) or (path.count("/") == 1 and not path.startswith((".", "/", "~"))):
+    hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    if hub_name or (path and Path(path).is_dir()) or is_gguf(path):
         return Word("load", path=path, cast=cast)
     words = _words()
     alike = [] if text in FORMATS else difflib.get_close_matches(text, words, n=1)

@@ -10,21 +10,26 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ...checkpoints.gguf_file import open_gguf
+from ...checkpoints.gguf_names import config_of
 from ...checkpoints.layer import LayerPlan
 from ...checkpoints.readers import reader_for
 from ..levels.load import LOAD_ERRORS, first_line, require_config
-from .checkpoint import Checkpoint, require_own_shards, require_plain
-from .source_config import source_of
-from .source_layers import plan_layers, put_plans, require_sources_fit
+from .checkpoint import Checkpoint, require_own_shards
+from .gguf_loading import checkpoint_of
+from .source_config import is_gguf, source_of
+from .source_layers import put_sources, require_sources_fit
 
 
 def blank_model(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The causal language model that config.json of ``folder`` describes, unquantized, on the meta device, in eval
-    mode. ValueError, in one line, where it describes none."""
+    """The causal language model that config.json of ``folder``, or a GGUF file, describes, unquantized, on the meta
+    device, in eval mode. ValueError, in one line, where it describes none."""
     try:
-        config = _without_quantization(AutoConfig.from_pretrained(folder))
+        gguf = is_gguf(folder)
+        config = AutoConfig.for_model(**config_of(open_gguf(folder))) if gguf else AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype or getattr(config, "dtype", None))
+            plain = _without_quantization(config)
+            model = AutoModelForCausalLM.from_config(plain, dtype=dtype or getattr(config, "dtype", None))
         _know_scales(model)
     except (*LOAD_ERRORS, AttributeError, TypeError) as error:
         raise ValueError(f"{folder!r} describes no causal language model: {first_line(error)}") from error
@@ -47,19 +52,23 @@ def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     return plain
 
 
-def quantization_of(folder: str) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a folder or hub name, None where there is none. ValueError, in one line, for a
-    config.json that is missing or damaged."""
-    require_config(folder, repr(folder))
+def quantization_of(name: str) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a folder or hub name, None where there is none; of a GGUF file what stands for
+    it. ValueError, in one line, for a config.json that is missing or damaged."""
+    if is_gguf(name):
+        return {"quant_method": "gguf", "file": name}
+    require_config(name, repr(name))
     try:
-        return source_of(folder)
+        return source_of(name)
     except (*LOAD_ERRORS, AttributeError, TypeError) as error:
-        raise ValueError(f"the config.json of {folder!r} cannot be read: {first_line(error)}") from error
+        raise ValueError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
 
 
 def read_checkpoint(folder: str) -> Checkpoint:
-    """The headers of all safetensors files of ``folder``. ValueError naming a file that is damaged, or where there is
-    none."""
+    """The headers of all safetensors files of ``folder``, or that of a GGUF file. ValueError naming a file that is
+    damaged, or where there is none."""
+    if is_gguf(folder):
+        return checkpoint_of(quantization_of(folder))
     require_own_shards(folder)
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -77,8 +86,6 @@ def plan_folder(
     """
     reader = reader_for(config)
     checkpoint, model = read_checkpoint(folder), blank_model(folder, dtype)
-    require_plain(checkpoint, model)
-    plans = plan_layers(model, reader, checkpoint)
-    put_plans(model, plans)
+    plans = put_sources(model, reader, checkpoint)
     require_sources_fit(model, checkpoint)
     return model, plans

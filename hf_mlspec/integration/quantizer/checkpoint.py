@@ -289,7 +289,7 @@ def _require_packed_values(stored: dict[str, StoredTensor], model: PreTrainedMod
 
 
 def _value_checks(stored: dict[str, StoredTensor], model: PreTrainedModel) -> Iterator[tuple[str, ValueCheck]]:
-    """Of every stored part of a packed module what its format looks for in it."""
+    """Of every stored part of a packed module, and of its transform, what is looked for in it."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name in module.names if isinstance(module, PackedModule) else ():
             for part, tensor in zip(module.record.parts, module.held(name), strict=True):
@@ -297,6 +297,9 @@ def _value_checks(stored: dict[str, StoredTensor], model: PreTrainedModel) -> It
                 check = module.record.value_check(part, tensor.dtype) if tensor is not None and key in stored else None
                 if check is not None:
                     yield key, check
+        if isinstance(module, PackedLinear) and module.transform.check is not None:
+            keys = [f"{path}.transform_{name}" for name in module.transform_tensors()]
+            yield from ((key, module.transform.check) for key in keys if key in stored)
 
 
 def _require_whole_weights(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:

@@ -17,6 +17,7 @@ from .config import QUANT_METHOD
 from .folder import copy_tokenizer, measure, require_free
 from .foreign_saving import save_as
 from .packing import packed_modules
+from .source_config import is_gguf
 from .source_layers import layer_settings, settings_of
 
 TARGETS = (QUANT_METHOD, *WRITERS)
@@ -47,9 +48,9 @@ class Converted:
 def convert_folder(
     source: str, target: str, to: str = QUANT_METHOD, *, max_shard_size: str = "5GB", overwrite: bool = False
 ) -> Converted:
-    """Read the quantized causal language model in ``source`` (a folder or hub name) and save it in ``target`` as
-    ``to`` has it, one of TARGETS, with its tokenizer: "mlspec" from other libraries' checkpoints, "compressed-tensors"
-    and "gptq" from those and from this package's own. No value changes.
+    """Read the quantized causal language model in ``source`` (a folder, hub name or GGUF file) and save it in
+    ``target`` as ``to`` has it, one of TARGETS, with its tokenizer: "mlspec" from other libraries' checkpoints,
+    "compressed-tensors" and "gptq" from those and from this package's own. No value changes.
 
     Raises ValueError, before anything is written: for a source that is missing, unquantized, of a kind that is not
     read, or of this package's format already; a target as in `quantize_folder`; and, naming layer and reason, for what
@@ -123,5 +124,7 @@ def _save_foreign(
 
 
 def _weight_bytes(folder: str) -> int | None:
-    """Of the safetensors files; None where it is no folder."""
+    """Of the safetensors files, or of a GGUF file; None where it is neither."""
+    if is_gguf(folder):
+        return Path(folder).stat().st_size
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else None

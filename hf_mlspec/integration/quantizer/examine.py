@@ -18,6 +18,8 @@ from ...checkpoints.safetensors_file import StoredTensor
 from ...engines.foreseen import why_not_decoded
 from ...formats import FORMATS, casts
 from ...formats.weight import INPUT_DTYPES
+from ...nn.expert_modules import is_experts
+from ...nn.experts import PackedExperts
 from ...nn.linear import is_dense
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
@@ -31,10 +33,13 @@ from .config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import escapes_of, tied_to_tables
 from .packing import packed_modules, packed_parameters, put_packed
 from .source import missing_packages
+from .source_config import is_gguf
+from .source_experts import ENDS, MXFP4, SourceExperts
 from .source_layers import by_module, tensors_of
 
 _OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear"}
 _DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
+_INDEXES = ("g_idx", "weight_g_idx")  # the group of every input
 _WITHOUT_MODEL = ("prompt_lookup", "ngram")
 
 
@@ -83,8 +88,8 @@ def examine(folder: str) -> Examined:
     """What the checkpoint in ``folder`` is. No weight is loaded. ValueError or TypeError, in one line, for a folder
     that is missing, holds no model, is damaged, or is of a kind that is not read."""
     require_folder(folder)
-    if not Path(folder).is_dir():
-        raise ValueError(f"{folder!r} is no folder: give the folder of a checkpoint")
+    if not Path(folder).is_dir() and not is_gguf(folder):
+        raise ValueError(f"{folder!r} is no folder: give that of a checkpoint, or a GGUF file")
     found = quantization_of(folder)
     method, checkpoint = method_of(found), read_checkpoint(folder)
     if found is None:
@@ -108,6 +113,8 @@ def examine(folder: str) -> Examined:
 def _dtype(folder: str, checkpoint: Checkpoint) -> torch.dtype | None:
     """As `hf_mlspec.load` chooses it: that of config.json, bfloat16 in place of float16, else that of the first
     tensor."""
+    if is_gguf(folder):
+        return torch.bfloat16
     told = getattr(AutoConfig.from_pretrained(folder), "dtype", None)
     if told is not None:
         return torch.bfloat16 if told == torch.float16 else told
@@ -128,12 +135,20 @@ def _unquantized(folder: str, checkpoint: Checkpoint) -> tuple[PreTrainedModel, 
 
 
 def _foreign(folder: str, config: dict[str, Any], checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
+    experts = {name: m for name, m in blank_model(folder).named_modules() if is_experts(m)}
     model, plans = plan_folder(folder, config, _dtype(folder, checkpoint))
-    _put_empty(model, plans)
-    return model, _grouped(
+    found = [
         (plan.stored_as, plan.layer.in_features * plan.layer.out_features, plan.stored_bytes, plan.read_as,
          plan.why_dense) for plan in plans
-    )  # fmt: skip
+    ]  # fmt: skip
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SourceExperts):
+            held = PackedExperts.empty(experts[name], MXFP4, None, name)
+            stored = sum(tensor.nbytes for own, tensor in module.named_parameters() if own.endswith(ENDS))
+            model.set_submodule(name, held.eval())
+            found.append(("MXFP4, experts", _codes(held), stored, FORMATS[MXFP4].title, ""))
+    _put_empty(model, plans)
+    return model, _grouped(found)
 
 
 def _put_empty(model: PreTrainedModel, plans: Iterable[LayerPlan]) -> None:
@@ -150,8 +165,16 @@ def _put_empty(model: PreTrainedModel, plans: Iterable[LayerPlan]) -> None:
             stored = FORMATS[plan.format].stored_bits(**plan.options)
             switch = switches.setdefault((plan.format, stored), PrecisionSwitch(plan.format, num_planes=stored))
             linear = PACKINGS[plan.format].linear.empty(linear, name=name, switch=switch, **plan.options)
-            linear = linear.transform_(ORDER) if ordered else linear
+            linear = linear.transform_(ORDER, {"order": _order(plan)}) if ordered else linear
         model.set_submodule(name, linear.eval())
+
+
+def _order(plan: LayerPlan) -> torch.Tensor:
+    """int32 ``[in]``: the inputs group by group, as its reader has them."""
+    index = next((plan.layer.tensors[name] for name in _INDEXES if name in plan.layer.tensors), None)
+    if index is None or not plan.ordered:
+        return torch.arange(plan.layer.in_features, dtype=torch.int32)
+    return torch.argsort(index.load().long(), stable=True).to(torch.int32)
 
 
 def _ours(folder: str, found: dict[str, Any], checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
@@ -164,6 +187,9 @@ def _ours(folder: str, found: dict[str, Any], checkpoint: Checkpoint) -> tuple[P
     model._keys_to_ignore_on_load_unexpected = ignored
     require_packed(checkpoint, model, packed_parameters(model), headers_only=True)
     stored = by_module(checkpoint.tensors)
+    for name, module in packed_modules(model):
+        if isinstance(module, PackedLinear) and module.transform is ORDER:
+            module.transform_(ORDER, {"order": tensors_of(name, stored, model)["transform_order"].load()})
     settings = ", ".join(f"{name} {value}" for name, value in config.format_settings.items())
     word = config.format + (f" ({settings})" if settings else "")
     word += f", inputs transformed ({config.transform})" if config.transform != NONE.word else ""

@@ -14,6 +14,7 @@ from ...nn.packed import PackedLinear, PackedModule
 from ..levels.load import read_model, read_tokenizer, require_folder
 from .config import MLSpecConfig
 from .packing import packed_modules
+from .source_config import is_gguf
 
 # What belongs to a model and is not written by its own save_pretrained, as patterns in its folder.
 _BESIDE_WEIGHTS = (
@@ -96,6 +97,12 @@ def _require_wide(source: str) -> None:
 
 def copy_tokenizer(source: str, target: Path) -> list[str]:
     """Copy what belongs to a model and is not written with its weights; -> the names of the files."""
+    if is_gguf(source):
+        try:
+            tokenizer = read_tokenizer(str(Path(source).parent), gguf_file=Path(source).name)
+        except ValueError:  # without the package that reads it, or one that is not in the file
+            return []
+        return sorted(Path(file).name for file in tokenizer.save_pretrained(target))
     if not Path(source).is_dir():
         return sorted(Path(file).name for file in read_tokenizer(source).save_pretrained(target))
     files = {file for pattern in _BESIDE_WEIGHTS for file in Path(source).glob(pattern) if file.is_file()}

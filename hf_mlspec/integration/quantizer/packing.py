@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.experts import PackedExperts
 from ...nn.linear import is_dense
-from ...nn.packed import PackedModule
+from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch
 from ...nn.transforms import NONE, transform_named
@@ -29,8 +29,15 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
 
 
 def packed_parameters(model: nn.Module) -> set[str]:
-    """Names of the packed parameters (codes, planes, scales ...) in ``model.state_dict()``, under every path."""
-    return {
+    """Names of the packed parameters (codes, planes, scales ...) and of the transforms' tensors in
+    ``model.state_dict()``, under every path."""
+    transforms = {
+        f"{path}.transform_{name}"
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, PackedLinear)
+        for name in module.transform_tensors()
+    }
+    return transforms | {
         f"{path}.{name}_{part}"
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, PackedModule)

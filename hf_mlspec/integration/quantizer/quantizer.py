@@ -168,7 +168,7 @@ class MLSpecQuantizer(HfQuantizer):
         return state, {CHECKSUMS_KEY: json.dumps(checksums(state))}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str) -> PreTrainedModel:
-        require_plain_inputs(model, "dequantize")
+        require_plain_inputs(model, "dequantize", or_dense=True)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word in the config once it was saved
         if self._nests:
             nested = [name for name, _ in packed_modules(model)]
@@ -210,6 +210,8 @@ def _require_loaded(name: str, parameter: nn.Parameter, was_there: bool) -> None
 
 def _require_valid(name: str, module: PackedModule) -> None:
     if isinstance(module, PackedLinear):
+        for key, tensor in module.transform_tensors().items() if module.transform.check is not None else ():
+            module.transform.check(name, f"transform_{key}", tensor)
         replace(module.packed_weight(), name=name).validate(module.out_features, module.in_features)
     else:
         module.validate(name)
@@ -217,7 +219,7 @@ def _require_valid(name: str, module: PackedModule) -> None:
 
 def _wide_linear(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
     wide = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    wide.weight, wide.bias = nn.Parameter(layer.dequantized(dtype), requires_grad=False), layer.bias
+    wide.weight, wide.bias = nn.Parameter(layer.dequantized_plain(dtype), requires_grad=False), layer.bias
     return wide
 
 

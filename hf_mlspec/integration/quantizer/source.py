@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from transformers.quantizers.auto import (
 from ...checkpoints.readers import PACKAGES, is_readable, method_of, reader_for
 from ...nn.replace import attach_quantizer, detach_quantizer
 from .checkpoint import Checkpoint, require_own_shards
+from .gguf_loading import checkpoint_of
 from .packing import packed_modules
 from .source_config import SOURCE_METHOD, SourceConfig
-from .source_layers import convert_layers, put_sources, require_sources_fit, settings_of
+from .source_layers import convert_layers, put_sources, require_sources_fit, settings_of, warn_of_dense
 
 _hooked: classmethod | None = None  # what stands at AutoHfQuantizer.merge_quantization_configs, while enabled
 
@@ -50,17 +52,23 @@ class SourceQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
-        files = [str(file) for file in checkpoint_files or ()]
+        with torch.device("cpu"):  # transformers builds the model in a context of the meta device
+            in_file = checkpoint_of(self.quantization_config.source)
+            checkpoint = in_file or self._read_headers(model, checkpoint_files or ())
+            plans = put_sources(model, self._reader, checkpoint, in_file=in_file is not None)
+            warn_of_dense(plans, model)
+            require_sources_fit(model, checkpoint)
+        return model
+
+    def _read_headers(self, model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Checkpoint:
+        files = [str(file) for file in checkpoint_files]
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise ValueError(
                 f"{self._reader.title} checkpoints are read from safetensors files, here are "
                 f"{sorted({Path(file).suffix for file in files}) or 'none'}: convert them first"
             )
         require_own_shards(model.name_or_path, *(Path(file).parent for file in files))
-        checkpoint = Checkpoint.read(files)
-        put_sources(model, self._reader, checkpoint)
-        require_sources_fit(model, checkpoint)
-        return model
+        return Checkpoint.read(files)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         convert_layers(model)

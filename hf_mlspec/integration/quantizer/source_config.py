@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,9 @@ def loading_options(name: str) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(name)
     config.quantization_config = {"quant_method": SOURCE_METHOD, "source": found}
     return {"config": config}
+
+
+def is_gguf(name: str | os.PathLike) -> bool:
+    """Whether ``name`` is a file that ends as GGUF files do."""
+    path = Path(name)
+    return path.suffix.lower() == ".gguf" and path.is_file()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,47 +17,53 @@ from ...checkpoints.safetensors_file import StoredTensor
 from ...formats import FORMATS, PackedWeight
 from ...nn.expert_modules import is_experts
 from ...nn.linear import is_dense
-from ...nn.packed import PackedLinear
+from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch
 from ...nn.transforms import NONE, transform_named
 from .checkpoint import Checkpoint, require_named, require_plain
 from .packing import packed_modules
+from .source_experts import SourceExperts, source_experts
 
 _ORDER = "order"  # the transform of layers whose inputs are permuted
 
 
 class SourceLinear(nn.Module):
-    """A linear layer whose tensors are as another library saved them, only while it loads."""
+    """A linear layer whose tensors are as another library saved them, only while it loads. in_file: they are read from
+    the file when their turn comes, and are none of transformers' business."""
 
-    def __init__(self, plan: LayerPlan, bias: nn.Parameter | None) -> None:
+    def __init__(self, plan: LayerPlan, bias: nn.Parameter | None, in_file: bool = False) -> None:
         super().__init__()
-        self.plan = plan
-        for name, stored in plan.tensors.items():
+        self.plan, self.in_file = plan, in_file
+        for name, stored in plan.tensors.items() if not in_file else ():
             empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", bias)
 
     def read(self) -> ReadLayer:
         """The layer, read on the CPU; the tensors are let go."""
+        if self.in_file:
+            return self.plan.read({name: stored.load() for name, stored in self.plan.tensors.items()})
         tensors = {name: self._parameters.pop(name).detach().cpu() for name in self.plan.tensors}
         return self.plan.read(tensors)
 
 
-def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> list[LayerPlan]:
+def plan_layers(
+    model: nn.Module, reader: Reader, checkpoint: Checkpoint, required: bool = True
+) -> list[LayerPlan]:
     """A plan of every quantized linear layer of ``model``, checked. ValueError or TypeError naming what does not fit;
-    for quantized experts, which are not read; and where no layer is quantized."""
+    for quantized experts of a kind that is not read; and, if one is required, where no layer is quantized."""
     stored = by_module(checkpoint.tensors)
     plans = []
     for name, module in model.named_modules():
-        if is_experts(module):
-            _require_plain_experts(name, stored, reader)
         if not is_dense(module):
             continue
         layer = StoredLayer(name, module.in_features, module.out_features, tensors_of(name, stored, model))
         if reader.holds(layer):
             plans.append(reader.plan(layer))
-    if not plans:
+    left = {name: own for name, own in stored.items() if not isinstance(_module(model, name), nn.Embedding)}
+    _require_all_read(plans, left, reader, model)
+    if required and not plans:
         raise ValueError(
             f"config.json says {reader.method!r}, but no linear layer of {type(model).__name__} in {checkpoint.place} "
             "is quantized: restore the config.json that was saved with the weights"
@@ -65,13 +71,24 @@ def plan_layers(model: nn.Module, reader: Reader, checkpoint: Checkpoint) -> lis
     return plans
 
 
-def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint) -> None:
-    """Replace every quantized layer of a model, still without memory, by a `SourceLinear`, after all of them are
-    planned: as `plan_layers`; and warn once of layers that become dense."""
+def put_sources(
+    model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint, in_file: bool = False
+) -> list[LayerPlan]:
+    """Replace every quantized layer of a model, still without memory, by a `SourceLinear` or `SourceExperts`, after
+    all of them are planned: as `plan_layers`. in_file: as SourceLinear."""
     require_plain(checkpoint, model)
-    with torch.device("cpu"):  # transformers builds the model in a context of the meta device
-        plans = plan_layers(model, reader, checkpoint)
-    put_plans(model, plans)
+    experts = _expert_sources(model, checkpoint)
+    plans = plan_layers(model, reader, checkpoint, required=not experts)
+    for name, module in experts.items():
+        model.set_submodule(name, module)
+    for plan in plans:
+        linear = model.get_submodule(plan.layer.name)
+        model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias, in_file).train(linear.training))
+    return plans
+
+
+def warn_of_dense(plans: Sequence[LayerPlan], model: nn.Module) -> None:
+    """One warning of the layers that become dense, and why."""
     dense = Counter(f"{plan.stored_as}: {plan.why_dense}" for plan in plans if not plan.format)
     if dense:
         told = "; ".join(f"{count} of {what}" for what, count in dense.most_common(3))
@@ -80,13 +97,6 @@ def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint) 
             f"no packed format here holds their values exactly ({told})",
             stacklevel=2,
         )
-
-
-def put_plans(model: nn.Module, plans: Iterable[LayerPlan]) -> None:
-    """Replace the layers that are planned by a `SourceLinear` each."""
-    for plan in plans:
-        linear = model.get_submodule(plan.layer.name)
-        model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias).train(linear.training))
 
 
 def require_sources_fit(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
@@ -116,9 +126,11 @@ def convert_layers(model: PreTrainedModel) -> None:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, SourceLinear)]
     switches: dict[tuple, PrecisionSwitch] = {}
     ordered = any(module.plan.ordered for _, module in found)
+    for name, module in [(name, one) for name, one in model.named_modules() if isinstance(one, SourceExperts)]:
+        model.set_submodule(name, module.packed(name, _switch(switches, "mxfp4", {})))
     bar = logging.tqdm(total=len(found), desc="Reading packed layers", unit="layer", leave=False)
     for name, module in found:
-        device = next(module.parameters()).device
+        device = next((parameter.device for parameter in module.parameters()), model.device)
         read = module.read()
         model.set_submodule(name, _layer(read, module, model.dtype, switches, ordered).to(device))
         bar.update()
@@ -133,14 +145,27 @@ def _layer(
         wide = nn.Linear(plan.layer.in_features, plan.layer.out_features, bias=False, device="meta")
         wide.weight, wide.bias = nn.Parameter(read.weight.to(dtype), requires_grad=False), source.bias
         return wide.train(training)
-    record = FORMATS[plan.format]
-    stored = record.stored_bits(**plan.options)
-    switch = switches.setdefault((plan.format, stored), PrecisionSwitch(plan.format, num_planes=stored))
+    switch = _switch(switches, plan.format, plan.options)
     packed: PackedLinear = PACKINGS[plan.format].linear(read.weight, source.bias, switch)
     if ordered:
         order = torch.arange(plan.layer.in_features) if read.order is None else read.order
         packed.transform_(transform_named(_ORDER), {_ORDER: order.to(torch.int32)})
     return packed.train(training)
+
+
+def _switch(switches: dict[tuple, PrecisionSwitch], format: str, options: Mapping[str, Any]) -> PrecisionSwitch:
+    stored = FORMATS[format].stored_bits(**options)
+    return switches.setdefault((format, stored), PrecisionSwitch(format, num_planes=stored))
+
+
+def _expert_sources(model: nn.Module, checkpoint: Checkpoint) -> dict[str, SourceExperts]:
+    stored, found = by_module(checkpoint.tensors), {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            own = next((stored[path] for path in _names(name, model) if path in stored), {})
+            source = source_experts(name, module, own)
+            found |= {} if source is None else {name: source}
+    return found
 
 
 def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -153,11 +178,11 @@ def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
     return {**dict(kinds.pop()), "modules_to_not_convert": kept}
 
 
-def layer_settings(module: PackedLinear) -> tuple[tuple[str, Any], ...]:
-    """Names and values of the settings of the MLSpecConfig that describes one packed layer."""
+def layer_settings(module: PackedModule) -> tuple[tuple[str, Any], ...]:
+    """Names and values of the settings of the MLSpecConfig that describes one packed module."""
     names = {"int4": ("group_size", "symmetric"), "planes": ("group_size", "num_planes")}
     own = {name: getattr(module, name) for name in names.get(module.format, ())}
-    own |= {} if module.transform is NONE else {"transform": module.transform.word}
+    own |= {} if getattr(module, "transform", NONE) is NONE else {"transform": module.transform.word}
     return ("format", module.record.written), *own.items()
 
 
@@ -168,6 +193,13 @@ def by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, Stored
         module, _, own = name.rpartition(".")
         found[module][own] = tensor
     return found
+
+
+def _module(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _names(path: str, model: nn.Module) -> Iterator[str]:
@@ -182,13 +214,19 @@ def tensors_of(path: str, stored: Mapping[str, Mapping[str, StoredTensor]], mode
     return {name: tensor for name, tensor in found.items() if name != "bias"}
 
 
-def _require_plain_experts(
-    name: str, stored: Mapping[str, Mapping[str, StoredTensor]], reader: Reader
+def _require_all_read(
+    plans: list[LayerPlan], stored: Mapping[str, Mapping[str, StoredTensor]], reader: Reader, model: nn.Module
 ) -> None:
-    inside = {path: tensors for path, tensors in stored.items() if path.startswith(f"{name}.")}
-    quantized = [path for path, own in inside.items() if reader.holds(StoredLayer(path, 0, 0, own))]
-    if quantized:
+    read = {name for plan in plans for name in _names(plan.layer.name, model)}
+    left = [name for name, own in stored.items() if name not in read and reader.holds(StoredLayer(name, 0, 0, own))]
+    experts = [name for name in left if ".experts." in f"{name}."]
+    if experts:
         raise ValueError(
-            f"{len(quantized)} experts of {name} are quantized ({reader.title}), which is not read yet, the first is "
-            f"{quantized[0]}: load the original model and quantize it with MLSpecConfig"
+            f"{len(experts)} experts of {type(model).__name__} are quantized ({reader.title}), which is not read yet, "
+            f"the first is {experts[0]}: load the original model and quantize it with MLSpecConfig"
+        )
+    if left:
+        raise ValueError(
+            f"{len(left)} quantized layers belong to no linear layer of {type(model).__name__} as config.json "
+            f"describes it, the first is {left[0]}: restore the config.json that was saved with them"
         )

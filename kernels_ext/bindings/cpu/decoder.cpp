@@ -127,6 +127,20 @@ class DecoderObject : public torch::CustomClassHolder {
     put(name, linear, bias);
   }
 
+  // Of the linear `name`, which was set before: column i of its weight multiplies element order[i] of the input. int32 [in].
+  // Where another linear of the layer has an equal one it is that one: which linears share their inputs, addresses tell.
+  void set_order(const std::string& name, const Tensor& order) {
+    mlspec::Linear& linear = place(name);
+    linear.order = mlspec::checked_order(name, linear, order);
+    hold(order);
+    if (name == "head") return;
+    const DecoderLayer& l = decoder_.layers.back();
+    for (const mlspec::Linear* other : {&l.q, &l.k, &l.v, &l.gate, &l.up}) {
+      if (!other->order || other->in_features != linear.in_features) continue;
+      if (std::equal(other->order, other->order + linear.in_features, linear.order)) linear.order = other->order;
+    }
+  }
+
   void set_nested_embedding(const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
                             const MaybeTensor& escape_rows, const MaybeTensor& escape_weight) {
     const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
@@ -261,6 +275,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)
+      .def("set_order", &DecoderObject::set_order)
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../../cpu/decoder/decoder_rounds.h"
 #include "../../formats.h"
@@ -70,6 +71,21 @@ inline void check_weight(const std::string& name, const Linear& linear, const at
                         "MXFP4 (2) and int4 (3); set_nested and set_planes take the others");
   }
   check_plain(weight, what, at::kByte, {tiles, blocks, kTileBytes});
+}
+
+// The inputs of a linear that is there already, in the order of its weight's columns.
+inline const int32_t* checked_order(const std::string& name, const Linear& linear, const at::Tensor& order) {
+  TORCH_CHECK_VALUE(linear.weight && linear.is_packed() && linear.format != WeightFormat::kNested, name,
+                    ".order: only packed weights that are not nested order their inputs; set the linear first");
+  check_plain(order, name + ".order", at::kInt, {linear.in_features});
+  const int32_t* const from = order.const_data_ptr<int32_t>();
+  std::vector<bool> taken(linear.in_features);
+  for (int64_t i = 0; i < linear.in_features; ++i) {
+    TORCH_CHECK_VALUE(from[i] >= 0 && from[i] < linear.in_features && !taken[from[i]], name, ".order[", i, "] is ", from[i],
+                      ", expected each of ", linear.in_features, " inputs once");
+    taken[from[i]] = true;
+  }
+  return from;
 }
 
 // With NaN the rounds would neither ask for confidences nor do without them.

@@ -14,14 +14,34 @@ constexpr int64_t kChunk = 128;  // elements of one piece of packing: a multiple
 // AMX tiles hold 16 rows of activations in every cache line: two threads packing rows of one tile would fight for it.
 bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS_BF16_TILES && acts.num_rows > 1; }
 
-// f(row, row_end, k, k_end) for pieces of 16 rows by kChunk elements.
+// to[i] = x[order[i]]; four at a time, as compilers leave alone what they cannot make vectors of.
+void gather(const float* x, const int32_t* order, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    const float a = x[order[i]], b = x[order[i + 1]], c = x[order[i + 2]], d = x[order[i + 3]];
+    to[i] = a, to[i + 1] = b, to[i + 2] = c, to[i + 3] = d;
+  }
+  for (; i < count; ++i) to[i] = x[order[i]];
+}
+
+// A whole row in the order that `next` wants: x itself, or gathered in `room`.
+const float* in_order(const Linear& next, const float* x, float* room) {
+  if (!next.order) return x;
+  gather(x, next.order, next.in_features, room);
+  return room;
+}
+
+// f(row, row_end, k, k_end) for pieces of 16 rows by kChunk elements. Where inputs are gathered a piece has one row, which stays
+// in the first cache for the pieces behind it, unless rows share lines of what is written.
 template <class F>
-void share_pieces(Team& team, int64_t rows, int64_t width, F&& f) {
-  const int64_t across = (width + kChunk - 1) / kChunk, down = (rows + kTileOutputs - 1) / kTileOutputs;
-  team.share(across * down, 1, [&](int64_t begin, int64_t end) {
+void share_pieces(Team& team, const Linear& next, const mlspec_acts& acts, F&& f) {
+  const int64_t rows = acts.num_rows, width = acts.in_features;
+  const int64_t height = next.order && !rows_share_lines(acts) ? 1 : kTileOutputs;
+  const int64_t across = (width + kChunk - 1) / kChunk, pieces = across * ((rows + height - 1) / height);
+  team.share(pieces, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t row = piece / across * kTileOutputs, k = piece % across * kChunk;
-      f(row, std::min(row + kTileOutputs, rows), k, std::min(k + kChunk, width));
+      const int64_t row = piece / across * height, k = piece % across * kChunk;
+      f(row, std::min(row + height, rows), k, std::min(k + kChunk, width));
     }
   });
 }
@@ -40,7 +60,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.gate_up.reserve(n * 2 * shape.intermediate);
   w.scored.reserve(std::min(kept, kScoredTogether) * shape.hidden);
   w.normed.reserve(n * shape.hidden);
-  w.row_stride = std::max(shape.hidden, kTileOutputs * kChunk) + kTileOutputs;
+  w.row_stride = std::max(2 * shape.hidden, kTileOutputs * kChunk) + kTileOutputs;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
   const auto measure = [&](const Linear& next, int64_t rows) {
@@ -74,8 +94,9 @@ void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const f
         kernels.row.add(normed, shape.hidden, hidden);
       }
       kernels.row.rms_norm(hidden, norm, shape.norm_eps, shape.hidden, normed);
-      const mlspec_pack_args pack{normed, 0, &acts};
-      if (!together) kernels.pack_rows(&pack, n, n + 1, 0, shape.hidden);
+      if (together) continue;
+      const mlspec_pack_args pack{in_order(next, normed, own + shape.hidden), 0, &acts};
+      kernels.pack_rows(&pack, n, n + 1, 0, shape.hidden);
     }
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, rows, next);
@@ -113,7 +134,8 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
   const mlspec_acts acts = acts_for(layer.o, tokens);
   const int64_t share = group * dim;  // the elements of one key head's queries: packed where whole groups of a scale
   const int64_t pieces = pass.blocks.size();
-  const bool packs = share % std::max<int64_t>(32, acts.group) == 0 && (pieces == 1 || !rows_share_lines(acts));
+  const bool whole = share % std::max<int64_t>(32, acts.group) == 0 && !layer.o.order;
+  const bool packs = whole && (pieces == 1 || !rows_share_lines(acts));
   team.share(pieces * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const Segment& block = pass.blocks[item / shape.kv_heads];
@@ -133,8 +155,13 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
 
 void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
   const mlspec_acts acts = acts_for(next, rows);
-  const mlspec_pack_args pack{x, stride, &acts};
-  share_pieces(team, rows, next.in_features, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+  float* const own = work_->rows.data() + team.index() * work_->row_stride;
+  share_pieces(team, next, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+    mlspec_pack_args pack{x, stride, &acts};
+    if (next.order) {
+      for (int64_t n = row; n < row_end; ++n) gather(x + n * stride, next.order + k, k_end - k, own + (n - row) * kChunk);
+      pack = {own - row * kChunk - k, kChunk, &acts};
+    }
     cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
   });
 }
@@ -146,10 +173,18 @@ void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
   Workspace& w = *work_;
   const int64_t width = shape.intermediate;
   float* const product = w.rows.data() + team.index() * w.row_stride;
-  share_pieces(team, rows, width, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+  share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+    alignas(64) float ordered[2][kChunk];
     for (int64_t n = row; n < row_end; ++n) {
-      const float* const gate = w.gate_up.data() + n * 2 * width;
-      kernels.row.activate_mul(gate + k, gate + width + k, shape.activation, k_end - k, product + (n - row) * kChunk);
+      const float *gate = w.gate_up.data() + n * 2 * width, *up = gate + width;
+      if (down.order) {
+        gather(gate, down.order + k, k_end - k, ordered[0]);
+        gather(up, down.order + k, k_end - k, ordered[1]);
+        gate = ordered[0], up = ordered[1];
+      } else {
+        gate += k, up += k;
+      }
+      kernels.row.activate_mul(gate, up, shape.activation, k_end - k, product + (n - row) * kChunk);
     }
     const mlspec_pack_args pack{product - row * kChunk - k, kChunk, &acts};
     kernels.pack_rows(&pack, row, row_end, k, k_end);
@@ -232,8 +267,9 @@ void Decoder::score(Team& team, Pass& pass, const float* pending, int64_t first,
         kernels.row.add(normed, shape.hidden, hidden);
       }
       kernels.row.rms_norm(hidden, final_norm, shape.norm_eps, shape.hidden, normed);
-      const mlspec_pack_args pack{normed, 0, &acts};
-      if (!together) kernels.pack_rows(&pack, i, i + 1, 0, shape.hidden);
+      if (together) continue;
+      const mlspec_pack_args pack{in_order(head, normed, own + shape.hidden), 0, &acts};
+      kernels.pack_rows(&pack, i, i + 1, 0, shape.hidden);
     }
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, count, head);

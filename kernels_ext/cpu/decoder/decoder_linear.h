@@ -35,6 +35,9 @@ struct Linear {
   const uint8_t* codebook = nullptr;
   EscapedRows escaped;
   int64_t stored_planes = 0, plane_bytes = 0, zero_doubled = 0;  // bit-planes
+  // [in], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of packed
+  // weights that are not nested.
+  const int32_t* order = nullptr;
 
   // Whether a call has a choice.
   bool is_packed() const { return format != WeightFormat::kBf16 && format != WeightFormat::kF32; }

@@ -40,7 +40,7 @@ struct Decoder::Workspace {
   Buffer<float> scored;     // [kScoredTogether][hidden]
   Buffer<float> logits;     // [kScoredTogether][vocab], where nobody asked for them
   Buffer<float> normed;     // [n][hidden], where rows share the lines of packed activations
-  Buffer<float> rows;       // [threads][longest row]
+  Buffer<float> rows;       // [threads][row_stride]: a row and the same in order, or a piece of packing
   Buffer<char> acts;        // activations as the next linear wants them
   Buffer<char> dense_acts;  // the same as bf16_linear wants them, where a nested linear has escaped rows
   Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs

@@ -13,17 +13,7 @@ namespace {
 using mlspec::kMaxHeadDim;
 constexpr int kLanes = 16;
 
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
+#include "row_ops_words.h"
 
 inline float float16_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7FFF;

@@ -3,6 +3,8 @@
 // Included inside the anonymous namespace of row_ops_<isa>.cpp, after row_ops_loops.h. Logarithms are taken only of noise that may
 // win. Philox4x32-10: Salmon, Moraes, Dror and Shaw, SC 2011; hf_mlspec/ops/choose.py is the reference.
 
+#include "row_ops_words.h"
+
 constexpr int kBlocks = 32, kPiece = 4 * kBlocks;  // of one piece: blocks of four words, a word a token
 
 struct Words {
@@ -27,24 +29,12 @@ inline void philox(const mlspec_noise& at, uint32_t first_block, Words& words, s
   }
 }
 
-inline uint32_t word_of(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
-  return word;
-}
-
-inline float float_of_word(uint32_t word) {
-  float x;
-  std::memcpy(&x, &word, 4);
-  return x;
-}
-
 // log(x + rest) of a normal x > 0; rest, below half a unit of x, counts only where x is within a factor of sqrt 2 of 1.
 inline float log_of(float x, float rest) {
-  const uint32_t shifted = word_of(x) - 0x3F3504F3u;  // sqrt(1/2): x = m * 2^e with m in [sqrt(1/2), sqrt(2))
+  const uint32_t shifted = bits_of(x) - 0x3F3504F3u;  // sqrt(1/2): x = m * 2^e with m in [sqrt(1/2), sqrt(2))
   const int32_t e = int32_t(shifted) >> 23;
-  const float m = float_of_word((shifted & 0x007FFFFFu) + 0x3F3504F3u);
-  const float n = float(e), near_one = float_of_word(word_of(rest) & uint32_t(-int32_t(e == 0)));
+  const float m = float_of((shifted & 0x007FFFFFu) + 0x3F3504F3u);
+  const float n = float(e), near_one = float_of(bits_of(rest) & uint32_t(-int32_t(e == 0)));
   const float f = (m - 1.f) + near_one, square = f * f;
   float p = 7.0376836292e-2f;  // Cephes, logf
   p = p * f - 1.1514610310e-1f;
@@ -67,8 +57,8 @@ inline void uniforms(const Words& words, float* v) {
     for (int k = 0; k < 4; ++k) {
       const uint32_t word = words.of[k][i];
       const float wide = float(int32_t(word >> 16)) * 65536.f + float(int32_t(word & 0xFFFFu));  // rounds once
-      const uint32_t found = word_of((wide + 0.5f) * 0x1p-32f);  // positive floats have the order of their words
-      v[4 * i + k] = float_of_word(found < 0x3F7FFFFFu ? found : 0x3F7FFFFFu);
+      const uint32_t found = bits_of((wide + 0.5f) * 0x1p-32f);  // positive floats have the order of their words
+      v[4 * i + k] = float_of(found < 0x3F7FFFFFu ? found : 0x3F7FFFFFu);
     }
 }
 
@@ -81,7 +71,7 @@ inline float gumbel(float v) {
 // No less than gumbel(v), which is below -log(v); the word of a float is a chord of its logarithm to base 2, so below it.
 inline void bounds(const float* v, float* most) {
   constexpr float kLog2 = 0.693147181f, kRounding = 1e-3f;
-  for (int i = 0; i < kPiece; ++i) most[i] = float(int32_t(word_of(v[i]))) * (-kLog2 * 0x1p-23f) + (127.f * kLog2 + kRounding);
+  for (int i = 0; i < kPiece; ++i) most[i] = float(int32_t(bits_of(v[i]))) * (-kLog2 * 0x1p-23f) + (127.f * kLog2 + kRounding);
 }
 
 constexpr float kLargestNoise = 22.9f;  // of word 0: 33 log 2 = 22.87

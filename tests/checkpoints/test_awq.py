@@ -1,0 +1,81 @@
+"""Is an AWQ layer read bit for bit, and is a damaged one refused by name?"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from hf_mlspec.checkpoints.awq import AwqReader
+from tests.checkpoints.memory import read, stored, values
+from tests.foreign_checkpoints import awq, rounded
+
+INPUTS, OUTPUTS = 256, 48
+CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+
+
+def layer_of(size=64, symmetric=False):
+    torch.manual_seed(size)
+    codes = rounded(torch.randn(OUTPUTS, INPUTS), 4, size, symmetric)
+    return codes, awq(codes)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_values_are_those_of_the_file(size, symmetric, monkeypatch):
+    monkeypatch.setattr("hf_mlspec.checkpoints.awq.ROWS", 8 * INPUTS * 4)  # parts, the last a smaller one
+    codes, tensors = layer_of(size, symmetric)
+    plan, layer = read(AwqReader(CONFIG), stored(tensors, INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.float16), codes.values)
+    assert plan.options == {"group_size": min(size, 128), "symmetric": symmetric}
+    assert plan.stored_as.startswith("AWQ, 4 bits, " + ("a channel" if size == INPUTS else f"groups of {size}"))
+
+
+def test_without_zero_points_codes_are_symmetric():
+    codes, tensors = layer_of(symmetric=True)
+    del tensors["qzeros"]
+    _, layer = read(AwqReader({**CONFIG, "zero_point": False}), stored(tensors, INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.float16), codes.values)
+
+
+def test_a_dense_layer_has_the_values_of_the_file():
+    codes, _ = layer_of()
+    codes = dataclasses.replace(codes, scale=torch.rand_like(codes.scale, dtype=torch.float32) * 1e-6)
+    plan, layer = read(AwqReader(CONFIG), stored(awq(codes), INPUTS, OUTPUTS))
+    assert "float16 does not hold" in plan.why_dense
+    assert torch.equal(layer.weight, codes.values)
+
+
+def test_one_column_is_where_the_layout_has_it():
+    codes, _ = layer_of()
+    codes = dataclasses.replace(codes, code=np.zeros_like(codes.code))
+    codes.code[11, 5] = 9  # column 3 of the second word: (0, 2, 4, 6, 1, 3, 5, 7).index(3) is nibble 5
+    assert awq(codes)["qweight"][5].tolist() == [0, 9 << 20, 0, 0, 0, 0]
+    _, layer = read(AwqReader(CONFIG), stored(awq(codes), INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.float16), codes.values)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda t: t.pop("scales"), ValueError, "up_proj: scales is missing"),
+        (lambda t: t.update(qweight=t["qweight"].t()), ValueError, r"qweight in the.file has shape \[6, 256\]"),
+        (lambda t: t.update(qzeros=t["qzeros"][:-1]), ValueError, r"qzeros in the.file has shape \[3, 6\]"),
+        (lambda t: t["scales"][1, 3].fill_(float("inf")), ValueError, r"\(inf\) at \[1, 3\]"),
+        (lambda t: t.update(scales=t["scales"][:3]), ValueError, "3 groups, which do not divide 256"),
+        (lambda t: t.update(scales=t["scales"].long()), TypeError, "scales in the.file is torch.int64"),
+    ],
+)
+def test_damage_is_named(change, error, said):
+    _, tensors = layer_of()
+    change(tensors)
+    with pytest.raises(error, match=said):
+        AwqReader(CONFIG).plan(stored(tensors, INPUTS, OUTPUTS))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"version": "gemv_fast"}, "version 'gemv_fast', 'gemm' is read"), ({"bits": 8}, "8 bits")]
+)
+def test_other_versions_are_named(change, said):
+    with pytest.raises(ValueError, match=said):
+        AwqReader({**CONFIG, **change})
