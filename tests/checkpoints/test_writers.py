@@ -123,6 +123,22 @@ def test_compressed_integers_by_that_library(name):
     assert torch.equal(values, weight.dequantize(torch.float16))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_integers_are_stored_as_that_library_stores_them(symmetric):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    weight = Int4Weight.from_dense(dense(), 64, symmetric)
+    config = COMPRESSED.config({"layer": COMPRESSED.kind(weight)}, [])
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    wide = {"weight": weight.dequantize(torch.float16), "weight_scale": weight.weight_scale}
+    zeros = {} if symmetric else {"weight_zero_point": weight.weight_zero.to(torch.int8) - 8}
+    theirs, ours = PackedQuantizationCompressor.compress({**wide, **zeros}, scheme), COMPRESSED.tensors(weight)
+    assert theirs.keys() == ours.keys()
+    assert all(theirs[name].dtype == ours[name].dtype and torch.equal(theirs[name], ours[name]) for name in ours)
+
+
 @pytest.mark.parametrize("small", [1.0, 2.0**-40])
 def test_compressed_mxfp4_by_that_library(small):
     pytest.importorskip("compressed_tensors")
