@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats.packing import pack_nibbles, unpack_nibbles
+from ..formats.packing import unpack_nibbles
 from .codes import ROWS, as_bytes
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
 from .scales import Choice, Groups, choose_format, packed_layer, require_scales
@@ -74,12 +74,12 @@ class AwqReader:
         if "qzeros" not in layer.tensors:
             return torch.full((layer.out_features, count), 8, dtype=torch.uint8)
         zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, layer.out_features // 8))
-        return _columns(zeros.load()).contiguous()
+        return _columns(zeros.load().t()).contiguous()
 
 
 def _columns(words: Tensor) -> Tensor:
-    """int32 ``[n, out / 8]`` -> uint8 ``[out, n]``, the columns in their order."""
-    nibbles = unpack_nibbles(as_bytes(words.t())).unflatten(-1, (-1, 8))  # [out / 8, n, 8]
+    """int32 ``[out / 8, n]`` -> uint8 ``[out, n]``, the columns in their order."""
+    nibbles = unpack_nibbles(as_bytes(words)).unflatten(-1, (-1, 8))  # [out / 8, n, 8]
     return nibbles[..., _NIBBLE_OF_COLUMN].transpose(1, 2).flatten(0, 1)
 
 
@@ -90,6 +90,20 @@ def _codes(words: Tensor, choice: Choice) -> Tensor:
     out = torch.empty(num_words * 8, in_features // 2 if packs else in_features, dtype=torch.uint8)
     step = max(1, ROWS // (8 * in_features))
     for first in range(0, num_words, step):
-        codes = _columns(words[:, first : first + step])
-        out[first * 8 : first * 8 + codes.shape[0]] = pack_nibbles(codes) if packs else codes
+        part = words[:, first : first + step].t()
+        rows = _packed_columns(part) if packs else _columns(part)
+        out[first * 8 : first * 8 + rows.shape[0]] = rows
     return out
+
+
+def _packed_columns(words: Tensor) -> Tensor:
+    """int32 ``[n, in]`` -> uint8 ``[8 n, in / 2]``, two inputs a byte. Byte b of a word holds two columns; of two
+    neighbouring inputs it makes the bytes of both."""
+    stream = as_bytes(words).unflatten(-1, (-1, 4))
+    out = torch.empty(words.shape[0], 8, words.shape[1] // 2, dtype=torch.uint8)
+    for byte in range(4):
+        pairs = stream[..., byte].contiguous().view(torch.int16)
+        low, high = COLUMN_OF_NIBBLE[2 * byte], COLUMN_OF_NIBBLE[2 * byte + 1]
+        out[:, low] = (pairs & 0x0F) | (pairs >> 4 & 0xF0)
+        out[:, high] = (pairs >> 4 & 0x0F) | (pairs >> 8 & 0xF0)
+    return out.flatten(0, 1)

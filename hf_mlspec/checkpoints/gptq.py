@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codes import as_bytes, order_of_groups, unpack_words
+from .codes import as_bytes, order_of_groups, ordered_words, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Choice, Groups, choose_format, packed_layer, require_scales
+from .scales import Groups, choose_format, packed_layer, require_scales
 
 BITS = (2, 3, 4, 8)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -63,7 +63,11 @@ class GptqReader:
         choice = choose_format(layer, groups)
 
         def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
-            return packed_layer(layer, groups, choice, _codes(tensors["qweight"], layer, bits, choice))
+            words = tensors["qweight"]
+            if bits != 4 or choice.format != "int4":
+                return packed_layer(layer, groups, choice, unpack_words(words.t(), bits, layer.in_features))
+            words = words if groups.order is None else ordered_words(words, groups.order)
+            return packed_layer(layer, groups, choice, as_bytes(words.t()), ordered=True)
 
         small = {name: layer.tensors[name] for name in ("scales", "qzeros", "g_idx") if name in layer.tensors}
         return LayerPlan(
@@ -103,13 +107,6 @@ class GptqReader:
         if bool((stored == middle - 1).all()) or bool((stored == middle).all()):
             return torch.full_like(stored, middle)
         return (stored + 1) & ((1 << bits) - 1) if self._first_version else stored
-
-
-def _codes(words: Tensor, layer: StoredLayer, bits: int, choice: Choice) -> Tensor:
-    """Codes as `packed_layer` takes them. Columns come out as rows, in chunks: a transposed copy is all there is."""
-    if bits == 4 and choice.format == "int4":
-        return as_bytes(words.t())
-    return unpack_words(words.t(), bits, layer.in_features)
 
 
 def _told(groups: Groups, layer: StoredLayer) -> str:

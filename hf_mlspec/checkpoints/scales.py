@@ -81,16 +81,18 @@ def require_scales(tensor: Stored, scale: Tensor) -> Tensor:
     return scale
 
 
-def packed_layer(layer: StoredLayer, groups: Groups, choice: Choice, codes: Tensor) -> ReadLayer:
+def packed_layer(
+    layer: StoredLayer, groups: Groups, choice: Choice, codes: Tensor, ordered: bool = False
+) -> ReadLayer:
     """The layer that ``choice`` names. codes: uint8 ``[out, in]``, inputs in their own order; for int4 also two a
-    byte, ``[out, in / 2]``."""
+    byte, ``[out, in / 2]``, and then maybe in the order of the groups (``ordered``)."""
     if not choice.format:
         return ReadLayer(_dense(layer, groups, codes))
     scale = repeated(exact_float16(groups.scale), choice.times).contiguous()
     weight: PackedWeight
     if choice.format == "int4":
         packed = codes if codes.shape[1] * 2 == layer.in_features else pack_nibbles(codes)
-        packed = packed if groups.order is None else gathered_nibbles(packed, groups.order)
+        packed = packed if groups.order is None or ordered else gathered_nibbles(packed, groups.order)
         zero = None if groups.symmetric else repeated(groups.zero, choice.times).contiguous()
         weight = Int4Weight(packed, scale, zero, name=layer.name)
     else:

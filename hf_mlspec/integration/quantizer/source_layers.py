@@ -20,12 +20,10 @@ from ...nn.linear import is_dense
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch
-from ...nn.transforms import NONE, transform_named
+from ...nn.transforms import NONE, ORDER
 from .checkpoint import Checkpoint, require_named, require_plain
 from .packing import packed_modules
 from .source_experts import SourceExperts, source_experts
-
-_ORDER = "order"  # the transform of layers whose inputs are permuted
 
 
 class SourceLinear(nn.Module):
@@ -149,7 +147,7 @@ def _layer(
     packed: PackedLinear = PACKINGS[plan.format].linear(read.weight, source.bias, switch)
     if ordered:
         order = torch.arange(plan.layer.in_features) if read.order is None else read.order
-        packed.transform_(transform_named(_ORDER), {_ORDER: order.to(torch.int32)})
+        packed.transform_(ORDER, {ORDER.word: order.to(torch.int32)})
     return packed.train(training)
 
 
