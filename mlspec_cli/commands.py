@@ -16,7 +16,8 @@ from .values import gap, numbers, positive, positives, seed, size, text
 def add_commands(top: Parser) -> list[str]:
     """Every command, in the order of the help; -> their names."""
     commands = top.add_subparsers(dest="command")
-    for add in (_add_demo, _add_quantize, _add_verify, _add_generate, _add_tune, _add_eval, _add_info):
+    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_tune, _add_eval,
+                _add_info):
         add(commands)
     commands.metavar = " | ".join(commands.choices)
     return list(commands.choices)
@@ -51,9 +52,35 @@ def _add_quantize(commands: Any) -> None:
                              "more (the output head is kept, but in nested-bf16)")
     parser.add_argument("--dtype", metavar="WORD", default="auto",
                         help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
+    _add_writing(parser)
+    _add_json(parser)
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    """The options of commands that write a model."""
     parser.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE",
                         help="such as 500MB or 5GB (default %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser("convert", help="write a quantized checkpoint in another format",
+                                 description="Read a quantized causal language model, of this package or of another "
+                                             "library, and save it in another format, with its tokenizer. No value "
+                                             "changes; what a format cannot say is refused, and nothing is written.")
+    parser.add_argument("source", metavar="SRC", help="folder of the checkpoint")
+    parser.add_argument("target", metavar="DST", help="folder to write to")
+    parser.add_argument("--to", metavar="WORD", default="mlspec",
+                        help="mlspec (default), compressed-tensors or gptq")
+    _add_writing(parser)
+    _add_json(parser)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser("inspect", help="what a checkpoint is, and what becomes of it here",
+                                 description="Tell how a checkpoint is stored, what its layers become here, what runs "
+                                             "it and which levels fit it. No weight is loaded.")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of the checkpoint")
     _add_json(parser)
 
 
@@ -135,6 +162,7 @@ def _add_eval(commands: Any) -> None:
 
 def _add_info(commands: Any) -> None:
     parser = commands.add_parser("info", help="versions, devices, and the kernel behind every op")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="a checkpoint: what mlspec inspect tells of it")
     _add_json(parser)
 
 

@@ -42,17 +42,27 @@ def _unpacked(stream: Tensor, bits: int) -> Tensor:
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes ``[..., n]`` -> int32 ``[..., ceil(n * bits / 32)]``: the inverse of `unpack_words`."""
-    num_bytes = -(-codes.shape[-1] * bits // 32) * 4
-    eights = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    rows, words = codes.reshape(-1, codes.shape[-1]), -(-codes.shape[-1] * bits // 32)
+    out = torch.empty(rows.shape[0], words, dtype=torch.int32, device=codes.device)
+    step = max(1, ROWS // max(codes.shape[-1], 1))
+    for first in range(0, rows.shape[0], step):
+        stream = _packed(rows[first : first + step], bits)
+        missing = words * 4 - stream.shape[-1]
+        stream = torch.nn.functional.pad(stream, (0, missing)) if missing > 0 else stream[..., : words * 4]
+        out[first : first + step] = stream.contiguous().view(torch.int32)
+    return out.view(*codes.shape[:-1], words)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes ``[rows, n]`` -> their bytes, and a few zeros behind them."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8))
     if bits == 8:
-        stream = eights.flatten(-2)
-    else:
-        shifts = torch.arange(8, device=codes.device) * bits
-        wide = (eights.to(torch.int64) << shifts).sum(-1, keepdim=True)
-        stream = wide.view(torch.uint8)[..., :bits].flatten(-2)
-    missing = num_bytes - stream.shape[-1]
-    padded = torch.nn.functional.pad(stream, (0, missing)) if missing > 0 else stream[..., :num_bytes]
-    return padded.contiguous().view(torch.int32)
+        return padded
+    if bits == 4:
+        return pack_nibbles(padded)
+    shifts = torch.arange(8, device=codes.device) * bits
+    wide = (padded.unflatten(-1, (-1, 8)).to(torch.int64) << shifts).sum(-1, keepdim=True)
+    return wide.view(torch.uint8)[..., :bits].flatten(-2)
 
 
 def require_order(order: Tensor, in_features: int, what: str) -> None:

@@ -11,18 +11,21 @@ from mlspec_cli import main
 from ..integration.hook import enable
 from ..integration.levels.chain_text import levels_of_options
 from ..ops import KernelError
+from .convert import run_convert
 from .demo import run_demo
 from .eval import run_eval
 from .generate import run_generate
 from .info import run_info
+from .inspect import run_inspect
 from .quantize import run_quantize
 from .tune import run_tune
 from .verify import run_verify
 
 __all__ = ["main", "run"]
 
-_COMMANDS = {"demo": run_demo, "quantize": run_quantize, "verify": run_verify, "generate": run_generate,
-             "tune": run_tune, "eval": run_eval, "info": run_info}  # fmt: skip
+_COMMANDS = {"demo": run_demo, "quantize": run_quantize, "convert": run_convert, "inspect": run_inspect,
+             "verify": run_verify, "generate": run_generate, "tune": run_tune, "eval": run_eval,
+             "info": run_info}  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

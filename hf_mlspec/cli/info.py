@@ -18,6 +18,7 @@ from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
+from .inspect import run_inspect
 from .tables import show
 
 VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS", CACHE_VARIABLE)
@@ -25,6 +26,8 @@ PACKAGES = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safe
 
 
 def run_info(args: argparse.Namespace) -> int:
+    if args.folder is not None:
+        return run_inspect(args)
     kernels, problem = _kernels()
     found = {"versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
              "devices": _devices(),

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec.formats import Mxfp4Weight
+from hf_mlspec.integration.quantizer.convert import convert_folder
+from hf_mlspec.integration.quantizer.examine import examine
 from hf_mlspec.nn.experts import PackedExperts
 from tests.models import tiny
 
@@ -47,6 +49,16 @@ def test_values_are_those_of_stock_transformers(folder):
     with torch.inference_mode():
         logits, expected = ours(IDS).logits.float(), stock(IDS).logits.float()
     assert (logits - expected).norm() < 0.03 * expected.norm()
+
+
+def test_it_is_told_and_converted(folder, tmp_path):
+    found = examine(str(folder))
+    assert [(own.stored_as, own.count, own.bits_per_weight) for own in found.layers] == [("MXFP4, experts", 2, 4.25)]
+    assert found.weights == tiny("gpt_oss", hidden_size=64, intermediate_size=64).num_parameters()
+    convert_folder(str(folder), str(tmp_path / "ours"))
+    models = [hf_mlspec.load(folder), AutoModelForCausalLM.from_pretrained(tmp_path / "ours")]
+    with torch.inference_mode():
+        assert torch.equal(models[0](IDS).logits, models[1](IDS).logits)
 
 
 def test_it_decodes_and_is_saved_as_ours(folder, tmp_path):

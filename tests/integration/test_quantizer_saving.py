@@ -182,7 +182,7 @@ model.save_pretrained({str(folder)!r})
     (left,) = folder.glob(".saving-*")
     assert list(left.glob("*.safetensors"))
     assert files_of(folder) == before
-    with saving._staging(folder, 0):  # another save that is still going on
+    with saving.staging(folder, 0):  # another save that is still going on
         model.save_pretrained(folder)
         (going_on,) = folder.glob(".saving-*")
         assert going_on != left
@@ -256,7 +256,7 @@ def test_disabled_beneath_a_wrapper_of_someone_else(model, tmp_path, monkeypatch
     hooked = PreTrainedModel.save_pretrained
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda self, folder: hooked(self, folder))
     hf_mlspec.disable()
-    monkeypatch.setattr(saving, "_staging", lambda *args: pytest.fail("staged"))
+    monkeypatch.setattr(saving, "staging", lambda *args: pytest.fail("staged"))
     model.save_pretrained(tmp_path)
     monkeypatch.undo()
     PreTrainedModel.save_pretrained = hooked.__wrapped__
@@ -264,7 +264,7 @@ def test_disabled_beneath_a_wrapper_of_someone_else(model, tmp_path, monkeypatch
 
 
 def test_other_models_are_handed_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "_staging", lambda *args: pytest.fail("staged"))
+    monkeypatch.setattr(saving, "staging", lambda *args: pytest.fail("staged"))
     tiny("llama").save_pretrained(tmp_path)
     assert not (tmp_path / "README.md").exists()
 

@@ -112,7 +112,9 @@ def require_plain(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     _require_fit([(tensor, expected[name], False) for name, tensor in plain.items()], model)
 
 
-def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[str]) -> None:
+def require_packed(
+    checkpoint: Checkpoint, model: PreTrainedModel, packed: set[str], *, headers_only: bool = False
+) -> None:
     """What a packed ``model``, still without memory, is to load is there, fits, and is what was saved.
 
     packed: names of the 4-bit parameters in ``model.state_dict()``. ValueError (TypeError for a dtype) naming tensor,
@@ -120,6 +122,7 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
     checksum, or with scales and zero points that no quantizer writes, and for files of different saves. Where the
     checkpoint was saved from another class (a base model without its head), only the packed tensors must be complete,
     as transformers has it. One warning for tensors that no file lists a checksum of: every save lists all.
+    headers_only: look at no byte of a tensor, and so at no checksum and no value.
     """
     sums = _require_one_save(checkpoint)
     expected = model.state_dict()
@@ -130,6 +133,8 @@ def require_packed(checkpoint: Checkpoint, model: PreTrainedModel, packed: set[s
         _require_nothing_else(stored, model, expected.keys())
     fitting = [name for name in stored if name in expected and name not in merged]
     _require_fit([(stored[name], expected[name], name in packed) for name in fitting], model)
+    if headers_only:
+        return
     for file in checkpoint.checksums:
         require_checksums(file, checkpoint.of(file), sums)
     _require_packed_values(stored, model)

@@ -14,6 +14,7 @@ from ...nn.packed import PackedLinear, PackedModule
 from ..levels.load import read_model, read_tokenizer, require_folder
 from .config import MLSpecConfig
 from .packing import packed_modules
+from .source_config import is_gguf
 
 # What belongs to a model and is not written by its own save_pretrained, as patterns in its folder.
 _BESIDE_WEIGHTS = (
@@ -56,21 +57,22 @@ def quantize_folder(
     ``overwrite``); OSError if the disk is full. Existing files of ``target`` stay until all weights are written.
     """
     require_folder(source)
-    _require_free(source, target, overwrite)
+    require_free(source, target, overwrite)
     _require_wide(source)
     begin = time.perf_counter()
     model = read_model(source, dtype, quantization_config=config)
     quantized = time.perf_counter()
     model.save_pretrained(target, max_shard_size=max_shard_size)
-    copied = _copy_tokenizer(source, Path(target))
-    found = _measure(model)
+    copied = copy_tokenizer(source, Path(target))
+    found = measure(model)
     return Quantized(
         format=config.format, **found, kept=model.config.quantization_config.modules_to_not_convert, copied=copied,
         quantize_seconds=quantized - begin, save_seconds=time.perf_counter() - quantized,
     )  # fmt: skip
 
 
-def _require_free(source: str, target: str, overwrite: bool) -> None:
+def require_free(source: str, target: str, overwrite: bool) -> None:
+    """ValueError for a target that is the source, a file, or not empty (without ``overwrite``)."""
     folder = Path(target)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{target!r} is a file; name a folder to write to")
@@ -93,7 +95,14 @@ def _require_wide(source: str) -> None:
         raise ValueError(f"{source!r} is already quantized ({method}); give the folder of the original model")
 
 
-def _copy_tokenizer(source: str, target: Path) -> list[str]:
+def copy_tokenizer(source: str, target: Path) -> list[str]:
+    """Copy what belongs to a model and is not written with its weights; -> the names of the files."""
+    if is_gguf(source):
+        try:
+            tokenizer = read_tokenizer(str(Path(source).parent), gguf_file=Path(source).name)
+        except ValueError:  # without the package that reads it, or one that is not in the file
+            return []
+        return sorted(Path(file).name for file in tokenizer.save_pretrained(target))
     if not Path(source).is_dir():
         return sorted(Path(file).name for file in read_tokenizer(source).save_pretrained(target))
     files = {file for pattern in _BESIDE_WEIGHTS for file in Path(source).glob(pattern) if file.is_file()}
@@ -102,7 +111,8 @@ def _copy_tokenizer(source: str, target: Path) -> list[str]:
     return sorted(file.name for file in files)
 
 
-def _measure(model: nn.Module) -> dict[str, int]:
+def measure(model: nn.Module) -> dict[str, int]:
+    """Packed modules and weights, all weights, and bytes: as wide as the model's dtype, and as they are."""
     own = {id(tensor): tensor for tensor in model.parameters()}
     all_bytes, codes, packed_bytes, modules = sum(t.nbytes for t in own.values()), 0, 0, 0
     for _, module in packed_modules(model):

@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 try:
@@ -57,7 +58,7 @@ def _staged_save(stock: Callable) -> Callable:
         folder = Path(save_directory)
         if kwargs.get("push_to_hub") or (len(args) > 2 and args[2]):
             kwargs.setdefault("repo_id", folder.absolute().name)  # stock would name it after the folder it writes to
-        with _staging(folder, _bytes_needed(self)) as staged:
+        with staging(folder, _bytes_needed(self)) as staged:
             result = stock(self, staged, *args, **kwargs)
             if (staged / "config.json").exists() and not (folder / "README.md").exists():  # other ranks write nothing
                 (staged / "README.md").write_text(model_card(self, folder.absolute().name), encoding="utf-8")
@@ -67,12 +68,17 @@ def _staged_save(stock: Callable) -> Callable:
 
 
 def _bytes_needed(model: PreTrainedModel) -> int:
-    held = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return bytes_needed((*model.parameters(), *model.buffers()))
+
+
+def bytes_needed(tensors: Iterable[torch.Tensor]) -> int:
+    """What a save of these tensors takes, each once, with headers, config and card."""
+    held = {id(tensor): tensor.nbytes for tensor in tensors}
     return sum(held.values()) + _BESIDE_TENSOR * len(held) + _BESIDE_WEIGHTS
 
 
 @contextmanager
-def _staging(folder: Path, needed: int) -> Iterator[Path]:
+def staging(folder: Path, needed: int) -> Iterator[Path]:
     """A new folder inside ``folder``, and so on its file system; at the end its files take their places there.
 
     An error leaves ``folder`` as it was; what a killed process left there goes with the next save. OSError with the

@@ -29,7 +29,7 @@ from .checkpoint import Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
 from .packing import packed_modules
 from .source_config import SOURCE_METHOD, SourceConfig
-from .source_layers import convert_layers, put_sources, require_sources_fit, settings_of
+from .source_layers import convert_layers, put_sources, require_sources_fit, settings_of, warn_of_dense
 
 _hooked: classmethod | None = None  # what stands at AutoHfQuantizer.merge_quantization_configs, while enabled
 
@@ -55,7 +55,8 @@ class SourceQuantizer(HfQuantizer):
         with torch.device("cpu"):  # transformers builds the model in a context of the meta device
             in_file = checkpoint_of(self.quantization_config.source)
             checkpoint = in_file or self._read_headers(model, checkpoint_files or ())
-            put_sources(model, self._reader, checkpoint, in_file=in_file is not None)
+            plans = put_sources(model, self._reader, checkpoint, in_file=in_file is not None)
+            warn_of_dense(plans, model)
             require_sources_fit(model, checkpoint)
         return model
 
@@ -130,7 +131,12 @@ def _choosing_merge(stock: classmethod) -> classmethod:
 
 def lacks_packages(method: str) -> bool:
     """Whether stock transformers would only say that a package is missing, for checkpoints of a ``quant_method``."""
-    return any(importlib.util.find_spec(package) is None for package in PACKAGES.get(method, ()))
+    return bool(missing_packages(method))
+
+
+def missing_packages(method: str) -> list[str]:
+    """Those that stock transformers needs for checkpoints of a ``quant_method`` and that are not installed."""
+    return [package for package in PACKAGES.get(method, ()) if importlib.util.find_spec(package) is None]
 
 
 def register() -> None:

@@ -13,8 +13,8 @@ from ...nn.expert_modules import ExpertModule
 from ...nn.experts import PackedExperts
 from ...nn.switch import PrecisionSwitch
 
-_FORMAT = "mxfp4"
-_ENDS = ("blocks", "scales")
+MXFP4 = "mxfp4"
+ENDS = ("blocks", "scales")
 
 
 class SourceExperts(nn.Module):
@@ -34,7 +34,7 @@ class SourceExperts(nn.Module):
         """The packed module of what was loaded: the same memory."""
         loaded = {}
         for key in self.original.sizes:
-            loaded[key] = read_experts(*(self._parameters.pop(f"{key}_{end}").detach() for end in _ENDS))
+            loaded[key] = read_experts(*(self._parameters.pop(f"{key}_{end}").detach() for end in ENDS))
         module = self.original.kind.__new__(self.original.kind)
         nn.Module.__init__(module)
         self.original.carry_over(self, module)
@@ -42,7 +42,7 @@ class SourceExperts(nn.Module):
             shape = (inputs, out) if self.original.transposed else (out, inputs)
             wide = torch.empty(self.original.num_experts, *shape, device="meta")
             module.register_parameter(key, nn.Parameter(wide, requires_grad=False))
-        experts = PackedExperts(module.train(self.training), _FORMAT, switch, name)
+        experts = PackedExperts(module.train(self.training), MXFP4, switch, name)
         for key, parts in loaded.items():
             experts._register_parts(key, parts)
         return experts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,12 +51,12 @@ def plan_layers(
 ) -> list[LayerPlan]:
     """A plan of every quantized linear layer of ``model``, checked. ValueError or TypeError naming what does not fit;
     for quantized experts of a kind that is not read; and, if one is required, where no layer is quantized."""
-    stored = _by_module(checkpoint.tensors)
+    stored = by_module(checkpoint.tensors)
     plans = []
     for name, module in model.named_modules():
         if not is_dense(module):
             continue
-        layer = StoredLayer(name, module.in_features, module.out_features, _tensors_of(name, stored, model))
+        layer = StoredLayer(name, module.in_features, module.out_features, tensors_of(name, stored, model))
         if reader.holds(layer):
             plans.append(reader.plan(layer))
     left = {name: own for name, own in stored.items() if not isinstance(_module(model, name), nn.Embedding)}
@@ -69,9 +69,11 @@ def plan_layers(
     return plans
 
 
-def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint, in_file: bool = False) -> None:
-    """Replace every quantized layer of a model, still without memory, by a `SourceLinear`, after all of them are
-    planned: as `plan_layers`; and warn once of layers that become dense. in_file: as SourceLinear."""
+def put_sources(
+    model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint, in_file: bool = False
+) -> list[LayerPlan]:
+    """Replace every quantized layer of a model, still without memory, by a `SourceLinear` or `SourceExperts`, after
+    all of them are planned: as `plan_layers`. in_file: as SourceLinear."""
     require_plain(checkpoint, model)
     experts = _expert_sources(model, checkpoint)
     plans = plan_layers(model, reader, checkpoint, required=not experts)
@@ -80,6 +82,11 @@ def put_sources(model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint, 
     for plan in plans:
         linear = model.get_submodule(plan.layer.name)
         model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias, in_file).train(linear.training))
+    return plans
+
+
+def warn_of_dense(plans: Sequence[LayerPlan], model: nn.Module) -> None:
+    """One warning of the layers that become dense, and why."""
     dense = Counter(f"{plan.stored_as}: {plan.why_dense}" for plan in plans if not plan.format)
     if dense:
         told = "; ".join(f"{count} of {what}" for what, count in dense.most_common(3))
@@ -150,7 +157,7 @@ def _switch(switches: dict[tuple, PrecisionSwitch], format: str, options: Mappin
 
 
 def _expert_sources(model: nn.Module, checkpoint: Checkpoint) -> dict[str, SourceExperts]:
-    stored, found = _by_module(checkpoint.tensors), {}
+    stored, found = by_module(checkpoint.tensors), {}
     for name, module in model.named_modules():
         if is_experts(module):
             own = next((stored[path] for path in _names(name, model) if path in stored), {})
@@ -162,22 +169,23 @@ def _expert_sources(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Sourc
 def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
     """The settings of the MLSpecConfig that describes a model's packed layers; None where they differ, or there are
     none: such a model runs, and cannot be saved."""
-    kinds = {_settings(module) for _, module in packed_modules(model)}
+    kinds = {layer_settings(module) for _, module in packed_modules(model)}
     if len(kinds) != 1:
         return None
     kept = sorted(name for name, module in model.named_modules(remove_duplicate=False) if is_dense(module))
     return {**dict(kinds.pop()), "modules_to_not_convert": kept}
 
 
-def _settings(module: PackedModule) -> tuple[tuple[str, Any], ...]:
+def layer_settings(module: PackedModule) -> tuple[tuple[str, Any], ...]:
+    """Names and values of the settings of the MLSpecConfig that describes one packed module."""
     names = {"int4": ("group_size", "symmetric"), "planes": ("group_size", "num_planes")}
     own = {name: getattr(module, name) for name in names.get(module.format, ())}
     own |= {} if getattr(module, "transform", NONE) is NONE else {"transform": module.transform.word}
     return ("format", module.record.written), *own.items()
 
 
-def _by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """By the module's name, then by the tensor's own."""
+def by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """Stored tensors by the module's name, then by the tensor's own."""
     found: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         module, _, own = name.rpartition(".")
@@ -198,7 +206,8 @@ def _names(path: str, model: nn.Module) -> Iterator[str]:
     yield from dict.fromkeys((path, prefix + path, path.removeprefix(prefix)))
 
 
-def _tensors_of(path: str, stored: Mapping[str, Mapping[str, StoredTensor]], model: nn.Module) -> dict[str, Any]:
+def tensors_of(path: str, stored: Mapping[str, Mapping[str, StoredTensor]], model: nn.Module) -> dict[str, Any]:
+    """Of `by_module`, what belongs to the module at ``path`` of ``model``, without its bias."""
     found = next((stored[name] for name in _names(path, model) if name in stored), {})
     return {name: tensor for name, tensor in found.items() if name != "bias"}
 

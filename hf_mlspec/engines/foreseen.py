@@ -1,0 +1,67 @@
+"""Would a compiled decoder run a model that has no memory yet? Its class, sizes and weight formats tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..nn.packed import PackedLinear
+from ..nn.transforms import ORDER
+from ..ops.compiled_decoder import has_compiled_decoder
+from .architecture import UnknownArchitecture, outline, require_format
+from .cpu import weights as cpu
+from .cuda import weights as cuda
+from .slots import slot_of
+
+_SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}
+_READ_TOGETHER = (("q", "k", "v"), ("gate", "up"))
+
+
+def why_not_decoded(model: nn.Module, word: str) -> str | None:
+    """Why the compiled decoder of the "cpu" or "cuda" engine would not run a model on the meta device once it is
+    loaded there; None where it would. Orders of inputs are looked at where they have memory."""
+    if word == "cpu" and not has_compiled_decoder():
+        return f"no compiled kernels: {ops.why_not_compiled()}"
+    if word == "cuda" and (reason := ops.why_no_cuda_kernels()) is not None:
+        return reason
+    try:
+        found = outline(model, torch.device("meta"))
+        for modules in (*(block.modules for block in found.blocks), {"lm_head": found.head}):
+            _require_read(modules, word)
+            if word == "cuda":
+                cuda.require_unordered(modules.items())
+    except UnknownArchitecture as error:
+        return str(error)
+    return None
+
+
+def _require_read(modules: Mapping[str, nn.Module], word: str) -> None:
+    for name, module in modules.items():
+        if isinstance(module, PackedLinear):
+            slot_of(_SLOTS[word], module, name, word.upper())
+        else:
+            require_format(module.weight, name)
+    for group in _READ_TOGETHER:
+        if len({_stored(modules[name]) for name in group if name in modules}) > 1:
+            raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
+        if len({_order(modules[name]) for name in group if name in modules}) > 1:
+            raise UnknownArchitecture(
+                f"its {', '.join(group)} projections order their inputs in different ways, and they share them"
+            )
+
+
+def _order(module: nn.Module) -> tuple[int, ...] | None:
+    """Of a module that orders its inputs, where the order is known; None for inputs as they come."""
+    if not isinstance(module, PackedLinear) or module.transform is not ORDER or module.transform_order.is_meta:
+        return None
+    order = tuple(module.transform_order.tolist())
+    return None if order == tuple(range(len(order))) else order
+
+
+def _stored(module: nn.Module) -> tuple:
+    if isinstance(module, PackedLinear):
+        return module.format, getattr(module, "group_size", None), module.switch.bits
+    return (module.weight.dtype,)

@@ -1,0 +1,91 @@
+"""What would a checkpoint's model be made of? The model without memory, and a plan of every quantized layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ...checkpoints.gguf_file import open_gguf
+from ...checkpoints.gguf_names import config_of
+from ...checkpoints.layer import LayerPlan
+from ...checkpoints.readers import reader_for
+from ..levels.load import LOAD_ERRORS, first_line, require_config
+from .checkpoint import Checkpoint, require_own_shards
+from .gguf_loading import checkpoint_of
+from .source_config import is_gguf, source_of
+from .source_layers import put_sources, require_sources_fit
+
+
+def blank_model(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The causal language model that config.json of ``folder``, or a GGUF file, describes, unquantized, on the meta
+    device, in eval mode. ValueError, in one line, where it describes none."""
+    try:
+        gguf = is_gguf(folder)
+        config = AutoConfig.for_model(**config_of(open_gguf(folder))) if gguf else AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            plain = _without_quantization(config)
+            model = AutoModelForCausalLM.from_config(plain, dtype=dtype or getattr(config, "dtype", None))
+        _know_scales(model)
+    except (*LOAD_ERRORS, AttributeError, TypeError) as error:
+        raise ValueError(f"{folder!r} describes no causal language model: {first_line(error)}") from error
+    return model.eval()
+
+
+def _know_scales(model: PreTrainedModel) -> None:
+    """Scales of embeddings are buffers that config.json tells: they need no memory to be known."""
+    for module in model.modules():
+        scale = getattr(module, "scalar_embed_scale", None)
+        if scale is not None and "embed_scale" in module._buffers:
+            module.embed_scale = torch.tensor(scale, device="cpu")
+
+
+def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return plain
+
+
+def quantization_of(name: str) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a folder or hub name, None where there is none; of a GGUF file what stands for
+    it. ValueError, in one line, for a config.json that is missing or damaged."""
+    if is_gguf(name):
+        return {"quant_method": "gguf", "file": name}
+    require_config(name, repr(name))
+    try:
+        return source_of(name)
+    except (*LOAD_ERRORS, AttributeError, TypeError) as error:
+        raise ValueError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
+
+
+def read_checkpoint(folder: str) -> Checkpoint:
+    """The headers of all safetensors files of ``folder``, or that of a GGUF file. ValueError naming a file that is
+    damaged, or where there is none."""
+    if is_gguf(folder):
+        return checkpoint_of(quantization_of(folder))
+    require_own_shards(folder)
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder!r} holds no safetensors file: convert its weights first")
+    return Checkpoint.read(files)
+
+
+def plan_folder(
+    folder: str, config: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, list[LayerPlan]]:
+    """The model of another library's checkpoint, with a `SourceLinear` for every quantized layer, and their plans.
+
+    config: its ``quantization_config``. Only headers are read, and what the plans need, such as scales. ValueError or
+    TypeError naming what is not read, missing, damaged or of another model.
+    """
+    reader = reader_for(config)
+    checkpoint, model = read_checkpoint(folder), blank_model(folder, dtype)
+    plans = put_sources(model, reader, checkpoint)
+    require_sources_fit(model, checkpoint)
+    return model, plans

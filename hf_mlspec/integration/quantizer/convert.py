@@ -1,0 +1,130 @@
+"""How does a checkpoint of one kind become one of another kind, with the same values?"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ...checkpoints.readers import READERS, method_of, reader_for
+from ...checkpoints.writers import WRITERS
+from ..levels.load import read_model, require_folder
+from .blank import quantization_of
+from .config import QUANT_METHOD
+from .folder import copy_tokenizer, measure, require_free
+from .foreign_saving import save_as
+from .packing import packed_modules
+from .source_config import is_gguf
+from .source_layers import layer_settings, settings_of
+
+TARGETS = (QUANT_METHOD, *WRITERS)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came of it.
+
+    source, to: quant_method of either. layers: how many linear layers were written in which way. kept: those that are
+    dense. source_bytes, target_bytes: of the weight files; None for a source that is no folder. packed_weights,
+    all_weights: numbers, not bytes. copied: files beside the weights.
+    """
+
+    source: str
+    to: str
+    layers: dict[str, int]
+    packed_weights: int
+    all_weights: int
+    source_bytes: int | None
+    target_bytes: int
+    kept: list[str]
+    copied: list[str]
+    load_seconds: float
+    save_seconds: float
+
+
+def convert_folder(
+    source: str, target: str, to: str = QUANT_METHOD, *, max_shard_size: str = "5GB", overwrite: bool = False
+) -> Converted:
+    """Read the quantized causal language model in ``source`` (a folder, hub name or GGUF file) and save it in
+    ``target`` as ``to`` has it, one of TARGETS, with its tokenizer: "mlspec" from other libraries' checkpoints,
+    "compressed-tensors" and "gptq" from those and from this package's own. No value changes.
+
+    Raises ValueError, before anything is written: for a source that is missing, unquantized, of a kind that is not
+    read, or of this package's format already; a target as in `quantize_folder`; and, naming layer and reason, for what
+    ``to`` cannot say. OSError if the disk is full. Existing files of ``target`` stay until all weights are written.
+    """
+    if to not in TARGETS:
+        raise ValueError(f"checkpoints are not written as {to!r}, but as {', '.join(TARGETS)}")
+    require_folder(source)
+    require_free(source, target, overwrite)
+    method = require_quantized(source)
+    if method == to == QUANT_METHOD:
+        raise ValueError(f"{source!r} is in the format of this package already; copy the folder")
+    begin = time.perf_counter()
+    model = read_model(source, "auto")
+    loaded, found = time.perf_counter(), measure(model)
+    layers, copied, kept = (_save_ours if to == QUANT_METHOD else _save_foreign)(
+        model, source, Path(target), to, max_shard_size
+    )
+    return Converted(
+        source=method, to=to, layers=dict(layers), packed_weights=found["packed_weights"],
+        all_weights=found["all_weights"], source_bytes=_weight_bytes(source), target_bytes=_weight_bytes(target) or 0,
+        kept=kept, copied=copied, load_seconds=loaded - begin, save_seconds=time.perf_counter() - loaded,
+    )  # fmt: skip
+
+
+def require_quantized(source: str) -> str:
+    """The quant_method of a folder or hub name. ValueError where it is not quantized, or in a way that is not read."""
+    found = quantization_of(source)
+    method = method_of(found)
+    if found is None:
+        raise ValueError(f"{source!r} is not quantized; mlspec quantize packs it")
+    if method != QUANT_METHOD:
+        reader_for(found)
+    return method
+
+
+def _save_ours(
+    model: PreTrainedModel, source: str, target: Path, to: str, max_shard_size: str
+) -> tuple[Counter[str], list[str], list[str]]:
+    layers = {name: _described(layer_settings(module)) for name, module in packed_modules(model)}
+    if not layers:
+        raise ValueError(f"no format of this package holds a layer of {source!r} exactly: it would be written dense")
+    if settings_of(model) is None:
+        first, other = next(iter(layers)), next(name for name in layers if layers[name] != next(iter(layers.values())))
+        raise ValueError(
+            f"{other} becomes {layers[other]}, {first} {layers[first]}: a folder of this package has one format for "
+            "all packed layers; load the original checkpoint, which works layer by layer"
+        )
+    model.save_pretrained(target, max_shard_size=max_shard_size)
+    kept = model.config.quantization_config.modules_to_not_convert
+    return Counter(layers.values()), copy_tokenizer(source, target), kept
+
+
+def _described(settings: tuple[tuple[str, object], ...]) -> str:
+    (_, word), *others = settings
+    return ", ".join([str(word), *(f"{name} {value}" for name, value in others)])
+
+
+def _save_foreign(
+    model: PreTrainedModel, source: str, target: Path, to: str, max_shard_size: str
+) -> tuple[Counter[str], list[str], list[str]]:
+    if method_of(quantization_of(source)) not in READERS:
+        model._weight_conversions = None  # its dense parts get the names that transformers gives such a model
+    copied: list[str] = []
+
+    def beside(staged: Path) -> None:
+        copied.extend(copy_tokenizer(source, staged))
+
+    kinds, kept = save_as(model, WRITERS[to], target, max_shard_size, beside)
+    return Counter(map(str, kinds.values())), copied, kept
+
+
+def _weight_bytes(folder: str) -> int | None:
+    """Of the safetensors files, or of a GGUF file; None where it is neither."""
+    if is_gguf(folder):
+        return Path(folder).stat().st_size
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else None

@@ -1,0 +1,271 @@
+"""What is a checkpoint, and what becomes of it here? Its config.json, the headers of its files and its scales tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from ... import ops
+from ...checkpoints.layer import LayerPlan
+from ...checkpoints.readers import PACKAGES, method_of, reader_for
+from ...checkpoints.safetensors_file import StoredTensor
+from ...engines.foreseen import why_not_decoded
+from ...formats import FORMATS, casts
+from ...formats.weight import INPUT_DTYPES
+from ...nn.expert_modules import is_experts
+from ...nn.experts import PackedExperts
+from ...nn.linear import is_dense
+from ...nn.packed import PackedLinear, PackedModule
+from ...nn.packed_formats import PACKINGS
+from ...nn.switch import PrecisionSwitch
+from ...nn.transforms import NONE, ORDER
+from ...precision import Precision
+from ..levels.load import require_folder
+from .blank import blank_model, plan_folder, quantization_of, read_checkpoint
+from .checkpoint import Checkpoint, require_packed, require_plain
+from .config import QUANT_METHOD, MLSpecConfig
+from .nested_loading import escapes_of, tied_to_tables
+from .packing import packed_modules, packed_parameters, put_packed
+from .source import missing_packages
+from .source_config import is_gguf
+from .source_experts import ENDS, MXFP4, SourceExperts
+from .source_layers import by_module, tensors_of
+
+_OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear"}
+_DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
+_INDEXES = ("g_idx", "weight_g_idx")  # the group of every input
+_WITHOUT_MODEL = ("prompt_lookup", "ngram")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Linear layers, or modules of experts, that are stored alike: in words, how many, their weights, their bytes on
+    disk, what they become here, and why that is dense where it is."""
+
+    stored_as: str
+    count: int
+    weights: int
+    stored_bytes: int
+    becomes: str
+    why_dense: str = ""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """On disk, scales included."""
+        return self.stored_bytes * 8 / self.weights
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A checkpoint. method: its quant_method, "" for none. title: what people call that. dtype: of what is not packed,
+    once it is loaded by `hf_mlspec.load`. dense: linear layers that stay dense. engines: what runs it on a CPU and on
+    a GPU of this machine. kernels: op -> kernel on this CPU. stock: whether transformers alone would load it. levels:
+    words for levels below it."""
+
+    folder: str
+    method: str
+    title: str
+    model_class: str
+    dtype: str
+    files: int
+    stored_bytes: int
+    weights: int
+    layers: list[Layers]
+    dense: list[str]
+    engines: dict[str, str]
+    kernels: dict[str, str]
+    stock: str
+    levels: list[str]
+
+
+def examine(folder: str) -> Examined:
+    """What the checkpoint in ``folder`` is. No weight is loaded. ValueError or TypeError, in one line, for a folder
+    that is missing, holds no model, is damaged, or is of a kind that is not read."""
+    require_folder(folder)
+    if not Path(folder).is_dir() and not is_gguf(folder):
+        raise ValueError(f"{folder!r} is no folder: give that of a checkpoint, or a GGUF file")
+    found = quantization_of(folder)
+    method, checkpoint = method_of(found), read_checkpoint(folder)
+    if found is None:
+        model, layers, title = *_unquantized(folder, checkpoint), "not quantized"
+    elif method == QUANT_METHOD:
+        model, layers, title = *_ours(folder, found, checkpoint), "hf_mlspec"
+    else:
+        title = reader_for(found).title
+        model, layers = _foreign(folder, found, checkpoint)
+    engines = {word: _engine(model, word) for word in ("cpu", "cuda") if word == "cpu" or torch.cuda.is_available()}
+    return Examined(
+        folder=folder, method=method, title=title, model_class=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."), files=len(checkpoint.checksums),
+        stored_bytes=sum(tensor.end - tensor.begin for tensor in checkpoint.tensors.values()),
+        weights=_weights(model), layers=layers,
+        dense=sorted(name for name, module in model.named_modules() if is_dense(module)),
+        engines=engines, kernels=_kernels(model), stock=_stock(method), levels=_levels(model),
+    )  # fmt: skip
+
+
+def _dtype(folder: str, checkpoint: Checkpoint) -> torch.dtype | None:
+    """As `hf_mlspec.load` chooses it: that of config.json, bfloat16 in place of float16, else that of the first
+    tensor."""
+    if is_gguf(folder):
+        return torch.bfloat16
+    told = getattr(AutoConfig.from_pretrained(folder), "dtype", None)
+    if told is not None:
+        return torch.bfloat16 if told == torch.float16 else told
+    return next((tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in INPUT_DTYPES), None)
+
+
+def _unquantized(folder: str, checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
+    model = blank_model(folder, _dtype(folder, checkpoint))
+    require_plain(checkpoint, model)
+    stored, plans = by_module(checkpoint.tensors), []
+    for name, module in model.named_modules():
+        if is_dense(module):
+            held = tensors_of(name, stored, model).get("weight")
+            dtype = held.dtype if held is not None else module.weight.dtype
+            count, word = module.weight.numel(), str(dtype).removeprefix("torch.")
+            plans.append((f"dense, {word}", count, count * dtype.itemsize, "dense", ""))
+    return model, _grouped(plans)
+
+
+def _foreign(folder: str, config: dict[str, Any], checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
+    experts = {name: m for name, m in blank_model(folder).named_modules() if is_experts(m)}
+    model, plans = plan_folder(folder, config, _dtype(folder, checkpoint))
+    found = [
+        (plan.stored_as, plan.layer.in_features * plan.layer.out_features, plan.stored_bytes, plan.read_as,
+         plan.why_dense) for plan in plans
+    ]  # fmt: skip
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SourceExperts):
+            held = PackedExperts.empty(experts[name], MXFP4, None, name)
+            stored = sum(tensor.nbytes for own, tensor in module.named_parameters() if own.endswith(ENDS))
+            model.set_submodule(name, held.eval())
+            found.append(("MXFP4, experts", _codes(held), stored, FORMATS[MXFP4].title, ""))
+    _put_empty(model, plans)
+    return model, _grouped(found)
+
+
+def _put_empty(model: PreTrainedModel, plans: Iterable[LayerPlan]) -> None:
+    """The layers as they will be, without memory."""
+    plans = list(plans)
+    ordered = any(plan.ordered for plan in plans)
+    switches: dict[tuple, PrecisionSwitch] = {}
+    for plan in plans:
+        name, sizes = plan.layer.name, (plan.layer.in_features, plan.layer.out_features)
+        bias = model.get_submodule(name).bias
+        linear = nn.Linear(*sizes, bias=False, device="meta", dtype=model.dtype)
+        linear.bias = bias
+        if plan.format:
+            stored = FORMATS[plan.format].stored_bits(**plan.options)
+            switch = switches.setdefault((plan.format, stored), PrecisionSwitch(plan.format, num_planes=stored))
+            linear = PACKINGS[plan.format].linear.empty(linear, name=name, switch=switch, **plan.options)
+            linear = linear.transform_(ORDER, {"order": _order(plan)}) if ordered else linear
+        model.set_submodule(name, linear.eval())
+
+
+def _order(plan: LayerPlan) -> torch.Tensor:
+    """int32 ``[in]``: the inputs group by group, as its reader has them."""
+    index = next((plan.layer.tensors[name] for name in _INDEXES if name in plan.layer.tensors), None)
+    if index is None or not plan.ordered:
+        return torch.arange(plan.layer.in_features, dtype=torch.int32)
+    return torch.argsort(index.load().long(), stable=True).to(torch.int32)
+
+
+def _ours(folder: str, found: dict[str, Any], checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
+    config, model = MLSpecConfig(**found), blank_model(folder, _dtype(folder, checkpoint))
+    require_plain(checkpoint, model)
+    kept = set(config.modules_to_not_convert) | (tied_to_tables(model) if config.record.in_place else set())
+    put_packed(model, config, kept, with_sources=False, escapes=escapes_of(checkpoint))
+    guard = next(packed_modules(model))
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"{guard[0]}\.{guard[1].names[0]}$"}
+    model._keys_to_ignore_on_load_unexpected = ignored
+    require_packed(checkpoint, model, packed_parameters(model), headers_only=True)
+    stored = by_module(checkpoint.tensors)
+    for name, module in packed_modules(model):
+        if isinstance(module, PackedLinear) and module.transform is ORDER:
+            module.transform_(ORDER, {"order": tensors_of(name, stored, model)["transform_order"].load()})
+    settings = ", ".join(f"{name} {value}" for name, value in config.format_settings.items())
+    word = config.format + (f" ({settings})" if settings else "")
+    word += f", inputs transformed ({config.transform})" if config.transform != NONE.word else ""
+    return model, _grouped(
+        (word if isinstance(module, PackedLinear) else f"{word}, experts", _codes(module),
+         sum(map(_bytes, _packed_tensors(name, module, stored, model))), f"{config.record.title}, as it is", "")
+        for name, module in packed_modules(model)
+    )  # fmt: skip
+
+
+def _packed_tensors(
+    name: str, module: PackedModule, stored: dict[str, dict[str, StoredTensor]], model: PreTrainedModel
+) -> Iterator[StoredTensor]:
+    parts = {f"{own}_{part}" for own in module.names for part in module.record.parts}
+    return (tensor for own, tensor in tensors_of(name, stored, model).items() if own in parts)
+
+
+def _bytes(tensor: StoredTensor) -> int:
+    return tensor.end - tensor.begin
+
+
+def _codes(module: PackedModule) -> int:
+    if isinstance(module, PackedLinear):
+        return module.in_features * module.out_features
+    return sum(module.held(name)[0].numel() * 2 for name in module.names)
+
+
+def _grouped(found: Iterable[tuple[str, int, int, str, str]]) -> list[Layers]:
+    """(stored as, weights, bytes, becomes, why dense) of every layer -> those that are alike together, most first."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for stored_as, weights, stored_bytes, becomes, why in found:
+        sums = groups.setdefault((stored_as, becomes, why), [0, 0, 0])
+        for index, value in enumerate((1, weights, stored_bytes)):
+            sums[index] += value
+    layers = [Layers(stored_as, *sums, becomes, why) for (stored_as, becomes, why), sums in groups.items()]
+    return sorted(layers, key=lambda own: -own.weights)
+
+
+def _weights(model: PreTrainedModel) -> int:
+    modules = [module for _, module in packed_modules(model)]
+    parts = {id(part) for module in modules for name in module.names for part in module.held(name)}
+    return sum(map(_codes, modules)) + sum(p.numel() for p in model.parameters() if id(p) not in parts)
+
+
+def _engine(model: PreTrainedModel, word: str) -> str:
+    why = why_not_decoded(model, word)
+    return "a compiled decoder" if why is None else f"module by module: {why}"
+
+
+def _kernels(model: PreTrainedModel) -> dict[str, str]:
+    """The kernel of this CPU for every op that its linear layers need."""
+    used = {_OPS[module.format] for _, module in packed_modules(model) if module.format in _OPS}
+    used |= {_DENSE_OPS[m.weight.dtype] for m in model.modules() if is_dense(m) and m.weight.dtype in _DENSE_OPS}
+    return {op: kernel for op, device, kernel in ops.kernel_table() if device == "cpu" and op in used}
+
+
+def _stock(method: str) -> str:
+    if method == QUANT_METHOD:
+        return "with import hf_mlspec"
+    missing = missing_packages(method)
+    if missing:
+        return f"no, it needs {' and '.join(missing)}, not installed here"
+    packages = PACKAGES.get(method, ())
+    return f"yes, with {' and '.join(packages)}" if packages else "yes"
+
+
+def _levels(model: PreTrainedModel) -> list[str]:
+    """Words for levels that need no other model."""
+    switches = {id(module.switch): module.switch for _, module in packed_modules(model)}
+    early = [f"early_exit:{max(1, getattr(model.config.get_text_config(), 'num_hidden_layers', 2) // 2)}"]
+    if not switches:
+        nested = ["nested"] if model.dtype == torch.bfloat16 else []
+        return [*casts(), *nested, *early, *_WITHOUT_MODEL]
+    own: list[str] = []
+    if len(switches) == 1:
+        (switch,) = switches.values()
+        record, choices = switch.record, switch.bit_choices
+        own = list(record.level_words) or [str(Precision(record.family, *bits)) for bits in choices[1:]]
+    return [*own, *early, *_WITHOUT_MODEL]
