@@ -3,15 +3,19 @@
 import importlib.util
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.checkpoints.readers import PACKAGES
+from hf_mlspec.integration.quantizer.mapped_memory import let_go
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.planes import PlanesLinear
@@ -322,3 +326,30 @@ def test_the_folder_is_left_as_it_was(tmp_path):
     hf_mlspec.load(folder)
     for file in (tmp_path / "b").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_pages_of_a_file_are_let_go_and_keep_their_bytes(tmp_path):
+    save_file({"a": torch.arange(1 << 20, dtype=torch.int32)}, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        tensor = file.get_tensor("a")
+        assert int(tensor.sum()) > 0
+        resident = [resident_pages(tensor)]
+        let_go(tensor, keep_cached=True)
+        resident.append(resident_pages(tensor))
+        assert torch.equal(tensor, torch.arange(1 << 20, dtype=torch.int32))
+    if resident[0]:  # else the library made a copy, whose memory stays
+        assert resident[1] < resident[0] // 2
+
+
+def resident_pages(tensor):
+    """KiB of the mapped file that holds a tensor, as the kernel counts them; 0 for other memory."""
+    address, inside = tensor.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds, *_ = line.split(maxsplit=1)
+        if "-" in bounds and ":" not in bounds:
+            begin, end = (int(bound, 16) for bound in bounds.split("-"))
+            inside = begin <= address < end and "safetensors" in line
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1])
+    return 0

@@ -22,8 +22,11 @@ from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch
 from ...nn.transforms import NONE, ORDER
 from .checkpoint import Checkpoint, require_named, require_plain
+from .mapped_memory import let_go
 from .packing import packed_modules
 from .source_experts import SourceExperts, source_experts
+
+_LARGE = 1 << 20  # bytes of a tensor whose mapped pages are worth letting go
 
 
 class SourceLinear(nn.Module):
@@ -43,7 +46,13 @@ class SourceLinear(nn.Module):
         if self.in_file:
             return self.plan.read({name: stored.load() for name, stored in self.plan.tensors.items()})
         tensors = {name: self._parameters.pop(name).detach().cpu() for name in self.plan.tensors}
-        return self.plan.read(tensors)
+        read = self.plan.read(tensors)
+        parts = [read.weight] if isinstance(read.weight, torch.Tensor) else read.weight.parts
+        held = {part.untyped_storage().data_ptr() for part in parts if part is not None}
+        for tensor in tensors.values():
+            if tensor.nbytes >= _LARGE and tensor.untyped_storage().data_ptr() not in held:
+                let_go(tensor, keep_cached=True)
+        return read
 
 
 def plan_layers(
