@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import torch
 from rich.console import Console
 
 from .. import ops
+from ..checkpoints.readers import PACKAGES, READERS
 from ..engines.architecture import KNOWN
 from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
@@ -22,19 +24,20 @@ from .inspect import run_inspect
 from .tables import show
 
 VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS", CACHE_VARIABLE)
-PACKAGES = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safetensors", "tokenizers", "numpy")
+VERSIONS_OF = ("hf-mlspec", "torch", "transformers", "accelerate", "optimum", "safetensors", "tokenizers", "numpy")
 
 
 def run_info(args: argparse.Namespace) -> int:
     if args.folder is not None:
         return run_inspect(args)
     kernels, problem = _kernels()
-    found = {"versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    found = {"versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS_OF}},
              "devices": _devices(),
              "kernels": [{"op": op, "device": device, "kernel": kernel} for op, device, kernel in kernels],
              "kernels_problem": problem,
              "cuda_problem": ops.why_no_cuda_kernels(),
              "formats": {record.written: _precisions(record) for record in FORMATS.values()},
+             "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
@@ -49,6 +52,8 @@ def run_info(args: argparse.Namespace) -> int:
     problems = [("problem", problem), ("problem on cuda", found["cuda_problem"])]
     show(console, "kernels", ("", "kernel"), [*rows, *(row for row in problems if row[1])])
     show(console, "weight formats", ("", "read at"), list(found["formats"].items()))
+    others = list(found["checkpoints"].items())
+    show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
     state = [("whole decoders compiled", decoder or "none"),
              ("generate takes assistant_models", found["hook"]),
@@ -56,6 +61,14 @@ def run_info(args: argparse.Namespace) -> int:
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
     return 0
+
+
+def _stock(method: str) -> str:
+    """Who reads such a checkpoint in from_pretrained."""
+    if not PACKAGES.get(method):
+        return "stock transformers"
+    missing = [name for name in PACKAGES[method] if importlib.util.find_spec(name) is None]
+    return f"this package: stock transformers lacks {', '.join(missing)}" if missing else "stock transformers"
 
 
 def _precisions(record: Format) -> str:
