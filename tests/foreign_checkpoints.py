@@ -44,7 +44,7 @@ def rounded(
     group = np.arange(inputs) // size
     if act_order:
         group = np.random.default_rng(seed).permutation(group)
-    count, top = inputs // size, 2**bits - 1
+    count, top = -(-inputs // size), 2**bits - 1
     code, zero = np.zeros((out, inputs), np.int64), np.zeros((out, count), np.int64)
     scale = torch.zeros(out, count, dtype=dtype)
     for g in range(count):
@@ -73,10 +73,13 @@ def bit_stream(codes: np.ndarray, bits: int) -> torch.Tensor:
 
 def gptq(codes: Codes, bits: int, version: int = 1, index: bool = True) -> dict[str, torch.Tensor]:
     """The tensors of a layer, as AutoGPTQ (version 1) and GPTQModel (2) save them."""
-    stored = (codes.zero - (1 if version == 1 else 0)) % 2**bits
+    zeros = bit_stream(codes.zero.T, bits)
+    if version == 1:  # as GPTQModel makes it of version 2: 1 less in every code, a word at once
+        ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+        zeros = zeros - ones[bits] if bits in ones else bit_stream((codes.zero.T - 1) % 8, bits)
     tensors = {
         "qweight": bit_stream(codes.code, bits).t().contiguous(),
-        "qzeros": bit_stream(stored.T, bits),
+        "qzeros": zeros,
         "scales": codes.scale.t().contiguous(),
     }
     return {**tensors, "g_idx": torch.from_numpy(codes.group.astype(np.int32))} if index else tensors

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats.packing import unpack_nibbles
 from .codes import ROWS, as_bytes
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Choice, Groups, choose_format, packed_layer, require_scales
+from .scales import Choice, Groups, choose_format, group_size, packed_layer, require_scales
 
 COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLE_OF_COLUMN = [COLUMN_OF_NIBBLE.index(column) for column in range(8)]
@@ -39,6 +39,10 @@ class AwqReader:
             raise ValueError(
                 f"this AWQ checkpoint is of version {version!r}, 'gemm' is read: write it again with version='gemm'"
             )
+        if version == "gemm" and str(config.get("format") or "gemm").lower() != "gemm":
+            version = str(config["format"]).lower()
+            raise ValueError(f"this AWQ checkpoint is of format {version!r}, 'gemm' is read: write it again as that")
+        self._size, self._zero_points = config.get("group_size"), config.get("zero_point", True)
         bits = config.get("bits", config.get("w_bit", 4))
         if bits != 4:
             raise ValueError(f"this AWQ checkpoint has {bits} bits, version 'gemm' has 4: its config.json is damaged")
@@ -53,25 +57,23 @@ class AwqReader:
         shape = layer.tensors["scales"].shape if "scales" in layer.tensors else (1, layer.out_features)
         count = shape[0] if len(shape) == 2 and shape[0] else 1
         scales = require_tensor(layer, "scales", _FLOATS, (count, layer.out_features))
-        if layer.in_features % count:
-            raise ValueError(f"{scales.place} has {count} groups, which do not divide {layer.in_features} inputs")
+        size = group_size(layer, self._size, count, scales.place)
         scale = require_scales(scales, scales.load()).t().contiguous()
-        groups = Groups(4, layer.in_features // count, scale, self._zeros(layer, count))
+        groups = Groups.of(4, size, scale, self._zeros(layer, count))
         choice = choose_format(layer, groups)
 
         def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
             return packed_layer(layer, groups, choice, _codes(tensors["qweight"], choice))
 
-        small = {name: layer.tensors[name] for name in ("scales", "qzeros") if name in layer.tensors}
         size = "a channel" if count == 1 else f"groups of {groups.size}"
         told = f"AWQ, 4 bits, {size}, {'symmetric' if groups.symmetric else 'with zero points'}"
         return LayerPlan(
-            layer, told, {"qweight": words, **small}, read, choice.format, choice.options, False, choice.why
+            layer, told, {"qweight": words}, read, choice.format, choice.options, False, choice.why
         )
 
     def _zeros(self, layer: StoredLayer, count: int) -> Tensor:
         """uint8 ``[out, groups]``; symmetric files have none."""
-        if "qzeros" not in layer.tensors:
+        if "qzeros" not in layer.tensors and not self._zero_points:
             return torch.full((layer.out_features, count), 8, dtype=torch.uint8)
         zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, layer.out_features // 8))
         return _columns(zeros.load().t()).contiguous()

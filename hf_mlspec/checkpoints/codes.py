@@ -80,9 +80,10 @@ def require_order(order: Tensor, in_features: int, what: str) -> None:
 def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None:
     """The group of every input ``[in]`` -> int64 ``[in]``, the inputs group by group; None where they are so already.
 
-    ValueError, which begins with ``what``, for a group without exactly ``group_size`` inputs.
+    ValueError, which begins with ``what``, for a group without exactly ``group_size`` inputs; the last may have what
+    is left.
     """
-    num_groups = groups.numel() // group_size
+    num_groups = -(-groups.numel() // group_size)
     wide = groups.long()
     if wide.numel() and (int(wide.min()) < 0 or int(wide.max()) >= num_groups):
         raise ValueError(
@@ -90,8 +91,10 @@ def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None
             "inputs"
         )
     sizes = torch.bincount(wide, minlength=num_groups)
-    if not bool((sizes == group_size).all()):
-        wrong = int((sizes != group_size).nonzero()[0])
+    expected = torch.full_like(sizes, group_size)
+    expected[-1] = groups.numel() - (num_groups - 1) * group_size
+    if not torch.equal(sizes, expected):
+        wrong = int((sizes != expected).nonzero()[0])
         raise ValueError(
             f"{what} is no assignment of inputs to groups of {group_size}: group {wrong} has {int(sizes[wrong])} "
             "inputs"

@@ -25,7 +25,7 @@ from ..formats.damage import NAN_SCALE
 from ..formats.mxfp4 import BLOCK
 from .codes import as_bytes, order_of_groups, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Groups, choose_format, packed_layer, require_scales
+from .scales import Groups, choose_format, group_size, packed_layer, require_scales
 
 _BITS = range(2, 9)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,6 +54,16 @@ class CompressedReader:
                 f"this checkpoint's quantization_status is {config['quantization_status']!r}, not 'compressed': its "
                 "weights are not quantized yet; save it with save_compressed=True"
             )
+        if config.get("transform_config"):
+            raise ValueError(
+                "this checkpoint's weights were rotated (transform_config): a model that does not rotate its inputs, "
+                "too, would compute something else, and none here does yet"
+            )
+        schemes = [group["weights"] for group in _schemes(config) if isinstance(group.get("weights"), Mapping)]
+        self._zero_points = bool(schemes) and not any(scheme.get("symmetric", True) for scheme in schemes)
+        self._act_order = bool(schemes) and all(scheme.get("actorder") == "group" for scheme in schemes)
+        sizes = {scheme.get("group_size") for scheme in schemes}
+        self._size = sizes.pop() if len(sizes) == 1 else None
         self._wrong_mxfp4 = str(config.get("version", "")) == _WRONG_MXFP4
 
     def holds(self, layer: StoredLayer) -> bool:
@@ -92,7 +102,7 @@ class CompressedReader:
         bits = _bits_of(layer)
         columns = -(-layer.in_features * bits // 32)
         packed = require_tensor(layer, "weight_packed", (torch.int32,), (layer.out_features, columns))
-        groups = _groups(layer, bits)
+        groups = self._groups(layer, bits)
         choice = choose_format(layer, groups)
         as_on_disk = bits == 4 and choice.format == "int4"
 
@@ -102,15 +112,44 @@ class CompressedReader:
                 return packed_layer(layer, groups, choice, as_bytes(words))
             return packed_layer(layer, groups, choice, unpack_words(words, bits, layer.in_features))
 
-        names = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
-        small = {name: layer.tensors[name] for name in names if name in layer.tensors}
         size = "a channel" if groups.size >= layer.in_features else f"groups of {groups.size}"
         kind = "symmetric" if groups.symmetric else "with zero points"
         told = f"compressed-tensors, {bits} bits, {size}, {kind}" + (", act-order" if groups.order is not None else "")
         return LayerPlan(
-            layer, told, {"weight_packed": packed, **small}, read, choice.format, choice.options,
+            layer, told, {"weight_packed": packed}, read, choice.format, choice.options,
             groups.order is not None and bool(choice.format), choice.why,
         )  # fmt: skip
+
+    def _groups(self, layer: StoredLayer, bits: int) -> Groups:
+        out, stored = layer.out_features, layer.tensors.get("weight_scale")
+        shape = tuple(stored.shape) if stored is not None else (out, 1)
+        count = shape[1] if len(shape) == 2 and shape[0] == out and shape[1] else 1
+        expected = shape if shape in ((1,), (1, 1)) else (out, count)
+        scales = require_tensor(layer, "weight_scale", _FLOATS, expected)
+        scale = require_scales(scales, scales.load()).reshape(-1, count).expand(out, count).contiguous()
+        if self._size and count > 1 and layer.in_features % self._size:
+            raise ValueError(f"{scales.place}: groups of {self._size} do not divide {layer.in_features} inputs")
+        size = group_size(layer, self._size, count, scales.place)
+        order = None
+        if "weight_g_idx" in layer.tensors or self._act_order:
+            index = require_tensor(layer, "weight_g_idx", (torch.int32, torch.int64), (layer.in_features,))
+            groups = index.load()
+            order = None if bool((groups == -1).all()) else order_of_groups(groups, size, index.place)  # -1: without
+        return Groups.of(bits, size, scale, self._zeros(layer, bits, count), order)
+
+    def _zeros(self, layer: StoredLayer, bits: int, count: int) -> Tensor:
+        """uint8 ``[out, groups]``; older files have them as they are, int8, also of symmetric layers."""
+        out, middle = layer.out_features, 1 << (bits - 1)
+        stored = layer.tensors.get("weight_zero_point")
+        if stored is None and not self._zero_points:
+            return torch.full((out, count), middle, dtype=torch.uint8)
+        if stored is not None and stored.dtype == torch.int8:
+            points = require_tensor(layer, "weight_zero_point", (torch.int8,), (out, count)).load().to(torch.int16)
+            if bool((points < -middle).any()) or bool((points >= middle).any()):
+                raise ValueError(f"{stored.place} holds zero points beyond {bits} bits: the checkpoint is damaged")
+            return (points + middle).to(torch.uint8)
+        points = require_tensor(layer, "weight_zero_point", (torch.int32,), (-(-out * bits // 32), count))
+        return unpack_words(points.load().t(), bits, out).t().contiguous()
 
 
 def _schemes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -133,25 +172,3 @@ def _bits_of(layer: StoredLayer) -> int:
             "of 2 to 8 bits; config.json is of another model, or the file is damaged"
         )
     return fitting[0]
-
-
-def _groups(layer: StoredLayer, bits: int) -> Groups:
-    out, stored = layer.out_features, layer.tensors.get("weight_scale")
-    shape = tuple(stored.shape) if stored is not None else (out, 1)
-    count = shape[1] if len(shape) == 2 and shape[0] == out and shape[1] else 1
-    expected = shape if shape in ((1,), (1, 1)) else (out, count)
-    scales = require_tensor(layer, "weight_scale", _FLOATS, expected)
-    scale = require_scales(scales, scales.load()).reshape(-1, count).expand(out, count).contiguous()
-    if layer.in_features % count:
-        raise ValueError(f"{scales.place} has {count} groups, which do not divide {layer.in_features} inputs")
-    size = layer.in_features // count
-    zero = torch.full((out, count), 1 << (bits - 1), dtype=torch.uint8)
-    if "weight_zero_point" in layer.tensors:
-        points = require_tensor(layer, "weight_zero_point", (torch.int32,), (-(-out * bits // 32), count))
-        zero = unpack_words(points.load().t(), bits, out).t().contiguous()
-    order = None
-    if "weight_g_idx" in layer.tensors:
-        index = require_tensor(layer, "weight_g_idx", (torch.int32, torch.int64), (layer.in_features,))
-        groups = index.load()
-        order = None if bool((groups == -1).all()) else order_of_groups(groups, size, index.place)  # -1: without
-    return Groups(bits, size, scale, zero, order)

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from .codes import as_bytes, order_of_groups, ordered_words, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Groups, choose_format, packed_layer, require_scales
+from .scales import Groups, choose_format, group_size, packed_layer, require_scales
 
 BITS = (2, 3, 4, 8)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _V1, _V2 = "gptq", "gptq_v2"
+ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a 1 in every code of a word, by the bits of a code
 _OTHER_LAYOUTS = ("marlin", "gptq_marlin", "gptq_p", "bitblas", "qqq", "eora")
 
 
@@ -38,7 +39,7 @@ class GptqReader:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: ``quantization_config`` of config.json, or what quantize_config.json holds. ValueError for a layout
         that is not GPTQ's own."""
-        layout = str(config.get("checkpoint_format", _V1)).lower()
+        layout = "marlin" if config.get("is_marlin_format") else str(config.get("checkpoint_format", _V1)).lower()
         if layout not in (_V1, _V2):
             known = "a repacked form for one kind of kernel" if layout in _OTHER_LAYOUTS else "unknown here"
             raise ValueError(
@@ -46,8 +47,10 @@ class GptqReader:
                 "convert it back with the tool that wrote it"
             )
         self._first_version = layout == _V1
-        self._bits = config.get("bits")
         self._dynamic = bool(config.get("dynamic"))
+        self._bits = config.get("bits")
+        self._size = None if self._dynamic else config.get("group_size")
+        self._act_order = bool(config.get("desc_act"))
 
     def holds(self, layer: StoredLayer) -> bool:
         """Whether the layer has words of codes."""
@@ -69,9 +72,8 @@ class GptqReader:
             words = words if groups.order is None else ordered_words(words, groups.order)
             return packed_layer(layer, groups, choice, as_bytes(words.t()), ordered=True)
 
-        small = {name: layer.tensors[name] for name in ("scales", "qzeros", "g_idx") if name in layer.tensors}
         return LayerPlan(
-            layer, _told(groups, layer), {"qweight": words, **small}, read, choice.format, choice.options,
+            layer, _told(groups, layer), {"qweight": words}, read, choice.format, choice.options,
             groups.order is not None and bool(choice.format), choice.why,
         )  # fmt: skip
 
@@ -90,23 +92,33 @@ class GptqReader:
         shape = layer.tensors["scales"].shape if "scales" in layer.tensors else (1, layer.out_features)
         count = shape[0] if len(shape) == 2 and shape[0] else 1
         scales = require_tensor(layer, "scales", _FLOATS, (count, layer.out_features))
-        size = -(-layer.in_features // count)
+        size = group_size(layer, self._size, count, scales.place)
         scale = require_scales(scales, scales.load()).t().contiguous()
         zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, -(-layer.out_features * bits // 32)))
         zero = self._zeros(zeros.load(), bits, layer.out_features)
-        order = None
-        if "g_idx" in layer.tensors:
-            index = require_tensor(layer, "g_idx", (torch.int32, torch.int64), (layer.in_features,))
-            order = order_of_groups(index.load(), size, index.place)
-        return Groups(bits, size, scale, zero.t().contiguous(), order)
+        return Groups.of(bits, size, scale, zero.t().contiguous(), self._order(layer, size))
+
+    def _order(self, layer: StoredLayer, size: int) -> Tensor | None:
+        """Of act-order. Without it files may leave the groups of inputs out, empty or all 0: they are consecutive."""
+        there = layer.tensors.get("g_idx")
+        if not self._act_order and (there is None or tuple(there.shape) == (0,)):
+            return None
+        index = require_tensor(layer, "g_idx", (torch.int32, torch.int64), (layer.in_features,))
+        groups = index.load()
+        if not self._act_order and not bool(groups.any()):
+            return None
+        return order_of_groups(groups, size, index.place)
 
     def _zeros(self, words: Tensor, bits: int, out_features: int) -> Tensor:
         """uint8 ``[groups, out]``. Some files say v1 and are v2, or the reverse: of symmetric codes the number tells,
-        all are the middle, or all are one less. One less than zero was stored as the largest code."""
+        all are the middle, or all are one less. The first version was made by taking 1 from every code of a whole
+        word at once, so that 0 borrows from its neighbour; it is undone the same way."""
         stored, middle = unpack_words(words, bits, out_features), 1 << (bits - 1)
         if bool((stored == middle - 1).all()) or bool((stored == middle).all()):
             return torch.full_like(stored, middle)
-        return (stored + 1) & ((1 << bits) - 1) if self._first_version else stored
+        if not self._first_version:
+            return stored
+        return unpack_words(words + ONES[bits], bits, out_features) if bits in ONES else (stored + 1) & 7
 
 
 def _told(groups: Groups, layer: StoredLayer) -> str:

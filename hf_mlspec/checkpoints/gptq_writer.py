@@ -1,7 +1,7 @@
 """How is a GPTQ checkpoint written? The tensors and the quantization_config that `GptqReader` and others read.
 
-checkpoint_format "gptq", the first version, which every reader knows: zero points are stored one less, and a zero
-point of 0 wraps to the largest code. The layout is in gptq.py; values are the same bit for bit, scales float16.
+checkpoint_format "gptq", the first version, which every reader knows: zero points are stored one less, a whole word
+at once, as GPTQModel does it. The layout is in gptq.py; values are the same bit for bit, scales float16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats import Mxfp4Weight, PackedWeight
 from .codes import pack_words
-from .gptq import BITS, GptqReader
+from .gptq import BITS, ONES, GptqReader
 from .scales import Groups
 from .writing import Kind, codes_of, group_index, groups_of, kind_of
 
@@ -46,10 +46,11 @@ class GptqWriter:
     def tensors(self, weight: PackedWeight, order: Tensor | None = None) -> dict[str, Tensor]:
         """As `Writer.tensors`."""
         bits, groups = self.kind(weight, order).bits, groups_of(weight, order)
-        stored = (groups.zero - 1) & ((1 << bits) - 1)  # uint8: 0 becomes 255, and the largest code
+        zeros = groups.zero.t().contiguous()
+        stored = pack_words(zeros, bits) - ONES[bits] if bits in ONES else pack_words((zeros - 1) & 7, bits)
         return {
             "qweight": pack_words(codes_of(weight, groups.order), bits).t().contiguous(),
-            "qzeros": pack_words(stored.t().contiguous(), bits),
+            "qzeros": stored,
             "scales": groups.scale.t().contiguous(),
             "g_idx": group_index(groups, weight.in_features),
         }

@@ -56,7 +56,7 @@ class LayerPlan:
     """How one layer is stored, and what it becomes. Whoever makes one has checked the layer: names, shapes, dtypes,
     and the values of everything but the codes.
 
-    stored_as: for people, ``"GPTQ, 4 bits, groups of 128, act-order"``. tensors: those that are read, of ``layer``.
+    stored_as: for people, ``"GPTQ, 4 bits, groups of 128, act-order"``. tensors: what ``read`` takes of ``layer``.
     format: a word of FORMATS with its options, or "" for a dense weight, then why_dense says why. ordered: whether
     the inputs are permuted. read: the tensors, by their names in ``tensors`` -> the layer, with values that equal the
     checkpoint's own bit for bit; ValueError naming layer and tensor for codes that no quantizer writes.
@@ -73,8 +73,8 @@ class LayerPlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Of the tensors that are read."""
-        return sum(_nbytes(tensor) for tensor in self.tensors.values())
+        """Of all the layer's tensors."""
+        return sum(_nbytes(tensor) for tensor in self.layer.tensors.values())
 
     @property
     def bits_per_weight(self) -> float:

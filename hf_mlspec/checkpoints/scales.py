@@ -21,10 +21,12 @@ _WIDEST_INT4 = 4
 
 @dataclass(frozen=True)
 class Groups:
-    """Integer codes of one layer, without the codes: value = (code - zero) * scale.
+    """Integer codes of one layer, without the codes: value = (code - zero) * scale, scales above 0.
 
-    bits: of a code. size: inputs that share a scale, in the order of the groups. scale: ``[out, groups]``, in the
-    dtype on disk. zero: uint8 of that shape. order: int64 ``[in]``, the inputs group by group, or None.
+    bits: of a code. size: inputs that share a scale, in the order of the groups; the last group may have fewer. scale:
+    ``[out, groups]``, in the dtype on disk. zero: uint8 of that shape. order: int64 ``[in]``, the inputs group by
+    group, or None. turned: bool of that shape, where the file has a negative scale: there a code c on disk stands for
+    largest - c. dead: where it has a scale of 0, and all codes stand for the zero point.
     """
 
     bits: int
@@ -32,6 +34,23 @@ class Groups:
     scale: Tensor
     zero: Tensor
     order: Tensor | None = None
+    turned: Tensor | None = None
+    dead: Tensor | None = None
+
+    @classmethod
+    def of(cls, bits: int, size: int, scale: Tensor, zero: Tensor, order: Tensor | None = None) -> Groups:
+        """As they are on disk, with scales of any sign."""
+        turned, dead = scale < 0, scale == 0
+        largest = (1 << bits) - 1
+        turned = turned if bool(turned.any()) else None
+        dead = dead if bool(dead.any()) else None
+        if turned is not None:
+            scale, zero = scale.abs(), torch.where(turned, largest - zero, zero)
+        if dead is not None:
+            scale = torch.where(dead, torch.ones_like(scale), scale)
+        if bool((zero == 1 << (bits - 1)).all()):
+            zero = zero[:1, :1].clone().expand(zero.shape)  # one number, whatever the layer's size
+        return cls(bits, size, scale, zero, order, turned, dead)
 
     @property
     def middle(self) -> int:
@@ -70,12 +89,12 @@ def choose_format(layer: StoredLayer, groups: Groups) -> Choice:
 
 
 def require_scales(tensor: Stored, scale: Tensor) -> Tensor:
-    """``scale``; ValueError naming the tensor for one that is NaN, Inf, zero or negative, with its place."""
-    wrong = ~(scale.isfinite() & (scale > 0))
+    """``scale``; ValueError naming the tensor for one that is NaN or Inf, with its place."""
+    wrong = ~scale.isfinite()
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"{tensor.place} holds {int(wrong.sum())} scales that are NaN, Inf, zero or negative, the first "
+            f"{tensor.place} holds {int(wrong.sum())} scales that are NaN or Inf, the first "
             f"({scale[tuple(place)].item():g}) at {place}: the checkpoint is damaged; download it again"
         )
     return scale
@@ -88,17 +107,34 @@ def packed_layer(
     byte, ``[out, in / 2]``, and then maybe in the order of the groups (``ordered``)."""
     if not choice.format:
         return ReadLayer(_dense(layer, groups, codes))
-    scale = repeated(exact_float16(groups.scale), choice.times).contiguous()
+    own = layer.in_features * choice.times // groups.size  # our groups; the last of theirs may be cut short
+    scale = repeated(exact_float16(groups.scale), choice.times)[:, :own].contiguous()
     weight: PackedWeight
     if choice.format == "int4":
         packed = codes if codes.shape[1] * 2 == layer.in_features else pack_nibbles(codes)
         packed = packed if groups.order is None or ordered else gathered_nibbles(packed, groups.order)
-        zero = None if groups.symmetric else repeated(groups.zero, choice.times).contiguous()
+        packed = _with_signs(packed, groups, choice.times, own)
+        zero = None if groups.symmetric else repeated(groups.zero, choice.times)[:, :own].contiguous()
         weight = Int4Weight(packed, scale, zero, name=layer.name)
     else:
         planes = _planes(codes, groups)
         weight = PlanesWeight(planes, scale, torch.tensor([2 * groups.middle], dtype=torch.int32), name=layer.name)
     return ReadLayer(weight.validate(layer.out_features, layer.in_features), groups.order)
+
+
+def _with_signs(packed: Tensor, groups: Groups, times: int, own: int) -> Tensor:
+    """Codes two a byte, in the order of the groups: turned, and set to the zero point, where the groups are."""
+    for places, change in ((groups.turned, "turned"), (groups.dead, "dead")):
+        if places is None:
+            continue
+        packed = packed.clone().unflatten(-1, (own, -1))
+        where = repeated(places, times)[:, :own]
+        if change == "turned":
+            packed[where] ^= ((1 << groups.bits) - 1) * 0x11
+        else:
+            packed[where] = (repeated(groups.zero, times)[:, :own][where] * 0x11).unsqueeze(-1)
+        packed = packed.flatten(-2)
+    return packed
 
 
 def _planes(codes: Tensor, groups: Groups) -> Tensor:
@@ -107,6 +143,9 @@ def _planes(codes: Tensor, groups: Groups) -> Tensor:
     for first in range(0, codes.shape[0], step):
         part = codes[first : first + step]
         part = part if groups.order is None else part.index_select(-1, groups.order)
+        if groups.dead is not None:
+            dead = groups.dead[first : first + step].repeat_interleave(groups.size, -1)[:, : codes.shape[1]]
+            part = part.masked_fill(dead, groups.middle)
         planes[:, first : first + step] = pack_planes(part, groups.bits)
     return planes
 
@@ -120,13 +159,38 @@ def _dense(layer: StoredLayer, groups: Groups, codes: Tensor) -> Tensor:
     step = max(1, ROWS // codes.shape[1])
     for first in range(0, codes.shape[0], step):
         rows = slice(first, first + step)
-        zero, scale = (part[rows].repeat_interleave(groups.size, dim=-1) for part in (groups.zero, groups.scale))
+        zero, scale = (part[rows].repeat_interleave(groups.size, dim=-1) for part in _on_disk(groups))
         if inverse is not None:
             zero, scale = zero[:, inverse], scale[:, inverse]
         zero, scale = zero[:, : codes.shape[1]], scale[:, : codes.shape[1]]
         steps = codes[rows].to(torch.int32) - zero.to(torch.int32)
         out[rows] = (steps.to(torch.float64) * scale.to(torch.float64)).to(out.dtype)
     return out
+
+
+def _on_disk(groups: Groups) -> tuple[Tensor, Tensor]:
+    """Zero points and scales, with the signs of the file."""
+    zero, scale = groups.zero, groups.scale
+    if groups.turned is not None:
+        largest = (1 << groups.bits) - 1
+        zero, scale = torch.where(groups.turned, largest - zero, zero), torch.where(groups.turned, -scale, scale)
+    return zero, scale if groups.dead is None else scale.masked_fill(groups.dead, 0)
+
+
+def group_size(layer: StoredLayer, told: object, count: int, place: str) -> int:
+    """Inputs that share a scale where there are ``count`` scales a row. told: the config's, -1 or None where it does
+    not say. ValueError, which begins with ``place``, where they do not belong together."""
+    inputs = layer.in_features
+    if not isinstance(told, int) or isinstance(told, bool) or told <= 0 or count == 1:
+        if inputs % count:
+            raise ValueError(f"{place} has {count} groups, which do not divide {inputs} inputs")
+        return inputs // count
+    if count != -(-inputs // told):
+        raise ValueError(
+            f"{place} has {count} groups: {inputs} inputs in groups of {told}, as config.json has it, are "
+            f"{-(-inputs // told)}"
+        )
+    return told
 
 
 def fitting_group(group_size: int, in_features: int) -> int | None:

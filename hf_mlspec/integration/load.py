@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .quantizer.checkpoint import stored_dtype
 from .quantizer.gguf_loading import load_gguf
-from .quantizer.source_config import is_gguf, loading_options
+from .quantizer.source_config import is_gguf, loading_options, read_config
 
 
 def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **options: Any) -> PreTrainedModel:
@@ -20,12 +21,19 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
     which no compiled decoder takes. options: of from_pretrained. Raises ValueError or TypeError, naming file and
     tensor, for a checkpoint that is damaged or not read.
     """
-    path = os.fspath(name)
+    path, given = os.fspath(name), options.pop("torch_dtype", None)
+    dtype = given if dtype is None else dtype
     if is_gguf(path):
-        return load_gguf(path, dtype=dtype, **options).eval()
-    reading = loading_options(path)
+        return _ready(load_gguf(path, dtype=dtype, **options))
+    reading = loading_options(path, options)
     if dtype is None:
-        config = reading.get("config") or AutoConfig.from_pretrained(path)
-        stored = getattr(config, "dtype", None)
+        config = reading.get("config") or read_config(path, options)
+        stored = getattr(config, "dtype", None) or stored_dtype(path)
         dtype = torch.bfloat16 if stored == torch.float16 else "auto"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **reading | options).eval()
+    return _ready(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options | reading))
+
+
+def _ready(found: Any) -> Any:
+    """In eval mode; with ``output_loading_info`` the model is the first of two."""
+    (found[0] if isinstance(found, tuple) else found).eval()
+    return found

@@ -25,7 +25,7 @@ def layer_of(size=64, symmetric=False):
 def test_values_are_those_of_the_file(size, symmetric, monkeypatch):
     monkeypatch.setattr("hf_mlspec.checkpoints.awq.ROWS", 8 * INPUTS * 4)  # parts, the last a smaller one
     codes, tensors = layer_of(size, symmetric)
-    plan, layer = read(AwqReader(CONFIG), stored(tensors, INPUTS, OUTPUTS))
+    plan, layer = read(AwqReader({**CONFIG, "group_size": size}), stored(tensors, INPUTS, OUTPUTS))
     assert torch.equal(values(layer, torch.float16), codes.values)
     assert plan.options == {"group_size": min(size, 128), "symmetric": symmetric}
     assert plan.stored_as.startswith("AWQ, 4 bits, " + ("a channel" if size == INPUTS else f"groups of {size}"))
@@ -62,7 +62,8 @@ def test_one_column_is_where_the_layout_has_it():
         (lambda t: t.update(qweight=t["qweight"].t()), ValueError, r"qweight in the.file has shape \[6, 256\]"),
         (lambda t: t.update(qzeros=t["qzeros"][:-1]), ValueError, r"qzeros in the.file has shape \[3, 6\]"),
         (lambda t: t["scales"][1, 3].fill_(float("inf")), ValueError, r"\(inf\) at \[1, 3\]"),
-        (lambda t: t.update(scales=t["scales"][:3]), ValueError, "3 groups, which do not divide 256"),
+        (lambda t: t.update(scales=t["scales"][:3]), ValueError, "3 groups: 256 inputs in groups of 64"),
+        (lambda t: t.pop("qzeros"), ValueError, "up_proj: qzeros is missing"),
         (lambda t: t.update(scales=t["scales"].long()), TypeError, "scales in the.file is torch.int64"),
     ],
 )
@@ -74,7 +75,12 @@ def test_damage_is_named(change, error, said):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [({"version": "gemv_fast"}, "version 'gemv_fast', 'gemm' is read"), ({"bits": 8}, "8 bits")]
+    ("change", "said"),
+    [
+        ({"version": "gemv_fast"}, "version 'gemv_fast', 'gemm' is read"),
+        ({"format": "gemv"}, "of format 'gemv', 'gemm' is read"),
+        ({"bits": 8}, "8 bits"),
+    ],
 )
 def test_other_versions_are_named(change, said):
     with pytest.raises(ValueError, match=said):

@@ -67,6 +67,28 @@ def test_an_index_of_minus_one_is_none():
     assert torch.equal(values(layer, torch.bfloat16), expected)
 
 
+def test_zero_points_of_older_files():
+    tensors, expected = written(symmetric=False)
+    _, plain = read(CompressedReader(CONFIG), stored(tensors, INPUTS, OUTPUTS))
+    points = (plain.weight.weight_zero.to(torch.int16) - 8).to(torch.int8)
+    _, layer = read(CompressedReader(CONFIG), stored({**tensors, "weight_zero_point": points}, INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.bfloat16), expected)
+    points[0, 0] = 9
+    with pytest.raises(ValueError, match=r"weight_zero_point in the.file holds zero points beyond 4 bits"):
+        CompressedReader(CONFIG).plan(stored({**tensors, "weight_zero_point": points}, INPUTS, OUTPUTS))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [({"symmetric": False}, "weight_zero_point"), ({"symmetric": True, "actorder": "group"}, "weight_g_idx")],
+)
+def test_what_the_config_promises_is_missed(scheme, name):
+    tensors, _ = written()
+    config = {**CONFIG, "config_groups": {"group_0": {"weights": scheme}}}
+    with pytest.raises(ValueError, match=f"up_proj: {name} is missing"):
+        CompressedReader(config).plan(stored(tensors, INPUTS, OUTPUTS))
+
+
 def test_one_scale_for_all():
     tensors, _ = written(4, -1)
     tensors["weight_scale"] = tensors["weight_scale"][:1, 0]
@@ -125,7 +147,7 @@ def test_nvfp4_is_named():
         (lambda t: t.update(weight_packed=t["weight_packed"][:-1]), ValueError, r"weight_packed in the.file has "),
         (lambda t: t.update(weight_packed=t["weight_packed"][:, :3]), ValueError, "in 3 words are no codes of 2 to 8"),
         (lambda t: t.update(weight_shape=torch.tensor([48, 128])), ValueError, r"says \[48, 128\], .* \[48, 256\]"),
-        (lambda t: t["weight_scale"][1].zero_(), ValueError, r"weight_scale in the.file holds 4 .* at \[1, 0\]"),
+        (lambda t: t["weight_scale"][1].fill_(float("nan")), ValueError, r"weight_scale .* holds 4 .* at \[1, 0\]"),
         (lambda t: t.update(weight_scale=t["weight_scale"][:, :3]), ValueError, "3 groups, which do not divide 256"),
         (lambda t: t.update(weight_g_idx=torch.arange(256).int() // 3), ValueError, "names groups 0 to 85"),
     ],
@@ -144,6 +166,7 @@ def test_damage_is_named(change, error, said):
         ({"config_groups": {"g": {"format": "float-quantized"}}}, "format 'float-quantized'"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         ({"quantization_status": "frozen"}, "'frozen', not 'compressed'"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "were rotated"),
     ],
 )
 def test_what_is_not_read_is_named(change, said):

@@ -56,11 +56,11 @@ def test_the_numbers_tell_the_version_of_symmetric_files(said, true):
     assert torch.equal(values(layer, torch.float16), codes.values)
 
 
-def test_a_zero_point_of_zero_wraps_in_version_1():
+def test_a_zero_point_of_zero_borrows_from_its_neighbour_in_version_1():
     codes, _ = layer_of(symmetric=False)
     codes = dataclasses.replace(codes, zero=np.zeros_like(codes.zero))
     tensors = gptq(codes, 4, version=1)
-    assert (tensors["qzeros"] == -1).all()
+    assert (tensors["qzeros"] == -0x11111111).all()
     _, layer = read(GptqReader(config()), stored(tensors, INPUTS, OUTPUTS))
     assert torch.equal(values(layer, torch.float16), codes.values)
 
@@ -76,6 +76,49 @@ def test_layers_of_other_widths_are_read_where_the_config_says_so():
     codes, tensors = layer_of(bits=8)
     _, layer = read(GptqReader(config(4, dynamic={"+:.*": {"bits": 8}})), stored(tensors, INPUTS, OUTPUTS))
     assert torch.equal(values(layer, torch.float16), codes.values)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_scales_of_any_sign(bits, symmetric, act_order):
+    """auto-round writes negative ones."""
+    codes, _ = layer_of(bits, symmetric=symmetric, act_order=act_order)
+    codes.scale[::2, 1] *= -1
+    codes.scale[3] *= -1
+    codes.scale[5, 2] = 0
+    plan, layer = read(GptqReader(config(bits)), stored(gptq(codes, bits), INPUTS, OUTPUTS))
+    assert plan.format == ("int4" if bits <= 4 else "")
+    assert torch.equal(values(layer, torch.float16), codes.values)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_groups_of_scale_zero_hold_zeros(bits):
+    codes, _ = layer_of(bits)
+    codes.scale[5, 2] = 0
+    plan, layer = read(GptqReader(config(bits)), stored(gptq(codes, bits), INPUTS, OUTPUTS))
+    assert plan.format == ("int4" if bits == 4 else "planes")
+    assert torch.equal(values(layer, torch.float16), codes.values)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(("inputs", "size"), [(192, 128), (96, 64), (320, 256), (160, 64)])
+def test_the_last_group_may_have_fewer_inputs(inputs, size, act_order):
+    torch.manual_seed(inputs)
+    codes = rounded(torch.randn(OUTPUTS, inputs), 4, size, False, act_order=act_order)
+    reader = GptqReader(config(group_size=size, desc_act=act_order))
+    plan, layer = read(reader, stored(gptq(codes, 4, index=act_order), inputs, OUTPUTS))
+    assert plan.format == "int4"
+    assert torch.equal(values(layer, torch.float16), codes.values)
+
+
+@pytest.mark.parametrize("index", [torch.zeros(INPUTS, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)])
+def test_without_act_order_an_index_of_zeros_says_nothing(index):
+    codes, tensors = layer_of()
+    reader = GptqReader(config(group_size=64, desc_act=False))
+    plan, layer = read(reader, stored({**tensors, "g_idx": index}, INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.float16), codes.values)
+    assert not plan.ordered
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -114,8 +157,10 @@ def test_groups_that_ours_do_not_divide_make_a_dense_layer():
         (lambda t: t.update(qweight=t["qweight"].long()), TypeError, "torch.int64, expected torch.int32"),
         (lambda t: t.update(qzeros=t["qzeros"][:, :-1]), ValueError, r"qzeros in the.file has shape \[4, 5\]"),
         (lambda t: t["scales"][2].fill_(float("nan")), ValueError, r"48 scales that are NaN.* at \[2, 0\]"),
-        (lambda t: t["scales"][1, 3].fill_(-1), ValueError, r"scales in the.file holds 1 .*\(-1\) at \[1, 3\]"),
-        (lambda t: t["scales"].zero_(), ValueError, "zero or negative"),
+        (lambda t: t["scales"][1, 3].fill_(float("inf")), ValueError, r"scales .* holds 1 .*\(inf\) at \[1, 3\]"),
+        (lambda t: t.pop("g_idx"), ValueError, "g_idx is missing"),
+        (lambda t: t.update(scales=t["scales"][:3], qzeros=t["qzeros"][:3]), ValueError,
+         "3 groups: 256 inputs in groups of 64, as config.json has it, are 4"),
         (lambda t: t["g_idx"][0].fill_(3), ValueError, "g_idx in the.file is no assignment .* group 0 has 63"),
         (lambda t: t["g_idx"][0].fill_(4), ValueError, "g_idx in the.file names groups 0 to 4, there are 4"),
         (lambda t: t["g_idx"][0].fill_(-2), ValueError, "names groups -2 to 3"),
@@ -126,7 +171,7 @@ def test_damage_is_named(change, error, said):
     _, tensors = layer_of()
     change(tensors)
     with pytest.raises(error, match=said):
-        GptqReader(config()).plan(stored(tensors, INPUTS, OUTPUTS))
+        GptqReader(config(group_size=64, desc_act=True)).plan(stored(tensors, INPUTS, OUTPUTS))
 
 
 def test_another_width_than_the_config_says_is_refused():

@@ -79,14 +79,17 @@ def number(words: list[int], bits: int, place: int) -> int:
 
 
 def decoded(tensors: dict[str, torch.Tensor], bits: int) -> torch.Tensor:
-    """GPTQ as its papers and files have it, a Python number at a time: (code - (zero + 1 mod 2^bits)) * scale."""
-    columns, zeros = tensors["qweight"].t().tolist(), tensors["qzeros"].tolist()
+    """GPTQ as its papers and files have it, a Python number at a time: (code - zero) * scale, with 1 added to every
+    zero point of a word at once."""
+    ones = sum(1 << bits * place for place in range(32 // bits)) if bits != 3 else 0
+    zeros = [[word + ones for word in row] for row in tensors["qzeros"].tolist()]
+    columns = tensors["qweight"].t().tolist()
     scales, groups = tensors["scales"], tensors["g_idx"].tolist()
     values = torch.empty(OUT, IN)
     for out, words in enumerate(columns):
         stream = sum((word & 0xFFFFFFFF) << (32 * index) for index, word in enumerate(words))
         for place, group in enumerate(groups):
-            zero = (number(zeros[group], bits, out) + 1) % 2**bits
+            zero = (number(zeros[group], bits, out) + (bits == 3)) % 2**bits
             code = stream >> (bits * place) & (2**bits - 1)
             values[out, place] = (code - zero) * float(scales[group, out])
     return values
@@ -104,7 +107,7 @@ def test_gptq_by_a_plain_decoder(name):
     assert torch.equal(decoded(tensors, bits)[:, order], weight.dequantize())
 
 
-def test_gptq_of_a_zero_point_of_0_wraps_to_the_largest_code():
+def test_gptq_of_a_zero_point_of_0_borrows_from_its_neighbour():
     weight = Int4Weight.from_dense(dense().abs() + 1, 32, symmetric=False)
     assert bool((weight.weight_zero == 0).any())
     tensors = GPTQ.tensors(weight)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
@@ -237,7 +237,7 @@ UP = "model.layers.1.mlp.up_proj"
         (lambda t: t.pop("model.norm.weight"), "1 tensors of LlamaForCausalLM are missing .* model.norm.weight"),
         (lambda t: t.update({"model.layers.9.extra": torch.ones(3)}), "1 tensors belong to no part .*layers.9.extra"),
         (lambda t: t.update({f"{UP}.bias": torch.ones(128)}), f"{UP}.bias .* is not zero"),
-        (lambda t: t[f"{UP}.g_idx"].fill_(0), f"{UP}.g_idx .* group 0 has 64"),
+        (lambda t: t[f"{UP}.g_idx"][0].fill_(1), f"{UP}.g_idx .* group 0 has 31"),
         (lambda t: t[f"{UP}.scales"].fill_(float("nan")), f"{UP}.scales .* 256 scales that are NaN"),
         (lambda t: t.update({"model.norm.weight": torch.ones(32)}), "model.norm.weight .* shape"),
     ],
@@ -353,3 +353,53 @@ def resident_pages(tensor):
         elif inside and line.startswith("Rss:"):
             return int(line.split()[1])
     return 0
+
+
+def test_another_config_of_the_user_is_not_dropped(tmp_path, no_packages):
+    folder, _ = written(tmp_path, "gptq")
+    with pytest.raises(Exception, match=r"(?i)gptq|MLSpecConfig|QuantizeConfig"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=MLSpecConfig(format="mxfp4"))
+
+
+def test_loading_info_comes_with_the_model(tmp_path):
+    model, info = hf_mlspec.load(written(tmp_path, "gptq")[0], output_loading_info=True)
+    assert type(model.model.layers[0].mlp.up_proj) is Int4Linear
+    assert not info["missing_keys"]
+    assert hf_mlspec.load(tmp_path, torch_dtype=torch.float32).dtype == torch.float32
+
+
+def test_a_folder_in_a_folder(tmp_path):
+    written(tmp_path / "sub", "gptq")
+    model = hf_mlspec.load(tmp_path, subfolder="sub")
+    assert type(model.model.layers[0].mlp.up_proj) is Int4Linear
+
+
+def test_a_folder_that_says_no_dtype_and_holds_float16(tmp_path):
+    folder, _ = written(tmp_path, "gptq", model=model_of(torch.float16))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
+    assert hf_mlspec.load(folder).dtype == torch.bfloat16
+
+
+def test_the_base_model_alone(tmp_path):
+    folder, values = written(tmp_path, "gptq")
+    base = AutoModel.from_pretrained(folder, quantization_config=MLSpecConfig.for_checkpoint(str(folder)))
+    name, expected = next(iter(values.items()))
+    assert torch.equal(weight_of(base.get_submodule(name.removeprefix("model."))).half(), expected)
+
+
+def test_a_tied_head_that_is_quantized_by_itself_is_named(tmp_path):
+    model = model_of(tie_word_embeddings=True)
+    layers = {name: gptq(rounded(linear.weight, 4, 32, True), 4) for name, linear in linears(model).items()}
+    folder = write(tmp_path, model, layers, {"quant_method": "gptq", "bits": 4, "group_size": 32})
+    head = gptq(rounded(model.lm_head.weight, 4, 32, True), 4)
+    change_tensors(folder, lambda t: t.update({f"lm_head.{key}": tensor for key, tensor in head.items()}))
+    with pytest.raises(ValueError, match=r"config\.json ties the weight of lm_head"):
+        hf_mlspec.load(folder)
+
+
+def test_scales_of_a_quantized_cache_are_said_and_left(tmp_path):
+    folder, _ = written(tmp_path, "gptq")
+    change_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    with pytest.warns(UserWarning, match="1 scales of a KV cache in fewer bits"):
+        hf_mlspec.load(folder)

@@ -56,7 +56,7 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
     try:
         if is_gguf(path):
             return load_gguf(path, dtype=dtype, **options)
-        options = loading_options(path) | options
+        options = loading_options(path, options) | options
         # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
         with _one_bar(packing="quantization_config" in options):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(

@@ -17,7 +17,7 @@ from ...checkpoints.readers import reader_for
 from ..levels.load import LOAD_ERRORS, first_line, require_config
 from .checkpoint import Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
-from .source_config import is_gguf, source_of
+from .source_config import is_gguf, read_config, source_in
 from .source_layers import put_sources, require_sources_fit
 
 
@@ -59,7 +59,7 @@ def quantization_of(name: str) -> dict[str, Any] | None:
         return {"quant_method": "gguf", "file": name}
     require_config(name, repr(name))
     try:
-        return source_of(name)
+        return source_in(read_config(name, {}), name)
     except (*LOAD_ERRORS, AttributeError, TypeError) as error:
         raise ValueError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
 

@@ -152,9 +152,21 @@ def require_sources(checkpoint: Checkpoint, model: PreTrainedModel, sources: set
     _require_fit([(stored[name], expected[name], False) for name in held], model)
 
 
+def stored_dtype(name: str) -> torch.dtype | None:
+    """Of the first table among the safetensors files of a folder; None for another name, or where there is none."""
+    for file in sorted(Path(name).glob("*.safetensors")):
+        for tensor in read_header(file)[0]:
+            if "embed" in tensor.name and tensor.dtype is not None and tensor.dtype.is_floating_point:
+                return tensor.dtype
+    return None
+
+
 def require_named(checkpoint: Checkpoint, model: PreTrainedModel, ignored: set[str]) -> None:
     """The files hold what ``model`` has names for, and nothing else but ``ignored``; ValueError naming what is missing
-    or unknown."""
+    or unknown. A model of another class than was saved (without its head, or with another) is what transformers makes
+    of it."""
+    if type(model).__name__ not in (model.config.architectures or [type(model).__name__]):
+        return
     expected = model.state_dict()
     stored, _ = _by_name_in_model(checkpoint, model, expected)
     _require_complete(checkpoint, stored, model, expected.keys())

@@ -91,12 +91,13 @@ class MLSpecConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
 
     @staticmethod
-    def for_checkpoint(name: str) -> QuantizationConfigMixin:
+    def for_checkpoint(name: str, **options: Any) -> QuantizationConfigMixin:
         """What reads a checkpoint of another library (GPTQ, AWQ, compressed-tensors ...) with this package:
         ``from_pretrained(name, quantization_config=MLSpecConfig.for_checkpoint(name))``. name: a folder or hub name.
-        ValueError where it is not quantized, or in a way that is not read. `hf_mlspec.load` does both in one call.
+        options: of AutoConfig.from_pretrained, such as revision. ValueError where it is not quantized, or in a way
+        that is not read. `hf_mlspec.load` does both in one call.
         """
-        return SourceConfig.of(name)
+        return SourceConfig.of(name, **options)
 
     @property
     def record(self) -> Format:

@@ -120,7 +120,8 @@ def _choosing_merge(stock: classmethod) -> classmethod:
         asked = quantization_config_from_args
         if _hooked is hooked and isinstance(asked, SourceConfig):
             return asked
-        if _hooked is hooked and is_readable(quantization_config) and lacks_packages(method_of(quantization_config)):
+        readable = asked is None and is_readable(quantization_config)
+        if _hooked is hooked and readable and lacks_packages(method_of(quantization_config)):
             return SourceConfig(quantization_config)
         return stock.__get__(None, cls)(quantization_config, asked)
 

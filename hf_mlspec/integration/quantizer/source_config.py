@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...checkpoints.readers import is_readable, reader_for
 
 SOURCE_METHOD = "mlspec-source"
+# Options of from_pretrained that say where a file is found.
+_WHERE = (
+    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code",
+)  # fmt: skip
 _OLD_CONFIG = "quantize_config.json"  # of GPTQ folders whose config.json says nothing
 
 
@@ -31,9 +36,13 @@ class SourceConfig(QuantizationConfigMixin):
         self.quant_method, self.source = SOURCE_METHOD, copy.deepcopy(dict(source))
 
     @classmethod
-    def of(cls, name: str) -> SourceConfig:
-        """That of a folder or hub name. ValueError where it is not quantized, or by something that is not read."""
-        found = source_of(name)
+    def of(cls, name: str, **options: Any) -> SourceConfig:
+        """That of a folder or hub name. options: of AutoConfig.from_pretrained, such as revision. ValueError where it
+        is not quantized, or by something that is not read."""
+        found = source_in(read_config(name, options), name)
+        if found is None and not Path(name).is_dir():
+            asked = {key: options[key] for key in _WHERE if key in options and key != "trust_remote_code"}
+            found = _older(cached_file(name, _OLD_CONFIG, _raise_exceptions_for_missing_entries=False, **asked))
         if found is None:
             raise ValueError(
                 f"{name!r} holds no quantization_config in its config.json and no {_OLD_CONFIG}: it is not quantized, "
@@ -42,25 +51,38 @@ class SourceConfig(QuantizationConfigMixin):
         return cls(found)
 
 
-def source_of(name: str) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a folder or hub name as a dict, None where there is none."""
-    config = AutoConfig.from_pretrained(name)
+def read_config(name: str, options: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config of a folder or hub name, found as from_pretrained with these options finds it."""
+    given = options.get("config")
+    if isinstance(given, PreTrainedConfig):
+        return copy.deepcopy(given)
+    return AutoConfig.from_pretrained(name, **{key: options[key] for key in _WHERE if key in options})
+
+
+def source_in(config: PreTrainedConfig, name: str) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a folder or hub name as a dict, None where there is none. Older GPTQ folders have
+    it in a file of its own; a hub is not asked for that."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if found is None:
-        old = cached_file(name, _OLD_CONFIG, _raise_exceptions_for_missing_entries=False)
-        found = json.loads(Path(old).read_bytes()) if old is not None else None
+        found = _older(Path(name) / _OLD_CONFIG)
     return found.to_dict() if isinstance(found, QuantizationConfigMixin) else found
 
 
-def loading_options(name: str) -> dict[str, Any]:
-    """What from_pretrained takes to read the checkpoint of a folder or hub name with the readers of this package; {}
-    where it is none of theirs."""
-    found = source_of(name)
+def _older(file: str | os.PathLike | None) -> dict[str, Any] | None:
+    return json.loads(Path(file).read_bytes()) if file is not None and Path(file).is_file() else None
+
+
+def loading_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What from_pretrained takes beside ``options`` to read the checkpoint of a folder or hub name with the readers of
+    this package; {} where it is none of theirs."""
+    if options.get("quantization_config") is not None:
+        return {}
+    config = read_config(name, options)
+    found = source_in(config, name)
     if found is None or not is_readable(found):
         return {}
-    config = AutoConfig.from_pretrained(name)
     config.quantization_config = {"quant_method": SOURCE_METHOD, "source": found}
     return {"config": config}
 

@@ -45,7 +45,13 @@ class SourceLinear(nn.Module):
         """The layer, read on the CPU; the tensors are let go."""
         if self.in_file:
             return self.plan.read({name: stored.load() for name, stored in self.plan.tensors.items()})
-        tensors = {name: self._parameters.pop(name).detach().cpu() for name in self.plan.tensors}
+        loaded = {name: self._parameters.pop(name).detach() for name in self.plan.tensors}
+        if any(tensor.is_meta for tensor in loaded.values()):
+            raise ValueError(
+                f"{self.plan.layer.name} was offloaded by the device map: packed layers stay in memory, give a "
+                "device_map that offloads nothing"
+            )
+        tensors = {name: tensor.cpu() for name, tensor in loaded.items()}
         read = self.plan.read(tensors)
         parts = [read.weight] if isinstance(read.weight, torch.Tensor) else read.weight.parts
         held = {part.untyped_storage().data_ptr() for part in parts if part is not None}
@@ -88,6 +94,7 @@ def put_sources(
     plans = plan_layers(model, reader, checkpoint, required=not experts)
     for name, module in experts.items():
         model.set_submodule(name, module)
+    _require_untied(plans, model)
     for plan in plans:
         linear = model.get_submodule(plan.layer.name)
         model.set_submodule(plan.layer.name, SourceLinear(plan, linear.bias, in_file).train(linear.training))
@@ -106,6 +113,16 @@ def warn_of_dense(plans: Sequence[LayerPlan], model: nn.Module) -> None:
         )
 
 
+def _require_untied(plans: list[LayerPlan], model: PreTrainedModel) -> None:
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    name = next((plan.layer.name for plan in plans if f"{plan.layer.name}.weight" in tied), None)
+    if name is not None:
+        raise ValueError(
+            f"config.json ties the weight of {name} to another, but the files hold it quantized, by itself: set "
+            "tie_word_embeddings to false there"
+        )
+
+
 def require_sources_fit(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Nothing that the model needs is missing from the files, and they hold nothing else; ValueError naming it. What a
     reader has no use for, such as the shape beside codes, and biases of zeros that the model has none of, pass."""
@@ -116,10 +133,23 @@ def require_sources_fit(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             unused |= {f"{name}.{own}" for own in module.plan.layer.tensors} - used
             _require_no_bias(f"{name}.bias", module, checkpoint)
             unused |= {f"{name}.bias"} if module.bias is None else set()
+    unused |= _cache_scales(checkpoint)
     require_named(checkpoint, model, ignored=unused)
     patterns = sorted(unused & checkpoint.tensors.keys())
     known = model._keys_to_ignore_on_load_unexpected or ()
     model._keys_to_ignore_on_load_unexpected = {*known, *(rf"^{name.replace('.', '[.]')}$" for name in patterns)}
+
+
+def _cache_scales(checkpoint: Checkpoint) -> set[str]:
+    """Scales of a KV cache in fewer bits, which is kept in the model's dtype here; one warning says so."""
+    found = {name for name in checkpoint.tensors if name.endswith((".k_scale", ".v_scale", ".q_scale"))}
+    if found:
+        warnings.warn(
+            f"{checkpoint.place} has {len(found)} scales of a KV cache in fewer bits: they are not used, keys and "
+            "values keep the model's dtype",
+            stacklevel=2,
+        )
+    return found
 
 
 def _require_no_bias(name: str, module: SourceLinear, checkpoint: Checkpoint) -> None:
