@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 import hf_mlspec
+from hf_mlspec.integration.levels.load import read_tokenizer
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.planes import PlanesLinear
@@ -81,3 +82,16 @@ def test_a_file_that_is_none_is_named(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"something else, and long enough to hold a header")
     with pytest.raises(ValueError, match=r"x.gguf is damaged"):
         hf_mlspec.load(tmp_path / "x.gguf")
+
+
+def test_the_tokenizer_is_read_from_the_file(tmp_path, monkeypatch):
+    path, asked = written(tmp_path, "Q4_0"), []
+
+    def from_pretrained(place, **options):
+        asked.append((place, options))
+        raise OSError("there is none")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    with pytest.raises(ValueError, match=r"x\.gguf' holds no tokenizer that can be read: there is none"):
+        read_tokenizer(str(path))
+    assert asked == [(str(tmp_path), {"gguf_file": "x.gguf"})]

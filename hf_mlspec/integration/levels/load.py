@@ -74,10 +74,13 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
 
 
 def read_tokenizer(path: str, **options: Any) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name, loaded with these options of from_pretrained. ValueError, in one line,
-    where there is none that can be read."""
+    """The tokenizer of a folder, hub name or GGUF file, loaded with these options of from_pretrained. ValueError, in
+    one line, where there is none that can be read."""
+    place = path
+    if is_gguf(path):
+        place, options = str(Path(path).parent), {"gguf_file": Path(path).name, **options}
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, **options)
+        return transformers.AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:  # the tokenizers library raises bare Exceptions for a file it cannot parse
         said = f"{path!r} holds no tokenizer that can be read: {first_line(error)}; restore its files"
         raise ValueError(said) from error
@@ -130,7 +133,7 @@ def _load_tokenizer(path: str):
     folder = Path(path)
     if is_gguf(path):
         try:
-            return read_tokenizer(str(folder.parent), gguf_file=folder.name)
+            return read_tokenizer(path)
         except ValueError:  # without the package that reads it, or one that is not in the file
             return None
     if folder.is_dir():
