@@ -27,9 +27,9 @@ from torch import Tensor
 from ..formats.damage import require_finite
 from .codes import require_order
 from .grids import Grid, recover_grid
-from .layer import LayerPlan, ReadLayer, Stored, StoredLayer, require_tensor
+from .layer import HeldTensor, LayerPlan, ReadLayer, Stored, StoredLayer, require_tensor
 from .llama_shape import LlamaShape
-from .pickles import HeldTensor, read_pickle
+from .pickles import read_pickle
 
 GROUP = 128
 KEPT = 128  # columns of 8 bits, the last
@@ -98,7 +98,7 @@ def read_orders(file: Path, config: Mapping[str, Any]) -> dict[str, HeldTensor]:
             raise ValueError(f"{key} in {file} is {kind}, expected torch.int64 or torch.int16")
         out_features, in_features = shape.linears[parsed[2]]
         require_order(order, in_features if parsed[3] == "input" else out_features, f"{key} in {file}")
-        orders[key] = HeldTensor(key, order.long(), file)
+        orders[key] = HeldTensor(f"{key} in {file}", order.long())
     _require_alike(orders, shape, file)
     return orders
 

@@ -20,11 +20,10 @@ from torch import Tensor
 from ..formats.packing import unpack_nibbles
 from .codes import ROWS, as_bytes
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Choice, Groups, choose_format, group_size, packed_layer, require_scales
+from .scales import Choice, Groups, choose_format, column_scales, packed_layer, planned
 
 COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLE_OF_COLUMN = [COLUMN_OF_NIBBLE.index(column) for column in range(8)]
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class AwqReader:
@@ -54,22 +53,14 @@ class AwqReader:
     def plan(self, layer: StoredLayer) -> LayerPlan:
         """ValueError or TypeError naming layer and tensor, as `Reader.plan`."""
         words = require_tensor(layer, "qweight", (torch.int32,), (layer.in_features, layer.out_features // 8))
-        shape = layer.tensors["scales"].shape if "scales" in layer.tensors else (1, layer.out_features)
-        count = shape[0] if len(shape) == 2 and shape[0] else 1
-        scales = require_tensor(layer, "scales", _FLOATS, (count, layer.out_features))
-        size = group_size(layer, self._size, count, scales.place)
-        scale = require_scales(scales, scales.load()).t().contiguous()
-        groups = Groups.of(4, size, scale, self._zeros(layer, count))
+        size, scale = column_scales(layer, self._size)
+        groups = Groups.of(4, size, scale, self._zeros(layer, scale.shape[1]))
         choice = choose_format(layer, groups)
 
         def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
             return packed_layer(layer, groups, choice, _codes(tensors["qweight"], choice))
 
-        size = "a channel" if count == 1 else f"groups of {groups.size}"
-        told = f"AWQ, 4 bits, {size}, {'symmetric' if groups.symmetric else 'with zero points'}"
-        return LayerPlan(
-            layer, told, {"qweight": words}, read, choice.format, choice.options, False, choice.why
-        )
+        return planned(layer, self.title, groups, choice, {"qweight": words}, read)
 
     def _zeros(self, layer: StoredLayer, count: int) -> Tensor:
         """uint8 ``[out, groups]``; symmetric files have none."""

@@ -25,10 +25,9 @@ from ..formats.damage import NAN_SCALE
 from ..formats.mxfp4 import BLOCK
 from .codes import as_bytes, order_of_groups, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Groups, choose_format, group_size, packed_layer, require_scales
+from .scales import SCALES, Groups, choose_format, group_size, packed_layer, planned, require_scales
 
 _BITS = range(2, 9)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _WRONG_MXFP4 = "0.13.0"  # its MXFP4 scales are four times too small
 _FORMATS = ("pack-quantized", "mxfp4-pack-quantized", "mixed-precision", None)
 
@@ -112,20 +111,14 @@ class CompressedReader:
                 return packed_layer(layer, groups, choice, as_bytes(words))
             return packed_layer(layer, groups, choice, unpack_words(words, bits, layer.in_features))
 
-        size = "a channel" if groups.size >= layer.in_features else f"groups of {groups.size}"
-        kind = "symmetric" if groups.symmetric else "with zero points"
-        told = f"compressed-tensors, {bits} bits, {size}, {kind}" + (", act-order" if groups.order is not None else "")
-        return LayerPlan(
-            layer, told, {"weight_packed": packed}, read, choice.format, choice.options,
-            groups.order is not None and bool(choice.format), choice.why,
-        )  # fmt: skip
+        return planned(layer, self.title, groups, choice, {"weight_packed": packed}, read)
 
     def _groups(self, layer: StoredLayer, bits: int) -> Groups:
         out, stored = layer.out_features, layer.tensors.get("weight_scale")
         shape = tuple(stored.shape) if stored is not None else (out, 1)
         count = shape[1] if len(shape) == 2 and shape[0] == out and shape[1] else 1
         expected = shape if shape in ((1,), (1, 1)) else (out, count)
-        scales = require_tensor(layer, "weight_scale", _FLOATS, expected)
+        scales = require_tensor(layer, "weight_scale", SCALES, expected)
         scale = require_scales(scales, scales.load()).reshape(-1, count).expand(out, count).contiguous()
         if self._size and count > 1 and layer.in_features % self._size:
             raise ValueError(f"{scales.place}: groups of {self._size} do not divide {layer.in_features} inputs")

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from .codes import as_bytes, order_of_groups, ordered_words, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Groups, choose_format, group_size, packed_layer, require_scales
+from .scales import Groups, choose_format, column_scales, packed_layer, planned
 
 BITS = (2, 3, 4, 8)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _V1, _V2 = "gptq", "gptq_v2"
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a 1 in every code of a word, by the bits of a code
 _OTHER_LAYOUTS = ("marlin", "gptq_marlin", "gptq_p", "bitblas", "qqq", "eora")
@@ -72,10 +71,7 @@ class GptqReader:
             words = words if groups.order is None else ordered_words(words, groups.order)
             return packed_layer(layer, groups, choice, as_bytes(words.t()), ordered=True)
 
-        return LayerPlan(
-            layer, _told(groups, layer), {"qweight": words}, read, choice.format, choice.options,
-            groups.order is not None and bool(choice.format), choice.why,
-        )  # fmt: skip
+        return planned(layer, self.title, groups, choice, {"qweight": words}, read)
 
     def _bits_of(self, layer: StoredLayer) -> int:
         shape = layer.tensors["qweight"].shape
@@ -89,11 +85,8 @@ class GptqReader:
         return bits
 
     def _groups(self, layer: StoredLayer, bits: int) -> Groups:
-        shape = layer.tensors["scales"].shape if "scales" in layer.tensors else (1, layer.out_features)
-        count = shape[0] if len(shape) == 2 and shape[0] else 1
-        scales = require_tensor(layer, "scales", _FLOATS, (count, layer.out_features))
-        size = group_size(layer, self._size, count, scales.place)
-        scale = require_scales(scales, scales.load()).t().contiguous()
+        size, scale = column_scales(layer, self._size)
+        count = scale.shape[1]
         zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, -(-layer.out_features * bits // 32)))
         zero = self._zeros(zeros.load(), bits, layer.out_features)
         return Groups.of(bits, size, scale, zero.t().contiguous(), self._order(layer, size))
@@ -119,9 +112,3 @@ class GptqReader:
         if not self._first_version:
             return stored
         return unpack_words(words + ONES[bits], bits, out_features) if bits in ONES else (stored + 1) & 7
-
-
-def _told(groups: Groups, layer: StoredLayer) -> str:
-    size = "a channel" if groups.size >= layer.in_features else f"groups of {groups.size}"
-    kind = "symmetric" if groups.symmetric else "with zero points"
-    return f"GPTQ, {groups.bits} bits, {size}, {kind}" + (", act-order" if groups.order is not None else "")

@@ -26,6 +26,26 @@ class Stored(Protocol):
         """A copy of it."""
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor that is in memory already, or about to be stored, as a `Stored`."""
+
+    place: str
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def load(self) -> Tensor:
+        """A copy of it."""
+        return self.tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True)
 class StoredLayer:
     """The tensors of one linear layer, by what their names have behind the layer's own: ``"qweight"``.

@@ -14,12 +14,13 @@ import pickletools
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .layer import HeldTensor
 
 QUANTIZER = "quant_utils.WeightQuantizer"
 _ALLOWED = {
@@ -46,32 +47,6 @@ class WeightQuantizer:
         if isinstance(buffers, Mapping) and name in buffers:
             return buffers[name]
         return self.__dict__.get(name, default)
-
-
-@dataclass(frozen=True, eq=False)
-class HeldTensor:
-    """A tensor that was read with its whole file, as a `Stored`."""
-
-    name: str
-    tensor: Tensor
-    file: Path
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def place(self) -> str:
-        """``tensor in file``, for messages."""
-        return f"{self.name} in {self.file}"
-
-    def load(self) -> Tensor:
-        """A copy of it."""
-        return self.tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def read_pickle(file: Path) -> Any:
@@ -112,7 +87,7 @@ def held_tensors(state: Any, file: Path) -> dict[str, HeldTensor]:
     """The tensors of a state_dict that `read_pickle` read, by name; ValueError where it is none."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise ValueError(f"{file} holds no state_dict: a mapping of names to tensors was expected")
-    return {name: HeldTensor(name, value, file) for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: HeldTensor(f"{name} in {file}", value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _globals_of_zip(file: Path) -> Iterator[str]:

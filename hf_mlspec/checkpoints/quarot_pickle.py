@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..formats.damage import require_finite, require_positive
 from ..formats.packing import pack_nibbles
-from .layer import ReadLayer, Stored, StoredLayer, require_tensor
+from .layer import HeldTensor, ReadLayer, Stored, StoredLayer, require_tensor
 from .llama_shape import LlamaShape
-from .pickles import HeldTensor, WeightQuantizer, held_tensors
+from .pickles import WeightQuantizer, held_tensors
 from .quarot import (
     HADAMARD,
     RotatedCheckpoint,
@@ -140,11 +140,11 @@ def _quantizer_tensors(name: str, quantizer: Any, file: Path) -> tuple[dict[str,
     symmetric = quantizer.value("sym", True)
     if not isinstance(scale, Tensor) or type(bits) is not int or not isinstance(symmetric, bool):
         raise ValueError(f"{name}: its quantizer in {file} has no scale, or bits {bits!r} and sym {symmetric!r}")
-    found = {"scale": HeldTensor(f"{name} scale", scale.reshape(-1, 1), file)}
+    found = {"scale": HeldTensor(f"{name} scale in {file}", scale.reshape(-1, 1))}
     if not symmetric:
         if not isinstance(zero, Tensor):
             raise ValueError(f"{name}: its quantizer in {file} is not symmetric and has no zero points")
-        found["zero"] = HeldTensor(f"{name} zero", zero.reshape(-1, 1), file)
+        found["zero"] = HeldTensor(f"{name} zero in {file}", zero.reshape(-1, 1))
     return found, QuantizerSettings(bits, symmetric)
 
 

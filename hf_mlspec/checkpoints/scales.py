@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from ..formats.int4 import GROUP_SIZES
 from ..formats.packing import pack_nibbles
 from ..formats.planes import pack_planes
 from .codes import ROWS, gathered_nibbles
-from .layer import ReadLayer, Stored, StoredLayer
+from .layer import LayerPlan, ReadLayer, Stored, StoredLayer, require_tensor
 
+SCALES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes on disk
 _WIDEST_INT4 = 4
 
 
@@ -61,6 +62,12 @@ class Groups:
     def symmetric(self) -> bool:
         return bool((self.zero == self.middle).all())
 
+    def told(self, title: str, in_features: int) -> str:
+        """The layer for people: "GPTQ, 4 bits, groups of 128, symmetric, act-order"."""
+        size = "a channel" if self.size >= in_features else f"groups of {self.size}"
+        kind = "symmetric" if self.symmetric else "with zero points"
+        return f"{title}, {self.bits} bits, {size}, {kind}" + (", act-order" if self.order is not None else "")
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -86,6 +93,27 @@ def choose_format(layer: StoredLayer, groups: Groups) -> Choice:
     if groups.bits <= _WIDEST_INT4:
         return Choice("int4", {"group_size": size, "symmetric": symmetric}, times)
     return Choice("", {}, why=f"{groups.bits}-bit codes with zero points of their own")
+
+
+def planned(
+    layer: StoredLayer, title: str, groups: Groups, choice: Choice, tensors: Mapping[str, Stored],
+    read: Callable[[Mapping[str, Tensor]], ReadLayer],
+) -> LayerPlan:  # fmt: skip
+    """The plan of a layer of integers."""
+    return LayerPlan(
+        layer, groups.told(title, layer.in_features), tensors, read, choice.format, choice.options,
+        groups.order is not None and bool(choice.format), choice.why,
+    )  # fmt: skip
+
+
+def column_scales(layer: StoredLayer, told: object) -> tuple[int, Tensor]:
+    """The size of a group, and scales ``[out, groups]``, of a layer that has them as ``scales [groups, out]``. told:
+    as `group_size`. ValueError or TypeError naming what does not fit."""
+    shape = layer.tensors["scales"].shape if "scales" in layer.tensors else (1, layer.out_features)
+    count = shape[0] if len(shape) == 2 and shape[0] else 1
+    stored = require_tensor(layer, "scales", SCALES, (count, layer.out_features))
+    size = group_size(layer, told, count, stored.place)
+    return size, require_scales(stored, stored.load()).t().contiguous()
 
 
 def require_scales(tensor: Stored, scale: Tensor) -> Tensor:

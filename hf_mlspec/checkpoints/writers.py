@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..formats import PackedWeight
 from .compressed_writer import CompressedWriter
 from .gptq_writer import GptqWriter
-from .layer import ReadLayer, StoredLayer
+from .layer import HeldTensor, ReadLayer, StoredLayer
 from .readers import reader_for
 from .writing import Writer
 
 WRITERS: dict[str, Writer] = {writer.method: writer for writer in (CompressedWriter(), GptqWriter())}
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A tensor that is about to be stored."""
-
-    tensor: Tensor
-    place: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def load(self) -> Tensor:
-        return self.tensor.clone()
-
-
 def written(writer: Writer, weight: PackedWeight, order: Tensor | None = None) -> dict[str, Tensor]:
     """`Writer.tensors`, read back and compared: ValueError naming the layer where a value would be another one."""
     found = writer.tensors(weight, order)
     config = writer.config({weight.name: writer.kind(weight, order)}, [])
-    held = {name: _Held(tensor, f"{weight.name}.{name}") for name, tensor in found.items()}
+    held = {name: HeldTensor(f"{weight.name}.{name}", tensor) for name, tensor in found.items()}
     layer = StoredLayer(weight.name, weight.in_features, weight.out_features, held)
     plan = reader_for(config).plan(layer)
     again = plan.read({name: found[name] for name in plan.tensors})

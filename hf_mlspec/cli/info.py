@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -13,11 +12,12 @@ import torch
 from rich.console import Console
 
 from .. import ops
-from ..checkpoints.readers import PACKAGES, READERS
+from ..checkpoints.readers import READERS
 from ..engines.architecture import KNOWN
 from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
+from ..integration.quantizer.source import missing_packages
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
 from .inspect import run_inspect
@@ -65,9 +65,7 @@ def run_info(args: argparse.Namespace) -> int:
 
 def _stock(method: str) -> str:
     """Who reads such a checkpoint in from_pretrained."""
-    if not PACKAGES.get(method):
-        return "stock transformers"
-    missing = [name for name in PACKAGES[method] if importlib.util.find_spec(name) is None]
+    missing = missing_packages(method)
     return f"this package: stock transformers lacks {', '.join(missing)}" if missing else "stock transformers"
 
 

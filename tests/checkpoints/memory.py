@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
-from hf_mlspec.checkpoints.layer import LayerPlan, Reader, ReadLayer, StoredLayer
-
-
-@dataclass
-class InMemory:
-    """One tensor."""
-
-    tensor: torch.Tensor
-    place: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def load(self) -> torch.Tensor:
-        return self.tensor.clone()
+from hf_mlspec.checkpoints.layer import HeldTensor, LayerPlan, Reader, ReadLayer, StoredLayer
 
 
 def stored(tensors: Mapping[str, torch.Tensor], inputs: int, outputs: int, name: str = "up_proj") -> StoredLayer:
     """A layer of these tensors."""
-    found = {key: InMemory(tensor, f"{name}.{key} in the.file") for key, tensor in tensors.items()}
+    found = {key: HeldTensor(f"{name}.{key} in the.file", tensor) for key, tensor in tensors.items()}
     return StoredLayer(name, inputs, outputs, found)
 
 

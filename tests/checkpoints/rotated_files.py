@@ -1,8 +1,9 @@
 """What do files of QuaRot and QSpec look like? Their bytes, encoded one nibble at a time."""
 
-from dataclasses import dataclass
 
 import torch
+
+from hf_mlspec.checkpoints.layer import HeldTensor
 
 CONFIG = {
     "model_type": "llama_quarot", "num_hidden_layers": 1, "hidden_size": 192, "intermediate_size": 96,
@@ -16,25 +17,8 @@ SHAPES = {
 INDEXED = {"self_attn.o_proj": "self_attn.o_proj.1", "mlp.down_proj": "mlp.down_proj.2"}
 
 
-@dataclass
-class Held:
-    place: str
-    tensor: torch.Tensor
-
-    @property
-    def dtype(self):
-        return self.tensor.dtype
-
-    @property
-    def shape(self):
-        return tuple(self.tensor.shape)
-
-    def load(self):
-        return self.tensor.clone()
-
-
 def held(tensors):
-    return {name: Held(f"{name} in f", tensor) for name, tensor in tensors.items()}
+    return {name: HeldTensor(f"{name} in f", tensor) for name, tensor in tensors.items()}
 
 
 def hadamard12() -> torch.Tensor:

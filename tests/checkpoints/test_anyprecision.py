@@ -1,31 +1,13 @@
 """Are bit planes read as the weights that their tables hold, bit for bit, at every width?"""
 
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from hf_mlspec.checkpoints.anyprecision import AnyPrecisionConfig, AnyPrecisionLayer, AnyPrecisionReader
-from hf_mlspec.checkpoints.layer import StoredLayer
+from hf_mlspec.checkpoints.layer import HeldTensor, StoredLayer
 
 SEED, PARENT = 3, 5
-
-
-@dataclass
-class Held:
-    place: str
-    tensor: torch.Tensor
-
-    @property
-    def dtype(self):
-        return self.tensor.dtype
-
-    @property
-    def shape(self):
-        return tuple(self.tensor.shape)
-
-    def load(self):
-        return self.tensor.clone()
 
 
 def encoded(codes: list[list[int]], parent: int) -> torch.Tensor:
@@ -55,7 +37,7 @@ def example(rows: int, count: int, seed: int = 0):
 def stored(codes, tables, **changed) -> StoredLayer:
     tensors = {"qweight": encoded(codes.tolist(), PARENT), **{f"lut{bits}": table for bits, table in tables.items()}}
     tensors.update(changed)
-    held = {name: Held(f"q.{name} in f", tensor) for name, tensor in tensors.items() if tensor is not None}
+    held = {name: HeldTensor(f"q.{name} in f", tensor) for name, tensor in tensors.items() if tensor is not None}
     return StoredLayer("q", codes.shape[1], codes.shape[0], held)
 
 
@@ -117,7 +99,7 @@ def test_a_plan_reads_the_widest_table():
 
 
 def test_a_layer_without_planes_is_not_quantized():
-    assert not READER.holds(StoredLayer("q", 32, 2, {"weight": Held("q.weight in f", torch.ones(2, 32))}))
+    assert not READER.holds(StoredLayer("q", 32, 2, {"weight": HeldTensor("q.weight in f", torch.ones(2, 32))}))
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), [

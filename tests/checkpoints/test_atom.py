@@ -1,13 +1,12 @@
 """Are Atom's integers and orders recovered from weights that it has multiplied out?"""
 
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from hf_mlspec.checkpoints.atom import AtomReader, read_orders, sort_state
 from hf_mlspec.checkpoints.grids import recover_grid
-from hf_mlspec.checkpoints.layer import StoredLayer
+from hf_mlspec.checkpoints.layer import HeldTensor, StoredLayer
 
 CONFIG = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2,
           "num_key_value_heads": 1}  # fmt: skip
@@ -17,23 +16,6 @@ SHAPES = {
     "mlp.down_proj": (256, 384),
 }  # fmt: skip
 LAYER = "model.layers.0"
-
-
-@dataclass
-class Held:
-    place: str
-    tensor: torch.Tensor
-
-    @property
-    def dtype(self):
-        return self.tensor.dtype
-
-    @property
-    def shape(self):
-        return tuple(self.tensor.shape)
-
-    def load(self):
-        return self.tensor.clone()
 
 
 def permutation(count, seed=0):
@@ -68,9 +50,9 @@ def quantized(weight, grid, half_scales):
 
 def layer_of(weight, order=None, row_order=None):
     order = torch.arange(weight.shape[1]) if order is None else order
-    tensors = {"weight": Held("q.weight in f", weight), "input_order": Held("q.input in f", order)}
+    tensors = {"weight": HeldTensor("q.weight in f", weight), "input_order": HeldTensor("q.input in f", order)}
     if row_order is not None:
-        tensors["row_order"] = Held("down.input in f", row_order)
+        tensors["row_order"] = HeldTensor("down.input in f", row_order)
     return StoredLayer("q", weight.shape[1], weight.shape[0], tensors)
 
 
@@ -168,7 +150,8 @@ def test_too_few_values_off_the_grid_are_told_so():
     (layer_of(torch.ones(4, 256), torch.arange(255)), ValueError, r"q.input in f has shape \[255\]"),
     (layer_of(torch.ones(4, 256), torch.arange(256).float()), TypeError, r"q.input in f is torch.float32"),
     (layer_of(torch.ones(4, 256), None, torch.tensor([0, 1, 1, 3])), ValueError, r"down.input in f is no permu"),
-    (StoredLayer("q", 256, 4, {"weight": Held("w", torch.ones(4, 256))}), ValueError, r"q: input_order is missing"),
+    (StoredLayer("q", 256, 4, {"weight": HeldTensor("w", torch.ones(4, 256))}), ValueError,
+     r"q: input_order is missing"),
 ])  # fmt: skip
 def test_a_layer_of_another_kind_is_refused(layer, error, message):
     with pytest.raises(error, match=message):
@@ -211,7 +194,7 @@ def test_a_state_dict_and_its_orders(tmp_path):
         if linear in ("mlp.gate_proj", "mlp.up_proj"):
             own[saved["layers.0.mlp.down_proj.input"]] = own.clone()
         expected[f"{LAYER}.{linear}"] = own
-    held = {name: Held(f"{name} in f", tensor) for name, tensor in state.items()}
+    held = {name: HeldTensor(f"{name} in f", tensor) for name, tensor in state.items()}
     layers, rest = sort_state(held, orders_of(tmp_path, saved), CONFIG)
     assert list(rest) == [f"{LAYER}.input_layernorm.weight"]
     assert set(layers) == set(expected)

@@ -5,9 +5,9 @@ import types
 
 import pytest
 import torch
-from rotated_files import CONFIG, LAYER, SHAPES, Held, folder, hadamard12, held, integers, nibbles, read, scales
+from rotated_files import CONFIG, LAYER, SHAPES, folder, hadamard12, held, integers, nibbles, read, scales
 
-from hf_mlspec.checkpoints.layer import StoredLayer
+from hf_mlspec.checkpoints.layer import HeldTensor, StoredLayer
 from hf_mlspec.checkpoints.llama_shape import LlamaShape
 from hf_mlspec.checkpoints.pickles import read_pickle
 from hf_mlspec.checkpoints.quarot import QuarotReader, sort_folder
@@ -333,4 +333,4 @@ def test_rows_are_recovered_in_parts(monkeypatch):
     weight[6, 3] = 77
     with pytest.raises(ValueError, match=r"at row 6, column 3"):
         recovered("q", weight, scale)
-    assert Held("a", weight).shape == (7, 64)
+    assert HeldTensor("a", weight).shape == (7, 64)

@@ -1,11 +1,11 @@
 """Are Hadamard transforms those of their explicit matrices, and is a stored matrix checked?"""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 
+from hf_mlspec.checkpoints.layer import HeldTensor
 from hf_mlspec.checkpoints.llama_shape import LlamaShape
 from hf_mlspec.checkpoints.rotation import (
     OnlineHadamard,
@@ -17,23 +17,6 @@ from hf_mlspec.checkpoints.rotation import (
     stored_hadamard,
     sylvester,
 )
-
-
-@dataclass
-class Held:
-    place: str
-    tensor: torch.Tensor
-
-    @property
-    def dtype(self):
-        return self.tensor.dtype
-
-    @property
-    def shape(self):
-        return tuple(self.tensor.shape)
-
-    def load(self):
-        return self.tensor.clone()
 
 
 def paley(prime: int) -> torch.Tensor:
@@ -136,7 +119,7 @@ def test_the_orders_that_quarot_takes(size, order):
 
 
 def test_a_stored_matrix_is_taken():
-    online = stored_hadamard(Held("had_K in f", paley(11).half()), 96, "x", inner=4)
+    online = stored_hadamard(HeldTensor("had_K in f", paley(11).half()), 96, "x", inner=4)
     assert (online.size, online.inner, online.order) == (96, 4, 12)
     assert (online.matrix.dtype, online.matrix.tolist()) == (torch.int8, paley(11).tolist())
     assert stored_hadamard(None, 64, "x").matrix is None
@@ -159,7 +142,7 @@ def test_a_broken_matrix_is_refused_by_name(matrix, message):
 
 def test_a_matrix_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"had_K in f has shape \[12, 12\]: 80 inputs are not its order times"):
-        stored_hadamard(Held("had_K in f", paley(11)), 80, "x")
+        stored_hadamard(HeldTensor("had_K in f", paley(11)), 80, "x")
 
 
 def test_a_missing_matrix_is_refused_by_name():

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_mlspec.checkpoints.codes import pack_words, unpack_words
-from hf_mlspec.checkpoints.layer import StoredLayer
+from hf_mlspec.checkpoints.layer import HeldTensor, StoredLayer
 from hf_mlspec.checkpoints.readers import reader_for
-from hf_mlspec.checkpoints.writers import WRITERS, _Held, written
+from hf_mlspec.checkpoints.writers import WRITERS, written
 from hf_mlspec.formats import Int4Weight, Mxfp4Weight, PlanesWeight
 from hf_mlspec.formats.planes import pack_planes
 
@@ -52,7 +52,7 @@ def weight_of(name: str) -> Int4Weight | PlanesWeight:
 
 def read_back(writer, weight, order=None):
     tensors = written(writer, weight, order)
-    held = {name: _Held(tensor, name) for name, tensor in tensors.items()}
+    held = {name: HeldTensor(name, tensor) for name, tensor in tensors.items()}
     reader = reader_for(writer.config({"layer": writer.kind(weight, order)}, []))
     plan = reader.plan(StoredLayer("layer", weight.in_features, weight.out_features, held))
     return plan.read({name: tensors[name] for name in plan.tensors})

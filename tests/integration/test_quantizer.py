@@ -171,5 +171,5 @@ def test_config_round_trips():
 
 def test_registering_twice_changes_nothing():
     before = AUTO_QUANTIZER_MAPPING["mlspec"], AUTO_QUANTIZATION_CONFIG_MAPPING["mlspec"]
-    quantizer.register()
+    quantizer.register("mlspec", MLSpecConfig, quantizer.MLSpecQuantizer)
     assert (AUTO_QUANTIZER_MAPPING["mlspec"], AUTO_QUANTIZATION_CONFIG_MAPPING["mlspec"]) == before

@@ -131,16 +131,11 @@ def load_level(target: nn.Module, path: str, cast: dict | None):
 def _load_tokenizer(path: str):
     """The tokenizer beside a model, or None: then the sizes of the vocabularies decide, or the user is asked."""
     folder = Path(path)
-    if is_gguf(path):
-        try:
-            return read_tokenizer(path)
-        except ValueError:  # without the package that reads it, or one that is not in the file
-            return None
     if folder.is_dir():
         # Without files, some tokenizer classes come back empty instead of failing.
         there = any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
         return read_tokenizer(path) if there else None
     try:
         return read_tokenizer(path)
-    except ValueError:  # a hub name: its files cannot be listed, and one without a tokenizer is a fine level
+    except ValueError:  # a hub name, whose files cannot be listed, or a GGUF file: without a tokenizer a fine level
         return None

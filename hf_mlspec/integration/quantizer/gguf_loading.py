@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
-from ...checkpoints.gguf import dense, stored_layer
-from ...checkpoints.gguf_file import GgufFile, open_gguf
+from ...checkpoints.gguf import GgufReader, dense, stored_layer
+from ...checkpoints.gguf_file import GgufTensor, open_gguf
 from ...checkpoints.gguf_names import config_of, parameters, row_orders
-from ...checkpoints.readers import reader_for
 from .checkpoint import Checkpoint
 from .source_config import SOURCE_METHOD
 
@@ -24,27 +24,26 @@ def load_gguf(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None
     file = open_gguf(name)
     source = {"quant_method": "gguf", "file": os.fspath(name)}
     config = AutoConfig.for_model(**config_of(file))
-    quantized = quantized_in(file)
+    found, orders = parameters(file), row_orders(file)
+    quantized = _quantized(found, GgufReader(orders))
     if quantized:
         config.quantization_config = {"quant_method": SOURCE_METHOD, "source": source}
-    orders = row_orders(file)
     plain = {
         key: dense(tensor, dtype, orders.get(key.rpartition(".")[0]))
-        for key, tensor in parameters(file).items()
+        for key, tensor in found.items()
         if key not in quantized
     }
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    found = kind.from_pretrained(None, config=config, state_dict=plain, dtype=dtype, **options)
-    (found[0] if isinstance(found, tuple) else found).config._name_or_path = os.fspath(name)
-    return found
+    loaded = kind.from_pretrained(None, config=config, state_dict=plain, dtype=dtype, **options)
+    (loaded[0] if isinstance(loaded, tuple) else loaded).config._name_or_path = os.fspath(name)
+    return loaded
 
 
-def quantized_in(file: GgufFile) -> set[str]:
+def _quantized(found: Mapping[str, GgufTensor], reader: GgufReader) -> set[str]:
     """Names of the parameters that are read as packed layers: linear weights in blocks. Tables are dequantized."""
-    reader = reader_for({"quant_method": "gguf", "file": file.path})
     return {
         name
-        for name, tensor in parameters(file).items()
+        for name, tensor in found.items()
         if name.endswith("_proj.weight") or name == "lm_head.weight"
         if reader.holds(stored_layer(name.removesuffix(".weight"), tensor))
     }

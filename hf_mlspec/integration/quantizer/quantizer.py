@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ...checkpoints.safetensors_file import CHECKSUMS_KEY, checksums
@@ -35,6 +33,7 @@ from .nested_loading import (
     tied_to_tables,
     with_plain_tables,
 )
+from .packed_quantizer import PackedQuantizer, register
 from .packing import (
     choose_kept,
     packed_modules,
@@ -47,21 +46,14 @@ from .packing import (
 from .tensors import QuantizeTensor
 
 
-class MLSpecQuantizer(HfQuantizer):
+class MLSpecQuantizer(PackedQuantizer):
     """Quantizes a model while it loads, and loads and saves packed ones. ``hf_mlspec.direct_cast``, which shares the
     memory of a model that is already loaded, gives its drafts this quantizer, too."""
-
-    requires_calibration = False
 
     def __init__(self, quantization_config: MLSpecConfig, **kwargs: Any) -> None:
         super().__init__(copy.deepcopy(quantization_config), **kwargs)  # the user's object serves other models, too
         self._quantize: QuantizeTensor | None = None
         self._checked = False
-
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """ValueError for what packed layers cannot do."""
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map sends modules to disk: packed layers stay in memory, leave 'disk' out")
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """For device maps: an unquantized tensor is freed as soon as it is quantized."""
@@ -185,14 +177,6 @@ class MLSpecQuantizer(HfQuantizer):
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
 
 def _require_loaded(name: str, parameter: nn.Parameter, was_there: bool) -> None:
     if parameter.is_meta:
@@ -233,12 +217,4 @@ def _guard_name(model: nn.Module) -> str:
     return f"{name}.{module.names[0]}"
 
 
-def register() -> None:
-    """Make ``quant_method: "mlspec"`` known to transformers; calling it again changes nothing."""
-    if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(QUANT_METHOD)(MLSpecConfig)
-    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(QUANT_METHOD)(MLSpecQuantizer)
-
-
-register()
+register(QUANT_METHOD, MLSpecConfig, MLSpecQuantizer)

@@ -16,17 +16,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    AutoHfQuantizer,
-)
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...checkpoints.readers import PACKAGES, is_readable, method_of, reader_for
 from ...nn.replace import attach_quantizer, detach_quantizer
 from .checkpoint import Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
+from .packed_quantizer import PackedQuantizer, register
 from .packing import packed_modules
 from .source_config import SOURCE_METHOD, SourceConfig
 from .source_layers import convert_layers, put_sources, require_sources_fit, settings_of, warn_of_dense
@@ -34,20 +30,13 @@ from .source_layers import convert_layers, put_sources, require_sources_fit, set
 _hooked: classmethod | None = None  # what stands at AutoHfQuantizer.merge_quantization_configs, while enabled
 
 
-class SourceQuantizer(HfQuantizer):
+class SourceQuantizer(PackedQuantizer):
     """Reads another library's checkpoint: transformers loads its tensors into placeholders, and each becomes a packed
     layer. Then the model is one of ours, with `MLSpecQuantizer`."""
-
-    requires_calibration = False
 
     def __init__(self, quantization_config: SourceConfig, **kwargs: Any) -> None:
         super().__init__(copy.deepcopy(quantization_config), **kwargs | {"pre_quantized": True})
         self._reader = reader_for(self.quantization_config.source)
-
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """ValueError for what packed layers cannot do."""
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map sends modules to disk: packed layers stay in memory, leave 'disk' out")
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -80,21 +69,9 @@ class SourceQuantizer(HfQuantizer):
             detach_quantizer(model)
         return model
 
-    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """For device maps."""
-        return param.element_size()
-
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Models whose layers are all alike become ours and are; others have no config that describes them."""
         return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
 
 
 def enable() -> None:
@@ -121,7 +98,7 @@ def _choosing_merge(stock: classmethod) -> classmethod:
         if _hooked is hooked and isinstance(asked, SourceConfig):
             return asked
         readable = asked is None and is_readable(quantization_config)
-        if _hooked is hooked and readable and lacks_packages(method_of(quantization_config)):
+        if _hooked is hooked and readable and missing_packages(method_of(quantization_config)):
             return SourceConfig(quantization_config)
         return stock.__get__(None, cls)(quantization_config, asked)
 
@@ -130,22 +107,9 @@ def _choosing_merge(stock: classmethod) -> classmethod:
     return hooked
 
 
-def lacks_packages(method: str) -> bool:
-    """Whether stock transformers would only say that a package is missing, for checkpoints of a ``quant_method``."""
-    return bool(missing_packages(method))
-
-
 def missing_packages(method: str) -> list[str]:
     """Those that stock transformers needs for checkpoints of a ``quant_method`` and that are not installed."""
     return [package for package in PACKAGES.get(method, ()) if importlib.util.find_spec(package) is None]
 
 
-def register() -> None:
-    """Make configs with a ``source`` known to transformers; calling it again changes nothing."""
-    if SOURCE_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(SOURCE_METHOD)(SourceConfig)
-    if SOURCE_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(SOURCE_METHOD)(SourceQuantizer)
-
-
-register()
+register(SOURCE_METHOD, SourceConfig, SourceQuantizer)
