@@ -74,7 +74,7 @@ class _Captured(ReplayedChain):
             self._check_shapes(number, row)
         with torch.inference_mode():
             for fewer in sorted({size for size in (*BUCKETS, bucket) if size <= bucket}, reverse=True):
-                self.captured.graphs.capture(fewer)
+                self.captured.graphs.capture(self.captured.program, fewer)
         self.captured.captured_before = self.captured.graphs.capture_seconds
 
     def batch(self, rows: Sequence[TracedRow], result: ReplayResult) -> None:

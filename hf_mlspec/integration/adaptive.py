@@ -10,6 +10,7 @@ from ..nn.state import say_once
 from ..nn.switch import precision_switch
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
+from ..speculation.fixed_shapes import Captures, FixedController
 from ..speculation.forecast import LevelCosts
 from ..speculation.plans import MOST_LEVELS, names_of
 from ..speculation.stats import SpeculationStats
@@ -24,7 +25,7 @@ _RARELY = 0.05
 
 
 def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
-    """The chain of these levels, with a controller for its rounds on the host where nobody named lengths.
+    """The chain of these levels, with a controller for its rounds where nobody named lengths.
 
     settings: what else decides which drafts are kept, such as sampling; what was learned is kept for calls that have
     the same levels and settings.
@@ -35,11 +36,17 @@ def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
     return chain
 
 
-def controller_of(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> Controller:
-    """What chooses for this chain, its costs measured where they are not known; see `let_choose`."""
+def controller_of(
+    wiring: Wiring, levels: list[Level], chain: Chain, settings: str, captures: Captures | None = None
+) -> Controller:
+    """What chooses for this chain, its costs measured where they are not known; see `let_choose`.
+
+    captures: of rounds that are replayed; None: rounds of the host.
+    """
     config, target, memories = wiring.config, chain.target.runner, wiring.state.memories
     engines = [runner for runner in chain.runners if runner is not None]
-    own, *costs = costs_of(target, engines, profile=config.profile, prepare=config.prepare)
+    replayed = captures is not None
+    own, *costs = costs_of(target, engines, profile=config.profile, prepare=config.prepare, replayed=replayed)
     of_levels = iter(costs)
     told = [
         LevelCosts(
@@ -52,9 +59,13 @@ def controller_of(wiring: Wiring, levels: list[Level], chain: Chain, settings: s
         for level, runner, joined in zip(levels, chain.runners, chain.joined, strict=True)
     ]
     exact = target.can.bit_exact
-    key = (target.name, settings, *(_identity(level) for level in levels))
+    key = (target.name, settings, replayed, *(_identity(level) for level in levels))
     memory = memories.get(key) if exact else None
-    made = Controller(own, told, by_clock=exact, memory=memory and memory.kept())
+    memory = memory and memory.kept()
+    if captures is None:
+        made = Controller(own, told, by_clock=exact, memory=memory)
+    else:
+        made = FixedController(own, told, by_clock=exact, memory=memory, captures=captures)
     memories[key] = made.memory
     return made
 

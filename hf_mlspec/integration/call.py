@@ -24,6 +24,7 @@ from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
 from ..speculation.rounds.captured import CapturedRounds
 from ..speculation.rounds.chain import CapturedChain
+from ..speculation.rounds.planning import Planning
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.sampling import drawn_seed
 from ..speculation.stats import SpeculationStats
@@ -226,7 +227,8 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
 
 def _loop(chain: Chain, captured: CapturedChain | None, device: torch.device, how: dict) -> Loop:
     if captured is not None:
-        rounds = CapturedRounds(captured, chain.target, chain.drafter)
+        planning = Planning(chain.controller, chain.levels, captured) if captured.planned else None
+        rounds = CapturedRounds(captured, chain.target, chain.drafter, planning=planning)
     else:
         rounds = chain.host_rounds(device)
     return Loop(rounds, **how)

@@ -49,6 +49,7 @@ def captured(
         sampled=sampler.do_sample,
         warp=sampler.warp,
         warp_key=_in_words(processors),
+        planned=chain.controller is not None,
     ) as found:
         if found is not None:
             adopt(found, chain.target, chain.drafter, len(rows))
@@ -83,13 +84,17 @@ def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: 
     target = chain.target
     try:
         _require_no_wait(processors)
-        return round_levels(
+        levels = round_levels(
             target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, batch=batch, longest=longest
         )
     except NotCaptured as reason:
         model = target.runner.model
         say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
         return None
+    if chain.controller is not None:
+        for level in levels:
+            level.threshold = 0.0  # a draft that ends early takes as long: only a level's own length ends it
+    return levels
 
 
 def _require_no_wait(processors: LogitsProcessorList) -> None:

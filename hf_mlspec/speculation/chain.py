@@ -48,8 +48,8 @@ class Chain:
     levels: the outermost drafter of each level, from the target down. runners: their engines, None for lookups.
     models: those whose attention has to be switched while target and levels run. samplers: of the target and of every
     level with a model. joined: per level whether it speaks the vocabulary of the level above. controller: makes what
-    chooses the lengths of drafts in rounds of the host; None: they are always the most there may be. steering: that
-    controller at work, in the rounds that were made last.
+    chooses the lengths of drafts, for captured rounds if it is given their graphs; None: they are always the most
+    there may be. steering: that controller at work, in the rounds of the host that were made last.
     """
 
     target: Checker
@@ -60,7 +60,7 @@ class Chain:
     models: list[nn.Module] = field(default_factory=list)
     samplers: list[Sampler] = field(default_factory=list)
     joined: list[bool] = field(default_factory=list)
-    controller: Callable[[], Controller] | None = None
+    controller: Callable[..., Controller] | None = None
     steering: Steering | None = field(default=None, init=False)
 
     @classmethod

@@ -90,8 +90,9 @@ def measure(
     repeats: int = 3,
     step: Callable[[], None] = lambda: None,
     long: bool = True,
+    passes: int = 1,
 ) -> PassCosts:
-    """Time `run(tokens, slots)`, a forward pass over so many tokens behind so many slots.
+    """Time `run(tokens, slots)`, so many forward passes over so many tokens behind so many slots.
 
     budget: seconds in which measuring ends, whatever is left to measure; two numbers of tokens are always measured.
     repeats: passes of each. step: called after each number of tokens, for a progress bar. long: whether rows of LONG
@@ -99,7 +100,7 @@ def measure(
     """
     end = perf_counter() + budget
     run(1, 0)  # kernels are loaded, memory is touched
-    last = _seconds(run, 1, 0)
+    last = _seconds(run, 1, 0)  # of all passes of a run
     taken: dict[int, list[float]] = {}
     for count in tokens:
         fits = int((end - perf_counter()) / (_LEFT_OVER * last))
@@ -111,7 +112,8 @@ def measure(
     counts = tuple(sorted(taken))
     times = [taken[count][0] for count in counts]
     attention = _attention(run, counts, times) if long and perf_counter() < end else 0.0
-    return PassCosts(counts, _rising(times), tuple(map(_spread, taken.values())), attention)
+    seconds = tuple(time / passes for time in _rising(times))
+    return PassCosts(counts, seconds, tuple(map(_spread, taken.values())), attention / passes)
 
 
 def _attention(run: Callable[[int, int], None], counts: tuple[int, ...], times: list[float]) -> float:

@@ -46,18 +46,20 @@ class Memory:
     """What was learned of a chain: the estimate of each pair of levels, and measured over predicted seconds of rounds.
 
     pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
-    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans.
+    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. credit: by
+    active levels the seconds that were lost because no round of theirs was captured.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
     ratios: dict[tuple, Counted] = field(default_factory=dict)
     spare: float = 0.0
+    credit: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def kept(self) -> Memory:
         """As the start of another call."""
         pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
-        return Memory(remembered, {key: replace(one) for key, one in ratios}, self.spare)
+        return Memory(remembered, {key: replace(one) for key, one in ratios}, self.spare, dict(self.credit))
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
         """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
@@ -191,9 +193,9 @@ class Expectations:
     def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float) -> Forecast:
         drafted, drafts = self._drafting(active, TARGET, drafting, slots)
         axes = drafts.ndim
-        tokens = _along(batch + drafting * self._tokens_kept(active[0], TARGET, odds), axes)
-        seconds = drafts + _along(self.target.of(batch + drafting * drafted, slots), axes) + _ROUND_SECONDS
-        corrected = seconds * _along(self._corrections(active, batch), axes)
+        tokens = along(batch + drafting * self._tokens_kept(active[0], TARGET, odds), axes)
+        seconds = drafts + along(self.target.of(batch + drafting * drafted, slots), axes) + _ROUND_SECONDS
+        corrected = seconds * along(self._corrections(active, batch), axes)
         # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
         corrected = np.maximum(corrected, self.off(batch, slots).seconds + drafts)
         return Forecast(np.broadcast_to(tokens, seconds.shape), corrected, seconds)
@@ -211,8 +213,8 @@ class Expectations:
         inner, seconds = self._drafting(below, index, rows, slots)
         each = 1.0 + self._tokens_kept(below[0], index)
         rounds = np.maximum(np.divide.outer(drafted, each), 1.0)
-        round_ = seconds + _along(costs.of(rows * (1.0 + inner), slots), seconds.ndim)
-        return drafted, _along(rounds, 1 + seconds.ndim) * round_
+        round_ = seconds + along(costs.of(rows * (1.0 + inner), slots), seconds.ndim)
+        return drafted, along(rounds, 1 + seconds.ndim) * round_
 
     def _steps(self, index: int, checker: int, rows: int, slots: float) -> np.ndarray:
         """Per length of a draft the seconds of making it token by token, for so many rows."""
@@ -249,7 +251,7 @@ class Expectations:
         return self._once(("lasting", proposer, checker), lambda: np.array(pair.lengths()))
 
 
-def _along(values: np.ndarray, axes: int) -> np.ndarray:
+def along(values: np.ndarray, axes: int) -> np.ndarray:
     """Values by the lengths of the top levels, for a grid of so many axes."""
     return values.reshape(values.shape + (1,) * (axes - values.ndim))
 

@@ -51,9 +51,10 @@ class LevelStats:
 class PlanStats:
     """Rounds of one plan of the controller in a call; a plan says which levels draft, and how many tokens each.
 
-    rounds: how many. timed: those of them that did nothing else, such as reading a prompt; all else is about these.
-    tokens, seconds: committed, and taken. expected_tokens, expected_seconds: what was expected of the plan.
-    off_seconds: in which the target alone is expected to write as many tokens.
+    rounds: how many; captured ones of the target alone count once for each token of a row. timed: those
+    of them that did nothing else, such as reading a prompt; all else is about these. tokens, seconds: committed, and
+    taken. expected_tokens, expected_seconds: what was expected of the plan. off_seconds: in which the target alone is
+    expected to write as many tokens.
     """
 
     rounds: int = 0
@@ -63,6 +64,11 @@ class PlanStats:
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     off_seconds: float = 0.0
+
+    def count(self, tokens: int, seconds: float, expected_tokens: float, expected_seconds: float, off_seconds: float,
+              rounds: int = 1) -> None:
+        """Rounds that did nothing else; see the fields."""
+        self.add(PlanStats(rounds, rounds, tokens, seconds, expected_tokens, expected_seconds, off_seconds))
 
     def add(self, other: PlanStats) -> None:
         """Rounds of the same plan in another call."""
@@ -103,6 +109,10 @@ class SpeculationStats:
     prefill_tokens: int = 0
     capture_seconds: float = 0.0
     plans: dict[str, PlanStats] = field(default_factory=dict)
+
+    def of_plan(self, words: str) -> PlanStats:
+        """The counts of a plan, told in words."""
+        return self.plans.setdefault(words, PlanStats())
 
     def count_pass(self, rows: int) -> None:
         """One forward pass of the target over so many unfinished rows."""

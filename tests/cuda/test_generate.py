@@ -47,8 +47,8 @@ def launched(monkeypatch):
     """The rows of every replayed graph, in order."""
     rounds, launch = [], RoundGraphs.launch
 
-    def counted(self, batch):
-        launch(self, batch)
+    def counted(self, program, batch):
+        launch(self, program, batch)
         rounds.append(batch)
 
     monkeypatch.setattr(RoundGraphs, "launch", counted)
@@ -255,7 +255,7 @@ def test_without_memory_rounds_run_step_by_step_and_what_was_taken_is_free(monke
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
 
-    def full(self, batch):
+    def full(self, program, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
 
     monkeypatch.setattr(RoundGraphs, "capture", full)

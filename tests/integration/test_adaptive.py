@@ -12,7 +12,7 @@ from models import VOCAB, letters, near, prompts, tiny
 import hf_mlspec
 from hf_mlspec.integration import adaptive
 from hf_mlspec.integration.config import SpeculationConfig
-from hf_mlspec.speculation.controller import Controller
+from hf_mlspec.speculation.controller import Choice, Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.draft import Draft, Rows
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
@@ -40,10 +40,11 @@ def restless(monkeypatch):
     def choose(self: Controller, situation: Situation) -> Plan:
         active = dice.choice([(), *self._choices])
         lengths = [dice.choice(LENGTHS) if index in active else 0 for index in range(len(self.levels))]
-        self.plan = Plan(tuple(lengths))
-        self.limits = [dice.choice((0, self.plan.most, self.plan.most)) for _ in situation.rooms]
-        plans.append(self.plan)
-        return self.plan
+        plan = Plan(tuple(lengths))
+        limits = [dice.choice((0, plan.most, plan.most)) for _ in situation.rooms]
+        self.choice = Choice(plan, limits, self.forecast)
+        plans.append(plan)
+        return plan
 
     monkeypatch.setattr(Controller, "choose", choose)
     return plans
@@ -164,9 +165,9 @@ class Failing:
 
 def always(monkeypatch, length: int = 3) -> None:
     def choose(self: Controller, situation: Situation) -> Plan:
-        self.plan = Plan((length,)) if self._choices else off(1)
-        self.limits = [self.plan.most] * len(situation.rooms)
-        return self.plan
+        plan = Plan((length,)) if self._choices else off(1)
+        self.choice = Choice(plan, [plan.most] * len(situation.rooms), self.forecast)
+        return plan
 
     monkeypatch.setattr(Controller, "choose", choose)
 

@@ -145,7 +145,7 @@ def test_threads_take_turns(target, draft):
 
 
 def test_without_memory_rounds_run_step_by_step(target, draft, caplog, monkeypatch, rounds):
-    def full(self, batch):
+    def full(self, program, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
 
     monkeypatch.setattr(RoundGraphs, "capture", full)
@@ -163,15 +163,16 @@ def test_without_memory_for_fewer_rows_the_larger_rounds_go_on(target, draft, ca
     asked = {"eos_token_id": sorted({rows[0][1], rows[1][3], rows[2][5]}), "pad_token_id": 0}
     alone = stepwise(target, inputs, **asked)
 
-    def full(self, batch):
+    def full(self, program, batch):
         if batch < 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(RoundGraphs, "capture", full)
-    out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[draft])
+    config = {"num_draft_tokens": 4}
+    out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[draft], speculation_config=config)
     assert torch.equal(out, alone)
     assert set(rounds) == {4}
-    assert said(caplog, "graphs of 4 rows are used")
+    assert said(caplog, "graphs of more rows are used")
 
 
 def test_a_call_that_fails_leaves_nothing_behind(target, draft, monkeypatch):
@@ -233,13 +234,13 @@ def test_views_of_the_target_are_built_once(made, monkeypatch, levels):
 
 
 def test_what_a_call_captures_is_counted_once(target, draft, monkeypatch):
-    def capture(self, batch):
-        self.capture_seconds += 0.0 if batch in self._graphs else 0.25
-        self._graphs[batch] = None
+    def capture(self, program, batch):
+        self.capture_seconds += 0.0 if (program, batch) in self._graphs else 0.25
+        self._graphs[program, batch] = None
 
     monkeypatch.setattr(RoundGraphs, "capture", capture)
     for inputs, seconds in ((TWO, 0.5), (TWO, 0), (ONE, 0)):  # of two rows, then of the one that ends last
-        target.generate(**inputs, **OPTIONS, assistant_models=[draft])
+        target.generate(**inputs, **OPTIONS, assistant_models=[draft], speculation_config={"num_draft_tokens": 4})
         assert hf_mlspec.last_stats(target).capture_seconds == seconds
 
 

@@ -29,19 +29,19 @@ def machine_of(engine: Engine) -> dict[str, str]:
     }
 
 
-def model_of(engine: Engine) -> str:
+def model_of(engine: Engine, replayed: bool = False) -> str:
     """A hash of what the engine computes: the modules of its model with their sizes, dtypes, bits, its name, and the
-    version of transformers where that runs them."""
+    version of transformers where that runs them. replayed: inside captured rounds."""
     modules = str(engine.model)
     attention = getattr(engine.model.config, "_attn_implementation", "")
     code = transformers.__version__ if engine.can.by_module else ""
     said = [engine.name, str(engine.dtype), list(engine.bits), attention, code, modules]
-    return _hash(said)
+    return _hash([*said, "replayed"] if replayed else said)
 
 
-def key_of(engine: Engine) -> str:
+def key_of(engine: Engine, replayed: bool = False) -> str:
     """A name for the costs of this engine's model on this machine."""
-    return _hash([machine_of(engine), model_of(engine)])
+    return _hash([machine_of(engine), model_of(engine, replayed)])
 
 
 def _hash(said: object) -> str:

@@ -16,6 +16,7 @@ from ...nn.state import say_once, state_of
 from ...speculation.costs import FEW_TOKENS, LONG, TOKENS, PassCosts, measure
 from .file import CACHE_VARIABLE, NotAProfile, cache_file, read, write
 from .identity import key_of, machine_of, model_of
+from .replayed import PASSES, replays
 
 _BUDGET = 1.8  # seconds for all models of a chain that are measured for the first time; warming up comes on top
 
@@ -26,24 +27,27 @@ def costs_of(
     *,
     profile: str | os.PathLike | None = None,
     prepare: bool = True,
+    replayed: bool = False,
 ) -> list[PassCosts]:
     """Costs of the target and of each level, as far as they run a model.
 
-    profile: a file of `mlspec tune`; None: the cache folder alone. prepare: as SpeculationConfig says. What is nowhere
-    is measured, and kept in the cache folder. A file of another machine or version, a damaged one, and a folder that
-    cannot be written give one warning each.
+    replayed: of passes inside captured rounds. profile: a file of `mlspec tune`; None: the cache folder alone.
+    prepare: as SpeculationConfig says. What is nowhere is measured, and kept in the cache folder. A file of another
+    machine or version, a damaged one, and a folder that cannot be written give one warning each.
     """
     engines = [target, *levels]
-    unknown = [engine for engine in engines if _kept(engine) is None]
+    unknown = [engine for engine in engines if _kept(engine, replayed) is None]
     given = _given(target, profile) if unknown and profile is not None else {}
     for engine in unknown:
-        found = given.get(model_of(engine)) if given else None
-        found = found or _cached(engine, target)
+        found = given.get(model_of(engine, replayed)) if given else None
+        found = found or _cached(engine, target, replayed)
         if found is None:
-            keep(engine, measured(engine, budget=_BUDGET / len(engines), prepare=prepare), target)
+            budget = _BUDGET / len(engines)
+            found = measured(engine, budget=budget, prepare=prepare, replayed=replayed)
+            keep(engine, found, target, replayed)
         else:
-            state_of(engine.model).costs[_state_key(engine)] = found
-    return [_kept(engine) for engine in engines]
+            state_of(engine.model).costs[_state_key(engine, replayed)] = found
+    return [_kept(engine, replayed) for engine in engines]
 
 
 def measured(
@@ -54,8 +58,12 @@ def measured(
     tokens: Sequence[int] = FEW_TOKENS,
     prepare: bool = True,
     step: Callable[[], None] = lambda: None,
+    replayed: bool = False,
 ) -> PassCosts:
-    """Time forward passes of this engine's model, in a cache that is freed again. See `speculation.costs.measure`."""
+    """Time forward passes of this engine's model, in a cache that is freed again. See `speculation.costs.measure`.
+
+    replayed: as they are inside captured rounds; the engine must be one that can be captured.
+    """
     options = {"name": engine.name, "prepare": prepare, "num_positions": engine.max_positions}
     own = engine_of(engine.model, **options, required=False)
     own.bits = engine.bits
@@ -74,21 +82,24 @@ def measured(
             torch.cuda.synchronize(device)
 
     most = own.max_positions or 2 * LONG
+    how = {"budget": budget, "repeats": repeats, "step": step, "long": most > LONG + TOKENS[-1]}
+    how["tokens"] = [count for count in tokens if count < most]
     with torch.inference_mode(), ragged_attention_on(models):
+        if replayed:
+            return measure(replays(own), **how, passes=PASSES)
         own.start(1, device)
-        counts = [count for count in tokens if count < most]
-        return measure(run, budget=budget, tokens=counts, repeats=repeats, step=step, long=most > LONG + TOKENS[-1])
+        return measure(run, **how)
 
 
-def keep(engine: Engine, found: PassCosts, target: Engine) -> bool:
+def keep(engine: Engine, found: PassCosts, target: Engine, replayed: bool = False) -> bool:
     """Keep costs for the next calls of this process and of others; False where the cache folder cannot be written,
     with one warning for all models of a target's chains."""
-    state_of(engine.model).costs[_state_key(engine)] = found
+    state_of(engine.model).costs[_state_key(engine, replayed)] = found
     try:
         write(
-            cache_file(key_of(engine)),
+            cache_file(key_of(engine, replayed)),
             machine_of(engine),
-            {model_of(engine): (type(engine.model).__name__, found)},
+            {model_of(engine, replayed): (type(engine.model).__name__, found)},
         )
     except OSError as error:
         say_once(
@@ -100,12 +111,12 @@ def keep(engine: Engine, found: PassCosts, target: Engine) -> bool:
     return True
 
 
-def _state_key(engine: Engine) -> tuple:
-    return engine.name, engine.bits, engine.dtype, str(device_of(engine.model)), torch.get_num_threads()
+def _state_key(engine: Engine, replayed: bool) -> tuple:
+    return replayed, engine.name, engine.bits, engine.dtype, str(device_of(engine.model)), torch.get_num_threads()
 
 
-def _kept(engine: Engine) -> PassCosts | None:
-    return state_of(engine.model).costs.get(_state_key(engine))
+def _kept(engine: Engine, replayed: bool) -> PassCosts | None:
+    return state_of(engine.model).costs.get(_state_key(engine, replayed))
 
 
 def _given(target: Engine, profile: str | os.PathLike) -> dict[str, PassCosts]:
@@ -116,10 +127,10 @@ def _given(target: Engine, profile: str | os.PathLike) -> dict[str, PassCosts]:
         return {}
 
 
-def _cached(engine: Engine, target: Engine) -> PassCosts | None:
+def _cached(engine: Engine, target: Engine, replayed: bool) -> PassCosts | None:
     try:
-        path = cache_file(key_of(engine))
-        return read(path, machine_of(engine)).get(model_of(engine))
+        path = cache_file(key_of(engine, replayed))
+        return read(path, machine_of(engine)).get(model_of(engine, replayed))
     except OSError:  # there is no such file, or no place for one
         return None
     except NotAProfile as error:

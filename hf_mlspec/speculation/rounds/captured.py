@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from ...engines.cuda.engine import prefill
 from ...engines.cuda.steps import out_of_memory
 from ...engines.rows import up_to_growth
 from ...nn.state import say_once
 from ..checker import Checker, Verdict, nan_error
 from ..draft import Drafter, Rows
+from ..plans import Situation
 from ..stats import SpeculationStats
 from ..traces.recorder import checkers
 from .caches import adopt, disown, drafters
-from .chain import CapturedChain, bucket_of
+from .chain import BUCKETS, CapturedChain, bucket_of
 from .plan import too_long
-from .program import CHECK_FIELDS, NOT_CHECKED, RoundLevel
+from .planning import Observed, Planning
+from .program import CHECK_FIELDS, NOT_CHECKED, RoundProgram
+from .reading import Reading, read
 from .rounds import NoRoom
 
 _NO_SEED = 0
@@ -24,6 +28,7 @@ _NO_SEED = 0
 class CapturedRounds:
     """Rounds of a borrowed chain; the host waits once for each. See `Rounds`.
 
+    planning: chooses the program of every round of a chain that is planned; None: all are the chain's own.
     bucket: rows that a round is launched for. places: of every row its line in the chain's state, below the bucket.
     seed: of the noise all levels share. script: int32 ``[levels - 1, rows, rounds, 2]``: (drafted, accepted) of every
     check to come for the rows that start, of the target first, given instead of found; the chain was made for as many
@@ -39,8 +44,10 @@ class CapturedRounds:
         drafter: Drafter | None,
         *,
         script: torch.Tensor | None = None,
+        planning: Planning | None = None,
     ):
         self.chain, self.target, self.drafter, self.script = chain, target, drafter, script
+        self.planning, self.program = planning, chain.program  # of the round that was launched last
         self.seed = target.sampler.seed if chain.program.sampled else _NO_SEED
         self.checkers, self.drafters = checkers(target, drafter), drafters(drafter)
         self.bucket, self.places, self.drafted = 0, [], []
@@ -48,6 +55,9 @@ class CapturedRounds:
         # Per row what a round reported that ended before the loop asked for it; None: the row was not part of it.
         self._reported: list[list[int] | None] | None = None
         self._first = True
+        self._direct = False  # whether the round under way was launched right behind another
+        self.reading = Reading(chain, self.drafters)
+        self._observed: Observed | None = None
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """Prefill the caches of all levels with all but the last token of every row; see `Rounds.start`."""
@@ -57,7 +67,10 @@ class CapturedRounds:
         for drafter in self.drafters:
             drafter.stats.reset()
         self._ends = list(ends)
+        self.reading.start(len(rows))
         self.places = self._join(rows, ends, numbers, list(range(len(rows))), cached)
+        if self.planning is not None:
+            self.planning.start(len(rows))
         if self.script is not None:
             levels, _, rounds, _ = self.script.shape
             table = self.chain.state.script
@@ -75,8 +88,11 @@ class CapturedRounds:
         free = [place for place in range(self.bucket) if place not in taken]
         self.places += self._join(rows, ends, numbers, free, 0)
         self._ends += ends
+        self.reading.admit(len(rows))
         if self._reported is not None:
             self._reported += [None] * len(rows)
+        if self.planning is not None:
+            self.planning.admit(len(rows))
 
     def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
         """Prefill a row in the place of another; the target keeps what they have in common (invariant 3)."""
@@ -85,28 +101,36 @@ class CapturedRounds:
         # The last token of a row is in no cache yet.
         self._join([row], [end], [number], [self.places[r]], min(max(common - 1, 0), len(row) - 1))
         self._ends[r] = end
+        self.reading.replace(r)
         if self._reported is not None:
             self._reported[r] = None
+        if self.planning is not None:
+            self.planning.replace(r)
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows; where half of the places would be idle, rows move to the first ones."""
         self._end_round()
         self.places, self._ends = ([line[r] for r in keep] for line in (self.places, self._ends))
+        self.reading.select(keep)
         if self._reported is not None:
             self._reported = [self._reported[r] for r in keep]
         bucket = bucket_of(len(keep))
-        if keep and bucket < self.bucket and self._captured(bucket):
+        if keep and bucket < self.bucket and (self._planned or self._captured(self.chain.program, bucket)):
             self._gather(bucket)
         self._let_go_on()
+        if self.planning is not None:
+            self.planning.select(keep)
 
     def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
         """Replay, unless a round is under way, and wait for it."""
         if self._reported is None:
             if not self.chain.graphs.batch:
                 self._make_room(rows)
-                self.chain.graphs.launch(self.bucket)
+                self._launch(rows)
+            if self._planned:
+                self.planning.think(partial(self._situation, rows), len(rows))
             self._end_round()
-        apart = [0] + [NOT_CHECKED] * (self.chain.program.fields - 1)
+        apart = [0] + [NOT_CHECKED] * (self.program.fields - 1)
         report = [line or apart for line in self._reported]
         self._reported = None
         self._refuse_nan(report)
@@ -114,10 +138,14 @@ class CapturedRounds:
 
     def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:
         """The device works on while the host streams what was accepted."""
-        if not self.drafters:
+        if not self.program.active:
             self._count_steps(gained, stats)
-        if len(going) == len(rows) and not self._lacks_room(rows):
-            self.chain.graphs.launch(self.bucket)
+        direct = self._direct
+        if len(going) == len(rows) and not self._lacks_room(rows) and self._is_ready(rows):
+            self._launch(rows, behind=True)
+        if self._observed is not None:
+            self.planning.observe(stats, self._observed, direct)
+            self._observed = None
 
     def account(self, stats: SpeculationStats) -> None:
         """The first round is prefill, too."""
@@ -133,8 +161,50 @@ class CapturedRounds:
             lines = self.chain.graphs.wait()
             self._reported = [lines[place] for place in self.places]
 
+    def _launch(self, rows: Rows, behind: bool = False) -> None:
+        """Start a round of these rows. behind: right behind another one."""
+        self.program = self._chosen(rows)
+        late = self.reading.catch_up(self.program, rows, self.places)
+        self._direct = behind and not late and self.chain.graphs.has(self.program, self.bucket)
+        self.chain.graphs.launch(self.program, self.bucket)
+        self.reading.launched(self.program, rows, self._end)
+
+    def _is_ready(self, rows: Rows) -> bool:
+        """Whether the coming round has a graph. To capture one waits until the tokens of the last round are told."""
+        if not self._planned:
+            return True
+        program = self.planning.program(partial(self._situation, rows), len(rows))
+        return self.chain.graphs.has(program, self.bucket)
+
+    def _chosen(self, rows: Rows) -> RoundProgram:
+        """What the coming round runs, captured. Where there is no memory for that, the target alone goes on."""
+        own = self.chain.program
+        if not self._planned:
+            return own
+        program = self.planning.program(partial(self._situation, rows), len(rows))
+        if not self._captured(program, self.bucket):
+            self.planning.give_up()
+            graphs, wanted = self.chain.graphs, self.bucket
+            self.bucket = next((one for one in BUCKETS if one >= wanted and graphs.has(own, one)), 0)
+            if not self.bucket:
+                raise NoRoom(f"no memory to capture rounds of {wanted} rows")
+            program = own
+        self.planning.launched()
+        return program
+
+    @property
+    def _planned(self) -> bool:
+        return self.planning is not None and not self.planning.failed
+
+    def _situation(self, rows: Rows) -> Situation:
+        """What a plan is chosen for."""
+        lengths = list(map(len, rows))
+        rooms = [max(end - n - 1, 0) for end, n in zip(self._ends, lengths, strict=True)]
+        return Situation(rooms, sum(lengths) / len(rows), self.reading.missing(lengths, self.program))
+
     def _join(self, rows: Rows, ends: list[int], numbers: list[int], free: list[int], cached: int) -> list[int]:
-        """Load rows into free places, the target's cache holding `cached` tokens of each there; the place of each."""
+        """Load rows into free places, the target's cache holding `cached` tokens of each there; the place of each.
+        Levels read them before the first round that they take part in."""
         if not rows:
             return []
         # Prompts in order of falling length take the fewest steps to prefill.
@@ -142,11 +212,7 @@ class CapturedRounds:
         places, lines = free[: len(rows)], [rows[r] for r in order]
         until = [min(ends[r], self.chain.slots) for r in order]
         self.chain.state.load(places, lines, until, [numbers[r] for r in order])
-        for index, level in enumerate(self.chain.levels):
-            if level.own_cache:
-                steps = _prefilled(level, places, [row[:-1] for row in lines], 0 if index else cached)
-                if index:
-                    self.drafters[index - 1].stats.forwards += steps
+        read(self.chain.levels[0], places, [row[:-1] for row in lines], [cached] * len(lines))
         return [places[order.index(r)] for r in range(len(rows))]
 
     def _end(self, r: int) -> int:
@@ -174,7 +240,7 @@ class CapturedRounds:
             if grows:
                 disown(self.target, self.drafter)
                 self.chain.grow(batch, slots)
-            self.chain.graphs.capture(self.bucket)
+            self.chain.graphs.capture(self.chain.program, self.bucket)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -182,23 +248,23 @@ class CapturedRounds:
                 f"no memory for {slots} tokens in each of {batch} rows ({str(error).splitlines()[0]})"
             ) from error
         if grows:
+            self.reading.interrupt()  # nothing was drafted for a row that had filled its slots
             adopt(self.chain, self.target, self.drafter, len(self.places))
             self._let_go_on()
 
     def _let_go_on(self) -> None:
         self.chain.state.let_go_on(self.places, [self._end(r) for r in range(len(self.places))])
 
-    def _captured(self, bucket: int) -> bool:
-        """Whether there is a graph for fewer rows; where there is no memory for one, the larger one goes on."""
+    def _captured(self, program: RoundProgram, bucket: int) -> bool:
+        """Whether there is a graph for so many rows; where there is no memory for one, another goes on."""
         try:
-            self.chain.graphs.capture(bucket)
+            self.chain.graphs.capture(program, bucket)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            say_once(
-                self.target.runner.model,
-                f"rounds of {bucket} rows are not captured, not enough memory: graphs of {self.bucket} rows are used",
-            )
+            used = "the target goes on alone" if program.active else "graphs of more rows are used"
+            model = self.target.runner.model
+            say_once(model, f"rounds of {bucket} rows are not captured, not enough memory: {used}")
             return False
         return True
 
@@ -211,12 +277,12 @@ class CapturedRounds:
     def _refuse_nan(self, report: list[list[int]]) -> None:
         level = max((line[0] for line in report), default=0)
         if level:
-            found = self.chain.levels[level - 1]
+            found = self.program.levels[level - 1]
             raise nan_error(found.name, found.decoder.dtype)
 
     def _verdict(self, report: list[list[int]], stats: SpeculationStats) -> Verdict:
         """What the target accepted of every row, every check counted and told on the way."""
-        program = self.chain.program
+        program, inner = self.program, []
         tokens: Rows = [[] for _ in report]
         accepted = [0] * len(report)
         self.drafted = [0] * len(report)
@@ -229,14 +295,20 @@ class CapturedRounds:
                 self.drafted, accepted = drafted, kept
                 for line, own, on, count in zip(tokens, report, alive, kept, strict=True):
                     line += own[column + CHECK_FIELDS : column + CHECK_FIELDS + count + 1] if on else []
-            if self.drafters and any(alive):
+            if program.active and any(alive):
+                below = program.active[check.level]
+                checker = program.active[check.level - 1] + 1 if check.level else 0
                 if check.level == 0:
                     stats.count_pass(sum(alive))
-                self.drafters[check.level].stats.settle(drafted, kept)
-                self._tell(check.level, drafted, kept, alive)
-        for index, drafter in enumerate(self.drafters, start=1):
-            drafter.stats.rounds += program.drafts(index)
-            drafter.stats.forwards += program.forwards(index)
+                else:
+                    inner += [(checker - 1, d, a) for d, a in zip(drafted, kept, strict=True) if d]
+                self.drafters[below].stats.settle(drafted, kept)
+                self._tell(checker, drafted, kept, alive)
+        for place, index in enumerate(program.active, start=1):
+            self.drafters[index].stats.rounds += program.drafts(place)
+            self.drafters[index].stats.forwards += program.forwards(place)
+        if self._planned:
+            self._observed = Observed(self.planning.running, self.drafted, [len(line) - 1 for line in tokens], inner)
         return Verdict(tokens, accepted, None, None)
 
     def _count_steps(self, gained: list[int], stats: SpeculationStats) -> None:
@@ -251,15 +323,3 @@ class CapturedRounds:
         if checker.on_check is not None:
             checker.on_check(drafted, accepted, alive)
 
-
-def _prefilled(level: RoundLevel, places: list[int], rows: Rows, cached: int) -> int:
-    """Write keys and values of the rows, but their first `cached` tokens, into rising places; -> steps run."""
-    steps, first = 0, 0
-    while first < len(rows):
-        last = first + 1
-        while last < len(rows) and places[last] == places[last - 1] + 1:
-            last += 1
-        kv = level.kv[:, :, places[first] : places[last - 1] + 1]
-        steps += prefill(level.decoder, kv, rows[first:last], [cached] * (last - first), level.bits)
-        first = last
-    return steps

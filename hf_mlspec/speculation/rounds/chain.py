@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ...engines.cuda.steps import out_of_memory
 from ...engines.rows import new_kv, up_to_growth
 from ...nn.state import say_once, state_of
+from ..plans import Plan, off
 from .graphs import RoundGraphs
-from .program import RoundLevel, RoundProgram
+from .program import RoundLevel, RoundProgram, repeats_of
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -29,13 +30,18 @@ _keeping = threading.RLock()
 
 
 class CapturedChain:
-    """Levels with their caches, and rounds over them, for up to `batch` rows of `slots` tokens."""
+    """Levels with their caches, and rounds over them, for up to `batch` rows of `slots` tokens.
+
+    planned: a controller chooses the program of every round; `program` is then that of the target alone.
+    """
 
     def __init__(self, levels: list[RoundLevel], key: tuple, batch: int, slots: int, *, sampled: bool = False,
-                 warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0):
+                 warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0, planned: bool = False):
         self.levels, self.key, self.batch, self.slots = levels, key, batch, slots
-        self.script_rounds = script_rounds
-        self.program = RoundProgram(levels, sampled, warp)
+        self.script_rounds, self.planned = script_rounds, planned
+        self._sampling = sampled, warp
+        self._programs: dict[Plan, RoundProgram] = {}
+        self.program = self.program_of(off(len(levels) - 1)) if planned else RoundProgram(levels, sampled, warp)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
@@ -45,6 +51,21 @@ class CapturedChain:
         """Where all of it is."""
         return self.levels[0].decoder.device
 
+    def program_of(self, plan: Plan) -> RoundProgram:
+        """The rounds of a plan. Where a level in the middle drafts for one above, so many of its rounds as give at
+        least the tokens that the plan names."""
+        if plan not in self._programs:
+            levels = [self.levels[0], *(self.levels[index + 1] for index in plan.active)]
+            lengths = [plan.lengths[index] for index in plan.active]
+            self._programs[plan] = RoundProgram(
+                levels, *self._sampling, most=repeats_of(lengths), active=plan.active
+            )
+        return self._programs[plan]
+
+    def captured_plans(self, batch: int) -> list[Plan]:
+        """Plans whose rounds of so many rows can be launched at once."""
+        return [plan for plan, program in self._programs.items() if self.graphs.has(program, batch)]
+
     def fits(self, batch: int, slots: int) -> bool:
         """Whether that many rows of that many tokens have room, on the weights of today."""
         return batch <= self.batch and slots <= self.slots and self._fingerprints == _fingerprints(self.levels)
@@ -52,12 +73,12 @@ class CapturedChain:
     def grow(self, batch: int, slots: int) -> None:
         """More rows, or more slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are
         made anew."""
-        seconds = self.graphs.seconds, self.graphs.capture_seconds
+        counts = self.graphs.seconds, self.graphs.capture_seconds, self.graphs.captured_layers
         old, self.graphs = self.state, None  # graphs give their memory back first
         self.batch, self.slots = batch, slots
         self._allocate()
         self.state.take_over(old)
-        self.graphs.seconds, self.graphs.capture_seconds = seconds
+        self.graphs.seconds, self.graphs.capture_seconds, self.graphs.captured_layers = counts
 
     def move(self, places: list[int]) -> None:
         """Put the rows of these places, which rise, first: in every cache and in the state."""
@@ -80,9 +101,8 @@ class CapturedChain:
             level.decoder.reserve_positions(self.slots)
             level.kv = self._larger(level) if level.own_cache else self.levels[0].kv
         self._fingerprints = _fingerprints(self.levels)
-        fields, count = self.program.fields, len(self.levels)
-        self.state = RoundState.new(self.batch, self.slots, count, fields, self.device, self.script_rounds)
-        self.graphs = RoundGraphs(self.program, self.state)
+        self.state = RoundState.new(self.batch, self.slots, len(self.levels), self.device, self.script_rounds)
+        self.graphs = RoundGraphs(self.state)
         self.finish()  # whoever has it first may be on another stream
 
     def _larger(self, level: RoundLevel) -> Tensor:
@@ -110,18 +130,19 @@ def borrowed(
     sampled: bool = False,
     warp: Callable[[Tensor], Tensor] | None = None,
     warp_key: str = "",
+    planned: bool = False,
 ) -> Iterator[CapturedChain | None]:
     """A chain for one call, its first graph captured; None, with one warning, if there is not enough memory for it, or
     if the call was made inside another one on the same chain.
 
     models: those of the levels, the target first; kept chains of any of them are freed. warp_key: what `warp`
-    does, in words.
+    does, in words. planned: as of `CapturedChain`.
     """
-    key = (id(levels[0].decoder), sampled, warp_key, *(_key(level) for level in levels))
+    key = (id(levels[0].decoder), sampled, warp_key, planned, *(_key(level) for level in levels))
 
     def build(batch: int, slots: int) -> CapturedChain:
         own = [replace(level) for level in levels]  # the caches of a failed attempt go with it
-        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp)
+        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp, planned=planned)
 
     chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build)
     if chain is None:
@@ -189,7 +210,7 @@ def _with_graph(chain: CapturedChain, bucket: int) -> CapturedChain:
     chain.captured_before = chain.graphs.capture_seconds
     try:
         with torch.inference_mode():
-            chain.graphs.capture(bucket)
+            chain.graphs.capture(chain.program, bucket)
     except BaseException:
         chain.dropped = True
         chain.lock.release()

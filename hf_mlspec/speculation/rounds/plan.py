@@ -7,12 +7,10 @@ from ..draft import Drafter
 from ..drafters.checked import CheckedDrafter
 from ..drafters.model import ModelDrafter
 from ..sampling import Sampler
-from .program import RoundLevel
+from .program import MOST_PASSES, RoundLevel, rounds_of
 
 # Rows from which padding is no longer free: a draft in the middle is then made in a single round.
 _MANY_ROWS = 16
-# Forward passes of one graph: each is some hundreds of kernels, which take milliseconds to capture.
-_MOST_PASSES = 256
 
 
 class NotCaptured(ValueError):
@@ -56,8 +54,8 @@ def _require_few(levels: list[RoundLevel]) -> None:
     for level in levels[1:]:
         drafts *= level.most
         passes += drafts
-    if passes > _MOST_PASSES:
-        raise NotCaptured(f"a round has {passes} passes, at most {_MOST_PASSES} are captured: lower num_draft_tokens")
+    if passes > MOST_PASSES:
+        raise NotCaptured(f"a round has {passes} passes, at most {MOST_PASSES} are captured: lower num_draft_tokens")
 
 
 def _rounds(drafter: CheckedDrafter, wanted: int) -> int:
@@ -66,7 +64,7 @@ def _rounds(drafter: CheckedDrafter, wanted: int) -> int:
     each = drafter.num_draft_tokens
     if isinstance(inner, CheckedDrafter):
         each = _rounds(inner, each) * (inner.num_draft_tokens + 1)
-    return -(-wanted // (each + 1))
+    return rounds_of(wanted, each)
 
 
 def _below(drafter: ModelDrafter | CheckedDrafter, longest: int) -> RoundLevel:

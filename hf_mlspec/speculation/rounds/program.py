@@ -8,7 +8,7 @@ one token for each. What it has already is written again with the same bits (inv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from ...precision import Bits
 from .state import RoundState
 
 UNROLLED = 8  # tokens a target without levels decodes for one wait of the host
+MOST_PASSES = 256  # of one round: each is some hundreds of kernels, which take milliseconds to capture
 CHECK_FIELDS = 2  # drafted, accepted
 NOT_CHECKED = -1  # in both of them: the row took no part
 
@@ -28,8 +29,9 @@ NOT_CHECKED = -1  # in both of them: the row took no part
 class RoundLevel:
     """A level of a captured chain.
 
-    kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own. most: steps of the last level's draft;
-    of a level in the middle the rounds that make one. vocab_size: tokens the level above knows.
+    kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own. most: where nothing else is said, steps
+    of the last level's draft; of a level in the middle the rounds that make one. vocab_size: tokens the level above
+    knows.
     """
 
     name: str
@@ -55,13 +57,23 @@ class RoundProgram:
     """The steps of a round over `levels`, the target first.
 
     sampled: tokens are those of logits plus the noise that all levels share (sampling.py); warp: what is done to
-    float32 logits ``[n, vocab]`` before, None for nothing.
+    float32 logits ``[n, vocab]`` before, None for nothing. most: for each level below the target what
+    `RoundLevel.most` says otherwise. active: the numbers of those levels in their chain, 0 for the one below the
+    target.
     """
 
     def __init__(
-        self, levels: list[RoundLevel], sampled: bool = False, warp: Callable[[Tensor], Tensor] | None = None
+        self,
+        levels: list[RoundLevel],
+        sampled: bool = False,
+        warp: Callable[[Tensor], Tensor] | None = None,
+        *,
+        most: Sequence[int] | None = None,
+        active: Sequence[int] | None = None,
     ):
         self.levels, self.sampled, self.warp = levels, sampled, warp
+        self.most = [1, *([level.most for level in levels[1:]] if most is None else most)]
+        self.active = tuple(range(len(levels) - 1) if active is None else active)
         self.checks: list[Check] = []
         self.fields = 1
         if len(levels) == 1:
@@ -73,8 +85,13 @@ class RoundProgram:
 
     def handed_up(self, index: int) -> int:
         """The most tokens a level below the target drafts for a check."""
-        level = self.levels[index]
-        return level.most if index + 1 == len(self.levels) else level.most * (self.handed_up(index + 1) + 1)
+        most = self.most[index]
+        return most if index + 1 == len(self.levels) else most * (self.handed_up(index + 1) + 1)
+
+    @property
+    def layers(self) -> int:
+        """Layers of all forward passes of a round: what capturing it takes is in proportion to them."""
+        return sum(self.forwards(index) * level.decoder.num_layers for index, level in enumerate(self.levels))
 
     def drafts(self, index: int) -> int:
         """How often a level below the target drafts in a round."""
@@ -83,23 +100,23 @@ class RoundProgram:
     def forwards(self, index: int) -> int:
         """Forward passes of a level in a round."""
         if index and index + 1 == len(self.levels):
-            return self.levels[index].most * self.drafts(index)
+            return self.most[index] * self.drafts(index)
         return sum(check.level == index for check in self.checks)
 
-    def enqueue(self, state: RoundState) -> None:
-        """One round: `state` moves on, its report says how."""
+    def enqueue(self, state: RoundState, report: Tensor) -> None:
+        """One round: `state` moves on, `report` (int32 ``[batch, fields]``) says how, whose logits held NaN first."""
         checks = iter(self.checks)
         if len(self.levels) == 1:
             for check in checks:
-                self._check(state, check, 0)
+                self._check(state, report, check, 0)
         else:
-            self._draft(state, 1, 0, checks)
-            self._check(state, next(checks), 0)
-        state.report[:, 0] = state.failed
+            self._draft(state, report, 1, 0, checks)
+            self._check(state, report, next(checks), 0)
+        report[:, 0] = state.failed
 
     def _plan_draft(self, index: int) -> None:
         if index + 1 < len(self.levels):
-            for _ in range(self.levels[index].most):
+            for _ in range(self.most[index]):
                 self._plan_draft(index + 1)
                 self._plan(index, self.handed_up(index + 1) + 1)
 
@@ -107,7 +124,7 @@ class RoundProgram:
         self.checks.append(Check(level, self.fields, judged))
         self.fields += CHECK_FIELDS + (judged if level == 0 else 0)
 
-    def _draft(self, state: RoundState, index: int, since: int, checks) -> None:
+    def _draft(self, state: RoundState, report: Tensor, index: int, since: int, checks) -> None:
         """Level `index` drafts for the one above; since: the highest level that checked since it was fed last."""
         script = None if state.script is None else state.script[index - 1]
         cursor = None if state.cursor is None else state.cursor[index - 1]
@@ -116,9 +133,9 @@ class RoundProgram:
         if index + 1 == len(self.levels):
             self._steps(state, index, since)
             return
-        for _ in range(self.levels[index].most):
-            self._draft(state, index + 1, since, checks)
-            self._check(state, next(checks), since)
+        for _ in range(self.most[index]):
+            self._draft(state, report, index + 1, since, checks)
+            self._check(state, report, next(checks), since)
             since = index
 
     def _steps(self, state: RoundState, index: int, since: int) -> None:
@@ -126,13 +143,13 @@ class RoundProgram:
         lengths, active, ends = _marks(state, index)
         lead = self._lead(index, since)
         ids, starts, counts, pick, _ = ops.round_window(state.tokens, lengths, lengths, active, lead, 1)
-        for step in range(level.most):
+        for step in range(self.most[index]):
             logits = self._forward(level, ids, starts, counts, pick if step == 0 and lead > 1 else None)
             chosen, confidence = self._choose(level, state, logits, lengths)
             operands = state.tokens, lengths, active, ends, chosen, confidence, level.threshold, state.failed
             ids, starts, counts = ops.round_push(*operands, index + 1)
 
-    def _check(self, state: RoundState, check: Check, since: int) -> None:
+    def _check(self, state: RoundState, report: Tensor, check: Check, since: int) -> None:
         level, index = self.levels[check.level], check.level
         base, active, ends = _marks(state, index)
         lengths = state.lengths[index + 1] if index + 1 < len(self.levels) else base
@@ -146,7 +163,7 @@ class RoundProgram:
         ops.round_settle(
             state.tokens, base, lengths, active, ends, chosen, confidence, level.threshold,
             state.script[index] if scripted else None, state.cursor[index] if scripted else None,
-            state.report[:, check.column : check.column + width], state.failed, index + 1,
+            report[:, check.column : check.column + width], state.failed, index + 1,
         )  # fmt: skip
 
     def _lead(self, index: int, since: int) -> int:
@@ -169,6 +186,21 @@ class RoundProgram:
         each = len(positions) // len(state.streams)
         streams = state.streams[:, None].expand(-1, each).reshape(-1).contiguous()
         return ops.choose_rows(logits, cap, state.seed, streams, positions)
+
+
+def rounds_of(wanted: int, below: int) -> int:
+    """Rounds of a level in the middle after which it hands up at least `wanted` tokens, if all are kept: each commits
+    `below` that are handed up to it, and one of its own."""
+    return -(-wanted // (below + 1))
+
+
+def repeats_of(lengths: Sequence[int]) -> list[int]:
+    """`RoundLevel.most` of every level, from the top down, that drafts at least so many tokens for the one above."""
+    found, below = [], 0
+    for wanted in reversed(lengths):
+        found.insert(0, rounds_of(wanted, below) if found else wanted)
+        below = found[0] * (below + 1) if len(found) > 1 else wanted
+    return found
 
 
 def _marks(state: RoundState, index: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,9 +15,9 @@ class RoundState:
 
     tokens ``[batch, slots]``. lengths, active, ends ``[levels, batch]``: of the target (level 0) how many tokens it
     has accepted, whether the row goes on and the length it may reach; of a level below it the same for its guesses.
-    failed, streams ``[batch]``: the level (from 1) whose logits held NaN; the number of the row's noise. report
-    ``[batch, fields]``: what the host reads, failed first. seed int64 ``[1]``. script ``[levels, batch, rounds, 2]``
-    and cursor ``[levels, batch]``: verdicts to be given instead of found, None to find them.
+    failed, streams ``[batch]``: the level (from 1) whose logits held NaN; the number of the row's noise. seed int64
+    ``[1]``. script ``[levels, batch, rounds, 2]`` and cursor ``[levels, batch]``: verdicts to be given instead of
+    found, None to find them.
     """
 
     tokens: Tensor
@@ -26,14 +26,13 @@ class RoundState:
     ends: Tensor
     failed: Tensor
     streams: Tensor
-    report: Tensor
     seed: Tensor
     script: Tensor | None = None
     cursor: Tensor | None = None
 
     @classmethod
     def new(
-        cls, batch: int, slots: int, levels: int, fields: int, device: torch.device, script_rounds: int = 0
+        cls, batch: int, slots: int, levels: int, device: torch.device, script_rounds: int = 0
     ) -> RoundState:
         """Zeros; no script unless it has rounds."""
 
@@ -44,7 +43,6 @@ class RoundState:
             zeros(batch, slots),
             *(zeros(levels, batch) for _ in range(3)),
             *(zeros(batch) for _ in range(2)),
-            zeros(batch, fields),
             zeros(1, dtype=torch.int64),
             zeros(levels, batch, script_rounds, 2) if script_rounds else None,
             zeros(levels, batch) if script_rounds else None,
@@ -56,7 +54,7 @@ class RoundState:
         return RoundState(
             self.tokens[:batch],
             *(vector[:, :batch] for vector in (self.lengths, self.active, self.ends)),
-            *(vector[:batch] for vector in (self.failed, self.streams, self.report)),
+            *(vector[:batch] for vector in (self.failed, self.streams)),
             self.seed,
             None if script is None else script[:, :batch],
             None if cursor is None else cursor[:, :batch],

@@ -12,7 +12,7 @@ from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
 from ..drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..plans import Plan, Situation
-from ..stats import PlanStats, SpeculationStats
+from ..stats import SpeculationStats
 
 _LATE = 4  # tokens a row may lack for a round to count as one like all others
 
@@ -101,17 +101,12 @@ class Steering:
             self._read[index] = [n if limit else have for n, limit, have in lines]
         controller.observe(limits, drafted, accepted, seconds, self._usual)
         if plan != self._told:
-            self._told, words = plan, plan.told(self.names)
-            self._counts = stats.plans.setdefault(words, PlanStats())
-        told = self._counts
-        told.rounds += 1
+            self._told, self._counts = plan, stats.of_plan(plan.told(self.names))
         if self._usual:
-            told.timed += 1
-            told.tokens += tokens
-            told.seconds += seconds
-            told.expected_tokens += forecast.tokens
-            told.expected_seconds += forecast.seconds
-            told.off_seconds += tokens / controller.off_speed
+            off = tokens / controller.off_speed
+            self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, off)
+        else:
+            self._counts.rounds += 1
         self._usual = True  # unless what comes next is new
 
     def fail(self, error: Exception) -> None:

@@ -1,0 +1,56 @@
+"""What does a forward pass of a decoder take inside a captured round? Some are captured together and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ... import ops
+from ...engines.cuda.steps import out_of_memory, recorded
+from ...engines.engine import Engine
+from ...engines.rows import new_kv, up_to_growth
+from ...speculation.costs import LONG, TOKENS
+
+PASSES = 4  # in one graph, so that launching it and waiting for it is a small part of its time
+
+
+def replays(engine: Engine) -> Callable[[int, int], None]:
+    """A function `run(tokens, slots)` for `speculation.costs.measure`: PASSES passes of the engine's decoder over so
+    many tokens of a row behind so many slots, each with the choice of its tokens. Shapes are captured as they come; on
+    a CPU they run as they are.
+    """
+    decoder, bits = engine.decoder, engine.bits
+    decoder.reserve_positions(LONG + TOKENS[-1])
+    kv = new_kv(decoder, 1, up_to_growth(min(LONG + TOKENS[-1], engine.max_positions or LONG + TOKENS[-1])))
+    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+
+    def passes(count: int, slots: int) -> Callable[[], None]:
+        ids = torch.ones(1, count, dtype=torch.int32, device=decoder.device)
+        starts, counts = (torch.full((1,), n, dtype=torch.int32, device=decoder.device) for n in (slots, count))
+
+        def run() -> None:
+            for _ in range(PASSES):
+                ops.choose_rows(decoder.forward(ids, starts, counts, kv, bits=bits), decoder.logit_softcap)
+
+        return run
+
+    def run(count: int, slots: int) -> None:
+        key = count, slots
+        if decoder.device.type != "cuda":
+            passes(count, slots)()
+            return
+        if key not in graphs:
+            once = passes(count, slots)
+            once()
+            try:
+                graphs[key] = recorded(once, decoder.device), once
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                graphs[key] = None, once
+        graph, once = graphs[key]
+        once() if graph is None else graph.replay()
+        torch.cuda.synchronize(decoder.device)
+
+    return run

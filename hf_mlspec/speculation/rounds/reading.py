@@ -1,0 +1,95 @@
+"""What have the own caches of a captured chain's levels read of each row, and how do they read the rest?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...engines.cuda.engine import prefill
+from ..draft import Drafter, Rows
+from .chain import CapturedChain
+from .program import RoundLevel, RoundProgram
+
+
+class Reading:
+    """The rows of captured rounds, as the levels below the target know them.
+
+    A round feeds a level the few tokens that the round before has added. A level that was not part of that round, or
+    at another depth, first reads what it lacks.
+    """
+
+    def __init__(self, chain: CapturedChain, drafters: Sequence[Drafter]):
+        self.chain, self.drafters = chain, drafters
+        self._held: list[list[int]] = [[] for _ in drafters]  # per level the tokens of each row that it surely holds
+        self._last: list[RoundProgram | None] = []  # per row the round that it was part of last
+
+    def start(self, rows: int) -> None:
+        """Forget the rows; so many follow."""
+        self._held, self._last = [[0] * rows for _ in self.drafters], [None] * rows
+
+    def admit(self, count: int) -> None:
+        """So many rows join."""
+        self._last += [None] * count
+        for line in self._held:
+            line += [0] * count
+
+    def replace(self, r: int) -> None:
+        """Another row takes the place of row r."""
+        self._last[r] = None
+        for line in self._held:
+            line[r] = 0
+
+    def select(self, keep: list[int]) -> None:
+        """Go on with these rows."""
+        self._last = [self._last[r] for r in keep]
+        self._held = [[line[r] for r in keep] for line in self._held]
+
+    def interrupt(self) -> None:
+        """Rows may have been part of a round in which nothing was drafted for them."""
+        self._last = [None] * len(self._last)
+
+    def missing(self, lengths: list[int], program: RoundProgram) -> list[list[int]]:
+        """Per level the tokens of each row that it would have to read; program: of the round under way."""
+        nothing = [0] * len(lengths)
+        return [
+            [n - have for n, have in zip(lengths, self._held[index], strict=True)]
+            if level.own_cache and index not in program.active else nothing
+            for index, level in enumerate(self.chain.levels[1:])
+        ]  # fmt: skip
+
+    def catch_up(self, program: RoundProgram, rows: Rows, places: Sequence[int]) -> bool:
+        """Let the levels of the coming round read what it does not feed them; whether any had to."""
+        late = False
+        for depth, index in enumerate(program.active, start=1):
+            level, held = self.chain.levels[index + 1], self._held[index]
+            behind = [
+                r for r, row in enumerate(rows)
+                if level.own_cache and self._last[r] is not program and len(row) - held[r] > depth + 1
+            ]  # fmt: skip
+            if behind:
+                behind.sort(key=lambda r: places[r])
+                lines, cached = [rows[r][:-1] for r in behind], [held[r] for r in behind]
+                self.drafters[index].stats.forwards += read(level, [places[r] for r in behind], lines, cached)
+                late = True
+        return late
+
+    def launched(self, program: RoundProgram, rows: Rows, end: Callable[[int], int]) -> None:
+        """A round of these rows has begun, of which row r may reach end(r) tokens."""
+        for index in program.active:
+            held = self._held[index]
+            for r, row in enumerate(rows):
+                if len(row) + 1 < end(r):  # else nothing is drafted for it
+                    held[r] = len(row)
+        self._last = [program] * len(rows)
+
+
+def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int]) -> int:
+    """Write keys and values of the rows, but the first cached[r] tokens of each, into rising places; -> steps run."""
+    steps, first = 0, 0
+    while first < len(rows):
+        last = first + 1
+        while last < len(rows) and places[last] == places[last - 1] + 1:
+            last += 1
+        kv = level.kv[:, :, places[first] : places[last - 1] + 1]
+        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits)
+        first = last
+    return steps

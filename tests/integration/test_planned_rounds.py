@@ -1,0 +1,170 @@
+"""Does a controller of captured rounds change time and never a token, and do levels that come back know the rows?
+
+On the CPU a round runs as it would be captured; tests/cuda/test_chosen_plans.py is the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from device_path import OPTIONS, draft, rounds, stepwise, target
+from models import near, prompts
+
+import hf_mlspec
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.controller import Choice
+from hf_mlspec.speculation.fixed_shapes import FixedController
+from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation
+from hf_mlspec.speculation.rounds.captured import CapturedRounds
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
+
+__all__ = ["draft", "rounds", "target"]
+pytestmark = [
+    pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
+    pytest.mark.plans,
+    pytest.mark.usefixtures("nothing_said_yet"),
+]
+BATCHES = {"one row": [9], "three": [3, 17, 1], "eight": [3, 17, 1, 9, 9, 2, 30, 5]}
+
+
+def chains(draft) -> dict[str, list]:
+    return {
+        "draft": [draft],
+        "mxfp4": ["mxfp4"],
+        "mxfp4, draft": ["mxfp4", draft],
+        "draft, early exit of it": [draft, hf_mlspec.early_exit(draft, 1) if draft else None],
+        "mxfp4, early exit, draft": ["mxfp4", "early_exit:1", draft],
+    }
+
+
+@pytest.fixture
+def restless(monkeypatch):
+    """A controller that takes another plan almost every round; -> the plans."""
+    dice, plans = random.Random(5), []
+
+    def choose(self: FixedController, situation: Situation) -> Plan:
+        active = dice.choice([(), *self._choices])
+        plan = Plan(tuple(dice.choice(LENGTHS[:5]) if index in active else 0 for index in range(len(self.levels))))
+        assert all(n >= 0 for line in situation.missing for n in line)
+        self.choice = Choice(plan, [plan.most] * len(situation.rooms), self.forecast)
+        self._left = dice.choice((0, 0, 2))
+        plans.append(plan)
+        return plan
+
+    monkeypatch.setattr(FixedController, "choose", choose)
+    return plans
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}],
+                         ids=["greedy", "sampled", "warped"])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("chain", chains(None))
+def test_plans_that_change_at_random_change_no_token(rounds, restless, target, draft, chain, lengths, sampling):
+    asked = {**OPTIONS, **sampling, "max_new_tokens": 60}
+    torch.manual_seed(4)
+    alone = target.generate(**prompts(lengths), **asked, assistant_models=[])
+    torch.manual_seed(4)
+    out = target.generate(**prompts(lengths), **asked, assistant_models=chains(draft)[chain])
+    assert torch.equal(out, alone)
+    assert rounds
+    assert len(set(restless)) > 2
+    stats = hf_mlspec.last_stats(target)
+    assert sum(plan.tokens for plan in stats.plans.values()) >= stats.new_tokens > 0
+
+
+@pytest.mark.parametrize("config", [{}, {"shared_cache": False}], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_levels_that_come_back_have_read_what_was_written_without_them(rounds, restless, target, count, config):
+    """Twins of the target are always right, if they see what it sees."""
+    twins = [near(target, 0.0) for _ in range(count)]
+    for lengths in BATCHES.values():
+        target.generate(**prompts(lengths), **{**OPTIONS, "max_new_tokens": 90}, assistant_models=twins,
+                        speculation_config=config)  # fmt: skip
+        levels = hf_mlspec.last_stats(target).levels
+        assert [level.accepted for level in levels] == [level.drafted for level in levels]
+        assert all(level.drafted for level in levels)
+    assert len(set(restless)) > 2
+
+
+def test_rows_that_outgrow_their_slots_go_on(rounds, restless, target, monkeypatch):
+    monkeypatch.setattr("hf_mlspec.integration.capture._FIRST_NEW_TOKENS", 4)
+    twin, inputs = near(target, 0.0), prompts([250, 3, 100])
+    asked = {"max_new_tokens": 200}
+    alone = stepwise(target, inputs, **asked)
+    out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[twin])
+    assert torch.equal(out, alone)
+    (level,) = hf_mlspec.last_stats(target).levels
+    assert level.accepted == level.drafted > 0
+
+
+def test_rows_that_end_early_leave_the_others_as_they_are(rounds, restless, target, draft):
+    inputs = prompts([3, 17, 1, 9, 5, 2])
+    written = stepwise(target, inputs)[:, 17:].tolist()
+    asked = {"eos_token_id": sorted({written[0][1], written[1][3], written[2][9]}), "pad_token_id": 0}
+    alone = stepwise(target, inputs, **asked)
+    assert torch.equal(target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=["mxfp4", draft]), alone)
+    assert len(set(rounds)) > 1
+
+
+def test_what_was_chosen_is_told(rounds, target, draft):
+    for _ in range(2):
+        target.generate(**prompts([9]), **{**OPTIONS, "max_new_tokens": 200}, assistant_models=["mxfp4", draft])
+    stats = hf_mlspec.last_stats(target)
+    assert rounds
+    assert sum(plan.tokens for plan in stats.plans.values()) >= 200
+    for words, plan in stats.plans.items():
+        assert plan.timed == plan.rounds > 0
+        assert words == "off" or words.split()[0] in ("mxfp4", "draft", "LlamaForCausalLM")
+        assert plan.seconds > 0 < plan.expected_seconds
+    assert stats.tokens_per_second > 0 < stats.expected_tokens_per_second
+
+
+def test_lengths_that_are_given_are_obeyed(rounds, target, draft):
+    config = {"num_draft_tokens": 3, "confidence_threshold": 0.0}
+    target.generate(**prompts([9]), **OPTIONS, assistant_models=[draft], speculation_config=config)
+    stats = hf_mlspec.last_stats(target)
+    assert not stats.plans
+    assert rounds
+    assert stats.levels[0].drafted == pytest.approx(3 * stats.levels[0].rounds, abs=9)
+
+
+def test_without_memory_for_rounds_with_levels_the_target_goes_on_alone(rounds, target, draft, monkeypatch, caplog):
+    def full(self, program, batch):
+        if program.active:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def choose(self: FixedController, situation: Situation) -> Plan:
+        self.choice = Choice(Plan((4,)), [4] * len(situation.rooms), self.forecast)
+        return self.plan
+
+    inputs = prompts([3, 17, 1])
+    alone = stepwise(target, inputs)
+    monkeypatch.setattr(FixedController, "choose", choose)
+    monkeypatch.setattr(RoundGraphs, "capture", full)
+    assert torch.equal(target.generate(**inputs, **OPTIONS, assistant_models=[draft]), alone)
+    said = [line for line in caplog.messages if "not captured, not enough memory: the target goes on alone" in line]
+    assert len(said) == 1
+    assert hf_mlspec.last_stats(target).levels[0].drafted == 0
+
+
+def test_a_plan_is_chosen_while_a_round_is_under_way(target, draft, monkeypatch):
+    """Only the first one is chosen while the device waits."""
+    under_way, choose, chosen = [], FixedController.choose, CapturedRounds.run
+    running: list[CapturedRounds] = []
+
+    def run(self, *args):
+        running.append(self)
+        return chosen(self, *args)
+
+    def watched(self, situation):
+        under_way.append(bool(running and running[-1].chain.graphs.batch))
+        return choose(self, situation)
+
+    monkeypatch.setattr(CapturedRounds, "run", run)
+    monkeypatch.setattr(FixedController, "choose", watched)
+    target.generate(**prompts([9]), **{**OPTIONS, "max_new_tokens": 120}, assistant_models=[draft])
+    assert under_way[0] is False
+    assert len(under_way) > 2
+    assert all(under_way[1:])

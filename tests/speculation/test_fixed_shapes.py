@@ -1,0 +1,130 @@
+"""Are rounds that do the same work whatever is accepted compared as they run, and captured when it is worth it?"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from simulated import costs
+
+from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.estimates import PairEstimate
+from hf_mlspec.speculation.fixed_shapes import FixedController, FixedExpectations
+from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
+from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
+from hf_mlspec.speculation.rounds.program import UNROLLED, repeats_of
+
+SURE = 1e9
+MEMORY_BOUND = costs(5e-3, 1e-6)
+
+
+class Graphs:
+    """What is captured; every other plan takes so many seconds."""
+
+    def __init__(self, seconds: float, *ready: Plan):
+        self.taken, self.plans = seconds, [off(1), *ready]
+
+    def ready(self, rows: int) -> list[Plan]:
+        return self.plans
+
+    def seconds(self, plan: Plan, rows: int) -> float:
+        return 0.0 if plan in self.plans else self.taken
+
+
+def known(*chances: float, inner: float | None = None) -> Memory:
+    pairs = {(index, TARGET): PairEstimate(chance, SURE) for index, chance in enumerate(chances)}
+    if inner is not None:
+        pairs[1, 0] = PairEstimate(inner, SURE)
+    return Memory(pairs)
+
+
+def controller(graphs: Graphs, chance: float = 0.9, target: PassCosts = MEMORY_BOUND, **options) -> FixedController:
+    made = FixedController(target, [LevelCosts("draft", costs(3e-4, 1e-7), 0.7)], memory=known(chance),
+                           captures=graphs, **options)  # fmt: skip
+    made.start(1)
+    return made
+
+
+def situation(rows: int = 1, room: int = 250, missing: int = 0) -> Situation:
+    return Situation([room] * rows, 50.0, [[missing] * rows])
+
+
+@pytest.mark.parametrize("lengths", [*product(LENGTHS, LENGTHS[:4]), (5, 4, 2), (8, 3, 1)])
+def test_a_draft_in_the_middle_has_at_least_the_tokens_that_the_plan_names(lengths):
+    repeats, handed = repeats_of(lengths), 0
+    for most, wanted in zip(reversed(repeats), reversed(lengths), strict=True):
+        handed = most * (handed + 1) if handed else most
+        assert handed >= wanted
+    assert repeats[-1] == lengths[-1]
+
+
+@pytest.mark.parametrize("lengths", [(3, 2), (8, 4), (16, 16), (1, 8)])
+def test_a_round_costs_its_passes_at_the_bucket(lengths):
+    target, middle, last = costs(5e-3, 1e-4), costs(2e-3, 5e-5), costs(1e-4, 1e-6)
+    levels = [LevelCosts("cast", middle, 0.9, own_cache=False), LevelCosts("tiny", last, 0.6)]
+    found = FixedExpectations(target, levels, known(0.9, 0.5, inner=0.6), doubts=0.0, corrected=False)
+    repeats, steps = repeats_of(lengths)
+    handed, rows = repeats * (steps + 1), 8  # of five rows
+    draft = last.of(3 * rows) + (steps - 1) * last.of(rows) + middle.of(rows * (steps + 1))
+    expected = repeats * draft + target.of(rows * (handed + 1))
+    forecast = found.of(Plan(lengths), 5, 5, 0.0)
+    assert forecast.by_costs == pytest.approx(expected, abs=1e-4)
+    assert 5 < forecast.tokens < 5 * (handed + 1)
+    off_ = found.off(5, 0.0)
+    assert (off_.tokens, off_.by_costs) == (UNROLLED * 5, pytest.approx(UNROLLED * target.of(rows), abs=1e-4))
+
+
+def test_plans_of_more_passes_than_are_captured_are_never_chosen():
+    levels = [LevelCosts(str(i), costs(1e-6, 0.0), 0.99) for i in range(3)]
+    memory = Memory({(i, j): PairEstimate(0.99, SURE) for i in range(3) for j in range(-1, i)})
+    made = FixedController(MEMORY_BOUND, levels, memory=memory, captures=Graphs(0.0))
+    made.start(1)
+    plan = made.choose(Situation([250], 50.0, [[0]] * 3))
+    assert plan.active
+    passes = 1
+    for most in reversed(repeats_of([plan.lengths[index] for index in plan.active])):
+        passes = most * passes if passes == 1 else most * (passes + 1)
+    assert passes + 1 <= 256
+
+
+def test_a_plan_is_captured_when_the_call_gains_more_than_it_takes():
+    assert controller(Graphs(0.02)).choose(situation()).active == (0,)
+    assert controller(Graphs(9.0)).choose(situation()) == off(1)
+    assert controller(Graphs(0.05)).choose(situation(room=5)) == off(1)
+
+
+def test_what_was_lost_for_want_of_a_graph_is_credit_for_it():
+    graphs, made, tokens = Graphs(1.0), None, 0
+    made = controller(graphs)
+    while not made.choose(situation()).active:
+        made.observe([0], [0], [UNROLLED - 1], made.forecast.seconds)
+        tokens += UNROLLED
+        assert tokens < 2000
+    lost = tokens * (1 / made.off_speed - 1 / made.forecast.speed)
+    assert 0.3 < lost < 1.3  # what remains of the call counts, too
+    kept = made.memory.kept()
+    assert kept.credit == made.memory.credit
+
+
+def test_a_plan_that_is_captured_is_taken_where_another_would_be_little_better():
+    near = Plan((4,))
+    best = controller(Graphs(0.0)).choose(situation())
+    assert best != near
+    assert controller(Graphs(0.5, near)).choose(situation()) == near
+
+
+def test_a_poor_draft_is_not_captured_to_find_out():
+    graphs = Graphs(0.05)
+    made = FixedController(MEMORY_BOUND, [LevelCosts("draft", costs(3e-4, 0.0), 0.05)], captures=graphs)
+    made.start(1)
+    for _ in range(30):
+        assert made.choose(situation()) == off(1)
+        made.observe([0], [0], [UNROLLED - 1], made.forecast.seconds)
+
+
+def test_every_row_drafts_as_much():
+    made = FixedController(MEMORY_BOUND, [LevelCosts("draft", costs(3e-4, 0.0), 0.9)], captures=Graphs(0.0))
+    made.start(5)
+    plan = made.choose(situation(5))
+    assert made.limits == [plan.most] * 5
+    assert plan.most > 0
