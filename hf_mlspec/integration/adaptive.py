@@ -66,6 +66,7 @@ def controller_of(
         made = Controller(own, told, by_clock=exact, memory=memory)
     else:
         made = FixedController(own, told, by_clock=exact, memory=memory, captures=captures)
+        chain.waiting = made.waiting
     memories[key] = made.memory
     return made
 
@@ -94,7 +95,9 @@ def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: Speculatio
         return
     if chain.steering is not None and chain.steering.failed:
         return
-    for level in chain.levels[:MOST_LEVELS]:
+    for index, level in enumerate(chain.levels[:MOST_LEVELS]):
+        if index in chain.waiting:
+            continue
         took_part = sum(plan.rounds for words, plan in stats.plans.items() if level.name in names_of(words))
         if took_part <= _RARELY * rounds:
             say_once(

@@ -49,7 +49,8 @@ class Chain:
     models: those whose attention has to be switched while target and levels run. samplers: of the target and of every
     level with a model. joined: per level whether it speaks the vocabulary of the level above. controller: makes what
     chooses the lengths of drafts, for captured rounds if it is given their graphs; None: they are always the most
-    there may be. steering: that controller at work, in the rounds of the host that were made last.
+    there may be. steering: that controller at work, in the rounds of the host that were made last. waiting: levels of
+    which nothing can be said before a captured round of theirs is worth its time.
     """
 
     target: Checker
@@ -62,6 +63,7 @@ class Chain:
     joined: list[bool] = field(default_factory=list)
     controller: Callable[..., Controller] | None = None
     steering: Steering | None = field(default=None, init=False)
+    waiting: set[int] = field(default_factory=set, init=False)
 
     @classmethod
     def of(cls, target: Part, parts: list[Part], *, keep_logits: bool) -> Chain:

@@ -218,7 +218,7 @@ class Controller:
         else:
             few = self._few(batch)
             limits = [trial.most if r in few.rows else 0 for r in range(batch)]
-            reading = search.to_read(trial.active, few) + search.to_prepare(trial)
+            reading = search.to_read(trial.active, few)
         odds = self._odds(plan, batch) if plan.active and batch > 1 else [1.0] * batch
         return Choice(
             plan,
@@ -281,9 +281,9 @@ class Controller:
         """Whether a trial of `plan` costs no more than may be spent, what its levels read first included. usual:
         tokens a second of the best plan."""
         few = self._few(search.batch)
-        before = search.to_read(plan.active, few) + search.to_prepare(plan)
         round_ = search.known.of(plan, search.batch, len(few.rows), search.situation.slots)
-        return before + round_.seconds - round_.tokens / usual <= self.memory.spare
+        spent = search.to_read(plan.active, few) + round_.seconds - round_.tokens / usual
+        return spent <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
 
     def _longer(self, best: Plan) -> Plan | None:
         """The best plan with a longer draft for the target, where little is known but of its own positions."""

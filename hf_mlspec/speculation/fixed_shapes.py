@@ -35,6 +35,7 @@ _REPLAY_SECONDS = 6e-5  # of a round beside its passes: the report is read, the 
 _FEW_ROUNDS = 4.0  # from here down the last round of a row counts as a whole one,
 _NEARLY = 0.25  # unless only so much of it is needed
 _LENGTHS = np.array(LENGTHS, float)
+_CAPTURING_SHARE = 0.03  # of all seconds may go to capturing rounds that show whether another plan is better
 _WORTH_CAPTURING = 0.02  # what a plan must gain over "off" to be missed
 
 
@@ -160,11 +161,19 @@ class FixedController(Controller):
         super().__init__(*given, **options)
         self.captures = captures
         self._wish: tuple[tuple[int, ...], float] | None = None  # levels, seconds lost a token for want of a plan
+        self.waiting: set[int] = set()  # levels that may pay, and have no captured round yet
+
+    def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
+        affordable = super()._affordable(search, plan, usual)
+        if not affordable and search.to_prepare(plan):
+            self.waiting.update(plan.active)
+        return affordable
 
     def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float, usual: bool = True,
                 choice: Choice | None = None) -> None:
         """As `Controller.observe`; what is lost for want of a captured round is added up."""
         super().observe(limits, drafted, accepted, seconds, usual, choice)
+        self.memory.capturing += _CAPTURING_SHARE * seconds
         if self._wish is not None:
             active, lost = self._wish
             credit = self.memory.credit
@@ -176,9 +185,14 @@ class FixedController(Controller):
 
     def _decided(self, search: FixedSearch, best: Plan, drafting: Drafting, trial: Plan | None) -> Choice:
         wished, self._wish = search.best_if_ready, None
+        if trial is not None:
+            self.memory.capturing -= search.to_prepare(trial)
+        elif seconds := search.to_prepare(best):
+            self.memory.credit[best.active] = max(self.memory.credit.get(best.active, 0.0) - seconds, 0.0)
         if wished != best and search.to_prepare(wished):
             have, want = (search.usual(plan, drafting).speed for plan in (best, wished))
             self._wish = (wished.active, 1.0 / have - 1.0 / want) if want > have else None
+            self.waiting.update(wished.active)
         return super()._decided(search, best, drafting, trial)
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:

@@ -47,19 +47,22 @@ class Memory:
 
     pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
     two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. credit: by
-    active levels the seconds that were lost because no round of theirs was captured.
+    active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
+    capturing rounds of trials.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
     ratios: dict[tuple, Counted] = field(default_factory=dict)
     spare: float = 0.0
     credit: dict[tuple[int, ...], float] = field(default_factory=dict)
+    capturing: float = 0.0
 
     def kept(self) -> Memory:
         """As the start of another call."""
         pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
-        return Memory(remembered, {key: replace(one) for key, one in ratios}, self.spare, dict(self.credit))
+        copied = {key: replace(one) for key, one in ratios}
+        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing)
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
         """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both

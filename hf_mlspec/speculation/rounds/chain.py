@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...engines.cuda.steps import out_of_memory
 from ...engines.rows import new_kv, up_to_growth
 from ...nn.state import say_once, state_of
+from ..controller import Choice
 from ..plans import Plan, off
 from .graphs import RoundGraphs
 from .program import RoundLevel, RoundProgram, repeats_of
@@ -41,6 +42,7 @@ class CapturedChain:
         self.script_rounds, self.planned = script_rounds, planned
         self._sampling = sampled, warp
         self._programs: dict[Plan, RoundProgram] = {}
+        self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
         self.program = self.program_of(off(len(levels) - 1)) if planned else RoundProgram(levels, sampled, warp)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it

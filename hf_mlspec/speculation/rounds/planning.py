@@ -46,57 +46,79 @@ class KeptGraphs:
 class Planning:
     """A controller at work on captured rounds.
 
-    make: the controller, asked for when there are rows. levels: the outermost drafter of each, from the one below the
-    target down. running: what was decided for the round that was launched last. failed: there was no memory for a
-    graph, and nothing is chosen any more.
+    make: the controller. levels: the outermost drafter of each, from the one below the target down. running: what was
+    decided for the round that was launched last. failed: there was no memory for a graph, and nothing is chosen any
+    more.
+
+    The first round of a call is that which was best behind the first one of the last call like it: the controller is
+    made, and chooses, while the device is at it.
     """
 
-    controller: FixedController
+    controller: FixedController | None
 
     def __init__(self, make: Callable[[Captures], FixedController], levels: Sequence[Drafter], chain: CapturedChain):
-        self.make, self.chain = make, chain
+        self.make, self.chain, self.controller = make, chain, None
         self.names = [level.name for level in levels]
         self.graphs = KeptGraphs(chain)
         self.failed = False
         self.running: Choice | None = None
         self._ahead = False  # whether the plan of the next round is chosen already
+        self._rows, self._like = 0, None  # rows of the call; what tells it from others, until its first choice
+        self._first: Choice | None = None
         self._idle = _IDLE
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
-        self.controller, self._ahead = self.make(self.graphs), False
-        self.controller.start(rows)
+        self._rows, self.controller, self._ahead, self._like = rows, None, False, None
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""
         self._ahead = False
-        self.controller.select(keep)
+        self._made().select(keep)
 
     def admit(self, count: int) -> None:
         """So many rows join."""
         self._ahead = False
-        self.controller.admit(count)
+        self._made().admit(count)
 
     def replace(self, row: int) -> None:
         """Another row takes the place of one that ended."""
         self._ahead = False
-        self.controller.replace(row)
+        self._made().replace(row)
 
     def think(self, situation: Callable[[], Situation], rows: int) -> None:
         """Choose what comes after the round under way, unless that is known."""
-        if not self._ahead and rows:
-            if not self.controller.stay(rows):
-                self.controller.choose(situation())
-            self._ahead = True
+        if self._ahead or not rows:
+            return
+        controller = self._made()
+        if not controller.stay(rows):
+            controller.choose(situation())
+            if self._like is not None and not controller.choice.trial:
+                self.chain.first_choices[self._like] = controller.choice
+        self._like, self._ahead = None, True
 
     def program(self, situation: Callable[[], Situation], rows: int) -> RoundProgram:
         """What the coming round is to run."""
+        if self.controller is None and self._like is None:
+            rooms = situation().rooms
+            self._like = rows, max(rooms, default=0).bit_length()
+            self._first = self.chain.first_choices.get(self._like)
+        if self.controller is None and self._first is not None:
+            return self.chain.program_of(self._first.plan)
         self.think(situation, rows)
         return self.chain.program_of(self.controller.plan)
 
     def launched(self) -> None:
         """The coming round has become the one under way."""
-        self._ahead, self.running = False, self.controller.choice
+        self._ahead, self.running = False, self._first if self.controller is None else self.controller.choice
+
+    def _made(self) -> FixedController:
+        if self.controller is None:
+            self.controller = self.make(self.graphs)
+            self.controller.start(self._rows)
+            if self._first is not None:
+                self.controller.choice = self._first
+        return self.controller
 
     def give_up(self) -> None:
         """There is no memory to capture what was chosen: the target goes on alone."""
