@@ -96,6 +96,18 @@ class Captures(Protocol):
         """Seconds of capturing a round; 0 where there is one."""
 
 
+class Captured:
+    """`Captures` where a round of every plan has been captured."""
+
+    def ready(self, rows: int) -> list[Plan]:
+        """None need be named: no plan is better for it."""
+        return []
+
+    def seconds(self, plan: Plan, rows: int) -> float:
+        """Nothing."""
+        return 0.0
+
+
 class FixedSearch(Search):
     """Plans compared by the rounds that the longest row needs, and what capturing them takes.
 

@@ -17,6 +17,7 @@ from ...nn.state import state_of
 from ...speculation.controller import Controller
 from ...speculation.costs import TOKENS, PassCosts
 from ...speculation.estimates import PairEstimate
+from ...speculation.fixed_shapes import Captured, FixedController
 from ...speculation.forecast import TARGET, Memory
 from ...speculation.plans import Situation
 from ..adaptive import controller_of
@@ -51,7 +52,9 @@ class Survey:
 
     names: of the levels, from the largest down. costs: of target and levels, None for lookups; empty before `measure`.
     chooses: whether calls of this chain choose their lengths; False where a level's generation_config names one.
-    ValueError or TypeError for levels that cannot be, as in generate.
+    replayed: whether its rounds can be captured; costs, and examples, are then of passes inside such rounds, and costs
+    of passes that are launched one by one, which streams need, are measured beside them. ValueError or TypeError for
+    levels that cannot be, as in generate.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, levels: list, config: SpeculationConfig):
@@ -61,12 +64,15 @@ class Survey:
         options = {"processors": LogitsProcessorList(), "prompts": prompts, "capacity": 1}
         wiring = Wiring(model, tokenizer, config, **options, state=state)
         self._chain = wiring.build(found)
-        self._controller = partial(controller_of, wiring, found, self._chain, "")
+        self._engines = [self._chain.target.runner, *self._chain.runners]
+        self.replayed = all(engine is not None and engine.can.capturable for engine in self._engines)
+        captures = Captured() if self.replayed else None
+        self._controller = partial(controller_of, wiring, found, self._chain, "", captures)
         self.names = [level.name for level in found]
         self.chooses = wiring.chooses
         self.costs: list[PassCosts | None] = []
         self._config = config
-        self._engines = [self._chain.target.runner, *self._chain.runners]
+        self._launched: list[PassCosts | None] = []
 
     @property
     def machine(self) -> dict[str, str]:
@@ -76,28 +82,33 @@ class Survey:
     @property
     def steps(self) -> int:
         """How often `measure` calls `step`, at most."""
-        return len(TOKENS) * sum(engine is not None for engine in self._engines)
+        return len(TOKENS) * sum(engine is not None for engine in self._engines) * (1 + self.replayed)
 
     def measure(self, *, budget: float, repeats: int, step: Callable[[], None] = lambda: None) -> bool:
         """Time every model for at most `budget` seconds each; -> whether the cache folder has all of it now."""
-        self.costs, kept = [], True
-        for engine in self._engines:
-            if engine is None:
-                self.costs.append(None)
-                continue
-            found = measured(
-                engine, budget=budget, repeats=repeats, tokens=TOKENS, prepare=self._config.prepare, step=step
-            )
-            kept &= keep(engine, found, self._engines[0])
-            self.costs.append(found)
+        how = {"budget": budget, "repeats": repeats, "tokens": TOKENS, "prepare": self._config.prepare, "step": step}
+        self.costs, kept = self._measured(how, self.replayed)
+        if self.replayed:
+            self._launched, also = self._measured(how, False)
+            kept &= also
         return kept
+
+    def _measured(self, how: dict[str, Any], replayed: bool) -> tuple[list[PassCosts | None], bool]:
+        """Costs of all models, and whether all are in the cache folder."""
+        found, kept = [], True
+        for engine in self._engines:
+            found.append(None if engine is None else measured(engine, **how, replayed=replayed))
+            kept &= engine is None or keep(engine, found[-1], self._engines[0], replayed)
+        return found, kept
 
     def write(self, path: str | os.PathLike, target: str) -> None:
         """All costs in one file for `SpeculationConfig(profile=path)`; target: its name. OSError where it cannot be
         written."""
+        kinds = [(self.replayed, self.costs), *([(False, self._launched)] if self.replayed else [])]
         models = {
-            model_of(engine): (name, costs)
-            for engine, name, costs in zip(self._engines, [target, *self.names], self.costs, strict=True)
+            model_of(engine, replayed): (name, costs)
+            for replayed, found in kinds
+            for engine, name, costs in zip(self._engines, [target, *self.names], found, strict=True)
             if engine is not None
         }
         write(Path(path), self.machine, models)
@@ -108,7 +119,10 @@ class Survey:
         levels = [replace(level, prior=acceptance) for level in known.levels]
         pairs = [(below, above) for below in range(len(levels)) for above in (TARGET, *range(below))]
         memory = Memory({pair: PairEstimate(acceptance, _CERTAIN) for pair in pairs})
-        controller = Controller(known.target, levels, memory=memory)
+        if self.replayed:
+            controller = FixedController(known.target, levels, memory=memory, captures=known.captures)
+        else:
+            controller = Controller(known.target, levels, memory=memory)
         controller.start(rows)
         plan = controller.choose(Situation([ROOM] * rows, SLOTS, [[0] * rows for _ in levels]))
         speedup = controller.forecast.speed / controller.off_speed
