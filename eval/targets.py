@@ -21,13 +21,14 @@ SHAPES = {
     **SMALL_SHAPES,
     "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128256, 8192),
     "tiny-2x512": llama(512, 1536, 2, 8, 8, 8192, 8192),
+    "llama-2x1024": llama(1024, 2816, 2, 8, 4, 128256, 8192),
 }
 
 
-def random_model(shape: str, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
-    """A model of this shape and of random BF16 weights."""
+def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """A model of this shape, but of these sizes where any are given, and of random BF16 weights."""
     torch.manual_seed(seed)
-    before, config = torch.get_default_dtype(), LlamaConfig(**SHAPES[shape], eos_token_id=None)
+    before, config = torch.get_default_dtype(), LlamaConfig(**SHAPES[shape] | sizes, eos_token_id=None)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):

@@ -13,6 +13,9 @@ whole calls, the prompt included; ratios are medians over repeats of two contend
 begins with an empty cache of costs: the first call of auto probes them, which counts in no speed and has a column.
 Sampled rows do not end early, so that all contenders write equally many tokens.
 
+With model = "shape:NAME" the target is made on the device, and drafts of it are right as often as the plan says
+(shapes.py): such a plan needs no folders.
+
 A finished cell is a line of RESULTS/NAME-I-of-N.jsonl; the same command goes on. Exit status 1 where a greedy row of
 auto differs from what the target alone wrote.
 """
@@ -36,6 +39,7 @@ from eval.bench_auto.cell import measure
 from eval.bench_auto.contenders import Level, Levels
 from eval.bench_auto.lines import differing, ratios, report
 from eval.bench_auto.plan import Cell, Plan, check, chosen, read_plan
+from eval.bench_auto.shapes import make_target, target_shape
 from eval.plans.identity import digest, fingerprint, level_weights
 from eval.plans.models import Loaded, Models
 from eval.plans.options import parse_options, places_of
@@ -94,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure_cells(plan: Plan, places: Places, left: list[Cell], prompts: dict[str, list[str]], results: Results,
                    asked: Row, device: str) -> None:
-    target = Models(places, device).load(plan.system(plan.chains[0]))
+    target = _target(plan, places, device)
     with tempfile.TemporaryDirectory() as folder, Bars() as progress:
-        known = Levels(places, target, Path(folder))
+        known = Levels(places, target, Path(folder), plan.seed)
         levels = {chain.name: known.of(chain) for chain in plan.chains
                   if any(cell.chain == chain.name for cell in left)}
         for name, those in levels.items():
@@ -107,6 +111,13 @@ def _measure_cells(plan: Plan, places: Places, left: list[Cell], prompts: dict[s
             about = {"cell": cell.name, **asdict(cell), "levels": [level.name for level in levels[cell.chain]]}
             results.add(KIND, {**about, **ratios(found), **found}, asked=asked)
             progress.advance(task)
+
+
+def _target(plan: Plan, places: Places, device: str) -> Loaded:
+    """The folder's model, or one of the shape that the plan names."""
+    if plan.is_shape:
+        return make_target(target_shape(plan.model, plan.name), device, getattr(torch, plan.dtype), plan.seed)
+    return Models(places, device).load(plan.system(plan.chains[0]))
 
 
 def _check_levels(name: str, target: Loaded, levels: list[Level]) -> None:

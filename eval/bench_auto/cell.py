@@ -26,7 +26,7 @@ def measure(plan: Plan, cell: Cell, target: Loaded, levels: list[Level], prompts
     """
     batches = batches_of(plan, cell, prompts, target.encode)
     _check_lengths(cell, target, batches)
-    hf_mlspec.clear(target.model)
+    _forget(target, levels)
     field, decoder = contenders(levels, plan.lengths, cell.batch), Decoder(target, cell, levels)
     generation = target.model.generation_config
     ends = generation.eos_token_id
@@ -38,12 +38,18 @@ def measure(plan: Plan, cell: Cell, target: Loaded, levels: list[Level], prompts
             repeats = [repeat(decoder, field, rows, number) for number, rows in enumerate(batches[:-1])]
     finally:
         generation.eos_token_id = ends
-        hf_mlspec.clear(target.model)
+        _forget(target, levels)
     return {**probe, "prompt_tokens": sum(len(row) for rows in batches[:-1] for row in rows),
             "takes": [takes for takes, _, _ in repeats],
             "rows": cell.batch * plan.repeats,
             "rows_differing": None if cell.temperature else sum(differing for _, differing, _ in repeats),
             "plans": added([counts for _, _, counts in repeats])}
+
+
+def _forget(target: Loaded, levels: list[Level]) -> None:
+    """Free what calls have kept of the target and of levels that are models in memory."""
+    for model in (target.model, *(level.given for level in levels if level.is_made)):
+        hf_mlspec.clear(model)
 
 
 def batches_of(plan: Plan, cell: Cell, prompts: list[str], encode: Callable[[str], list[int]]) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from eval.bench_auto.plan import RANDOM, Cell, Chain
+from eval.bench_auto.shapes import SHAPE, draft_shape, make_draft
 from eval.plans.models import Loaded
 from eval.plans.places import Places
 from eval.records.fields import words
@@ -32,29 +34,43 @@ class Contender:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a chain: its name in tables, what `generate` takes, and its tokenizer where it is another one."""
+    """A level of a chain: its name in tables, what `generate` takes, and its tokenizer where it is another one.
+
+    given: a word, a folder, or a model that was made.
+    """
 
     name: str
-    given: str
+    given: str | PreTrainedModel
     tokenizer: Any = None
 
     @property
+    def is_made(self) -> bool:
+        """Whether it is a model in memory."""
+        return not isinstance(self.given, str)
+
+    @property
     def is_model(self) -> bool:
-        """Whether stock's assisted generation can load it."""
-        return (Path(self.given) / "config.json").is_file()
+        """Whether stock's assisted generation can take it."""
+        return self.is_made or (Path(self.given) / "config.json").is_file()
 
 
 class Levels:
-    """Chains as `generate` takes them; models of random weights are saved in a folder, once."""
+    """Chains as `generate` takes them; models of random weights are saved in a folder, once, and shapes made, once.
 
-    def __init__(self, places: Places, target: Loaded, folder: Path) -> None:
-        self.places, self.target, self.folder = places, target, folder
+    seed: of shapes, that of the target.
+    """
+
+    def __init__(self, places: Places, target: Loaded, folder: Path, seed: int = 0) -> None:
+        self.places, self.target, self.folder, self.seed = places, target, folder, seed
+        self._made: dict[str, PreTrainedModel] = {}
 
     def of(self, chain: Chain) -> list[Level]:
         """From the level below the target down."""
         return [self._level(word) for word in chain.levels]
 
     def _level(self, word: str) -> Level:
+        if word.startswith(SHAPE):
+            return self._shape(word)
         given = self.places.fill(word.removeprefix(RANDOM))
         if word.startswith(RANDOM):
             given = random_draft(Path(given), self.folder, self.target.model.dtype)
@@ -64,6 +80,13 @@ class Levels:
             own = AutoTokenizer.from_pretrained(model)
             tokenizer = None if own.get_vocab() == self.target.tokenizer.get_vocab() else own
         return Level(words([given])[0], given, tokenizer)
+
+    def _shape(self, word: str) -> Level:
+        shape = draft_shape(word, "levels")
+        name = str(shape)
+        if name not in self._made:
+            self._made[name] = make_draft(shape, self.target.model, self.seed)
+        return Level(name, self._made[name])
 
 
 def random_draft(source: Path, folder: Path, dtype: torch.dtype) -> str:
@@ -135,10 +158,18 @@ class Decoder:
         """transformers' own assisted generation, whose draft lengths follow its heuristic schedule."""
         level, model = self.levels[one.levels[0]], self.target.model
         if self._assistant is None:
-            draft = AutoModelForCausalLM.from_pretrained(level.given, dtype=model.dtype)
+            draft = _again(level.given) if level.is_made else AutoModelForCausalLM.from_pretrained(
+                level.given, dtype=model.dtype)
             draft.generation_config.num_assistant_tokens_schedule = "heuristic"
             self._assistant = draft.to(model.device).eval()
         options = {"assistant_model": self._assistant}
         if level.tokenizer is not None:
             options |= {"tokenizer": self.target.tokenizer, "assistant_tokenizer": level.tokenizer}
         return options
+
+
+def _again(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights with a generation config of their own, so that stock's settings are not those of a level."""
+    found = copy.copy(model)
+    found.generation_config = copy.deepcopy(model.generation_config)
+    return found

@@ -7,8 +7,9 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from eval.bench_auto.shapes import SHAPE, Shape, draft_shape, random_prompts, target_shape
 from eval.plans.places import Places
-from eval.plans.systems import Prompts, System, check_systems, prompts_of
+from eval.plans.systems import DTYPES, Prompts, System, check_systems, prompts_of
 from eval.plans.tables import PlanError, check_name, read_table, read_tables, read_toml
 
 RANDOM = "random:"  # before the folder of a model: its shape and tokenizer, with random weights
@@ -16,7 +17,8 @@ RANDOM = "random:"  # before the folder of a model: its shape and tokenizer, wit
 
 @dataclass(frozen=True)
 class Chain:
-    """Levels as `generate` takes them; "random:FOLDER" is a model of FOLDER's shape with random weights."""
+    """Levels as `generate` takes them; "random:FOLDER" is a model of FOLDER's shape with random weights, and
+    "shape:NAME?acceptance=0.8" a draft of a target that is a shape."""
 
     name: str
     levels: list[str]
@@ -29,12 +31,14 @@ class Chain:
 
 @dataclass(frozen=True)
 class Data:
-    """The first `count` prompts of a file that have at least so many characters."""
+    """The first `count` prompts of a file that have at least so many characters; for a target that is a shape, `count`
+    prompts of `tokens` random ids."""
 
     name: str
-    file: str
     count: int
+    file: str | None = None
     characters: int = 0
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,9 @@ class Cell:
 class Plan:
     """Every one of `cells`, `repeats` times.
 
-    model, dtype, format: the target, quantized while it loads where `format` says so. lengths: of the drafts of fixed
-    plans. short: tokens at which a short prompt is cut; long: tokens of a long one. seed: of the order of the prompts.
+    model, dtype, format: the target, quantized while it loads where `format` says so, or "shape:NAME", made without a
+    checkpoint. lengths: of the drafts of fixed plans. short: tokens at which a short prompt is cut; long: tokens of a
+    long one. seed: of the order of the prompts, and of shapes.
     """
 
     name: str
@@ -77,6 +82,11 @@ class Plan:
     chains: list = field(default_factory=list)
     data: list = field(default_factory=list)
     cells: list = field(default_factory=list)
+
+    @property
+    def is_shape(self) -> bool:
+        """Whether the target is made, not loaded."""
+        return self.model.startswith(SHAPE)
 
     def chain(self, cell: Cell) -> Chain:
         """The levels of a cell."""
@@ -121,17 +131,55 @@ def _check_cells(plan: Plan, path: Path) -> None:
 
 def check(plan: Plan, places: Places, path: Path) -> dict[str, list[str]]:
     """The prompts of each data set, in the plan's order; PlanError for folders and files that are not there."""
-    check_systems([plan.system(chain) for chain in plan.chains], places, path)
-    found = {}
-    for data in plan.data:
-        where = f"{path}: data {data.name!r}"
-        prompts = prompts_of(Prompts(data.name, data.file, data.count), places, where)
-        prompts = [prompt for prompt in prompts if len(prompt) >= data.characters]
-        if not prompts:
-            raise PlanError(f"{where}: none of its {data.count} prompts has {data.characters} characters")
-        random.Random(plan.seed).shuffle(prompts)
-        found[data.name] = prompts
+    shape = check_shapes(plan, path)
+    if shape is None:
+        check_systems([plan.system(chain) for chain in plan.chains], places, path)
+    return {data.name: _drawn(plan, data, shape, f"{path}: data {data.name!r}") if shape is not None
+            else _read(plan, data, places, f"{path}: data {data.name!r}") for data in plan.data}
+
+
+def check_shapes(plan: Plan, path: Path) -> Shape | None:
+    """The shape of the target, None where it is a folder; PlanError for a shape and levels that do not go together."""
+    levels = [(f"{path}: chain {chain.name!r}", level) for chain in plan.chains for level in chain.levels]
+    if not plan.is_shape:
+        for where, level in levels:
+            if level.startswith(SHAPE):
+                raise PlanError(f"{where}: {level!r} drafts for a target that is a shape, and model is {plan.model!r}")
+        return None
+    found = target_shape(plan.model, f"{path}: model")
+    if plan.dtype not in DTYPES:
+        raise PlanError(f"{path}: dtype is {plan.dtype!r}, choose one of {', '.join(DTYPES)}")
+    if plan.format is not None:
+        raise PlanError(f"{path}: format is {plan.format!r}, but a shape is not quantized: leave it out")
+    for where, level in levels:
+        if level.startswith(SHAPE):
+            draft_shape(level, where)
+        elif "/" in level or level.startswith(RANDOM):
+            raise PlanError(f"{where}: {level!r} has a tokenizer, and a target that is a shape has none: its levels "
+                            f"are words and shapes")
     return found
+
+
+def _drawn(plan: Plan, data: Data, shape: Shape, where: str) -> list[str]:
+    """Random ids, as numbers."""
+    if data.tokens is None or data.file is not None or data.characters:
+        raise PlanError(f"{where}: a target that is a shape has no tokenizer: give tokens, the length of prompts of "
+                        "random ids, and neither file nor characters")
+    if min(data.count, data.tokens) < 1:
+        raise PlanError(f"{where}: count and tokens must be at least 1")
+    return random_prompts(shape, data.count, data.tokens, plan.seed)
+
+
+def _read(plan: Plan, data: Data, places: Places, where: str) -> list[str]:
+    """The prompts of a file, in the plan's order."""
+    if data.file is None or data.tokens is not None:
+        raise PlanError(f"{where}: it must have file, and tokens goes with a target that is a shape only")
+    prompts = prompts_of(Prompts(data.name, data.file, data.count), places, where)
+    prompts = [prompt for prompt in prompts if len(prompt) >= data.characters]
+    if not prompts:
+        raise PlanError(f"{where}: none of its {data.count} prompts has {data.characters} characters")
+    random.Random(plan.seed).shuffle(prompts)
+    return prompts
 
 
 def chosen(plan: Plan, only: str | None, shard: int, shards: int) -> list[Cell]:
