@@ -8,10 +8,12 @@
 A cell of the plan (eval/configs/auto_*.toml; Python 3.11 or later) names levels, a data set, rows, new tokens, greedy
 or sampled, and short or long prompts. In each repeat the same fresh prompts are decoded by every contender in turn, in
 one process: the target alone (no levels), auto (levels, nothing else), fixed plans (num_draft_tokens 2, 4, 8 for every
-subset of the levels), and for one row transformers' assisted generation with its heuristic schedule. Speeds are of
-whole calls, the prompt included; ratios are medians over repeats of two contenders on the same prompts. Every cell
-begins with an empty cache of costs: the first call of auto probes them, which counts in no speed and has a column.
-Sampled rows do not end early, so that all contenders write equally many tokens.
+subset of the levels), and for one row transformers' assisted generation with its heuristic schedule. On a GPU they
+decode all prompts one after another, as graphs of only two chains are kept, each behind a call that counts for nothing
+(auto, which learns, behind as many as count). Speeds are of whole calls, the prompt included; ratios are medians over
+repeats of two contenders on the same prompts. Every cell begins with an empty cache of costs: the first call of auto
+probes them, which counts in no speed and has a column. Sampled rows do not end early, so that all contenders write
+equally many tokens.
 
 With model = "shape:NAME" the target is made on the device, and drafts of it are right as often as the plan says
 (shapes.py): such a plan needs no folders.

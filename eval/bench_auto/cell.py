@@ -35,7 +35,10 @@ def measure(plan: Plan, cell: Cell, target: Loaded, levels: list[Level], prompts
     try:
         with _empty_cache():
             probe = warm(decoder, field, batches[-1], min(_WARMING_TOKENS, cell.new_tokens))
-            repeats = [repeat(decoder, field, rows, number) for number, rows in enumerate(batches[:-1])]
+            if target.model.device.type == "cuda":
+                repeats = in_blocks(decoder, field, batches)
+            else:
+                repeats = [repeat(decoder, field, rows, number) for number, rows in enumerate(batches[:-1])]
     finally:
         generation.eos_token_id = ends
         _forget(target, levels)
@@ -105,13 +108,29 @@ def repeat(decoder: Decoder, field: list[Contender], rows: list[list[int]], numb
     -> takes by contender, the rows in which auto differs from the target alone, the plans of auto.
     """
     start = number % len(field)
-    takes, ids, plans = {}, {}, {}
-    for one in field[start:] + field[:start]:
-        seconds, counts, ids[one.name] = decoder.take(one, rows, number + 1, decoder.cell.new_tokens)
-        takes[one.name] = {"seconds": seconds, "tokens": sum(map(len, ids[one.name]))}
-        if one.name == AUTO:
-            plans = counts.to_dict()["plans"]
-    return takes, sum(got != told for got, told in zip(ids[AUTO], ids[ALONE], strict=True)), plans
+    new_tokens = decoder.cell.new_tokens
+    return _told({one.name: decoder.take(one, rows, number + 1, new_tokens) for one in field[start:] + field[:start]})
+
+
+def in_blocks(decoder: Decoder, field: list[Contender], batches: list[list[list[int]]]) -> list[tuple[Row, int, Row]]:
+    """`repeat` on a GPU, where a target keeps the graphs of two chains: one contender after another decodes all
+    batches, behind a call that is not timed, with the last one; auto, which learns, behind as many as are timed."""
+    *timed, warming = batches
+    new_tokens, found = decoder.cell.new_tokens, [{} for _ in timed]
+    for one in field:
+        for seed in range(len(timed) if one.name == AUTO else 1):
+            decoder.take(one, warming, seed, new_tokens)
+        for number, rows in enumerate(timed):
+            found[number][one.name] = decoder.take(one, rows, number + 1, new_tokens)
+    return [_told(takes) for takes in found]
+
+
+def _told(takes: dict[str, tuple[float, Any, list]]) -> tuple[Row, int, Row]:
+    """What `repeat` returns, of what `Decoder.take` returned for every contender."""
+    counted = {name: {"seconds": seconds, "tokens": sum(map(len, ids))} for name, (seconds, _, ids) in takes.items()}
+    (_, counts, own), (_, _, alone) = takes[AUTO], takes[ALONE]
+    differing = sum(got != told for got, told in zip(own, alone, strict=True))
+    return counted, differing, counts.to_dict()["plans"]
 
 
 def added(counts: list[Row]) -> Row:
