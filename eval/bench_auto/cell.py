@@ -27,7 +27,7 @@ def measure(plan: Plan, cell: Cell, target: Loaded, levels: list[Level], prompts
     batches = batches_of(plan, cell, prompts, target.encode)
     _check_lengths(cell, target, batches)
     _forget(target, levels)
-    field, decoder = contenders(levels, plan.lengths, cell.batch), Decoder(target, cell, levels)
+    field, decoder = contenders(levels, plan.lengths, plan.stock and cell.batch == 1), Decoder(target, cell, levels)
     generation = target.model.generation_config
     ends = generation.eos_token_id
     if cell.temperature:  # rows differ from contender to contender: all write the same number of tokens

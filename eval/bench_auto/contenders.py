@@ -99,11 +99,11 @@ def random_draft(source: Path, folder: Path, dtype: torch.dtype) -> str:
     return str(made)
 
 
-def contenders(levels: list[Level], lengths: list[int], batch: int) -> list[Contender]:
-    """The target alone, auto, each length for each subset of the levels, stock where it can decode the cell."""
+def contenders(levels: list[Level], lengths: list[int], stock: bool) -> list[Contender]:
+    """The target alone, auto, each length for each subset of the levels, and stock if asked for and it can decode."""
     found = [Contender(ALONE), Contender(AUTO, tuple(range(len(levels)))), *fixed(levels, lengths)]
     helper = next((at for at, level in enumerate(levels) if level.is_model), None)
-    if batch == 1 and helper is not None:
+    if stock and helper is not None:
         found.append(Contender(STOCK, (helper,)))
     return found
 

@@ -67,7 +67,8 @@ class Plan:
 
     model, dtype, format: the target, quantized while it loads where `format` says so, or "shape:NAME", made without a
     checkpoint. lengths: of the drafts of fixed plans. short: tokens at which a short prompt is cut; long: tokens of a
-    long one. seed: of the order of the prompts, and of shapes.
+    long one. seed: of the order of the prompts, and of shapes. stock: whether transformers' own assisted generation
+    takes part, for one row.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Plan:
     short: int = 256
     long: int = 1500
     seed: int = 0
+    stock: bool = True
     chains: list = field(default_factory=list)
     data: list = field(default_factory=list)
     cells: list = field(default_factory=list)

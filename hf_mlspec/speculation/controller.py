@@ -47,14 +47,16 @@ _JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
 class Choice:
     """What was decided for the coming rounds, and what is expected of each.
 
-    limits: per row the most that is drafted for the target. best_speed: tokens a second of the plan that was found
-    best. trial: the plan is another one, to find out about it; reading: seconds that its levels first read. switched:
-    other levels drafted before, so that caches are cold in the first round.
+    limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
+    expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
+    about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
+    cold in the first round.
     """
 
     plan: Plan
     limits: list[int]
     forecast: Forecast
+    off_speed: float = 1.0
     best_speed: float = 1.0
     trial: bool = False
     reading: float = 0.0
@@ -68,12 +70,13 @@ class Controller:
     predicted ones; False where another plan would change bits (engines that are not bit-exact), so that plans follow
     counts alone and a call repeats itself. memory: of an earlier call of this chain.
 
-    choice: for the coming rounds. off_speed: tokens a second that the target alone is expected to write.
+    choice: for the coming rounds.
     """
 
     CHOOSING, FIRST_CHOOSING = 0.01, 0.15  # of the time until the next choice, for choosing; of the first choices
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
     OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
+    TRIAL = 1  # rounds of one of another plan
 
     def __init__(
         self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None
@@ -81,7 +84,7 @@ class Controller:
         self.target, self.levels, self.by_clock = target, list(levels), by_clock
         self.memory = memory or Memory()
         self.rows = RowEstimates()
-        self.choice, self.off_speed = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0)), 1.0
+        self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
         self._choices = list(choices([level.joined for level in self.levels]))
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
@@ -131,12 +134,16 @@ class Controller:
         """Of the choice."""
         return self.choice.forecast
 
+    @property
+    def off_speed(self) -> float:
+        """Of the choice."""
+        return self.choice.off_speed
+
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin = perf_counter()
         search, self._lost = self._search(situation, 0.0), 0.0
-        self.off_speed = search.known.off(search.batch, situation.slots).speed
-        self._grant(situation)
+        self._grant(situation, search.off_speed)
         best, drafting = search.best(self._choices, self._margin)
         trial = self._worth_a_trial(search, best, drafting)
         self._stay_with(best, trial)
@@ -203,8 +210,8 @@ class Controller:
         self._stay = min(2 * self._stay, self._longest(best)) if same and self._stay else first
         doubles = trial is None and not (best.active and self.by_clock)
         self._left = self._stay - 1 if doubles else 0
-        if trial is not None and not trial.active:
-            self._left = self.OFF_TRIAL - 1
+        if trial is not None:
+            self._left = (self.TRIAL if trial.active else self.OFF_TRIAL) - 1
 
     def _longest(self, plan: Plan) -> int:
         return _LONGEST_STAY if plan.active else self.LONGEST_OFF
@@ -224,19 +231,20 @@ class Controller:
             plan,
             limits,
             known.of_limits(plan, limits, odds, slots),
+            off_speed=search.off_speed,
             best_speed=search.usual(best, drafting).speed,
             trial=trial is not None,
             reading=reading,
             switched=plan.active != self.plan.active,
         )
 
-    def _grant(self, situation: Situation) -> None:
+    def _grant(self, situation: Situation, off_speed: float) -> None:
         """Seconds for trials where rows have joined: in advance, or what earlier calls left, no more than that."""
         if not any(situation.rooms):  # they wait for the prompt to be read
             return
         batch = len(situation.rooms)
         ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
-        seconds = _TRIAL_SHARE * self._joined * ahead / self.off_speed
+        seconds = _TRIAL_SHARE * self._joined * ahead / off_speed
         if not self._remembers:
             self.memory.spare += seconds
         elif not self._granted:

@@ -165,9 +165,10 @@ class FixedSearch(Search):
 class FixedController(Controller):
     """A controller of captured rounds. captures: what can be launched."""
 
-    CHOOSING = FIRST_CHOOSING = 0.5  # it chooses while the device is at a round
+    CHOOSING, FIRST_CHOOSING = 0.1, 0.25  # more than on the host: it chooses while the device is at a round
     FIRST_OFF, LONGEST_OFF = 1, 8
     OFF_TRIAL = 1
+    TRIAL = 4  # the levels of one have read the rows then
 
     def __init__(self, *given, captures: Captures, **options):
         super().__init__(*given, **options)

@@ -27,6 +27,11 @@ class Search:
         self.batch = len(situation.rooms)
         self.off = off(len(known.levels))
 
+    @property
+    def off_speed(self) -> float:
+        """Tokens a second of the target alone."""
+        return self.known.off(self.batch, self.situation.slots).speed
+
     def best(self, choices: Iterable[tuple[int, ...]], margin: float) -> tuple[Plan, Drafting]:
         """The plan of least time, and who drafts in it. choices: levels that may take part together. margin: what a
         plan must gain over "off"."""

@@ -13,6 +13,7 @@ from device_path import OPTIONS, draft, rounds, stepwise, target
 from models import near, prompts
 
 import hf_mlspec
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.controller import Choice
 from hf_mlspec.speculation.fixed_shapes import FixedController
@@ -168,3 +169,33 @@ def test_a_plan_is_chosen_while_a_round_is_under_way(target, draft, monkeypatch)
     assert under_way[0] is False
     assert len(under_way) > 2
     assert all(under_way[1:])
+
+
+def test_where_choosing_takes_long_the_first_rounds_are_those_of_the_last_call(target, draft, monkeypatch):
+    """Rounds of microseconds do not wait for it; what they showed is learned when it comes."""
+    asked = {**OPTIONS, "assistant_models": [draft]}
+    target.generate(**prompts([9]), **{**asked, "max_new_tokens": 8})
+    (chain,) = (one for one in state_of(target).chains if one.planned)
+    for _ in range(20):  # a trial is not remembered
+        if not chain.first_choices:
+            target.generate(**prompts([9]), **{**asked, "max_new_tokens": 8})
+    chain.unquestioned = 0
+    chain.choosing_seconds, made = 1e6, []
+    make = FixedController.start
+
+    def start(self, rows):
+        made.append(len(made))
+        make(self, rows)
+
+    monkeypatch.setattr(FixedController, "start", start)
+    for _ in range(7):  # calls of a round or a few
+        assert target.generate(**prompts([9]), **{**asked, "max_new_tokens": 8}).shape[1] == 17
+    assert not made
+    assert chain.unquestioned == 7
+    assert hf_mlspec.last_stats(target).plans
+    for _ in range(2):  # the next one has a controller, and every call that is long enough
+        target.generate(**prompts([9]), **{**asked, "max_new_tokens": 8})
+    assert made
+    chain.choosing_seconds, before = 1e6, len(made)
+    target.generate(**prompts([9]), **{**asked, "max_new_tokens": 200})
+    assert len(made) == before + 1

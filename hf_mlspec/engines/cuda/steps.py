@@ -100,10 +100,13 @@ class CudaSteps:
         self._seen[shape] = 0
 
 
-def recorded(run: Callable[[], None], device: torch.device, pool=None) -> torch.cuda.CUDAGraph:
-    """What `run` enqueues, as a graph, captured on a stream of its own; the device has run the like before."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+def recorded(run: Callable[[], None], device: torch.device, pool=None, stream=None) -> torch.cuda.CUDAGraph:
+    """What `run` enqueues, as a graph, captured on `stream`, or one of its own; the device has run the like before.
+
+    Graphs of one pool that are captured on one stream share memory: no two of them may run at a time.
+    """
+    graph = torch.cuda.CUDAGraph()
+    how = {"pool": pool, "stream": stream or torch.cuda.Stream(device), "capture_error_mode": "thread_local"}
     # A capture that fails at its end leaves its stream the current one: the caller's is put back here.
     callers = torch.cuda.stream(torch.cuda.current_stream(device))
     with capturing, _no_collection(), torch.cuda.device(device), callers, torch.cuda.graph(graph, **how):

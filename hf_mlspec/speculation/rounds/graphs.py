@@ -34,7 +34,7 @@ class RoundGraphs:
         self._reports: dict[RoundProgram, tuple[Tensor, Tensor]] = {}  # on the device, on the host
         self._program: RoundProgram | None = None
         if self.on_gpu:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(state.tokens.device)
             self._begin, self._end, self._before = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             self._ran = False
 
@@ -57,8 +57,10 @@ class RoundGraphs:
         while len(self._graphs) >= _KEPT:
             self._graphs.popitem(last=False)
         self._rehearse(program, state)
-        graph = recorded(lambda: self._enqueue(program, state, batch), state.tokens.device, self._pool)
-        self._graphs[program, batch] = graph
+        device = state.tokens.device
+        self._graphs[program, batch] = recorded(
+            lambda: self._enqueue(program, state, batch), device, self._pool, self._stream
+        )
         self.capture_seconds += time.perf_counter() - begin
         self.captured_layers += program.layers
 

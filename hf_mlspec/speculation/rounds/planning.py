@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from ..controller import Choice
 from ..draft import Drafter
@@ -13,6 +14,8 @@ from ..stats import SpeculationStats
 from .chain import CapturedChain, bucket_of
 from .program import UNROLLED, RoundProgram
 
+_CHOOSING_SHARE = 0.2  # of the time of the rounds before the first choice of a call
+_MOST_WAITED = 8  # rounds until it, and calls without one
 _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind another
 
 
@@ -50,8 +53,8 @@ class Planning:
     decided for the round that was launched last. failed: there was no memory for a graph, and nothing is chosen any
     more.
 
-    The first round of a call is that which was best behind the first one of the last call like it: the controller is
-    made, and chooses, while the device is at it.
+    The first rounds of a call are of the plan that was chosen in the last call like it, until it has chosen anew:
+    while the device is at the first round, or where rounds are shorter than that takes, at a later one.
     """
 
     controller: FixedController | None
@@ -69,7 +72,9 @@ class Planning:
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
-        self._rows, self.controller, self._ahead, self._like = rows, None, False, None
+        self._rows, self.controller, self._ahead, self._like, self._rounds = rows, None, False, None, 0
+        self._early: list[tuple[Observed, float]] = []
+        self.chain.unquestioned += 1
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""
@@ -90,12 +95,24 @@ class Planning:
         """Choose what comes after the round under way, unless that is known."""
         if self._ahead or not rows:
             return
+        self._ahead = True
+        if self.controller is None and self._first is not None and not self._is_time():
+            return
+        begin, first = perf_counter(), self.controller is None
         controller = self._made()
         if not controller.stay(rows):
             controller.choose(situation())
-            if self._like is not None and not controller.choice.trial:
+        if first and self._like is not None:
+            self.chain.choosing_seconds = perf_counter() - begin
+            if not controller.choice.trial:
                 self.chain.first_choices[self._like] = controller.choice
-        self._like, self._ahead = None, True
+
+    def _is_time(self) -> bool:
+        """Whether the rounds so far have taken so long that choosing takes little beside them, or many calls have
+        ended before that."""
+        self._rounds += 1
+        waits = self.chain.choosing_seconds / (_CHOOSING_SHARE * self._first.forecast.seconds)
+        return self._rounds > waits or self._rounds > _MOST_WAITED or self.chain.unquestioned >= _MOST_WAITED
 
     def program(self, situation: Callable[[], Situation], rows: int) -> RoundProgram:
         """What the coming round is to run."""
@@ -114,10 +131,13 @@ class Planning:
 
     def _made(self) -> FixedController:
         if self.controller is None:
-            self.controller = self.make(self.graphs)
+            self.controller, self.chain.unquestioned = self.make(self.graphs), 0
             self.controller.start(self._rows)
             if self._first is not None:
                 self.controller.choice = self._first
+            for round_, seconds in self._early:
+                self._learn(round_, seconds)
+            self._early.clear()
         return self.controller
 
     def give_up(self) -> None:
@@ -127,14 +147,19 @@ class Planning:
     def observe(self, stats: SpeculationStats, round_: Observed, direct: bool) -> None:
         """What a round did. direct: it was launched right behind another, so that the time between them is a round's
         own."""
-        graphs, controller, choice = self.chain.graphs, self.controller, round_.choice
+        graphs, choice = self.chain.graphs, round_.choice
         self._idle = graphs.idle if direct else self._idle
         seconds = graphs.round_seconds + self._idle
-        for checker, drafted, accepted in round_.inner:
-            controller.observe_inner(checker, drafted, drafted, accepted, choice)
-        off_speed = controller.off_speed
-        controller.observe(round_.drafted, round_.drafted, round_.accepted, seconds, choice=choice)
         tokens = len(round_.accepted) + sum(round_.accepted)
         told = stats.of_plan(choice.plan.told(self.names))
-        told.count(tokens, seconds, choice.forecast.tokens, choice.forecast.seconds, tokens / off_speed,
+        told.count(tokens, seconds, choice.forecast.tokens, choice.forecast.seconds, tokens / choice.off_speed,
                    rounds=1 if choice.plan.active else UNROLLED)
+        if self.controller is None:
+            self._early.append((round_, seconds))
+        else:
+            self._learn(round_, seconds)
+
+    def _learn(self, round_: Observed, seconds: float) -> None:
+        for checker, drafted, accepted in round_.inner:
+            self.controller.observe_inner(checker, drafted, drafted, accepted, round_.choice)
+        self.controller.observe(round_.drafted, round_.drafted, round_.accepted, seconds, choice=round_.choice)
