@@ -148,6 +148,7 @@ class Controller:
         trial = self._worth_a_trial(search, best, drafting)
         self._stay_with(best, trial)
         self.choice = self._decided(search, best, drafting, trial)
+        self._spend(search, best, drafting, trial)
         self._chosen += 1
         if not any(situation.rooms):
             self._left = 0  # nothing could be drafted: that says nothing of the next round
@@ -156,6 +157,12 @@ class Controller:
             rounds = (perf_counter() - begin) / (share * self.forecast.seconds)
             self._left = max(self._left, min(int(rounds), self._longest(best)))
         return self.plan
+
+    def best_of(self, situation: Situation) -> Choice:
+        """What would be chosen for these rows with what is known now; nothing changes."""
+        search = self._search(situation, 0.0)
+        best, drafting = search.best(self._choices, self._margin)
+        return self._decided(search, best, drafting, None)
 
     def stay(self, rows: int) -> bool:
         """Whether the plan of the last round, of as many rows, is that of the coming one."""
@@ -202,6 +209,9 @@ class Controller:
         below = next((index for index in (choice or self.choice).plan.active if index > checker), None)
         if below is not None and limit > 0:
             self.memory.observed(self.levels, below, checker).observe(limit, drafted, accepted)
+
+    def _spend(self, search: Search, best: Plan, drafting: Drafting, trial: Plan | None) -> None:
+        """Account for what it takes until rounds of the chosen plan can run: on the host, nothing."""
 
     def _stay_with(self, best: Plan, trial: Plan | None) -> None:
         """How many rounds until the next choice."""

@@ -196,7 +196,8 @@ class FixedController(Controller):
         known = FixedExpectations(self.target, self.levels, self.memory, doubts=doubts, corrected=self.by_clock)
         return FixedSearch(situation, known, self.rows, captures=self.captures, credit=self.memory.credit)
 
-    def _decided(self, search: FixedSearch, best: Plan, drafting: Drafting, trial: Plan | None) -> Choice:
+    def _spend(self, search: FixedSearch, best: Plan, drafting: Drafting, trial: Plan | None) -> None:
+        """Capturing is paid for, and what is lost for want of another plan will be credit for that."""
         wished, self._wish = search.best_if_ready, None
         if trial is not None:
             self.memory.capturing -= search.to_prepare(trial)
@@ -206,7 +207,6 @@ class FixedController(Controller):
             have, want = (search.usual(plan, drafting).speed for plan in (best, wished))
             self._wish = (wished.active, 1.0 / have - 1.0 / want) if want > have else None
             self.waiting.update(wished.active)
-        return super()._decided(search, best, drafting, trial)
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
         return [plan.most] * search.batch

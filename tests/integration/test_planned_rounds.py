@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from device_path import OPTIONS, draft, rounds, stepwise, target
-from models import near, prompts
+from models import near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec.nn.state import state_of
@@ -199,3 +199,18 @@ def test_where_choosing_takes_long_the_first_rounds_are_those_of_the_last_call(t
     chain.choosing_seconds, before = 1e6, len(made)
     target.generate(**prompts([9]), **{**asked, "max_new_tokens": 200})
     assert len(made) == before + 1
+
+
+def test_the_first_plan_of_a_call_is_what_its_beginning_asks_for(target, monkeypatch):
+    """Not what was best behind the first round, where fewer tokens were left than "off" writes in one."""
+    poor = tiny(seed=9, dtype=torch.bfloat16)
+    asked = {**OPTIONS, "max_new_tokens": 8, "assistant_models": [poor]}
+    for _ in range(2):
+        target.generate(**prompts([9]), **asked)
+    (chain,) = (one for one in state_of(target).chains if one.planned)
+    seen = []
+    monkeypatch.setattr(FixedController, "best_of", lambda self, situation: seen.append(situation) or self.choice)
+    chain.choosing_seconds = 0.0
+    target.generate(**prompts([9]), **asked)
+    assert [one.rooms for one in seen] == [[7]]
+    assert seen[0].missing == [[9]]

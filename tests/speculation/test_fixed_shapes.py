@@ -122,6 +122,15 @@ def test_a_poor_draft_is_not_captured_to_find_out():
         made.observe([0], [0], [UNROLLED - 1], made.forecast.seconds)
 
 
+def test_what_would_be_chosen_is_told_without_a_choice():
+    made = controller(Graphs(0.02))
+    made.choose(situation(room=7))
+    made.memory.credit[0,] = 0.5
+    before = made.choice, dict(made.memory.credit), made.memory.capturing, made._wish, made._left
+    assert made.best_of(situation()).plan.active == (0,)
+    assert (made.choice, made.memory.credit, made.memory.capturing, made._wish, made._left) == before
+
+
 def test_every_row_drafts_as_much():
     made = FixedController(MEMORY_BOUND, [LevelCosts("draft", costs(3e-4, 0.0), 0.9)], captures=Graphs(0.0))
     made.start(5)

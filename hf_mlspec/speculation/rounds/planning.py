@@ -66,7 +66,7 @@ class Planning:
         self.failed = False
         self.running: Choice | None = None
         self._ahead = False  # whether the plan of the next round is chosen already
-        self._rows, self._like = 0, None  # rows of the call; what tells it from others, until its first choice
+        self._rows, self._like = 0, None  # rows of the call, and what tells it from others
         self._first: Choice | None = None
         self._idle = _IDLE
 
@@ -103,9 +103,8 @@ class Planning:
         if not controller.stay(rows):
             controller.choose(situation())
         if first and self._like is not None:
+            self.chain.first_choices[self._like] = controller.best_of(self._beginning)
             self.chain.choosing_seconds = perf_counter() - begin
-            if not controller.choice.trial:
-                self.chain.first_choices[self._like] = controller.choice
 
     def _is_time(self) -> bool:
         """Whether the rounds so far have taken so long that choosing takes little beside them, or many calls have
@@ -116,9 +115,9 @@ class Planning:
 
     def program(self, situation: Callable[[], Situation], rows: int) -> RoundProgram:
         """What the coming round is to run."""
-        if self.controller is None and self._like is None:
-            rooms = situation().rooms
-            self._like = rows, max(rooms, default=0).bit_length()
+        if self.controller is None and self._like is None and rows:
+            self._beginning = situation()
+            self._like = rows, max(self._beginning.rooms, default=0).bit_length()
             self._first = self.chain.first_choices.get(self._like)
         if self.controller is None and self._first is not None:
             return self.chain.program_of(self._first.plan)
