@@ -92,8 +92,8 @@ def _show(args: argparse.Namespace, survey: Survey, examples: list[Example], kep
          ("rows", *(f"{acceptance:.0%}" for acceptance in ACCEPTANCES)), rows)
     if not survey.chooses:
         say(console, "a level's generation_config names its draft length or threshold: calls keep to that")
-    if args.device.startswith("cuda"):
-        say(console, "captured rounds on a GPU keep fixed lengths: plans are for rounds that run step by step")
+    if survey.replayed:
+        say(console, "passes and plans are those of captured rounds; passes that run step by step were measured beside")
     if kept:
         say(console, f"costs for the next calls are in {kept}")
     for option, file in (("profile", args.output), ("picture", args.plot)):
