@@ -93,7 +93,7 @@ def _show(args: argparse.Namespace, survey: Survey, examples: list[Example], kep
     if not survey.chooses:
         say(console, "a level's generation_config names its draft length or threshold: calls keep to that")
     if survey.replayed:
-        say(console, "passes and plans are those of captured rounds; passes that run step by step were measured beside")
+        say(console, "passes and plans are those of captured rounds; passes that run step by step were measured too")
     if kept:
         say(console, f"costs for the next calls are in {kept}")
     for option, file in (("profile", args.output), ("picture", args.plot)):

@@ -227,7 +227,10 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
 
 def _loop(chain: Chain, captured: CapturedChain | None, device: torch.device, how: dict) -> Loop:
     if captured is not None:
-        planning = Planning(chain.controller, chain.levels, captured) if captured.planned else None
+        planning = None
+        if captured.planned:
+            planning = Planning(chain.controller, chain.levels, captured)
+            chain.waiting = set(range(len(chain.levels)))  # until there is a controller
         rounds = CapturedRounds(captured, chain.target, chain.drafter, planning=planning)
     else:
         rounds = chain.host_rounds(device)

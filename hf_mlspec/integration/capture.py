@@ -20,6 +20,7 @@ from ..speculation.rounds.program import RoundLevel
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .compare import accumulate
+from .costs.replayed import POSITIONS
 from .levels.wiring import Chain
 from .processing import WARPERS
 
@@ -93,7 +94,10 @@ def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: 
         return None
     if chain.controller is not None:
         for level in levels:
+            level.most = 1  # a plan says how many
             level.threshold = 0.0  # a draft that ends early takes as long: only a level's own length ends it
+            # Before anything is captured, as measuring costs would move the rotary tables under the graphs.
+            level.decoder.reserve_positions(POSITIONS)
     return levels
 
 

@@ -36,7 +36,7 @@ _FEW_ROUNDS = 4.0  # from here down the last round of a row counts as a whole on
 _NEARLY = 0.25  # unless only so much of it is needed
 _LENGTHS = np.array(LENGTHS, float)
 _CAPTURING_SHARE = 0.03  # of all seconds may go to capturing rounds that show whether another plan is better
-_WORTH_CAPTURING = 0.02  # what a plan must gain over "off" to be missed
+_WORTH_CAPTURING = 0.02  # what a plan must gain over the best that can run to be missed
 
 
 class FixedExpectations(Expectations):
@@ -100,7 +100,7 @@ class Captured:
     """`Captures` where a round of every plan has been captured."""
 
     def ready(self, rows: int) -> list[Plan]:
-        """None need be named: no plan is better for it."""
+        """None: no plan has to wait for a capture, so none is preferred."""
         return []
 
     def seconds(self, plan: Plan, rows: int) -> float:
@@ -159,7 +159,7 @@ class FixedSearch(Search):
     def _rounds(self, tokens: Numbers) -> Numbers:
         """Rounds of so many tokens until the longest row has what it is expected to gain."""
         rounds = max(self._left()) * self.batch / tokens
-        return np.where(rounds < _FEW_ROUNDS, np.ceil(rounds - _NEARLY), rounds)
+        return np.where(rounds < _FEW_ROUNDS, np.maximum(np.ceil(rounds - _NEARLY), 1.0), rounds)
 
 
 class FixedController(Controller):
@@ -201,6 +201,7 @@ class FixedController(Controller):
         wished, self._wish = search.best_if_ready, None
         if trial is not None:
             self.memory.capturing -= search.to_prepare(trial)
+            self.memory.spare -= search.to_read(trial.active, self._few(search.batch))  # rounds are timed without it
         elif seconds := search.to_prepare(best):
             self.memory.credit[best.active] = max(self.memory.credit.get(best.active, 0.0) - seconds, 0.0)
         if wished != best and search.to_prepare(wished):

@@ -214,3 +214,12 @@ def test_the_first_plan_of_a_call_is_what_its_beginning_asks_for(target, monkeyp
     target.generate(**prompts([9]), **asked)
     assert [one.rooms for one in seen] == [[7]]
     assert seen[0].missing == [[9]]
+
+
+def test_measuring_costs_leaves_the_captured_chain_as_it_is(target, draft):
+    """Longer rotary tables would make the next call build it anew."""
+    target.generate(**prompts([9]), **OPTIONS, assistant_models=[draft])
+    chains_kept = [one for one in state_of(target).chains if one.planned]
+    target.generate(**prompts([9]), **OPTIONS, assistant_models=[draft])
+    assert [one for one in state_of(target).chains if one.planned] == chains_kept
+    assert chains_kept

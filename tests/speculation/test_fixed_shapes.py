@@ -122,6 +122,20 @@ def test_a_poor_draft_is_not_captured_to_find_out():
         made.observe([0], [0], [UNROLLED - 1], made.forecast.seconds)
 
 
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 6])
+def test_a_round_is_the_least_that_a_row_needs(room):
+    """A call's last tokens are not free in any plan: of those that are captured the cheapest round writes them."""
+    short = Plan((1,))
+    made = controller(Graphs(0.0, short), chance=0.999)
+    plan = made.choose(situation(room=room))
+    if room:
+        assert plan.active
+        assert plan.most <= max(room, 2) + 1
+    search = made._search(situation(room=room), 0.0)
+    assert 0.03 < search.time(off(1)) < 0.05
+    assert search.time(short) > 0.0
+
+
 def test_what_would_be_chosen_is_told_without_a_choice():
     made = controller(Graphs(0.02))
     made.choose(situation(room=7))

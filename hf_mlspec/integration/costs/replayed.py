@@ -12,6 +12,7 @@ from ...engines.engine import Engine
 from ...engines.rows import new_kv, up_to_growth
 from ...speculation.costs import LONG, TOKENS
 
+POSITIONS = LONG + TOKENS[-1]  # of the longest row that is timed
 PASSES = 4  # in one graph, so that launching it and waiting for it is a small part of its time
 
 
@@ -21,9 +22,9 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
     a CPU they run as they are.
     """
     decoder, bits = engine.decoder, engine.bits
-    decoder.reserve_positions(LONG + TOKENS[-1])
-    kv = new_kv(decoder, 1, up_to_growth(min(LONG + TOKENS[-1], engine.max_positions or LONG + TOKENS[-1])))
-    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+    decoder.reserve_positions(POSITIONS)
+    kv = new_kv(decoder, 1, up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS)))
+    graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Callable[[], None]]] = {}
 
     def passes(count: int, slots: int) -> Callable[[], None]:
         ids = torch.ones(1, count, dtype=torch.int32, device=decoder.device)

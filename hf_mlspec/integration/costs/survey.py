@@ -65,7 +65,8 @@ class Survey:
         wiring = Wiring(model, tokenizer, config, **options, state=state)
         self._chain = wiring.build(found)
         self._engines = [self._chain.target.runner, *self._chain.runners]
-        self.replayed = all(engine is not None and engine.can.capturable for engine in self._engines)
+        capturable = [engine is not None and engine.can.capturable for engine in self._engines]
+        self.replayed = all([*capturable, *self._chain.joined])
         captures = Captured() if self.replayed else None
         self._controller = partial(controller_of, wiring, found, self._chain, "", captures)
         self.names = [level.name for level in found]

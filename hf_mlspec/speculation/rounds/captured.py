@@ -15,7 +15,7 @@ from ..plans import Situation
 from ..stats import SpeculationStats
 from ..traces.recorder import checkers
 from .caches import adopt, disown, drafters
-from .chain import BUCKETS, CapturedChain, bucket_of
+from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
 from .program import CHECK_FIELDS, NOT_CHECKED, RoundProgram
@@ -60,7 +60,7 @@ class CapturedRounds:
         self._observed: Observed | None = None
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
-        """Prefill the caches of all levels with all but the last token of every row; see `Rounds.start`."""
+        """Prefill the target's cache with all but the last token of every row; see `Rounds.start`."""
         self.bucket = bucket_of(len(rows))
         self._seconds_before = self.chain.graphs.seconds
         self.chain.state.clear(self.seed)
@@ -91,7 +91,7 @@ class CapturedRounds:
         self.reading.admit(len(rows))
         if self._reported is not None:
             self._reported += [None] * len(rows)
-        if self.planning is not None:
+        if self._planned:
             self.planning.admit(len(rows))
 
     def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
@@ -104,7 +104,7 @@ class CapturedRounds:
         self.reading.replace(r)
         if self._reported is not None:
             self._reported[r] = None
-        if self.planning is not None:
+        if self._planned:
             self.planning.replace(r)
 
     def select(self, keep: list[int]) -> None:
@@ -118,7 +118,7 @@ class CapturedRounds:
         if keep and bucket < self.bucket and (self._planned or self._captured(self.chain.program, bucket)):
             self._gather(bucket)
         self._let_go_on()
-        if self.planning is not None:
+        if self._planned:
             self.planning.select(keep)
 
     def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
@@ -184,8 +184,8 @@ class CapturedRounds:
         program = self.planning.program(partial(self._situation, rows), len(rows))
         if not self._captured(program, self.bucket):
             self.planning.give_up()
-            graphs, wanted = self.chain.graphs, self.bucket
-            self.bucket = next((one for one in BUCKETS if one >= wanted and graphs.has(own, one)), 0)
+            wanted = self.bucket
+            self.bucket = self.chain.graphs.least_rows(own, wanted)
             if not self.bucket:
                 raise NoRoom(f"no memory to capture rounds of {wanted} rows")
             program = own
@@ -262,7 +262,7 @@ class CapturedRounds:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            used = "the target goes on alone" if program.active else "graphs of more rows are used"
+            used = "graphs of more rows are used" if program is self.chain.program else "the target goes on alone"
             model = self.target.runner.model
             say_once(model, f"rounds of {bucket} rows are not captured, not enough memory: {used}")
             return False
@@ -308,7 +308,9 @@ class CapturedRounds:
             self.drafters[index].stats.rounds += program.drafts(place)
             self.drafters[index].stats.forwards += program.forwards(place)
         if self._planned:
-            self._observed = Observed(self.planning.running, self.drafted, [len(line) - 1 for line in tokens], inner)
+            took = self.chain.graphs.round_seconds, self.chain.graphs.idle
+            gained = [len(line) - 1 for line in tokens]
+            self._observed = Observed(self.planning.running, self.drafted, gained, inner, *took)
         return Verdict(tokens, accepted, None, None)
 
     def _count_steps(self, gained: list[int], stats: SpeculationStats) -> None:

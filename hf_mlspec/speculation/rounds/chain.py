@@ -43,7 +43,7 @@ class CapturedChain:
         self._sampling = sampled, warp
         self._programs: dict[Plan, RoundProgram] = {}
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
-        self.choosing_seconds = 0.0  # what making a controller and a first choice took
+        self.choosing_seconds = 0.0  # what making a controller and a first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
         self.program = self.program_of(off(len(levels) - 1)) if planned else RoundProgram(levels, sampled, warp)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
@@ -77,12 +77,12 @@ class CapturedChain:
     def grow(self, batch: int, slots: int) -> None:
         """More rows, or more slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are
         made anew."""
-        counts = self.graphs.seconds, self.graphs.capture_seconds, self.graphs.captured_layers
+        counts = self.graphs.counts
         old, self.graphs = self.state, None  # graphs give their memory back first
         self.batch, self.slots = batch, slots
         self._allocate()
         self.state.take_over(old)
-        self.graphs.seconds, self.graphs.capture_seconds, self.graphs.captured_layers = counts
+        self.graphs.counts = counts
 
     def move(self, places: list[int]) -> None:
         """Put the rows of these places, which rise, first: in every cache and in the state."""

@@ -38,6 +38,19 @@ class RoundGraphs:
             self._begin, self._end, self._before = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             self._ran = False
 
+    @property
+    def counts(self) -> tuple:
+        """What goes on in other graphs of the same chain."""
+        return self.seconds, self.round_seconds, self.idle, self.capture_seconds, self.captured_layers
+
+    @counts.setter
+    def counts(self, given: tuple) -> None:
+        self.seconds, self.round_seconds, self.idle, self.capture_seconds, self.captured_layers = given
+
+    def least_rows(self, program: RoundProgram, rows: int) -> int:
+        """The smallest number of rows, this many or more, of which rounds are captured; 0: there is none."""
+        return min((batch for one, batch in self._graphs if one is program and batch >= rows), default=0)
+
     def has(self, program: RoundProgram, batch: int) -> bool:
         """Whether a round of this many rows can be launched at once."""
         return not self.on_gpu or (program, batch) in self._graphs
@@ -54,8 +67,8 @@ class RoundGraphs:
                 self._graphs.move_to_end((program, batch))
             return
         begin, state = time.perf_counter(), self.state.of_rows(batch)
-        while len(self._graphs) >= _KEPT:
-            self._graphs.popitem(last=False)
+        while len(self._graphs) >= _KEPT:  # those of the target alone are what is left where memory is short
+            del self._graphs[next((key for key in self._graphs if key[0].active), next(iter(self._graphs)))]
         self._rehearse(program, state)
         device = state.tokens.device
         self._graphs[program, batch] = recorded(

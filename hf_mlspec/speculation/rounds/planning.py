@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 from ..controller import Choice
@@ -22,12 +22,15 @@ _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind 
 @dataclass
 class Observed:
     """A round that has ended: whose it was, and row by row what was drafted for the target and accepted (-1: the row
-    was not part of it). inner: the same of every row and check below the target, with the level that checked."""
+    was not part of it). inner: the same of every row and check below the target, with the level that checked. seconds,
+    idle: as of `RoundGraphs`."""
 
     choice: Choice
     drafted: list[int]
     accepted: list[int]
-    inner: list[tuple[int, int, int]] = field(default_factory=list)
+    inner: list[tuple[int, int, int]]
+    seconds: float
+    idle: float
 
 
 class KeptGraphs:
@@ -67,6 +70,7 @@ class Planning:
         self.running: Choice | None = None
         self._ahead = False  # whether the plan of the next round is chosen already
         self._rows, self._like = 0, None  # rows of the call, and what tells it from others
+        self._beginning: Situation | None = None  # of the call, until it has chosen
         self._first: Choice | None = None
         self._idle = _IDLE
 
@@ -74,6 +78,7 @@ class Planning:
         """Forget the rows; so many follow."""
         self._rows, self.controller, self._ahead, self._like, self._rounds = rows, None, False, None, 0
         self._early: list[tuple[Observed, float]] = []
+        self._beginning = None
         self.chain.unquestioned += 1
 
     def select(self, keep: list[int]) -> None:
@@ -98,13 +103,13 @@ class Planning:
         self._ahead = True
         if self.controller is None and self._first is not None and not self._is_time():
             return
-        begin, first = perf_counter(), self.controller is None
-        controller = self._made()
+        begin, controller = perf_counter(), self._made()
+        if self._beginning is not None:
+            self.chain.first_choices[self._like] = controller.best_of(self._beginning)
         if not controller.stay(rows):
             controller.choose(situation())
-        if first and self._like is not None:
-            self.chain.first_choices[self._like] = controller.best_of(self._beginning)
-            self.chain.choosing_seconds = perf_counter() - begin
+        if self._beginning is not None:
+            self.chain.choosing_seconds, self._beginning = perf_counter() - begin, None
 
     def _is_time(self) -> bool:
         """Whether the rounds so far have taken so long that choosing takes little beside them, or many calls have
@@ -115,7 +120,7 @@ class Planning:
 
     def program(self, situation: Callable[[], Situation], rows: int) -> RoundProgram:
         """What the coming round is to run."""
-        if self.controller is None and self._like is None and rows:
+        if self.controller is None and self._like is None:
             self._beginning = situation()
             self._like = rows, max(self._beginning.rooms, default=0).bit_length()
             self._first = self.chain.first_choices.get(self._like)
@@ -142,13 +147,16 @@ class Planning:
     def give_up(self) -> None:
         """There is no memory to capture what was chosen: the target goes on alone."""
         self.failed = True
+        self.chain.first_choices.pop(self._like, None)
+        if self.controller is not None:  # nothing can be said of them
+            self.controller.waiting.update(range(len(self.names)))
 
     def observe(self, stats: SpeculationStats, round_: Observed, direct: bool) -> None:
         """What a round did. direct: it was launched right behind another, so that the time between them is a round's
         own."""
-        graphs, choice = self.chain.graphs, round_.choice
-        self._idle = graphs.idle if direct else self._idle
-        seconds = graphs.round_seconds + self._idle
+        choice = round_.choice
+        self._idle = round_.idle if direct else self._idle
+        seconds = round_.seconds + self._idle
         tokens = len(round_.accepted) + sum(round_.accepted)
         told = stats.of_plan(choice.plan.told(self.names))
         told.count(tokens, seconds, choice.forecast.tokens, choice.forecast.seconds, tokens / choice.off_speed,

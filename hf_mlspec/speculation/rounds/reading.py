@@ -20,7 +20,7 @@ class Reading:
     def __init__(self, chain: CapturedChain, drafters: Sequence[Drafter]):
         self.chain, self.drafters = chain, drafters
         self._held: list[list[int]] = [[] for _ in drafters]  # per level the tokens of each row that it surely holds
-        self._last: list[RoundProgram | None] = []  # per row the round that it was part of last
+        self._last: list[tuple[int, ...] | None] = []  # per row the levels of the round that it was part of last
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -63,7 +63,7 @@ class Reading:
             level, held = self.chain.levels[index + 1], self._held[index]
             behind = [
                 r for r, row in enumerate(rows)
-                if level.own_cache and self._last[r] is not program and len(row) - held[r] > depth + 1
+                if level.own_cache and self._last[r] != program.active and len(row) - held[r] > depth + 1
             ]  # fmt: skip
             if behind:
                 behind.sort(key=lambda r: places[r])
@@ -74,12 +74,12 @@ class Reading:
 
     def launched(self, program: RoundProgram, rows: Rows, end: Callable[[int], int]) -> None:
         """A round of these rows has begun, of which row r may reach end(r) tokens."""
-        for index in program.active:
+        for depth, index in enumerate(program.active, start=1):
             held = self._held[index]
             for r, row in enumerate(rows):
-                if len(row) + 1 < end(r):  # else nothing is drafted for it
+                if len(row) + depth < end(r):  # each level leaves a token for the one above: else it drafts nothing
                     held[r] = len(row)
-        self._last = [program] * len(rows)
+        self._last = [program.active] * len(rows)
 
 
 def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int]) -> int:
