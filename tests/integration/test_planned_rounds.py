@@ -201,6 +201,24 @@ def test_where_choosing_takes_long_the_first_rounds_are_those_of_the_last_call(t
     assert len(made) == before + 1
 
 
+@pytest.mark.parametrize("chain", ["draft", "mxfp4, draft"])
+@pytest.mark.parametrize("lengths", [[3, 17, 1], [3, 17, 1, 9, 9, 2, 30, 5]], ids=["three", "eight"])
+def test_rows_may_end_before_a_call_has_chosen(rounds, target, draft, chain, lengths):
+    """Its controller is made when the first of them leaves, for all that were there."""
+    inputs = prompts(lengths)
+    levels, longest = chains(draft)[chain], max(lengths)
+    written = stepwise(target, inputs)[:, longest:].tolist()
+    asked = {"eos_token_id": sorted({written[0][0], written[1][2], written[2][3]}), "pad_token_id": 0}
+    alone = stepwise(target, inputs, **asked)
+    for _ in range(8):
+        out = target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=levels)
+        assert torch.equal(out, alone)
+        for one in state_of(target).chains:
+            one.choosing_seconds, one.unquestioned = 1e6, 0
+    assert any(one.first_choices for one in state_of(target).chains)
+    assert rounds
+
+
 def test_the_first_plan_of_a_call_is_what_its_beginning_asks_for(target, monkeypatch):
     """Not what was best behind the first round, where fewer tokens were left than "off" writes in one."""
     poor = tiny(seed=9, dtype=torch.bfloat16)

@@ -103,13 +103,11 @@ class Planning:
         self._ahead = True
         if self.controller is None and self._first is not None and not self._is_time():
             return
-        begin, controller = perf_counter(), self._made()
-        if self._beginning is not None:
-            self.chain.first_choices[self._like] = controller.best_of(self._beginning)
+        controller = self._made()
         if not controller.stay(rows):
+            begin = perf_counter()
             controller.choose(situation())
-        if self._beginning is not None:
-            self.chain.choosing_seconds, self._beginning = perf_counter() - begin, None
+            self.chain.choosing_seconds = perf_counter() - begin
 
     def _is_time(self) -> bool:
         """Whether the rounds so far have taken so long that choosing takes little beside them, or many calls have
@@ -142,6 +140,9 @@ class Planning:
             for round_, seconds in self._early:
                 self._learn(round_, seconds)
             self._early.clear()
+            if self._beginning is not None:  # while all rows of the call are there
+                self.chain.first_choices[self._like] = self.controller.best_of(self._beginning)
+                self._beginning = None
         return self.controller
 
     def give_up(self) -> None:
