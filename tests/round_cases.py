@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.speculation.acceptance import accept_row
+from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
 
 NAN = -1
 
@@ -100,6 +101,19 @@ def settled(s: dict, threshold: float, script=None, cursor=None) -> list[tuple]:
     return out
 
 
+def looked_up(s: dict, min_ngram: int, max_ngram: int) -> list[tuple[list[int], int]]:
+    """tokens, length of every row, by the level that looks up on the host."""
+    out = []
+    for r, (row, length) in enumerate(zip(s["tokens"], s["lengths"], strict=True)):
+        copied: list[int] = []
+        if s["active"][r]:
+            lookup = PromptLookup(max_ngram, min_ngram)
+            lookup.start(1, torch.device("cpu"))
+            (copied,) = lookup.propose([row[:length]], [max(s["ends"][r] - length, 0)]).rows()
+        out.append(([*row[:length], *copied, *row[length + len(copied) :]], length + len(copied)))
+    return out
+
+
 def _round(script, cursor, r: int) -> tuple[int, int]:
     return script[r][cursor[r]] if cursor[r] < len(script[r]) else (0, 0)
 
@@ -156,6 +170,18 @@ def check_push(seed: int, batch: int, judged: int, device: str = "cpu") -> None:
             assert tokens[r].tolist() == row
             assert (int(lengths[r]), bool(active[r]), int(failed[r])) == (length, goes_on, 4 * bad)
             assert (int(ids[r, 0]), int(starts[r]), int(counts[r])) == fed
+
+
+def check_lookup(seed: int, batch: int, judged: int, device: str = "cpu") -> None:
+    s = state(seed, batch, judged=judged)
+    for row in s["tokens"]:  # of two words, so that many n-grams come again
+        row[:] = [1 + token % 2 for token in row]
+    for least, most in ((1, 1), (1, 3), (2, 3), (3, 12), (1, 40)):
+        tokens, lengths = wide(s["tokens"], device), ints(s["lengths"], device)
+        ops.round_lookup(tokens, lengths, ints(s["active"], device), ints(s["ends"], device), least, most)
+        for r, (row, length) in enumerate(looked_up(s, least, most)):
+            assert tokens[r].tolist() == row
+            assert int(lengths[r]) == length
 
 
 def check_settle(seed: int, batch: int, judged: int, device: str = "cpu") -> None:

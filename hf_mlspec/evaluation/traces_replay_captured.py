@@ -23,6 +23,7 @@ from ..speculation.rounds.caches import adopt
 from ..speculation.rounds.captured import CapturedRounds
 from ..speculation.rounds.chain import BUCKETS, CapturedChain, bucket_of
 from ..speculation.rounds.plan import NotCaptured, round_levels
+from ..speculation.rounds.program import LookupLevel
 from ..speculation.traces.trace import Round, Trace, TracedRow, rounds_at
 from .traces_replay import ReplayedChain, ReplayResult, replayed
 
@@ -62,6 +63,8 @@ class _Captured(ReplayedChain):
         try:
             found = round_levels(self.chain.target, self.chain.drafter, num_draft_tokens=self.chain.num_draft_tokens,
                                  batch=batch_size, longest=self.capacity)
+            if lookup := next((level for level in found if isinstance(level, LookupLevel)), None):
+                raise NotCaptured(f"level {lookup.name} drafts what its rows say, not what a trace asks for")
         except NotCaptured as error:
             raise ValueError(
                 f"these rounds cannot be captured: {error}; replay them step by step (hf_mlspec.evaluation.replay)"

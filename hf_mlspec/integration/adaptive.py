@@ -10,9 +10,11 @@ from ..nn.state import say_once
 from ..nn.switch import precision_switch
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
-from ..speculation.fixed_shapes import Captures, FixedController
-from ..speculation.forecast import LevelCosts
-from ..speculation.plans import MOST_LEVELS, names_of
+from ..speculation.costs import PassCosts
+from ..speculation.fixed_shapes import Captures, FixedController, FixedExpectations
+from ..speculation.forecast import LevelCosts, Memory
+from ..speculation.plans import MOST_LEVELS, Situation, names_of
+from ..speculation.shelf import Outlook, Shelf, Shelving
 from ..speculation.stats import SpeculationStats
 from .costs.probe import costs_of
 from .levels.resolve import Level
@@ -33,6 +35,9 @@ def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
     chain = wiring.build(levels)
     if wiring.chooses:
         chain.controller = partial(controller_of, wiring, levels, chain, settings)
+        if chain.target.runner.can.capturable:
+            shelf = wiring.state.shelved.setdefault(_key(wiring, levels, chain, settings), Shelf())
+            chain.shelving = Shelving(shelf, partial(_outlook, wiring, levels, chain, settings))
     return chain
 
 
@@ -43,9 +48,25 @@ def controller_of(
 
     captures: of rounds that are replayed; None: rounds of the host.
     """
-    config, target, memories = wiring.config, chain.target.runner, wiring.state.memories
+    target, memories = chain.target.runner, wiring.state.memories
+    own, told = _costs(wiring, levels, chain, captures is not None)
+    key = (*_key(wiring, levels, chain, settings), captures is not None)
+    exact = target.can.bit_exact
+    memory = memories.get(key) if exact else None
+    memory = memory and memory.kept()
+    if captures is None:
+        made = Controller(own, told, by_clock=exact, memory=memory)
+    else:
+        made = FixedController(own, told, by_clock=exact, memory=memory, captures=captures)
+        chain.waiting = made.waiting
+    memories[key] = made.memory
+    return made
+
+
+def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) -> tuple[PassCosts, list[LevelCosts]]:
+    """Of the target, and what a controller is told of each level. replayed: inside captured rounds."""
+    config, target = wiring.config, chain.target.runner
     engines = [runner for runner in chain.runners if runner is not None]
-    replayed = captures is not None
     own, *costs = costs_of(target, engines, profile=config.profile, prepare=config.prepare, replayed=replayed)
     of_levels = iter(costs)
     told = [
@@ -58,17 +79,28 @@ def controller_of(
         )
         for level, runner, joined in zip(levels, chain.runners, chain.joined, strict=True)
     ]
-    exact = target.can.bit_exact
-    key = (target.name, settings, replayed, *(_identity(level) for level in levels))
-    memory = memories.get(key) if exact else None
-    memory = memory and memory.kept()
-    if captures is None:
-        made = Controller(own, told, by_clock=exact, memory=memory)
-    else:
-        made = FixedController(own, told, by_clock=exact, memory=memory, captures=captures)
-        chain.waiting = made.waiting
-    memories[key] = made.memory
-    return made
+    return own, told
+
+
+def _outlook(
+    wiring: Wiring, levels: list[Level], chain: Chain, settings: str, lengths: list[int], new_tokens: int
+) -> Outlook:
+    """What a call of rows of these lengths loses with levels that run step by step."""
+    rows, slots = len(lengths), sum(lengths) / len(lengths) + new_tokens / 2
+    config, target = wiring.config, chain.target.runner
+    own, told = _costs(wiring, levels, chain, replayed=False)
+    (captured,) = costs_of(target, [], profile=config.profile, prepare=config.prepare, replayed=True)
+    memory = wiring.state.memories.get((*_key(wiring, levels, chain, settings), False))
+    controller = Controller(own, told, by_clock=target.can.bit_exact, memory=memory and memory.kept())
+    controller.start(rows)
+    missing = [lengths if level.own_cache else [0] * rows for level in told]
+    tokens, seconds = controller.outlook(Situation([new_tokens - 1] * rows, slots, missing))
+    off = FixedExpectations(captured, [], Memory(), doubts=0.0, corrected=False).off(rows, slots)
+    return Outlook((seconds / tokens - 1.0 / off.speed) * rows * new_tokens, off.speed)
+
+
+def _key(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> tuple:
+    return (chain.target.runner.name, settings, *(_identity(level) for level in levels))
 
 
 def _identity(level: Level) -> tuple[str, str]:
@@ -90,6 +122,8 @@ def prior(level: Level, target: PreTrainedModel, joined: bool) -> float:
 
 def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: SpeculationStats) -> None:
     """Name each level that hardly took part in a long call, once, with the speeds that spoke against it."""
+    if chain.shelving is not None:
+        chain.shelving.settle(stats)
     rounds = sum(plan.rounds for plan in stats.plans.values())
     if rounds < _ROUNDS_TO_JUDGE:
         return

@@ -137,7 +137,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     state.last_stats = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch them grow
     emit = record if record.listens else None
     if call.watch is not None:
-        emit = call.watch(chain, record)
+        emit, chain.shelving = call.watch(chain, record), None  # whoever watches levels wants them at work
     with ragged_attention_on(chain.models) if chain.models else nullcontext():
         stats, cache = _decode(chain, call, prompts, stop, emit)
     state.last_stats = stats
@@ -220,7 +220,7 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
             stats = go_on(chain, reason, device, **how)
     if asked is not None:
         stats.new_tokens -= stop.cut(rows)
-    if not chain.levels:
+    if chain.drafter is None:
         stats.row_passes = stats.new_tokens  # what ran behind the end of a row is no one's
     return stats, None if returned is None else returned.fill()
 

@@ -15,8 +15,8 @@ from ..speculation.draft import Rows
 from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt
 from ..speculation.rounds.chain import CapturedChain, borrowed
-from ..speculation.rounds.plan import NotCaptured, round_levels
-from ..speculation.rounds.program import RoundLevel
+from ..speculation.rounds.plan import NotCaptured, can_be_captured, round_levels
+from ..speculation.rounds.program import Level, RoundLevel
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
 from .compare import accumulate
@@ -36,11 +36,11 @@ def captured(
     The target's engine must be one that can be captured. rows: the prompts. new_tokens: the most a row may gain.
     """
     longest = max(map(len, rows))
-    levels = _levels(chain, processors, len(rows), longest + new_tokens)
+    levels = _levels(chain, processors, list(map(len, rows)), new_tokens)
     if levels is None:
         yield None
         return
-    runners = [chain.target.runner, *chain.runners]
+    runners = [chain.target.runner, *(runner for runner in chain.runners if runner is not None)]
     sampler = chain.target.sampler
     with borrowed(
         [runner.model for runner in runners],
@@ -81,23 +81,30 @@ def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> Spe
     return replace(total, **dict(zip(names, prefill, strict=True)))
 
 
-def _levels(chain: Chain, processors: LogitsProcessorList, batch: int, longest: int) -> list[RoundLevel] | None:
+def _levels(
+    chain: Chain, processors: LogitsProcessorList, lengths: list[int], new_tokens: int
+) -> list[Level] | None:
+    """lengths: of the rows. Levels that cannot be captured may be left out; see speculation/shelf.py."""
     target = chain.target
+    how = {"num_draft_tokens": chain.num_draft_tokens, "batch": len(lengths), "longest": max(lengths) + new_tokens}
     try:
         _require_no_wait(processors)
-        levels = round_levels(
-            target, chain.drafter, num_draft_tokens=chain.num_draft_tokens, batch=batch, longest=longest
-        )
+        levels = round_levels(target, chain.drafter, **how)
     except NotCaptured as reason:
+        shelving = chain.shelving if can_be_captured(target, None) else None
+        if shelving is not None and shelving.leaves_out(lengths, new_tokens):
+            chain.leave_out_levels()
+            return round_levels(target, None, **how)
         model = target.runner.model
         say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
         return None
     if chain.controller is not None:
         for level in levels:
             level.most = 1  # a plan says how many
-            level.threshold = 0.0  # a draft that ends early takes as long: only a level's own length ends it
-            # Before anything is captured, as measuring costs would move the rotary tables under the graphs.
-            level.decoder.reserve_positions(POSITIONS)
+            if isinstance(level, RoundLevel):
+                level.threshold = 0.0  # a draft that ends early takes as long: only a level's own length ends it
+                # Before anything is captured, as measuring costs would move the rotary tables under the graphs.
+                level.decoder.reserve_positions(POSITIONS)
     return levels
 
 

@@ -16,7 +16,7 @@ from .library import KernelError, kernel_table, why_not_compiled
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, prepack_planes, unprepack_planes
-from .round import round_open, round_push, round_settle, round_window
+from .round import round_lookup, round_open, round_push, round_settle, round_window
 from .rows import embed_rows, gated, quantize_rows, rms_norm, silu_mul
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rope_write",
     "rope_write_rows",
+    "round_lookup",
     "round_open",
     "round_push",
     "round_settle",

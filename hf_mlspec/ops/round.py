@@ -115,6 +115,37 @@ def round_push(
     return chosen.clamp(min=0)[:, None], (lengths - 1) * active, active.clone()
 
 
+def _check_lookup(given: Operands) -> None:
+    batch = _count(given, "lengths")
+    _check_tokens(given, batch)
+    _check_rows(given, batch, "active", "ends")
+    _check_least(given, "min_ngram")
+    if given.max_ngram < given.min_ngram:
+        raise ValueError(f"{given.op}: max_ngram is {given.max_ngram}, less than min_ngram, {given.min_ngram}")
+
+
+@operator(_check_lookup, lambda given: None, writes=("tokens", "lengths"), composed_on_cpu=True)
+def round_lookup(
+    tokens: Tensor, lengths: Tensor, active: Tensor, ends: Tensor, min_ngram: int, max_ngram: int
+) -> None:
+    """Active rows gain the tokens that followed the last place before their end where as many as possible of their
+    last max_ngram tokens stand, at least min_ngram of them: up to `ends`, and none from beyond their own end."""
+    slots, ends_at = tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
+    matches, matched = ends_at < lengths[:, None], torch.zeros_like(tokens)
+    for n in range(1, max_ngram + 1):
+        own = tokens.gather(1, (lengths - n).clamp(0, slots - 1)[:, None].long())
+        before = torch.nn.functional.pad(tokens, (n, 0))[:, :slots]  # of an n-gram that ends here the first token
+        matches = matches & (ends_at >= n) & (before == own)
+        matched += matches
+    key, from_ = (matched.long() * slots + ends_at).masked_fill(matched < min_ngram, -1).max(1)
+    count = torch.minimum(ends.clamp(max=slots) - lengths, lengths - from_).clamp(min=0)
+    count = count.masked_fill((active == 0) | (key < 0), 0).int()
+    column = ends_at - lengths[:, None]
+    copied = tokens.gather(1, (from_[:, None] + column).clamp(0, slots - 1))
+    tokens.copy_(torch.where((column >= 0) & (column < count[:, None]), copied, tokens))
+    lengths += count
+
+
 def _check_settle(given: Operands) -> None:
     batch = _count(given, "base")
     _check_tokens(given, batch)

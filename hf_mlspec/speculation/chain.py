@@ -19,6 +19,7 @@ from .loop import Emit, Loop, Stop
 from .rounds.host import HostRounds
 from .rounds.steering import Steering
 from .sampling import Sampler
+from .shelf import Shelving
 from .stats import SpeculationStats
 
 
@@ -50,7 +51,8 @@ class Chain:
     level with a model. joined: per level whether it speaks the vocabulary of the level above. controller: makes what
     chooses the lengths of drafts, for captured rounds if it is given their graphs; None: they are always the most
     there may be. steering: that controller at work, in the rounds of the host that were made last. waiting: levels of
-    which nothing can be said before a captured round of theirs is worth its time.
+    which nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out
+    levels that cannot be captured, where lengths are chosen and the target alone can.
     """
 
     target: Checker
@@ -64,6 +66,7 @@ class Chain:
     controller: Callable[..., Controller] | None = None
     steering: Steering | None = field(default=None, init=False)
     waiting: set[int] = field(default_factory=set, init=False)
+    shelving: Shelving | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, target: Part, parts: list[Part], *, keep_logits: bool) -> Chain:
@@ -81,6 +84,10 @@ class Chain:
         engines = [one.engine for one in (target, *parts) if one.engine is not None]
         chain.models = [engine.model for engine in engines if engine.can.by_module]
         return chain
+
+    def leave_out_levels(self) -> None:
+        """The target goes on alone; the levels stay to be counted."""
+        self.drafter = self.controller = None
 
     def host_rounds(self, device: torch.device) -> HostRounds:
         """Rounds of this chain on the host, drafts on `device`."""

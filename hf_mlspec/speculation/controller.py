@@ -164,6 +164,11 @@ class Controller:
         best, drafting = search.best(self._choices, self._margin)
         return self._decided(search, best, drafting, None)
 
+    def outlook(self, situation: Situation) -> tuple[float, float]:
+        """Tokens that these rows are expected to gain, and the seconds of the best plan for them, reading included."""
+        search = self._search(situation, 0.0)
+        return sum(search.left()), search.time(*search.best(self._choices, self._margin))
+
     def stay(self, rows: int) -> bool:
         """Whether the plan of the last round, of as many rows, is that of the coming one."""
         stays = self._left > 0 and len(self.limits) == rows

@@ -4,6 +4,7 @@ Every row drafts as much as the longest, rows that are done early are padding, a
 bucket. With b rows of a bucket, S slots that a token attends to and the names of controller.py:
 
     draft of the last level     t(b lead) + (k - 1) t(b)             lead: the last token, and one for each level above
+    draft of a lookup           next to nothing
     draft, checked              R (draft of d tokens + t(b (d + lead)))      R = ceil(length / (d + 1)): it has
                                                                      D = R (d + 1) tokens at most
     check                       T(b (D + 1))
@@ -32,6 +33,7 @@ from .rounds.program import MOST_PASSES, UNROLLED
 from .search import Search
 
 _REPLAY_SECONDS = 6e-5  # of a round beside its passes: the report is read, the next round is launched
+_LOOKUP_SECONDS = 1e-5  # of a level without a model, for all rows
 _FEW_ROUNDS = 4.0  # from here down the last round of a row counts as a whole one,
 _NEARLY = 0.25  # unless only so much of it is needed
 _LENGTHS = np.array(LENGTHS, float)
@@ -70,6 +72,8 @@ class FixedExpectations(Expectations):
         """Grids for the drafts of active[0], `depth` levels below the target: the tokens that are handed up at most
         and that are expected, seconds, and forward passes."""
         index, *below = active
+        if self.levels[index].costs is None:
+            return _LENGTHS, _LENGTHS, np.full_like(_LENGTHS, _LOOKUP_SECONDS), np.zeros_like(_LENGTHS)
         costs, lead = self.levels[index].costs, depth + 1.0 if self.levels[index].own_cache else 1.0
         if not below:
             seconds = costs.of(rows * lead, slots) + (_LENGTHS - 1.0) * costs.of(float(rows), slots)
@@ -158,7 +162,7 @@ class FixedSearch(Search):
 
     def _rounds(self, tokens: Numbers) -> Numbers:
         """Rounds of so many tokens until the longest row has what it is expected to gain."""
-        rounds = max(self._left()) * self.batch / tokens
+        rounds = max(self.left()) * self.batch / tokens
         return np.where(rounds < _FEW_ROUNDS, np.maximum(np.ceil(rounds - _NEARLY), 1.0), rounds)
 
 

@@ -82,13 +82,13 @@ class Search:
         return tuple(LENGTHS.index(plan.lengths[index]) for index in plan.active)
 
     def _off_time(self) -> float:
-        return sum(self._left()) / self.known.off(self.batch, self.situation.slots).speed
+        return sum(self.left()) / self.known.off(self.batch, self.situation.slots).speed
 
     def _times(self, active: tuple[int, ...], drafting: Drafting | None) -> np.ndarray:
         """The times of all plans of these levels."""
         drafting = drafting or Drafting.all_of(self.batch)
         grid = self.known.grid(active, self.batch, len(drafting.rows), self.situation.slots, drafting.odds)
-        return self.to_read(active, drafting) + sum(self._left()) / grid.speed
+        return self.to_read(active, drafting) + sum(self.left()) / grid.speed
 
     def _groups(self, top: int) -> list[Drafting]:
         """Which rows may draft: all, and where rows differ also the half of them whose tokens are kept most often, a
@@ -105,7 +105,7 @@ class Search:
                 found.append(Drafting(rows, odds_ratio(sum(means[r] for r in rows) / batch, mean)))
         return found
 
-    def _left(self) -> list[float]:
+    def left(self) -> list[float]:
         """Tokens that each row is expected to gain still."""
         lines = zip(self.situation.rooms, self.rows.gained, strict=True)
         return [min(room + 1.0, _HORIZON + gained) for room, gained in lines]

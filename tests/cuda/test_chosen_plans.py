@@ -62,7 +62,8 @@ def restless(monkeypatch):
 
 def chains(draft) -> dict[str, list]:
     return {"draft": [draft], "mxfp4": ["mxfp4"], "mxfp4, draft": ["mxfp4", draft],
-            "mxfp4, early exit": ["mxfp4", "early_exit:1"]}  # fmt: skip
+            "mxfp4, early exit": ["mxfp4", "early_exit:1"], "lookup": ["prompt_lookup"],
+            "mxfp4, lookup": ["mxfp4", "prompt_lookup"]}  # fmt: skip
 
 
 def check(target, levels, lengths, **sampling) -> None:

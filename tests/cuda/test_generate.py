@@ -271,7 +271,7 @@ def test_without_memory_rounds_run_step_by_step_and_what_was_taken_is_free(monke
     ({"repetition_penalty": 1.3}, "read the tokens before a position"),
     ({"output_scores": True, "return_dict_in_generate": True}, "scores or logits are returned"),
     ({"do_sample": True, "eta_cutoff": 0.01}, "on the host"),
-    ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is not a model"),
+    ({"assistant_models": ["ngram"]}, "level ngram is neither a prompt lookup nor a model"),
 ])  # fmt: skip
 def test_what_is_not_captured_runs_step_by_step_and_says_why_once(launched, target, draft, settings, words, caplog):
     inputs = asked([9, 4])

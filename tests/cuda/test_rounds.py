@@ -18,7 +18,7 @@ CUDA = "cuda"
 def test_every_op_keeps_the_books(batch, judged):
     for seed in range(4):
         for check in (round_cases.check_open, round_cases.check_window, round_cases.check_push,
-                      round_cases.check_settle):  # fmt: skip
+                      round_cases.check_lookup, round_cases.check_settle):  # fmt: skip
             check(seed, batch, judged, CUDA)
 
 

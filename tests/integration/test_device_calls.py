@@ -259,8 +259,8 @@ REFUSED = {
     "scores": ({"output_scores": True, "return_dict_in_generate": True}, "scores or logits are returned"),
     "eta": ({"do_sample": True, "eta_cutoff": 0.01}, "eta_cutoff looks at its probabilities on the host"),
     "long drafts": ({"speculation_config": {"num_draft_tokens": 256}}, "a round has 257 passes, at most 256 are"),
-    "lookup": ({"assistant_models": ["prompt_lookup"]}, "level prompt_lookup is not a model"),
-    "draft, lookup": ({"assistant_models": ["mxfp4", "ngram"]}, "level ngram is not a model"),
+    "n-grams": ({"assistant_models": ["ngram"]}, "level ngram is neither a prompt lookup nor a model"),
+    "draft, n-grams": ({"assistant_models": ["mxfp4", "ngram"]}, "level ngram is neither a prompt lookup nor a model"),
 }
 
 
@@ -280,6 +280,29 @@ def test_a_draft_that_sees_fewer_tokens_than_rows_may_have(target, caplog, round
     assert torch.equal(out, stepwise(target, ONE))
     assert said(caplog, "sees 32 tokens, rows may have 49")
     assert not rounds
+
+
+LOOKUPS = {"alone": [hf_mlspec.PromptLookup(5, 1)], "below another": ["mxfp4", hf_mlspec.PromptLookup(3, 2)]}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("levels", LOOKUPS.values(), ids=LOOKUPS)
+def test_lookups_are_captured_and_find_what_they_find_on_the_host(target, rounds, levels, sampling):
+    asked = {**OPTIONS, **sampling, "max_new_tokens": 120, "speculation_config": {"num_draft_tokens": 4}}
+    for inputs in (ONE, TWO):
+        torch.manual_seed(3)
+        expected = stepwise(target, inputs, levels, **asked)
+        on_host = hf_mlspec.last_stats(target).levels[-1]
+        assert not rounds
+        torch.manual_seed(3)
+        assert torch.equal(target.generate(**inputs, **asked, assistant_models=levels), expected)
+        found = hf_mlspec.last_stats(target).levels[-1]
+        assert rounds
+        rounds.clear()
+        assert found.drafted > 0
+        assert found.accepted > 0 or sampling
+        if levels is LOOKUPS["alone"]:  # in the middle of a chain rounds of the host are shorter near a row's end
+            assert (found.drafted, found.accepted) == (on_host.drafted, on_host.accepted)
 
 
 @pytest.mark.parametrize("levels", [["prompt_lookup"], ["mxfp4", "prompt_lookup"], ["mxfp4", "early_exit:1"]], ids=str)

@@ -6,13 +6,15 @@ On the CPU a round runs as it would be captured; tests/cuda/test_chosen_plans.py
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from device_path import OPTIONS, draft, rounds, stepwise, target
-from models import near, prompts, tiny
+from models import VOCAB, letters, near, prompts, tiny
 
 import hf_mlspec
+from hf_mlspec.integration import adaptive
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.controller import Choice
@@ -20,6 +22,7 @@ from hf_mlspec.speculation.fixed_shapes import FixedController
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
+from hf_mlspec.speculation.shelf import Outlook
 
 __all__ = ["draft", "rounds", "target"]
 pytestmark = [
@@ -37,6 +40,8 @@ def chains(draft) -> dict[str, list]:
         "mxfp4, draft": ["mxfp4", draft],
         "draft, early exit of it": [draft, hf_mlspec.early_exit(draft, 1) if draft else None],
         "mxfp4, early exit, draft": ["mxfp4", "early_exit:1", draft],
+        "lookup": ["prompt_lookup"],
+        "mxfp4, draft, lookup": ["mxfp4", draft, "prompt_lookup"],
     }
 
 
@@ -232,6 +237,58 @@ def test_the_first_plan_of_a_call_is_what_its_beginning_asks_for(target, monkeyp
     target.generate(**prompts([9]), **asked)
     assert [one.rooms for one in seen] == [[7]]
     assert seen[0].missing == [[9]]
+
+
+@pytest.fixture
+def outlooks(monkeypatch):
+    """What calls are told that their levels lose; -> what they would have been told."""
+    found, outlook = [], adaptive._outlook
+
+    def told(*args):
+        found.append(outlook(*args))
+        return Outlook(told.lost, found[-1].off_speed)
+
+    monkeypatch.setattr(adaptive, "_outlook", told)
+    return SimpleNamespace(found=found, told=told)
+
+
+FOREIGN = tiny(seed=2, dtype=torch.bfloat16, vocab_size=VOCAB + 7)
+
+
+UNCAPTURED = {"n-grams": ["ngram"], "another tokenizer": [FOREIGN], "two levels": ["mxfp4", "ngram"]}
+
+
+@pytest.mark.parametrize("levels", UNCAPTURED.values(), ids=UNCAPTURED)
+def test_levels_that_keep_the_target_from_graphs_are_left_out_where_they_lose(rounds, outlooks, target, levels):
+    alone, options = stepwise(target, prompts([9, 3])), {**OPTIONS, "assistant_models": levels}
+    if levels == [FOREIGN]:
+        options |= {"tokenizer": letters(), "assistant_tokenizers": [letters(7)]}
+    outlooks.told.lost = 0.5
+    for _ in range(2):
+        rounds.clear()
+        assert torch.equal(target.generate(**prompts([9, 3]), **options), alone)
+        stats = hf_mlspec.last_stats(target)
+        assert rounds
+        assert list(stats.plans) == ["off"]
+        assert [level.drafted for level in stats.levels] == [0] * len(levels)
+        assert stats.expected_tokens_per_second == pytest.approx(outlooks.found[0].off_speed)
+    assert len(outlooks.found) == 1  # nothing new is known of the second call
+    assert all(abs(one.lost) < 60 < one.off_speed for one in outlooks.found)
+    (shelf,) = state_of(target).shelved.values()
+    shelf.spare, outlooks.told.lost = 0.5, -1.0
+    for _ in range(2):  # a trial, and then because it is better
+        rounds.clear()
+        assert torch.equal(target.generate(**prompts([9, 3]), **options), alone)
+        assert not rounds
+        assert shelf.spare < 0.1
+    assert sum(plan.rounds for plan in hf_mlspec.last_stats(target).plans.values()) > 1
+
+
+def test_lengths_that_are_given_keep_all_levels(rounds, outlooks, target):
+    outlooks.told.lost = 9.0
+    target.generate(**prompts([9]), **OPTIONS, assistant_models=["ngram"], speculation_config={"num_draft_tokens": 2})
+    assert not rounds
+    assert not outlooks.found
 
 
 def test_measuring_costs_leaves_the_captured_chain_as_it_is(target, draft):

@@ -40,6 +40,8 @@ SCHEMAS = [
     "values) -> Tensor",
     "rope_write_rows(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor "
     "starts, Tensor counts, Tensor(a!) keys, Tensor(b!) values, int heads) -> Tensor",
+    "round_lookup(Tensor(a!) tokens, Tensor(b!) lengths, Tensor active, Tensor ends, int min_ngram, int max_ngram) "
+    "-> ()",
     "round_open(Tensor base, Tensor active, Tensor ends, int most, Tensor? script, Tensor? cursor, Tensor(a!) "
     "lengths, Tensor(b!) drafting, Tensor(c!) room) -> ()",
     "round_push(Tensor(a!) tokens, Tensor(b!) lengths, Tensor(c!) active, Tensor ends, Tensor chosen, Tensor "

@@ -12,7 +12,7 @@ from round_cases import ints, state
 from hf_mlspec import ops
 
 
-@pytest.mark.parametrize("op", ["open", "window", "push", "settle"])
+@pytest.mark.parametrize("op", ["open", "window", "push", "lookup", "settle"])
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 5), judged=st.integers(1, 6))
 def test_books_are_those_of_plain_python(op, seed, batch, judged):
@@ -69,6 +69,7 @@ def test_fakes_have_the_shapes_of_results():
         "round_open": (base, active, ends, 3, None, None, *vectors),
         "round_window": (tokens, base, lengths, active, 2, 5),
         "round_push": (tokens, lengths, active, ends, chosen, confidence, 0.5, failed, 1),
+        "round_lookup": (tokens, lengths, active, ends, 1, 3),
         "round_settle": (tokens, base, lengths, active, ends, chosen, confidence, 0.5, None, None, ints([[0, 0]] * 4),
                          failed, 1),
     }  # fmt: skip

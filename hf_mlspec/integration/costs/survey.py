@@ -20,6 +20,7 @@ from ...speculation.estimates import PairEstimate
 from ...speculation.fixed_shapes import Captured, FixedController
 from ...speculation.forecast import TARGET, Memory
 from ...speculation.plans import Situation
+from ...speculation.rounds.plan import can_be_captured
 from ..adaptive import controller_of
 from ..config import SpeculationConfig
 from ..levels.resolve import resolve
@@ -61,12 +62,11 @@ class Survey:
         state = state_of(model)
         found = resolve(model, levels, None, config, state)
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.int64), None)
-        options = {"processors": LogitsProcessorList(), "prompts": prompts, "capacity": 1}
+        options = {"processors": LogitsProcessorList(), "prompts": prompts, "capacity": 1, "keep_logits": False}
         wiring = Wiring(model, tokenizer, config, **options, state=state)
         self._chain = wiring.build(found)
         self._engines = [self._chain.target.runner, *self._chain.runners]
-        capturable = [engine is not None and engine.can.capturable for engine in self._engines]
-        self.replayed = all([*capturable, *self._chain.joined])
+        self.replayed = can_be_captured(self._chain.target, self._chain.drafter)
         captures = Captured() if self.replayed else None
         self._controller = partial(controller_of, wiring, found, self._chain, "", captures)
         self.names = [level.name for level in found]

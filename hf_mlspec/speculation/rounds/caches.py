@@ -12,7 +12,7 @@ from .chain import CapturedChain
 
 def adopt(chain: CapturedChain, target: Checker, drafter: Drafter | None, rows: int) -> None:
     """The chain's caches become those of its runners for a call of so many rows."""
-    for runner, level in zip(_runners(target, drafter), chain.levels, strict=True):
+    for runner, level in zip(_runners(target, drafter), chain.with_models, strict=True):
         runner.cache, runner.lengths = DecoderCache(level.kv, rows), [0] * rows
 
 

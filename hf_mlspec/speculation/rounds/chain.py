@@ -22,7 +22,7 @@ from ...nn.state import say_once, state_of
 from ..controller import Choice
 from ..plans import Plan, off
 from .graphs import RoundGraphs
-from .program import RoundLevel, RoundProgram, repeats_of
+from .program import Level, RoundLevel, RoundProgram, repeats_of
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -36,7 +36,7 @@ class CapturedChain:
     planned: a controller chooses the program of every round; `program` is then that of the target alone.
     """
 
-    def __init__(self, levels: list[RoundLevel], key: tuple, batch: int, slots: int, *, sampled: bool = False,
+    def __init__(self, levels: list[Level], key: tuple, batch: int, slots: int, *, sampled: bool = False,
                  warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0, planned: bool = False):
         self.levels, self.key, self.batch, self.slots = levels, key, batch, slots
         self.script_rounds, self.planned = script_rounds, planned
@@ -49,6 +49,11 @@ class CapturedChain:
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
+
+    @property
+    def with_models(self) -> list[RoundLevel]:
+        """The levels that have caches, the target first."""
+        return _with_models(self.levels)
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +106,7 @@ class CapturedChain:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _allocate(self) -> None:
-        for level in self.levels:
+        for level in self.with_models:
             level.decoder.reserve_positions(self.slots)
             level.kv = self._larger(level) if level.own_cache else self.levels[0].kv
         self._fingerprints = _fingerprints(self.levels)
@@ -127,7 +132,7 @@ def bucket_of(rows: int) -> int:
 @contextmanager
 def borrowed(
     models: list[nn.Module],
-    levels: list[RoundLevel],
+    levels: list[Level],
     *,
     rows: int,
     slots: int,
@@ -265,10 +270,16 @@ def _forget(target: weakref.ref) -> None:
         let_go(model)
 
 
-def _key(level: RoundLevel) -> tuple:
+def _key(level: Level) -> tuple:
+    if not isinstance(level, RoundLevel):
+        return (level.name, level.min_ngram, level.max_ngram, level.most)
     own = level.own_cache, level.bits, level.vocab_size, level.threshold, level.most
     return (id(level.decoder), level.name, *own)
 
 
-def _fingerprints(levels: list[RoundLevel]) -> list[tuple]:
-    return [level.decoder.fingerprint for level in levels]
+def _fingerprints(levels: list[Level]) -> list[tuple]:
+    return [level.decoder.fingerprint for level in _with_models(levels)]
+
+
+def _with_models(levels: list[Level]) -> list[RoundLevel]:
+    return [level for level in levels if isinstance(level, RoundLevel)]

@@ -6,8 +6,9 @@ from ..checker import Checker
 from ..draft import Drafter
 from ..drafters.checked import CheckedDrafter
 from ..drafters.model import ModelDrafter
+from ..drafters.prompt_lookup import PromptLookup
 from ..sampling import Sampler
-from .program import MOST_PASSES, RoundLevel, rounds_of
+from .program import MOST_PASSES, Level, LookupLevel, RoundLevel, rounds_of
 
 # Rows from which padding is no longer free: a draft in the middle is then made in a single round.
 _MANY_ROWS = 16
@@ -19,7 +20,7 @@ class NotCaptured(ValueError):
 
 def round_levels(
     target: Checker, drafter: Drafter | None, *, num_draft_tokens: int, batch: int, longest: int
-) -> list[RoundLevel]:
+) -> list[Level]:
     """The levels of a round, the target first, without their keys and values.
 
     longest: maximal length of a row of the batch. NotCaptured names the first thing that prevents capturing.
@@ -29,31 +30,38 @@ def round_levels(
     levels = [_level(target.runner, target.sampler, target.name)]
     wanted = num_draft_tokens
     while drafter is not None:
-        if not isinstance(drafter, (ModelDrafter, CheckedDrafter)):
-            raise NotCaptured(f"level {drafter.name} is not a model with the target's vocabulary")
         level = _below(drafter, longest)
-        if isinstance(drafter, ModelDrafter):
-            level.most, drafter = wanted, None
-        else:
+        if isinstance(drafter, CheckedDrafter):
             level.most = 1 if batch >= _MANY_ROWS else _rounds(drafter, wanted)
             wanted, drafter = drafter.num_draft_tokens, drafter.inner
+        else:
+            level.most, drafter = wanted, None
         levels.append(level)
     _require_few(levels)
     return levels
 
 
-def too_long(drafter: ModelDrafter | CheckedDrafter, longest: int) -> str:
+def can_be_captured(target: Checker, drafter: Drafter | None) -> bool:
+    """Whether short rounds of a chain can be captured."""
+    try:
+        round_levels(target, drafter, num_draft_tokens=1, batch=1, longest=1)
+    except NotCaptured:
+        return False
+    return True
+
+
+def too_long(drafter: ModelDrafter | CheckedDrafter | PromptLookup, longest: int) -> str:
     """Why a level cannot draft for rows that may reach `longest` tokens; "" where it can."""
-    if drafter.max_positions is None or longest <= drafter.max_positions:
+    if isinstance(drafter, PromptLookup) or drafter.max_positions is None or longest <= drafter.max_positions:
         return ""
     return f"level {drafter.name} sees {drafter.max_positions} tokens, rows may have {longest}"
 
 
-def _require_few(levels: list[RoundLevel]) -> None:
+def _require_few(levels: list[Level]) -> None:
     passes, drafts = 1, 1
     for level in levels[1:]:
         drafts *= level.most
-        passes += drafts
+        passes += drafts if isinstance(level, RoundLevel) else 0
     if passes > MOST_PASSES:
         raise NotCaptured(f"a round has {passes} passes, at most {MOST_PASSES} are captured: lower num_draft_tokens")
 
@@ -67,7 +75,11 @@ def _rounds(drafter: CheckedDrafter, wanted: int) -> int:
     return rounds_of(wanted, each)
 
 
-def _below(drafter: ModelDrafter | CheckedDrafter, longest: int) -> RoundLevel:
+def _below(drafter: Drafter, longest: int) -> Level:
+    if isinstance(drafter, PromptLookup):
+        return LookupLevel(drafter.name, drafter.min_ngram, drafter.max_ngram)
+    if not isinstance(drafter, (ModelDrafter, CheckedDrafter)):
+        raise NotCaptured(f"level {drafter.name} is neither a prompt lookup nor a model with the target's vocabulary")
     checks = isinstance(drafter, CheckedDrafter)
     judge = drafter.checker if checks else drafter
     if not checks and drafter.allowed is not None:

@@ -44,6 +44,21 @@ class RoundLevel:
     kv: Tensor | None = None
 
 
+@dataclass
+class LookupLevel:
+    """The last level of a captured chain, if it copies from the row; see `PromptLookup`. most: tokens of its draft,
+    where nothing else is said. It reads no cache."""
+
+    name: str
+    min_ngram: int
+    max_ngram: int
+    most: int = 1
+    own_cache = False
+
+
+Level = RoundLevel | LookupLevel
+
+
 @dataclass(frozen=True)
 class Check:
     """A check of a round: which level's, where in a row's report it stands, how many tokens it may have accepted."""
@@ -57,14 +72,14 @@ class RoundProgram:
     """The steps of a round over `levels`, the target first.
 
     sampled: tokens are those of logits plus the noise that all levels share (sampling.py); warp: what is done to
-    float32 logits ``[n, vocab]`` before, None for nothing. most: for each level below the target what
-    `RoundLevel.most` says otherwise. active: the numbers of those levels in their chain, 0 for the one below the
+    float32 logits ``[n, vocab]`` before, None for nothing. most: for each level below the target what its own `most`
+    says otherwise. active: the numbers of those levels in their chain, 0 for the one below the
     target.
     """
 
     def __init__(
         self,
-        levels: list[RoundLevel],
+        levels: list[Level],
         sampled: bool = False,
         warp: Callable[[Tensor], Tensor] | None = None,
         *,
@@ -91,7 +106,8 @@ class RoundProgram:
     @property
     def layers(self) -> int:
         """Layers of all forward passes of a round: what capturing it takes is in proportion to them."""
-        return sum(self.forwards(index) * level.decoder.num_layers for index, level in enumerate(self.levels))
+        return sum(self.forwards(index) * level.decoder.num_layers for index, level in enumerate(self.levels)
+                   if isinstance(level, RoundLevel))
 
     def drafts(self, index: int) -> int:
         """How often a level below the target drafts in a round."""
@@ -99,6 +115,8 @@ class RoundProgram:
 
     def forwards(self, index: int) -> int:
         """Forward passes of a level in a round."""
+        if isinstance(self.levels[index], LookupLevel):
+            return 0
         if index and index + 1 == len(self.levels):
             return self.most[index] * self.drafts(index)
         return sum(check.level == index for check in self.checks)
@@ -141,6 +159,9 @@ class RoundProgram:
     def _steps(self, state: RoundState, index: int, since: int) -> None:
         level = self.levels[index]
         lengths, active, ends = _marks(state, index)
+        if isinstance(level, LookupLevel):
+            ops.round_lookup(state.tokens, lengths, active, ends, level.min_ngram, level.max_ngram)
+            return
         lead = self._lead(index, since)
         ids, starts, counts, pick, _ = ops.round_window(state.tokens, lengths, lengths, active, lead, 1)
         for step in range(self.most[index]):
@@ -195,7 +216,7 @@ def rounds_of(wanted: int, below: int) -> int:
 
 
 def repeats_of(lengths: Sequence[int]) -> list[int]:
-    """`RoundLevel.most` of every level, from the top down, that drafts at least so many tokens for the one above."""
+    """`most` of every level, from the top down, that drafts at least so many tokens for the one above."""
     found, below = [], 0
     for wanted in reversed(lengths):
         found.insert(0, rounds_of(wanted, below) if found else wanted)

@@ -117,6 +117,20 @@ std::tuple<Tensor, Tensor, Tensor> round_push(const Tensor& tokens, const Tensor
   return {ids, starts, counts};
 }
 
+void round_lookup(const Tensor& tokens, const Tensor& lengths, const Tensor& active, const Tensor& ends, int64_t min_ngram,
+                  int64_t max_ngram) {
+  constexpr const char* op = "round_lookup";
+  const int64_t batch = rows_of(op, "lengths", lengths);
+  const mlspec_cuda_rows rows = tokens_of(op, tokens, batch, "lengths", lengths);
+  check_vector(op, "active", active, batch, "lengths", lengths);
+  check_vector(op, "ends", ends, batch, "lengths", lengths);
+  check_least(op, "min_ngram", min_ngram, 1);
+  check_least(op, "max_ngram", max_ngram, min_ngram);
+  const CudaCall call(op, lengths);
+  const mlspec_cuda_launch how = launch_of(call);
+  call.check(mlspec_cuda_round_lookup(batch, &rows, ints(lengths), ints(active), ints(ends), min_ngram, max_ngram, &how));
+}
+
 void round_settle(const Tensor& tokens, const Tensor& base, const Tensor& lengths, const Tensor& active, const Tensor& ends,
                   const Tensor& chosen, const Tensor& confidence, double threshold, const Maybe& script, const Maybe& cursor,
                   const Tensor& record, const Tensor& failed, int64_t level) {
@@ -152,5 +166,6 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("round_open", round_open);
   m.impl("round_window", round_window);
   m.impl("round_push", round_push);
+  m.impl("round_lookup", round_lookup);
   m.impl("round_settle", round_settle);
 }

@@ -11,7 +11,7 @@
 namespace mlspec {
 namespace {
 
-constexpr int kThreads = 128, kWarp = 32;
+constexpr int kThreads = 128, kWarp = 32, kLookupThreads = 1024;
 
 __device__ int32_t clamped(int32_t value, int32_t least, int32_t most) { return max(least, min(value, most)); }
 
@@ -82,6 +82,34 @@ __global__ void push_kernel(int batch, mlspec_cuda_rows rows, int32_t* lengths, 
   counts[r] = goes_on;
 }
 
+// A block per row. The place of the copy is the largest (matched tokens, end of the match).
+__global__ void lookup_kernel(mlspec_cuda_rows rows, int32_t* lengths, const int32_t* active, const int32_t* ends, int min_ngram,
+                              int max_ngram) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int r = blockIdx.x;
+  if (!active[r]) return;
+  int32_t* const row = rows.tokens + r * rows.stride;
+  const int32_t length = lengths[r], slots = int32_t(rows.slots), last = min(length, slots);
+  __shared__ unsigned long long best;
+  if (threadIdx.x == 0) best = 0;
+  __syncthreads();
+  unsigned long long mine = 0;
+  for (int end = 1 + threadIdx.x; end < last; end += blockDim.x) {
+    const int most = min(max_ngram, end);
+    int n = 0;
+    while (n < most && row[end - 1 - n] == row[last - 1 - n]) ++n;
+    if (n >= min_ngram) mine = max(mine, static_cast<unsigned long long>(n) << 32 | unsigned(end));
+  }
+  for (int apart = kWarp / 2; apart; apart /= 2) mine = max(mine, __shfl_xor_sync(~0u, mine, apart));
+  if (threadIdx.x % kWarp == 0 && mine) atomicMax(&best, mine);
+  __syncthreads();
+  if (!best) return;
+  const int32_t from = int32_t(unsigned(best)), count = min(last - from, min(ends[r], slots) - last);
+  for (int t = threadIdx.x; t < count; t += blockDim.x) row[last + t] = row[from + t];
+  if (threadIdx.x == 0 && count > 0) lengths[r] = last + count;
+}
+
 // A warp per row.
 __global__ void settle_kernel(int batch, mlspec_cuda_rows rows, int32_t* base, const int32_t* lengths, int32_t* active,
                               const int32_t* ends, const int32_t* chosen, const float* confidence, int judged,
@@ -135,18 +163,24 @@ __global__ void settle_kernel(int batch, mlspec_cuda_rows rows, int32_t* base, c
 }
 
 template <class... Parameters, class... Arguments>
-const char* launch(const mlspec_cuda_launch& how, int64_t threads, void (*kernel)(Parameters...), Arguments... arguments) {
+const char* launch_blocks(const mlspec_cuda_launch& how, int64_t blocks, int threads, void (*kernel)(Parameters...),
+                          Arguments... arguments) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned((threads + kThreads - 1) / kThreads));
-  config.blockDim = dim3(kThreads);
+  config.gridDim = dim3(unsigned(blocks));
+  config.blockDim = dim3(unsigned(threads));
   config.stream = static_cast<cudaStream_t>(how.stream);
   config.attrs = &attribute;
   config.numAttrs = how.overlap ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <class... Parameters, class... Arguments>
+const char* launch(const mlspec_cuda_launch& how, int64_t threads, void (*kernel)(Parameters...), Arguments... arguments) {
+  return launch_blocks(how, (threads + kThreads - 1) / kThreads, kThreads, kernel, arguments...);
 }
 
 }  // namespace
@@ -173,6 +207,11 @@ const char* mlspec_cuda_round_push(int64_t batch, const mlspec_cuda_rows* rows, 
                                    const mlspec_cuda_launch* how) {
   return launch(*how, batch, push_kernel, batch, *rows, lengths, active, ends, chosen, confidence, threshold, failed, level, ids,
                 starts, counts);
+}
+
+const char* mlspec_cuda_round_lookup(int64_t batch, const mlspec_cuda_rows* rows, int32_t* lengths, const int32_t* active,
+                                     const int32_t* ends, int64_t min_ngram, int64_t max_ngram, const mlspec_cuda_launch* how) {
+  return launch_blocks(*how, batch, kLookupThreads, lookup_kernel, *rows, lengths, active, ends, min_ngram, max_ngram);
 }
 
 const char* mlspec_cuda_round_settle(int64_t batch, const mlspec_cuda_rows* rows, int32_t* base, const int32_t* lengths,

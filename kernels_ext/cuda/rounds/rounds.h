@@ -39,6 +39,9 @@ const char* mlspec_cuda_round_push(int64_t batch, const mlspec_cuda_rows* rows, 
                                    int32_t* failed, int64_t level, int32_t* ids, int32_t* starts, int32_t* counts,
                                    const mlspec_cuda_launch* launch);
 
+const char* mlspec_cuda_round_lookup(int64_t batch, const mlspec_cuda_rows* rows, int32_t* lengths, const int32_t* active,
+                                     const int32_t* ends, int64_t min_ngram, int64_t max_ngram, const mlspec_cuda_launch* launch);
+
 // record_width: 2, or 2 + judged for the settled tokens, too.
 const char* mlspec_cuda_round_settle(int64_t batch, const mlspec_cuda_rows* rows, int32_t* base, const int32_t* lengths,
                                      int32_t* active, const int32_t* ends, const int32_t* chosen, const float* confidence,
