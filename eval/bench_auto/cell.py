@@ -113,15 +113,19 @@ def repeat(decoder: Decoder, field: list[Contender], rows: list[list[int]], numb
 
 
 def in_blocks(decoder: Decoder, field: list[Contender], batches: list[list[list[int]]]) -> list[tuple[Row, int, Row]]:
-    """`repeat` on a GPU, where a target keeps the graphs of two chains: one contender after another decodes all
-    batches, behind a call that is not timed, with the last one; auto, which learns, behind as many as are timed."""
+    """`repeat` on a GPU, where a target keeps the graphs of two chains: auto and the target alone decode all batches
+    in turn, then one contender after another; behind a call that is not timed, with the last batch, and auto, which
+    learns, behind as many as are timed."""
     *timed, warming = batches
     new_tokens, found = decoder.cell.new_tokens, [{} for _ in timed]
-    for one in field:
-        for seed in range(len(timed) if one.name == AUTO else 1):
-            decoder.take(one, warming, seed, new_tokens)
+    pair = [one for one in field if one.name in (ALONE, AUTO)]
+    for group in (pair, *([one] for one in field if one not in pair)):
+        for one in group:
+            for seed in range(len(timed) if one.name == AUTO else 1):
+                decoder.take(one, warming, seed, new_tokens)
         for number, rows in enumerate(timed):
-            found[number][one.name] = decoder.take(one, rows, number + 1, new_tokens)
+            for one in group if number % 2 else group[::-1]:
+                found[number][one.name] = decoder.take(one, rows, number + 1, new_tokens)
     return [_told(takes) for takes in found]
 
 

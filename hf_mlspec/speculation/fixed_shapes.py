@@ -10,6 +10,10 @@ bucket. With b rows of a bucket, S slots that a token attends to and the names o
     check                       T(b (D + 1))
     tokens of a round           B (1 + sum over i <= E p_i)          E: expected length of the draft, D without levels
                                                                      in the middle
+    rounds of B rows            L / u (1 + m(B) sqrt(v / (u L)))     L: tokens that a row may gain; u, v: mean and
+                                                                     variance of those of a round; m(B): mean of the
+                                                                     largest of B normal values: the slowest row ends
+                                                                     the call. Few are counted one by one
     "off"                       T(b), as often as a round of the target alone has steps
 
 A plan that no round was captured of costs the seconds of capturing it, less those that not having it has cost so far:
@@ -18,14 +22,14 @@ it is captured when it is worth it, as skis are bought when as much went to rent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from .controller import Choice, Controller
-from .costs import Numbers
-from .estimates import reach
+from .estimates import MOST, reach
 from .forecast import TARGET, Expectations, Forecast, along
 from .plans import LENGTHS, Drafting, Plan, Situation
 from .rounds.chain import bucket_of
@@ -34,10 +38,13 @@ from .search import Search
 
 _REPLAY_SECONDS = 6e-5  # of a round beside its passes: the report is read, the next round is launched
 _LOOKUP_SECONDS = 1e-5  # of a level without a model, for all rows
-_FEW_ROUNDS = 4.0  # from here down the last round of a row counts as a whole one,
+_FEW_ROUNDS = 4.0  # of "off", from here down the last round of a row counts as a whole one,
 _NEARLY = 0.25  # unless only so much of it is needed
+_COUNTED = np.arange(1.0, 13.0)  # rounds of other plans that are counted one by one
 _LENGTHS = np.array(LENGTHS, float)
+_LARGEST = np.array([0.0, 0.56, 1.03, 1.42, 1.77, 2.07, 2.34])  # of 1, 2, 4 ... 64 standard normal values, the mean
 _CAPTURING_SHARE = 0.03  # of all seconds may go to capturing rounds that show whether another plan is better
+_FIRST_CAPTURING = 0.05  # seconds, as long as nothing is remembered of a chain
 _WORTH_CAPTURING = 0.02  # what a plan must gain over the best that can run to be missed
 
 
@@ -55,16 +62,40 @@ class FixedExpectations(Expectations):
 
     def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float) -> Forecast:
         rows = bucket_of(batch)
-        most, length, drafts, passes = self._fixed(active, 1, rows, slots)
+        most, length, drafts, passes = self._drafts(active, rows, slots)
         axes = drafts.ndim
-        chances = self.memory.pair(self.levels, active[0], TARGET).chances(self._doubt(active[0], TARGET))
-        tokens = batch * (1.0 + _kept(reach(chances), length))
+        tokens = batch * (1.0 + _kept(self._reach(active[0]), length))
         seconds = drafts + self.target.of(rows * (most + 1.0), slots) + _REPLAY_SECONDS
         corrected = seconds * along(self._corrections(active, batch), axes)
         # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
         corrected = np.maximum(corrected, self.off(batch, slots).seconds / UNROLLED + drafts)
         corrected = np.where(passes + 1 > MOST_PASSES, np.inf, corrected)
         return Forecast(np.broadcast_to(tokens, seconds.shape), corrected, seconds)
+
+    def rounds(self, active: tuple[int, ...], batch: int, slots: float, left: float, room: float) -> np.ndarray:
+        """Rounds by all plans of these levels until every row has gained `left` tokens of the `room` that it may."""
+        length, chances = self._drafts(active, bucket_of(batch), slots)[1], self._reach(active[0])
+        mean = 1.0 + _kept(chances, length)
+        squares = 1.0 + _kept([(2 * i + 3) * chance for i, chance in enumerate(chances)], length)
+        variance = np.maximum(squares - mean**2, 1e-6)
+        largest = np.interp(np.log2(batch), np.arange(len(_LARGEST)), _LARGEST)
+        many = left / mean * (1.0 + largest * np.sqrt(variance / (mean * room)))
+        if many.min() > _COUNTED[-1] / 2:
+            return many
+        behind = _COUNTED * mean[..., None] - (left - 0.5)
+        done = _below(behind / np.sqrt(_COUNTED * variance[..., None]))
+        wanted = math.ceil(left) - 1  # of a draft, where the first round is to be the last
+        done[..., 0] = np.where(length >= wanted, [1.0, *chances][wanted], 0.0) if wanted <= MOST else 0.0
+        return np.where(many > _COUNTED[-1] / 2, many, 1.0 + (1.0 - done**batch).sum(-1))
+
+    def _reach(self, top: int) -> list[float]:
+        """Per position the chance that the target keeps all up to it."""
+        pair = self.memory.pair(self.levels, top, TARGET)
+        return self._once(("reach", top), lambda: reach(pair.chances(self._doubt(top, TARGET))))
+
+    def _drafts(self, active: tuple[int, ...], rows: int, slots: float) -> tuple[np.ndarray, ...]:
+        """`_fixed`, for the target."""
+        return self._once(("drafts", active, rows, slots), lambda: self._fixed(active, 1, rows, slots))
 
     def _fixed(
         self, active: Sequence[int], depth: int, rows: int, slots: float
@@ -122,6 +153,7 @@ class FixedSearch(Search):
     def __init__(self, *given, captures: Captures, credit: Mapping[tuple[int, ...], float]):
         super().__init__(*given)
         self.captures, self.credit = captures, credit
+        self._longest, self._room = max(self.left()), max(self.situation.rooms) + 1.0
         self._ready = captures.ready(self.batch)
         self.best_if_ready, self._least = self.off, super().time(self.off)
 
@@ -149,21 +181,19 @@ class FixedSearch(Search):
 
     def _off_time(self) -> float:
         round_ = self.known.off(self.batch, self.situation.slots)
-        return float(self._rounds(round_.tokens)) * round_.seconds
+        rounds = self._longest * self.batch / round_.tokens
+        rounds = rounds if rounds > _FEW_ROUNDS else max(math.ceil(rounds - _NEARLY), 1)
+        return rounds * round_.seconds
 
     def _times(self, active: tuple[int, ...], drafting: Drafting | None) -> np.ndarray:
         drafting = drafting or Drafting.all_of(self.batch)
         grid = self.known.grid(active, self.batch, self.batch, self.situation.slots)
-        return self.to_read(active, drafting) + self._rounds(grid.tokens) * grid.seconds
+        rounds = self.known.rounds(active, self.batch, self.situation.slots, self._longest, self._room)
+        return self.to_read(active, drafting) + rounds * grid.seconds
 
     def _groups(self, top: int) -> list[Drafting]:
         """A row that drafts nothing would be padding, and cost as much."""
         return [Drafting.all_of(self.batch)]
-
-    def _rounds(self, tokens: Numbers) -> Numbers:
-        """Rounds of so many tokens until the longest row has what it is expected to gain."""
-        rounds = max(self.left()) * self.batch / tokens
-        return np.where(rounds < _FEW_ROUNDS, np.maximum(np.ceil(rounds - _NEARLY), 1.0), rounds)
 
 
 class FixedController(Controller):
@@ -177,6 +207,8 @@ class FixedController(Controller):
     def __init__(self, *given, captures: Captures, **options):
         super().__init__(*given, **options)
         self.captures = captures
+        if not self._remembers:
+            self.memory.capturing = _FIRST_CAPTURING
         self._wish: tuple[tuple[int, ...], float] | None = None  # levels, seconds lost a token for want of a plan
         self.waiting: set[int] = set()  # levels that may pay, and have no captured round yet
 
@@ -218,6 +250,11 @@ class FixedController(Controller):
 
     def _few(self, batch: int) -> Drafting:
         return Drafting.all_of(batch)
+
+
+def _below(values: np.ndarray) -> np.ndarray:
+    """The chance that a standard normal value is less, to .0002 (Bowling et al. 2009)."""
+    return 1.0 / (1.0 + np.exp(np.clip(-values * (1.5976 + 0.070565992 * values**2), -80.0, 80.0)))
 
 
 def _kept(chances: Sequence[float], length: np.ndarray) -> np.ndarray:

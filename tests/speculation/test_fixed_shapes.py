@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 from simulated import costs
 
@@ -114,7 +115,7 @@ def test_a_plan_that_is_captured_is_taken_where_another_would_be_little_better()
 
 
 def test_a_poor_draft_is_not_captured_to_find_out():
-    graphs = Graphs(0.05)
+    graphs = Graphs(0.1)
     made = FixedController(MEMORY_BOUND, [LevelCosts("draft", costs(3e-4, 0.0), 0.05)], captures=graphs)
     made.start(1)
     for _ in range(30):
@@ -151,3 +152,22 @@ def test_every_row_drafts_as_much():
     plan = made.choose(situation(5))
     assert made.limits == [plan.most] * 5
     assert plan.most > 0
+
+
+CALLS = [*product((1, 2, 8, 32), (7, 31, 255), (2, 6), (0.3, 0.85))]
+
+
+@pytest.mark.parametrize(("batch", "room", "length", "chance"), CALLS)
+def test_the_slowest_row_ends_a_call(batch, room, length, chance):
+    """Rounds until all rows have their tokens, drawn at random, are as many as expected."""
+    draw = np.random.default_rng(0)
+    kept = (draw.random((400, batch, room + 1, length)) < chance).cumprod(-1).sum(-1)
+    reached = (kept + 1).cumsum(-1) > room
+    mean = (reached.argmax(-1) + 1.0).max(-1).mean()
+    made = controller(Graphs(0.0), chance=chance)
+    made.start(batch)
+    made.rows.gained = [1000] * batch  # no doubt that they go on
+    found = made._search(Situation([room] * batch, 50.0, [[0] * batch]), 0.0)
+    plan = Plan((length,))
+    expected = found.time(plan) / found.known.of(plan, batch, batch, 50.0).seconds
+    assert expected == pytest.approx(mean, rel=0.1)

@@ -18,7 +18,7 @@ from .caches import adopt, disown, drafters
 from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
-from .program import CHECK_FIELDS, NOT_CHECKED, RoundProgram
+from .program import CHECK_FIELDS, NOT_CHECKED, Check, LookupLevel, RoundProgram
 from .reading import Reading, read
 from .rounds import NoRoom
 
@@ -134,7 +134,7 @@ class CapturedRounds:
         report = [line or apart for line in self._reported]
         self._reported = None
         self._refuse_nan(report)
-        return self._verdict(report, stats)
+        return self._verdict(rows, report, stats)
 
     def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:
         """The device works on while the host streams what was accepted."""
@@ -280,9 +280,9 @@ class CapturedRounds:
             found = self.program.levels[level - 1]
             raise nan_error(found.name, found.decoder.dtype)
 
-    def _verdict(self, report: list[list[int]], stats: SpeculationStats) -> Verdict:
+    def _verdict(self, rows: Rows, report: list[list[int]], stats: SpeculationStats) -> Verdict:
         """What the target accepted of every row, every check counted and told on the way."""
-        program, inner = self.program, []
+        program, asked, inner = self.program, [0] * len(rows), []
         tokens: Rows = [[] for _ in report]
         accepted = [0] * len(report)
         self.drafted = [0] * len(report)
@@ -298,10 +298,12 @@ class CapturedRounds:
             if program.active and any(alive):
                 below = program.active[check.level]
                 checker = program.active[check.level - 1] + 1 if check.level else 0
+                lines = self._asked(check, rows, drafted, alive), drafted, kept
                 if check.level == 0:
+                    asked = lines[0]
                     stats.count_pass(sum(alive))
                 else:
-                    inner += [(checker - 1, d, a) for d, a in zip(drafted, kept, strict=True) if d]
+                    inner += [(checker - 1, *line) for line in zip(*lines, strict=True) if line[0]]
                 self.drafters[below].stats.settle(drafted, kept)
                 self._tell(checker, drafted, kept, alive)
         for place, index in enumerate(program.active, start=1):
@@ -310,8 +312,16 @@ class CapturedRounds:
         if self._planned:
             took = self.chain.graphs.round_seconds, self.chain.graphs.idle
             gained = [len(line) - 1 for line in tokens]
-            self._observed = Observed(self.planning.running, self.drafted, gained, inner, *took)
+            self._observed = Observed(self.planning.running, asked, self.drafted, gained, inner, *took)
         return Verdict(tokens, accepted, None, None)
+
+    def _asked(self, check: Check, rows: Rows, drafted: list[int], alive: list[bool]) -> list[int]:
+        """Tokens that every row could have been drafted: a lookup may find fewer, all else drafts as many."""
+        if not isinstance(self.program.levels[check.level + 1], LookupLevel):
+            return drafted
+        most = check.judged - 1
+        rooms = [self._end(r) - len(row) - 1 if check.level == 0 else most for r, row in enumerate(rows)]
+        return [max(min(most, room), 0) if on else 0 for room, on in zip(rooms, alive, strict=True)]
 
     def _count_steps(self, gained: list[int], stats: SpeculationStats) -> None:
         """Without levels each token took a pass; what ran behind the end of a row is no one's."""

@@ -21,14 +21,15 @@ _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind 
 
 @dataclass
 class Observed:
-    """A round that has ended: whose it was, and row by row what was drafted for the target and accepted (-1: the row
-    was not part of it). inner: the same of every row and check below the target, with the level that checked. seconds,
-    idle: as of `RoundGraphs`."""
+    """A round that has ended: whose it was, and row by row what was asked of the level below the target, drafted and
+    accepted (-1: the row was not part of it). inner: the same of every row and check below the target, behind the
+    level that checked. seconds, idle: as of `RoundGraphs`."""
 
     choice: Choice
+    asked: list[int]
     drafted: list[int]
     accepted: list[int]
-    inner: list[tuple[int, int, int]]
+    inner: list[tuple[int, int, int, int]]
     seconds: float
     idle: float
 
@@ -168,6 +169,6 @@ class Planning:
             self._learn(round_, seconds)
 
     def _learn(self, round_: Observed, seconds: float) -> None:
-        for checker, drafted, accepted in round_.inner:
-            self.controller.observe_inner(checker, drafted, drafted, accepted, round_.choice)
-        self.controller.observe(round_.drafted, round_.drafted, round_.accepted, seconds, choice=round_.choice)
+        for inner in round_.inner:
+            self.controller.observe_inner(*inner, choice=round_.choice)
+        self.controller.observe(round_.asked, round_.drafted, round_.accepted, seconds, choice=round_.choice)
