@@ -114,6 +114,21 @@ def test_rows_that_end_early_leave_the_others_as_they_are(rounds, restless, targ
     assert len(set(rounds)) > 1
 
 
+@pytest.mark.parametrize(("seconds", "moves"), [(0.0, True), (100.0, False)], ids=["cheap", "dear"])
+def test_the_rows_that_are_left_move_where_capturing_that_pays(rounds, target, draft, monkeypatch, seconds, moves):
+    """Few tokens before the end, rounds of as many rows as before are launched."""
+    monkeypatch.setattr(RoundGraphs, "has", lambda self, program, batch: batch == 8)
+    monkeypatch.setattr(RoundGraphs, "capture", lambda self, program, batch: None)
+    monkeypatch.setattr(RoundGraphs, "seconds_to_capture", lambda self, program: seconds)
+    lengths = [3, 17, 1, 9, 5, 2]
+    written = stepwise(target, prompts(lengths))[:, 17:].tolist()
+    asked = {"eos_token_id": sorted({written[0][1], written[1][3], written[2][9]}), "pad_token_id": 0}
+    alone = stepwise(target, prompts(lengths), **asked)
+    out = target.generate(**prompts(lengths), **{**OPTIONS, **asked}, assistant_models=[draft])
+    assert torch.equal(out, alone)
+    assert (min(rounds) < 8) == moves
+
+
 def test_what_was_chosen_is_told(rounds, target, draft):
     for _ in range(2):
         target.generate(**prompts([9]), **{**OPTIONS, "max_new_tokens": 200}, assistant_models=["mxfp4", draft])

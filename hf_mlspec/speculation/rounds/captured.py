@@ -52,6 +52,8 @@ class CapturedRounds:
         self.checkers, self.drafters = checkers(target, drafter), drafters(drafter)
         self.bucket, self.places, self.drafted = 0, [], []
         self._ends: list[int] = []
+        self._rooms: list[int] = []  # tokens that each row may gain
+        self._gained = 0  # by the row that gained most in the last round
         # Per row what a round reported that ended before the loop asked for it; None: the row was not part of it.
         self._reported: list[list[int] | None] | None = None
         self._first = True
@@ -66,7 +68,7 @@ class CapturedRounds:
         self.chain.state.clear(self.seed)
         for drafter in self.drafters:
             drafter.stats.reset()
-        self._ends = list(ends)
+        self._ends, self._rooms = list(ends), [end - len(row) for row, end in zip(rows, ends, strict=True)]
         self.reading.start(len(rows))
         self.places = self._join(rows, ends, numbers, list(range(len(rows))), cached)
         if self.planning is not None:
@@ -88,6 +90,7 @@ class CapturedRounds:
         free = [place for place in range(self.bucket) if place not in taken]
         self.places += self._join(rows, ends, numbers, free, 0)
         self._ends += ends
+        self._rooms += [end - len(row) for row, end in zip(rows, ends, strict=True)]
         self.reading.admit(len(rows))
         if self._reported is not None:
             self._reported += [None] * len(rows)
@@ -100,7 +103,7 @@ class CapturedRounds:
         self._make_room_for(len(self.places), len(row))
         # The last token of a row is in no cache yet.
         self._join([row], [end], [number], [self.places[r]], min(max(common - 1, 0), len(row) - 1))
-        self._ends[r] = end
+        self._ends[r], self._rooms[r] = end, end - len(row)
         self.reading.replace(r)
         if self._reported is not None:
             self._reported[r] = None
@@ -110,12 +113,13 @@ class CapturedRounds:
     def select(self, keep: list[int]) -> None:
         """Go on with these rows; where half of the places would be idle, rows move to the first ones."""
         self._end_round()
-        self.places, self._ends = ([line[r] for r in keep] for line in (self.places, self._ends))
+        lines = self.places, self._ends, self._rooms
+        self.places, self._ends, self._rooms = ([line[r] for r in keep] for line in lines)
         self.reading.select(keep)
         if self._reported is not None:
             self._reported = [self._reported[r] for r in keep]
         bucket = bucket_of(len(keep))
-        if keep and bucket < self.bucket and (self._planned or self._captured(self.chain.program, bucket)):
+        if keep and bucket < self.bucket and self._worth_moving(bucket):
             self._gather(bucket)
         self._let_go_on()
         if self._planned:
@@ -140,6 +144,8 @@ class CapturedRounds:
         """The device works on while the host streams what was accepted."""
         if not self.program.active:
             self._count_steps(gained, stats)
+        self._rooms = [end - len(row) for row, end in zip(rows, self._ends, strict=True)]
+        self._gained = max(gained, default=0)
         direct = self._direct
         if len(going) == len(rows) and not self._lacks_room(rows) and self._is_ready(rows):
             self._launch(rows, behind=True)
@@ -199,6 +205,7 @@ class CapturedRounds:
     def _situation(self, rows: Rows) -> Situation:
         """What a plan is chosen for."""
         lengths = list(map(len, rows))
+        self.planning.graphs.bucket = self.bucket
         rooms = [max(end - n - 1, 0) for end, n in zip(self._ends, lengths, strict=True)]
         return Situation(rooms, sum(lengths) / len(rows), self.reading.missing(lengths, self.program))
 
@@ -267,6 +274,12 @@ class CapturedRounds:
             say_once(model, f"rounds of {bucket} rows are not captured, not enough memory: {used}")
             return False
         return True
+
+    def _worth_moving(self, bucket: int) -> bool:
+        """Whether there are rounds of fewer places, or it is worth capturing them."""
+        if not self._planned:
+            return self._captured(self.chain.program, bucket)
+        return self.planning.graphs.worth_capturing(self.program, bucket, max(self._rooms) / max(self._gained, 1))
 
     def _gather(self, bucket: int) -> None:
         places = sorted(self.places)

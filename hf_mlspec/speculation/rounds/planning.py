@@ -16,6 +16,7 @@ from .program import UNROLLED, RoundProgram
 
 _CHOOSING_SHARE = 0.2  # of the time of the rounds before the first choice of a call
 _MOST_WAITED = 8  # rounds until it, and calls without one
+_WORTH_CAPTURING = 4.0  # times the seconds of capturing rounds of fewer rows: what they take with more
 _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind another
 
 
@@ -35,19 +36,29 @@ class Observed:
 
 
 class KeptGraphs:
-    """The graphs of a chain, as a controller sees them."""
+    """The graphs of a chain, as a controller sees them. bucket: rounds are launched for no fewer rows."""
 
     def __init__(self, chain: CapturedChain):
-        self.chain = chain
+        self.chain, self.bucket = chain, 0
 
     def ready(self, rows: int) -> list[Plan]:
         """Plans with a captured round; see `Captures`."""
-        return self.chain.captured_plans(bucket_of(rows))
+        return self.chain.captured_plans(self._launched_for(rows))
 
     def seconds(self, plan: Plan, rows: int) -> float:
         """Seconds of capturing a round; see `Captures`."""
         graphs, program = self.chain.graphs, self.chain.program_of(plan)
-        return 0.0 if graphs.has(program, bucket_of(rows)) else graphs.seconds_to_capture(program)
+        return 0.0 if graphs.has(program, self._launched_for(rows)) else graphs.seconds_to_capture(program)
+
+    def worth_capturing(self, program: RoundProgram, rows: int, rounds: float) -> bool:
+        """Whether so many more rounds are to be launched for fewer rows: where they are captured, or the rounds take
+        long enough, as the last one did."""
+        graphs = self.chain.graphs
+        rest = rounds * graphs.round_seconds
+        return graphs.has(program, rows) or rest > _WORTH_CAPTURING * graphs.seconds_to_capture(program)
+
+    def _launched_for(self, rows: int) -> int:
+        return max(bucket_of(rows), self.bucket)
 
 
 class Planning:
