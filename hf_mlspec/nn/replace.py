@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
 from .nested import NestedEmbedding
-from .packed import PackedLinear
+from .packed import PackedLinear, PackedModule
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -191,3 +191,17 @@ def _tell_kept(model: PreTrainedModel, kept: dict[str, str]) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def is_view(level: nn.Module, target: nn.Module) -> bool:
+    """Whether a level is a direct cast or an early exit of the target: whatever is not packed is the target's own."""
+    if not isinstance(level, type(target)) or level is target:
+        return False
+    rows, own = (getattr(model.get_input_embeddings(), "weight", None) for model in (level, target))
+    if rows is not own and not isinstance(level.get_input_embeddings(), PackedModule):
+        return False  # as of most models, which spares looking at the rest
+    known = {id(parameter) for parameter in target.parameters()}
+    for module in level.modules():
+        if isinstance(module, PackedModule):
+            known |= {id(part) for name in module.names for part in module.held(name) if part is not None}
+    return all(id(parameter) in known for parameter in level.parameters())

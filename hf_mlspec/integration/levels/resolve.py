@@ -17,7 +17,7 @@ from ...formats import FORMATS, casts
 from ...nn.castable import is_nested
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
-from ...nn.replace import direct_cast, early_exit
+from ...nn.replace import direct_cast, early_exit, is_view
 from ...nn.state import ModelState, state_of
 from ...precision import Bits, Precision, Spelled, spelled
 from ...speculation.draft import Drafter
@@ -225,7 +225,7 @@ def _resolve(
     if word is not None:
         return _from_word(target, level, word, config, vocabulary, state)
     if isinstance(level, nn.Module):
-        return Level(_name(level), model=level, shape_of_target=_is_view(level, target))
+        return Level(_name(level), model=level, shape_of_target=is_view(level, target))
     if isinstance(level, Drafter):
         largest = getattr(level, "largest_token", -1)
         if largest >= vocabulary:
@@ -288,17 +288,6 @@ def _cast_options(word: Word, config: SpeculationConfig) -> dict:
 def _name(model: nn.Module) -> str:
     path = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     return path.rstrip("/").rpartition("/")[2] or type(model).__name__
-
-
-def _is_view(level: nn.Module, target: nn.Module) -> bool:
-    """Whether a level is a direct cast or an early exit of the target: whatever is not packed is the target's own."""
-    if not isinstance(level, type(target)) or level is target:
-        return False
-    known = {id(parameter) for parameter in target.parameters()}
-    for module in level.modules():
-        if isinstance(module, PackedModule):
-            known |= {id(part) for name in module.names for part in module.held(name) if part is not None}
-    return all(id(parameter) in known for parameter in level.parameters())
 
 
 def _keep(state: ModelState, key, fingerprint: Callable[[], object], build: Callable[[], Built]) -> Built:
