@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..integration.compare import Comparison, Item, OnItem, compare
 from ..integration.config import SpeculationConfig
 from ..integration.levels.resolve import as_words, resolve
+from ..speculation.shelf import levels_kept
 from .certificate import Certificate
 from .certificate_identity import kernels
 from .certificate_schema import SCHEMA, result_of
@@ -41,9 +42,10 @@ def certify(
     if not levels:
         raise ValueError("there are no levels to certify; give at least one, as in ['mxfp4']")
     require_batch_sizes(batch_sizes)
-    runs = {size: compare(model, tokenizer, prompts, levels, max_new_tokens=max_new_tokens, batch_size=size,
-                          assistant_tokenizers=assistant_tokenizers, speculation_config=speculation_config,
-                          reference=reference, on_item=on_item) for size in batch_sizes}
+    with levels_kept():
+        runs = {size: compare(model, tokenizer, prompts, levels, max_new_tokens=max_new_tokens, batch_size=size,
+                              assistant_tokenizers=assistant_tokenizers, speculation_config=speculation_config,
+                              reference=reference, on_item=on_item) for size in batch_sizes}
     return attest(model, tokenizer, prompts, levels, runs, max_new_tokens=max_new_tokens, reference=reference,
                   speculation_config=speculation_config, assistant_tokenizers=assistant_tokenizers,
                   tolerate_ties=tolerate_ties, folder=folder, prompts_name=prompts_name)

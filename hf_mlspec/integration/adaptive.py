@@ -14,6 +14,7 @@ from ..speculation.costs import PassCosts
 from ..speculation.fixed_shapes import Captures, FixedController, FixedExpectations
 from ..speculation.forecast import LevelCosts, Memory
 from ..speculation.plans import MOST_LEVELS, Situation, names_of
+from ..speculation.rounds.steering import inside
 from ..speculation.shelf import Outlook, Shelf, Shelving
 from ..speculation.stats import SpeculationStats
 from .costs.probe import costs_of
@@ -93,10 +94,11 @@ def _outlook(
     memory = wiring.state.memories.get((*_key(wiring, levels, chain, settings), False))
     controller = Controller(own, told, by_clock=target.can.bit_exact, memory=memory and memory.kept())
     controller.start(rows)
-    missing = [lengths if level.own_cache else [0] * rows for level in told]
+    seen = [getattr(inside(level), "max_positions", None) or max(lengths) for level in chain.levels]
+    missing = [[min(n, most) * level.own_cache for n in lengths] for level, most in zip(told, seen, strict=True)]
     tokens, seconds = controller.outlook(Situation([new_tokens - 1] * rows, slots, missing))
     off = FixedExpectations(captured, [], Memory(), doubts=0.0, corrected=False).off(rows, slots)
-    return Outlook((seconds / tokens - 1.0 / off.speed) * rows * new_tokens, off.speed)
+    return Outlook(seconds - tokens / off.speed, off.speed)
 
 
 def _key(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> tuple:
@@ -124,6 +126,15 @@ def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: Speculatio
     """Name each level that hardly took part in a long call, once, with the speeds that spoke against it."""
     if chain.shelving is not None:
         chain.shelving.settle(stats)
+        if chain.shelving.left_out:
+            names = " + ".join(level.name for level in chain.levels)
+            say_once(
+                model,
+                f"a call left {names} out: rounds with them cannot be captured, and captured rounds of the target "
+                "alone are expected to be faster",
+                kind=f"left {names} out",
+            )
+            return
     rounds = sum(plan.rounds for plan in stats.plans.values())
     if rounds < _ROUNDS_TO_JUDGE:
         return

@@ -15,7 +15,7 @@ from ..speculation.draft import Rows
 from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt
 from ..speculation.rounds.chain import CapturedChain, borrowed
-from ..speculation.rounds.plan import NotCaptured, can_be_captured, round_levels
+from ..speculation.rounds.plan import NotCaptured, round_levels
 from ..speculation.rounds.program import Level, RoundLevel
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.stats import SpeculationStats
@@ -35,24 +35,27 @@ def captured(
 
     The target's engine must be one that can be captured. rows: the prompts. new_tokens: the most a row may gain.
     """
-    longest = max(map(len, rows))
-    levels = _levels(chain, processors, list(map(len, rows)), new_tokens)
+    lengths = list(map(len, rows))
+    levels = _levels(chain, processors, lengths, new_tokens)
     if levels is None:
         yield None
         return
-    runners = [chain.target.runner, *(runner for runner in chain.runners if runner is not None)]
+    alone = chain.drafter is not None and len(levels) == 1
+    runners = [chain.target.runner, *(runner for runner in chain.runners if runner is not None and not alone)]
     sampler = chain.target.sampler
     with borrowed(
         [runner.model for runner in runners],
         levels,
         rows=len(rows),
-        slots=longest + min(new_tokens, _FIRST_NEW_TOKENS),
+        slots=max(lengths) + min(new_tokens, _FIRST_NEW_TOKENS),
         sampled=sampler.do_sample,
         warp=sampler.warp,
         warp_key=_in_words(processors),
-        planned=chain.controller is not None,
+        planned=chain.controller is not None and not alone,
     ) as found:
         if found is not None:
+            if alone:
+                chain.leave_out_levels()
             adopt(found, chain.target, chain.drafter, len(rows))
         yield found
 
@@ -85,18 +88,20 @@ def _levels(
     chain: Chain, processors: LogitsProcessorList, lengths: list[int], new_tokens: int
 ) -> list[Level] | None:
     """lengths: of the rows. Levels that cannot be captured may be left out; see speculation/shelf.py."""
-    target = chain.target
+    target, shelving = chain.target, chain.shelving
     how = {"num_draft_tokens": chain.num_draft_tokens, "batch": len(lengths), "longest": max(lengths) + new_tokens}
     try:
         _require_no_wait(processors)
+        alone = round_levels(target, None, **how)
+    except NotCaptured as reason:
+        _say_why(chain, reason)
+        return None
+    try:
         levels = round_levels(target, chain.drafter, **how)
     except NotCaptured as reason:
-        shelving = chain.shelving if can_be_captured(target, None) else None
         if shelving is not None and shelving.leaves_out(lengths, new_tokens):
-            chain.leave_out_levels()
-            return round_levels(target, None, **how)
-        model = target.runner.model
-        say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
+            return alone
+        _say_why(chain, reason)
         return None
     if chain.controller is not None:
         for level in levels:
@@ -106,6 +111,11 @@ def _levels(
                 # Before anything is captured, as measuring costs would move the rotary tables under the graphs.
                 level.decoder.reserve_positions(POSITIONS)
     return levels
+
+
+def _say_why(chain: Chain, reason: NotCaptured) -> None:
+    model = chain.target.runner.model
+    say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
 
 
 def _require_no_wait(processors: LogitsProcessorList) -> None:

@@ -132,7 +132,7 @@ def round_lookup(
     last max_ngram tokens stand, at least min_ngram of them: up to `ends`, and none from beyond their own end."""
     slots, ends_at = tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
     matches, matched = ends_at < lengths[:, None], torch.zeros_like(tokens)
-    for n in range(1, max_ngram + 1):
+    for n in range(1, min(max_ngram, slots) + 1):
         own = tokens.gather(1, (lengths - n).clamp(0, slots - 1)[:, None].long())
         before = torch.nn.functional.pad(tokens, (n, 0))[:, :slots]  # of an n-gram that ends here the first token
         matches = matches & (ends_at >= n) & (before == own)

@@ -86,8 +86,10 @@ class Chain:
         return chain
 
     def leave_out_levels(self) -> None:
-        """The target goes on alone; the levels stay to be counted."""
-        self.drafter = self.controller = None
+        """The target goes on alone; what the levels counted and hold of earlier calls goes."""
+        self.drafter, self.controller, self.shelving.left_out = None, None, True
+        for level in self.levels:
+            level.stats.reset()
 
     def host_rounds(self, device: torch.device) -> HostRounds:
         """Rounds of this chain on the host, drafts on `device`."""

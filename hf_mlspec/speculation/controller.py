@@ -165,7 +165,8 @@ class Controller:
         return self._decided(search, best, drafting, None)
 
     def outlook(self, situation: Situation) -> tuple[float, float]:
-        """Tokens that these rows are expected to gain, and the seconds of the best plan for them, reading included."""
+        """Tokens that these rows are expected to gain, and the seconds of the best plan until then, reading included.
+        """
         search = self._search(situation, 0.0)
         return sum(search.left()), search.time(*search.best(self._choices, self._margin))
 

@@ -6,18 +6,32 @@ Where passes are short, as of small models, no draft makes up for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .stats import SpeculationStats
+from .stats import PlanStats, SpeculationStats
 
 _TRIAL_SHARE = 0.01  # of the seconds without the levels may go to finding out whether calls with them are faster
+_here = threading.local()
+
+
+@contextmanager
+def levels_kept() -> Iterator[None]:
+    """Calls of this thread leave no level out: they are about the levels."""
+    before = getattr(_here, "kept", False)
+    _here.kept = True
+    try:
+        yield
+    finally:
+        _here.kept = before
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is expected of a call. lost: the seconds it takes more with its levels than without. off_speed: tokens a
-    second without them, captured."""
+    """What is expected of a call. lost: the seconds it takes more with its levels than without, up to the tokens that
+    rows are expected to gain. off_speed: tokens a second without them, captured."""
 
     lost: float
     off_speed: float
@@ -26,37 +40,46 @@ class Outlook:
 @dataclass
 class Shelf:
     """What is known of the calls of one chain. spare: seconds that may be lost in calls with the levels. outlooks: by
-    rows, and new tokens up to a factor of two; kept until a call with the levels has shown more."""
+    rows, and by tokens of the prompt and new ones up to a factor of two; kept until a call with the levels has shown
+    more."""
 
     spare: float = 0.0
-    outlooks: dict[tuple[int, int], Outlook] = field(default_factory=dict)
+    outlooks: dict[tuple[int, int, int], Outlook] = field(default_factory=dict)
 
 
 @dataclass
 class Shelving:
-    """One call. outlook: of rows of these lengths, and as many new tokens. left_out: what was expected where the call
-    runs without its levels; None: it has them."""
+    """One call. outlook: of rows of these lengths, and as many new tokens. expected: what it said. left_out: whether
+    the call runs without its levels."""
 
     shelf: Shelf
     outlook: Callable[[list[int], int], Outlook]
-    left_out: Outlook | None = None
+    expected: Outlook | None = None
+    left_out: bool = False
 
     def leaves_out(self, lengths: list[int], new_tokens: int) -> bool:
-        """Whether the call runs without its levels."""
-        shelf, like = self.shelf, (len(lengths), new_tokens.bit_length())
-        found = shelf.outlooks.get(like) or self.outlook(lengths, new_tokens)
-        if found.lost > shelf.spare:
-            shelf.outlooks[like] = self.left_out = found
+        """Whether the call is to run without its levels."""
+        if getattr(_here, "kept", False):
+            return False
+        shelf, like = self.shelf, (len(lengths), max(lengths).bit_length(), new_tokens.bit_length())
+        self.expected = shelf.outlooks.get(like) or self.outlook(lengths, new_tokens)
+        if self.expected.lost > max(shelf.spare, 0.0):
+            shelf.outlooks[like] = self.expected
             return True
-        shelf.spare -= max(found.lost, 0.0)
         shelf.outlooks.clear()
         return False
 
     def settle(self, stats: SpeculationStats) -> None:
-        """The call has ended: what it wrote where it left its levels out."""
-        if self.left_out is None:
+        """The call has ended: seconds for trials, and the counts of one without levels."""
+        if self.expected is None:
             return
-        tokens, seconds = stats.new_tokens - stats.prefill_tokens, stats.seconds - stats.prefill_seconds
+        tokens = max(stats.new_tokens - stats.prefill_tokens, 0)
+        seconds, off = stats.seconds - stats.prefill_seconds, tokens / self.expected.off_speed
+        if not self.left_out:
+            self.shelf.spare -= max(seconds - off, 0.0) if self.expected.lost > 0 else 0.0
+            return
         self.shelf.spare += _TRIAL_SHARE * stats.seconds
-        expected = tokens / self.left_out.off_speed
-        stats.of_plan("off").count(tokens, seconds, tokens, expected, expected, rounds=stats.target_passes)
+        alone = PlanStats(rounds=stats.target_passes)
+        if tokens:
+            alone.add(PlanStats(0, stats.target_passes, tokens, seconds, tokens, off, off))
+        stats.of_plan("off").add(alone)

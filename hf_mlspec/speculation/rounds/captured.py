@@ -18,8 +18,9 @@ from .caches import adopt, disown, drafters
 from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
-from .program import CHECK_FIELDS, NOT_CHECKED, Check, LookupLevel, RoundProgram
+from .program import NOT_CHECKED, RoundProgram
 from .reading import Reading, read
+from .report import told
 from .rounds import NoRoom
 
 _NO_SEED = 0
@@ -293,48 +294,31 @@ class CapturedRounds:
             found = self.program.levels[level - 1]
             raise nan_error(found.name, found.decoder.dtype)
 
-    def _verdict(self, rows: Rows, report: list[list[int]], stats: SpeculationStats) -> Verdict:
+    def _verdict(self, rows: Rows, lines: list[list[int]], stats: SpeculationStats) -> Verdict:
         """What the target accepted of every row, every check counted and told on the way."""
-        program, asked, inner = self.program, [0] * len(rows), []
-        tokens: Rows = [[] for _ in report]
-        accepted = [0] * len(report)
-        self.drafted = [0] * len(report)
-        for check in program.checks:
-            column = check.column
-            pairs = [line[column : column + CHECK_FIELDS] for line in report]
-            alive = [drafted != NOT_CHECKED for drafted, _ in pairs]
-            drafted, kept = ([max(pair[i], 0) for pair in pairs] for i in range(CHECK_FIELDS))
-            if check.level == 0:
-                self.drafted, accepted = drafted, kept
-                for line, own, on, count in zip(tokens, report, alive, kept, strict=True):
-                    line += own[column + CHECK_FIELDS : column + CHECK_FIELDS + count + 1] if on else []
-            if program.active and any(alive):
-                below = program.active[check.level]
-                checker = program.active[check.level - 1] + 1 if check.level else 0
-                lines = self._asked(check, rows, drafted, alive), drafted, kept
-                if check.level == 0:
-                    asked = lines[0]
-                    stats.count_pass(sum(alive))
-                else:
-                    inner += [(checker - 1, *line) for line in zip(*lines, strict=True) if line[0]]
-                self.drafters[below].stats.settle(drafted, kept)
-                self._tell(checker, drafted, kept, alive)
+        program, nothing = self.program, [0] * len(rows)
+        rooms = [max(self._end(r) - len(row) - 1, 0) for r, row in enumerate(rows)]
+        report, asked, accepted, inner = told(program, lines, rooms), nothing, nothing, []
+        self.drafted = nothing
+        for check in report.checks:
+            found = check.asked, check.drafted, check.accepted
+            if check.checker < 0:
+                asked, self.drafted, accepted = found
+            else:
+                inner += [(check.checker, *line) for line in zip(*found, strict=True) if line[0]]
+            if any(check.alive):
+                if check.checker < 0:
+                    stats.count_pass(sum(check.alive))
+                self.drafters[check.drafter].stats.settle(check.drafted, check.accepted)
+                self._tell(check.checker + 1, check.drafted, check.accepted, check.alive)
         for place, index in enumerate(program.active, start=1):
             self.drafters[index].stats.rounds += program.drafts(place)
             self.drafters[index].stats.forwards += program.forwards(place)
         if self._planned:
             took = self.chain.graphs.round_seconds, self.chain.graphs.idle
-            gained = [len(line) - 1 for line in tokens]
-            self._observed = Observed(self.planning.running, asked, self.drafted, gained, inner, *took)
-        return Verdict(tokens, accepted, None, None)
-
-    def _asked(self, check: Check, rows: Rows, drafted: list[int], alive: list[bool]) -> list[int]:
-        """Tokens that every row could have been drafted: a lookup may find fewer, all else drafts as many."""
-        if not isinstance(self.program.levels[check.level + 1], LookupLevel):
-            return drafted
-        most = check.judged - 1
-        rooms = [self._end(r) - len(row) - 1 if check.level == 0 else most for r, row in enumerate(rows)]
-        return [max(min(most, room), 0) if on else 0 for room, on in zip(rooms, alive, strict=True)]
+            gained = [len(line) - 1 for line in report.tokens]
+            self._observed = Observed(self.planning.running, self.bucket, asked, self.drafted, gained, inner, *took)
+        return Verdict(report.tokens, accepted, None, None)
 
     def _count_steps(self, gained: list[int], stats: SpeculationStats) -> None:
         """Without levels each token took a pass; what ran behind the end of a row is no one's."""

@@ -43,7 +43,7 @@ class CapturedChain:
         self._sampling = sampled, warp
         self._programs: dict[Plan, RoundProgram] = {}
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
-        self.choosing_seconds = 0.0  # of the last choice
+        self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
         self.program = self.program_of(off(len(levels) - 1)) if planned else RoundProgram(levels, sampled, warp)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False

@@ -76,7 +76,7 @@ def _rounds(drafter: CheckedDrafter, wanted: int) -> int:
 
 
 def _below(drafter: Drafter, longest: int) -> Level:
-    if isinstance(drafter, PromptLookup):
+    if type(drafter) is PromptLookup:  # another class may find other tokens
         return LookupLevel(drafter.name, drafter.min_ngram, drafter.max_ngram)
     if not isinstance(drafter, (ModelDrafter, CheckedDrafter)):
         raise NotCaptured(f"level {drafter.name} is neither a prompt lookup nor a model with the target's vocabulary")

@@ -22,11 +22,12 @@ _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind 
 
 @dataclass
 class Observed:
-    """A round that has ended: whose it was, and row by row what was asked of the level below the target, drafted and
-    accepted (-1: the row was not part of it). inner: the same of every row and check below the target, behind the
-    level that checked. seconds, idle: as of `RoundGraphs`."""
+    """A round that has ended: whose it was, for how many rows it was launched, and row by row what was asked of the
+    level below the target, drafted and accepted (-1: the row was not part of it). inner: the same of every row and
+    check below the target, behind the level that checked. seconds, idle: as of `RoundGraphs`."""
 
     choice: Choice
+    bucket: int
     asked: list[int]
     drafted: list[int]
     accepted: list[int]
@@ -115,10 +116,10 @@ class Planning:
         self._ahead = True
         if self.controller is None and self._first is not None and not self._is_time():
             return
-        controller = self._made()
+        begin, first, controller = perf_counter(), self.controller is None, self._made()
         if not controller.stay(rows):
-            begin = perf_counter()
             controller.choose(situation())
+        if first:
             self.chain.choosing_seconds = perf_counter() - begin
 
     def _is_time(self) -> bool:
@@ -182,4 +183,5 @@ class Planning:
     def _learn(self, round_: Observed, seconds: float) -> None:
         for inner in round_.inner:
             self.controller.observe_inner(*inner, choice=round_.choice)
-        self.controller.observe(round_.asked, round_.drafted, round_.accepted, seconds, choice=round_.choice)
+        usual = round_.bucket == bucket_of(len(round_.accepted))  # else it was launched for more rows than there are
+        self.controller.observe(round_.asked, round_.drafted, round_.accepted, seconds, usual, round_.choice)

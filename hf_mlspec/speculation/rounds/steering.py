@@ -137,7 +137,7 @@ class Steering:
         runner = self.runners[index]
         if runner is None or runner.follow is not None:
             return [0] * len(self._lengths)
-        most = getattr(_inside(self.levels[index]), "max_positions", None) or max(self._lengths)
+        most = getattr(inside(self.levels[index]), "max_positions", None) or max(self._lengths)
         return [min(n - have, most) for n, have in zip(self._lengths, self._read[index], strict=True)]
 
     def _unread(self, rows: Rows) -> int:
@@ -146,10 +146,11 @@ class Steering:
         return max(len(row) - (held[r] if r < len(held) else 0) for r, row in enumerate(rows))
 
 
-def _inside(level: Drafter) -> Drafter:
+def inside(level: Drafter) -> Drafter:
+    """What drafts in a level's own vocabulary."""
     return level.inner if isinstance(level, CrossTokenizerDrafter) else level
 
 
 def _checked(level: Drafter) -> CheckedDrafter | None:
-    inside = _inside(level)
-    return inside if isinstance(inside, CheckedDrafter) else None
+    drafter = inside(level)
+    return drafter if isinstance(drafter, CheckedDrafter) else None

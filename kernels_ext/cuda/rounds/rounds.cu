@@ -6,6 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "../ptx.cuh"
 
 namespace mlspec {
@@ -211,7 +213,8 @@ const char* mlspec_cuda_round_push(int64_t batch, const mlspec_cuda_rows* rows, 
 
 const char* mlspec_cuda_round_lookup(int64_t batch, const mlspec_cuda_rows* rows, int32_t* lengths, const int32_t* active,
                                      const int32_t* ends, int64_t min_ngram, int64_t max_ngram, const mlspec_cuda_launch* how) {
-  return launch_blocks(*how, batch, kLookupThreads, lookup_kernel, *rows, lengths, active, ends, min_ngram, max_ngram);
+  return launch_blocks(*how, batch, kLookupThreads, lookup_kernel, *rows, lengths, active, ends, std::min(min_ngram, rows->slots),
+                       std::min(max_ngram, rows->slots));
 }
 
 const char* mlspec_cuda_round_settle(int64_t batch, const mlspec_cuda_rows* rows, int32_t* base, const int32_t* lengths,
