@@ -94,6 +94,9 @@ def _show(args: argparse.Namespace, survey: Survey, examples: list[Example], kep
         say(console, "a level's generation_config names its draft length or threshold: calls keep to that")
     if survey.replayed:
         say(console, "passes and plans are those of captured rounds; passes that run step by step were measured too")
+    if survey.alone:
+        say(console, "rounds of these levels cannot be captured: passes run step by step, and plans are compared with "
+                     "captured rounds of the target alone")
     if kept:
         say(console, f"costs for the next calls are in {kept}")
     for option, file in (("profile", args.output), ("picture", args.plot)):

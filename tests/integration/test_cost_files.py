@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import tiny
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import hf_mlspec
 from hf_mlspec.integration.config import SpeculationConfig
 from hf_mlspec.integration.costs import file as cost_file
 from hf_mlspec.integration.costs import probe
 from hf_mlspec.integration.costs.file import NotAProfile, cache_folder, read, write
 from hf_mlspec.integration.costs.survey import Survey
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.costs import PassCosts
 
 MACHINE = {"device": "abacus", "threads": "1"}
@@ -257,3 +260,27 @@ def test_no_pass_is_longer_than_the_model(cache):
     survey.measure(budget=5.0, repeats=1)
     assert [max(costs.tokens) for costs in survey.costs] == [32, 32]
     assert [costs.attention for costs in survey.costs] == [0.0, 0.0]
+
+
+def test_of_a_chain_that_cannot_be_captured_the_target_alone_is_measured_so_too(cache, tmp_path, monkeypatch):
+    """A call asks whether captured rounds without the levels are faster: the profile says so."""
+    target = hf_mlspec.prepare(tiny(seed=2, dtype=torch.bfloat16), engine="cuda")
+    survey = Survey(target, None, ["ngram"], SpeculationConfig())
+    assert (survey.replayed, survey.alone) == (False, True)
+    steps = []
+    survey.measure(budget=5.0, repeats=1, step=lambda: steps.append(1))
+    assert len(steps) == survey.steps
+    profile = tmp_path / "profile.json"
+    survey.write(profile, "tiny")
+    found = survey.example(1, 0.5)
+    assert found.plan == "off" or found.speedup > 1.0
+    hf_mlspec.clear(target)
+    monkeypatch.setenv("MLSPEC_CACHE", str(tmp_path / "another"))
+    target = hf_mlspec.prepare(target, engine="cuda")
+    measured = []
+    monkeypatch.setattr(probe, "measured", lambda *args, **how: measured.append(how))
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    target.generate(torch.tensor([[5, 6, 7]]), **options, assistant_models=["ngram"],
+                    speculation_config={"profile": str(profile)})  # fmt: skip
+    assert not measured
+    assert state_of(target).shelved

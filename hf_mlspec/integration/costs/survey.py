@@ -13,11 +13,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
+from ...engines.engine import Engine
 from ...nn.state import state_of
 from ...speculation.controller import Controller
 from ...speculation.costs import TOKENS, PassCosts
 from ...speculation.estimates import PairEstimate
-from ...speculation.fixed_shapes import Captured, FixedController
+from ...speculation.fixed_shapes import Captured, FixedController, FixedExpectations
 from ...speculation.forecast import TARGET, Memory
 from ...speculation.plans import Situation
 from ...speculation.rounds.plan import can_be_captured
@@ -28,7 +29,7 @@ from ..levels.wiring import Wiring
 from ..processing import Prompts
 from .file import write
 from .identity import machine_of, model_of
-from .probe import keep, measured
+from .probe import costs_of, keep, measured
 
 SLOTS, ROOM = 256, 256  # tokens that a token of an example attends to, and that each of its rows may still gain
 _CERTAIN = 1e9  # observations: the chances of an example are no estimates
@@ -54,8 +55,9 @@ class Survey:
     names: of the levels, from the largest down. costs: of target and levels, None for lookups; empty before `measure`.
     chooses: whether calls of this chain choose their lengths; False where a level's generation_config names one.
     replayed: whether its rounds can be captured; costs, and examples, are then of passes inside such rounds, and costs
-    of passes that are launched one by one, which streams need, are measured beside them. ValueError or TypeError for
-    levels that cannot be, as in generate.
+    of passes that are launched one by one, which streams need, are measured beside them. alone: whether only those of
+    the target can; its costs inside such rounds are then measured beside the others, and examples compare with them.
+    ValueError or TypeError for levels that cannot be, as in generate.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, levels: list, config: SpeculationConfig):
@@ -66,14 +68,16 @@ class Survey:
         wiring = Wiring(model, tokenizer, config, **options, state=state)
         self._chain = wiring.build(found)
         self._engines = [self._chain.target.runner, *self._chain.runners]
-        self.replayed = can_be_captured(self._chain.target, self._chain.drafter)
+        target = self._chain.target
+        self.replayed = can_be_captured(target, self._chain.drafter)
+        self.alone = not self.replayed and can_be_captured(target, None)
         captures = Captured() if self.replayed else None
         self._controller = partial(controller_of, wiring, found, self._chain, "", captures)
         self.names = [level.name for level in found]
         self.chooses = wiring.chooses
         self.costs: list[PassCosts | None] = []
         self._config = config
-        self._launched: list[PassCosts | None] = []
+        self._beside: list[PassCosts | None] = []  # of the other kind, for as many of the models as need them
 
     @property
     def machine(self) -> dict[str, str]:
@@ -83,21 +87,24 @@ class Survey:
     @property
     def steps(self) -> int:
         """How often `measure` calls `step`, at most."""
-        return len(TOKENS) * sum(engine is not None for engine in self._engines) * (1 + self.replayed)
+        return len(TOKENS) * (sum(engine is not None for engine in self._engines) * (1 + self.replayed) + self.alone)
 
     def measure(self, *, budget: float, repeats: int, step: Callable[[], None] = lambda: None) -> bool:
         """Time every model for at most `budget` seconds each; -> whether the cache folder has all of it now."""
         how = {"budget": budget, "repeats": repeats, "tokens": TOKENS, "prepare": self._config.prepare, "step": step}
-        self.costs, kept = self._measured(how, self.replayed)
-        if self.replayed:
-            self._launched, also = self._measured(how, False)
+        self.costs, kept = self._measured(self._engines, how, self.replayed)
+        if self.replayed or self.alone:
+            engines = self._engines if self.replayed else self._engines[:1]
+            self._beside, also = self._measured(engines, how, not self.replayed)
             kept &= also
         return kept
 
-    def _measured(self, how: dict[str, Any], replayed: bool) -> tuple[list[PassCosts | None], bool]:
-        """Costs of all models, and whether all are in the cache folder."""
+    def _measured(
+        self, engines: list[Engine | None], how: dict[str, Any], replayed: bool
+    ) -> tuple[list[PassCosts | None], bool]:
+        """Costs of these models, and whether all are in the cache folder."""
         found, kept = [], True
-        for engine in self._engines:
+        for engine in engines:
             found.append(None if engine is None else measured(engine, **how, replayed=replayed))
             kept &= engine is None or keep(engine, found[-1], self._engines[0], replayed)
         return found, kept
@@ -105,11 +112,11 @@ class Survey:
     def write(self, path: str | os.PathLike, target: str) -> None:
         """All costs in one file for `SpeculationConfig(profile=path)`; target: its name. OSError where it cannot be
         written."""
-        kinds = [(self.replayed, self.costs), *([(False, self._launched)] if self.replayed else [])]
+        kinds = [(self.replayed, self.costs), (not self.replayed, self._beside)]
         models = {
             model_of(engine, replayed): (name, costs)
             for replayed, found in kinds
-            for engine, name, costs in zip(self._engines, [target, *self.names], found, strict=True)
+            for engine, name, costs in zip(self._engines, [target, *self.names], found, strict=False)
             if engine is not None
         }
         write(Path(path), self.machine, models)
@@ -126,5 +133,10 @@ class Survey:
             controller = Controller(known.target, levels, memory=memory)
         controller.start(rows)
         plan = controller.choose(Situation([ROOM] * rows, SLOTS, [[0] * rows for _ in levels]))
-        speedup = controller.forecast.speed / controller.off_speed
-        return Example(rows, acceptance, plan.told(self.names), plan.lengths, speedup)
+        off, speed = controller.off_speed, controller.forecast.speed
+        if self.alone:
+            (costs,) = costs_of(self._chain.target.runner, [], replayed=True)
+            off = FixedExpectations(costs, [], memory, doubts=0.0, corrected=False).off(rows, SLOTS).speed
+        if speed < off:  # such a call leaves its levels out
+            return Example(rows, acceptance, "off", (0,) * len(levels), 1.0)
+        return Example(rows, acceptance, plan.told(self.names), plan.lengths, speed / off)
