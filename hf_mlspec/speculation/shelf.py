@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from .stats import PlanStats, SpeculationStats
 
 _TRIAL_SHARE = 0.01  # of the seconds without the levels may go to finding out whether calls with them are faster
+_FIRST_TRIALS = 0.05  # seconds, before anything is known
 _here = threading.local()
 
 
@@ -43,7 +44,7 @@ class Shelf:
     rows, and by tokens of the prompt and new ones up to a factor of two; kept until a call with the levels has shown
     more."""
 
-    spare: float = 0.0
+    spare: float = _FIRST_TRIALS
     outlooks: dict[tuple[int, int, int], Outlook] = field(default_factory=dict)
 
 

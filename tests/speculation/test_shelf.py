@@ -36,7 +36,7 @@ def test_a_hundredth_of_the_time_goes_to_trials():
     shelf = Shelf()
     with_levels = [not call(shelf, 1.0) for _ in range(500)]
     assert 8 <= sum(with_levels) <= 10  # each loses as much as a hundredth of fifty calls
-    assert with_levels.index(True) == 50
+    assert with_levels.index(True) == 48  # a twentieth of a second is given in advance
 
 
 def test_a_trial_that_lost_more_than_expected_is_paid_for():
