@@ -347,6 +347,7 @@ def test_what_was_left_out_is_told_and_leaves_no_counts(rounds, outlooks, target
     table, own = hf_mlspec.NGram(), {**OPTIONS, "max_new_tokens": 90}
     for outlooks.told.lost in (-1.0, 1.0):
         state_of(target).shelved.clear()
+        caplog.clear()
         target.generate(**prompts([9]), **own, assistant_models=["mxfp4", table])
     stats = hf_mlspec.last_stats(target)
     assert [(level.drafted, level.rounds) for level in stats.levels] == [(0, 0), (0, 0)]
