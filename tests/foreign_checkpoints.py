@@ -99,6 +99,18 @@ def awq(codes: Codes) -> dict[str, torch.Tensor]:
     }
 
 
+def autoround(codes: Codes, bits: int, packing: str) -> dict[str, torch.Tensor]:
+    """The tensors of a layer, as auto-round saves them. packing: "packing_format" of config.json."""
+    if "awq" in packing:
+        return awq(codes)
+    less = packing == "auto_round:auto_gptq"  # no zero point may be 0
+    return {
+        "qweight": bit_stream(codes.code, bits).t().contiguous(),
+        "qzeros": bit_stream(codes.zero.T - less, bits),
+        "scales": codes.scale.t().contiguous(),
+    }
+
+
 def linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Those that such libraries quantize, by name: all but the output head."""
     head = model.get_output_embeddings()

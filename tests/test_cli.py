@@ -113,7 +113,7 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
     assert "  mxfp4_linear on cpu: " in shown
-    assert told["checkpoints"].keys() == {"gptq", "awq", "compressed-tensors", "gguf", "mxfp4"}
+    assert told["checkpoints"].keys() == {"gptq", "awq", "auto-round", "compressed-tensors", "gguf", "mxfp4"}
     assert "  gguf: stock transformers\n" in shown
     compiled = "Gemma2, Gemma3, Llama, Mistral, Phi3, Qwen2, Qwen3" if told["compiled_decoder"] else "none"
     assert f"  whole decoders compiled: {compiled}\n" in shown

@@ -34,6 +34,7 @@ class GptqReader:
     act-order, and settings of single layers (``dynamic``), which the shapes tell."""
 
     method, title = "gptq", "GPTQ"
+    widths: tuple[int, ...] = BITS  # of a code
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: ``quantization_config`` of config.json, or what quantize_config.json holds. ValueError for a layout
@@ -75,11 +76,12 @@ class GptqReader:
 
     def _bits_of(self, layer: StoredLayer) -> int:
         shape = layer.tensors["qweight"].shape
+        told = self._bits if self._bits in self.widths else "2, 3, 4 or 8"
         bits, rest = divmod(shape[0] * 32, layer.in_features) if len(shape) == 2 else (0, 1)
-        if rest or bits not in BITS or (self._bits not in (None, bits) and not self._dynamic):
+        if rest or bits not in self.widths or (self._bits not in (None, bits) and not self._dynamic):
             raise ValueError(
                 f"{layer.tensors['qweight'].place} has shape {list(shape)}: {layer.in_features} inputs in "
-                f"{shape[0]} words are no codes of {self._bits if self._bits in BITS else '2, 3, 4 or 8'} bits; "
+                f"{shape[0]} words are no codes of {told} bits; "
                 "config.json is of another model, or the file is damaged"
             )
         return bits
@@ -88,7 +90,7 @@ class GptqReader:
         size, scale = column_scales(layer, self._size)
         count = scale.shape[1]
         zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, -(-layer.out_features * bits // 32)))
-        zero = self._zeros(zeros.load(), bits, layer.out_features)
+        zero = self._zeros(zeros.load(), bits, layer.out_features, zeros.place)
         return Groups.of(bits, size, scale, zero.t().contiguous(), self._order(layer, size))
 
     def _order(self, layer: StoredLayer, size: int) -> Tensor | None:
@@ -102,7 +104,7 @@ class GptqReader:
             return None
         return order_of_groups(groups, size, index.place)
 
-    def _zeros(self, words: Tensor, bits: int, out_features: int) -> Tensor:
+    def _zeros(self, words: Tensor, bits: int, out_features: int, place: str) -> Tensor:
         """uint8 ``[groups, out]``. Some files say v1 and are v2, or the reverse: of symmetric codes the number tells,
         all are the middle, or all are one less. The first version was made by taking 1 from every code of a whole
         word at once, so that 0 borrows from its neighbour; it is undone the same way."""

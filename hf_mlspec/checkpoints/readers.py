@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .autoround import AutoRoundReader
 from .awq import AwqReader
 from .compressed import CompressedReader
 from .gguf import GgufReader
@@ -23,6 +24,7 @@ def _gguf(config: Mapping[str, Any]) -> GgufReader:
 READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     GptqReader.method: GptqReader,
     AwqReader.method: AwqReader,
+    AutoRoundReader.method: AutoRoundReader,
     CompressedReader.method: CompressedReader,
     GgufReader.method: _gguf,
     GptOssReader.method: GptOssReader,
@@ -31,6 +33,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
 PACKAGES = {
     "gptq": ("optimum", "gptqmodel"),
     "awq": ("gptqmodel",),
+    "auto-round": ("auto_round",),
     "compressed-tensors": ("compressed_tensors",),
 }
 

@@ -19,7 +19,7 @@ from hf_mlspec.integration.quantizer.mapped_memory import let_go
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.planes import PlanesLinear
-from tests.foreign_checkpoints import awq, dense_twin, gptq, linears, rounded, write
+from tests.foreign_checkpoints import autoround, awq, dense_twin, gptq, linears, rounded, write
 from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel", "ignore:.*runs module by module")
@@ -32,6 +32,9 @@ KINDS = {
     "gptq-8": ({"bits": 8, "sym": True, "desc_act": False}, {"symmetric": True}),
     "gptq-3": ({"bits": 3, "sym": True, "desc_act": False}, {"symmetric": True}),
     "awq": ({"bits": 4, "zero_point": True, "version": "gemm"}, {"symmetric": False}),
+    "auto-round": ({"bits": 4, "sym": True, "packing_format": "auto_round:auto_gptq"}, {"symmetric": True}),
+    "auto-round-zeros": ({"bits": 4, "sym": False, "packing_format": "auto_round"}, {"symmetric": False}),
+    "auto-round-awq": ({"bits": 4, "sym": False, "packing_format": "auto_round:auto_awq"}, {"symmetric": False}),
 }
 
 
@@ -42,7 +45,7 @@ def model_of(dtype=torch.bfloat16, **options):
 def written(folder, kind, size=32, model=None):
     """The folder, and the weights that it means."""
     own, options = KINDS[kind]
-    method = kind.partition("-")[0]
+    method = "auto-round" if kind.startswith("auto-round") else kind.partition("-")[0]
     model = model or model_of()
     # What reads one input has one order of it, as these libraries have it.
     seeds = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 2, "up_proj": 2}
@@ -51,6 +54,8 @@ def written(folder, kind, size=32, model=None):
         for name, linear in linears(model).items()
     }
     save = awq if method == "awq" else lambda codes: gptq(codes, own["bits"])
+    if method == "auto-round":
+        save = lambda codes: autoround(codes, own["bits"], own["packing_format"])  # noqa: E731
     config = {"quant_method": method, "group_size": size, **own}
     write(folder, model, {name: save(codes) for name, codes in layers.items()}, config)
     return folder, {name: codes.values for name, codes in layers.items()}
