@@ -96,7 +96,7 @@ def _cut_name(stored: Mapping[str, Any]) -> str:
         raise _refused(f"is {model.get('type')}" + (f" with {odd[0]}" if odd else ""))
     normalizer = (stored.get("normalizer") or {}).get("type")
     first = stored.get("pre_tokenizer") or {}
-    steps = first.get("pretokenizers", [first])
+    steps = first.get("pretokenizers") or [first]
     cuts, last = steps[:-1], steps[-1]
     whole = not cuts and last.get("use_regex", True)
     split = len(cuts) == 1 and cuts[0].get("type") == "Split" and not last.get("use_regex", True)

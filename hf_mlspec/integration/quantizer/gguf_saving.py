@@ -131,12 +131,14 @@ def _tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> di
     for name, short in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         configured = getattr(model.config, f"{short}_token_id", None)
         chosen = getattr(tokenizer, f"{short}_token_id", None)
-        ids[name] = chosen if chosen is not None else configured if isinstance(configured, int) else None
+        number = chosen if chosen is not None else configured
+        ids[name] = number if isinstance(number, int) and 0 <= number < model.config.vocab_size else None
     others = sorted(set(ends if isinstance(ends, list) else [ends]) - {None, ids["eos"]})
     if others:
         warnings.warn(
             f"a GGUF file names one token that ends a text, here {ids['eos']}; {others} end texts of this model, too",
             stacklevel=2,
         )
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
     return tokenizer_metadata(json.loads(backend.to_str()), model.config.vocab_size, ids, template)
