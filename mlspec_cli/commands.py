@@ -69,9 +69,9 @@ def _add_convert(commands: Any) -> None:
                                              "library, and save it in another format, with its tokenizer. No value "
                                              "changes; what a format cannot say is refused, and nothing is written.")
     parser.add_argument("source", metavar="SRC", help="folder of the checkpoint")
-    parser.add_argument("target", metavar="DST", help="folder to write to")
+    parser.add_argument("target", metavar="DST", help="folder to write to; with --to gguf the file, FILE.gguf")
     parser.add_argument("--to", metavar="WORD", default="mlspec",
-                        help="mlspec (default), compressed-tensors or gptq")
+                        help="mlspec (default), compressed-tensors, gptq or gguf")
     _add_writing(parser)
     _add_json(parser)
 

@@ -8,6 +8,7 @@ largest divisor is the factor; a tensor of other divisors is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,6 +87,30 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
         "rope_type": "llama3", "factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH,
         "original_max_position_embeddings": _TRAINED,
     }  # fmt: skip
+
+
+def rope_metadata(rope: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The inverse of `rope_parameters`, without divisors. ValueError for a ``rope_type`` that files cannot say."""
+    kind = rope.get("rope_type", "default")
+    found: dict[str, Any] = {f"{prefix}rope.freq_base": float(rope.get("rope_theta", _THETA))}
+    if kind in ("default", "llama3"):
+        return found
+    if kind not in ("linear", "yarn"):
+        known = "default, llama3, linear and yarn are"
+        raise ValueError(f"rotary positions of type {kind!r} are not written as GGUF, {known}")
+    scaling = f"{prefix}rope.scaling."
+    found |= {f"{scaling}type": kind, f"{scaling}factor": float(rope["factor"])}
+    if kind == "yarn" and "original_max_position_embeddings" in rope:
+        found[f"{scaling}original_context_length"] = rope["original_max_position_embeddings"]
+    named = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+    return found | {f"{scaling}{key}": float(rope[word]) for word, key in named.items() if rope.get(word) is not None}
+
+
+def rope_divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor | None:
+    """float32 ``[head_dim / 2]``, what rope_freqs.weight holds for Llama 3.1; None for other models."""
+    if rope.get("rope_type") != "llama3":
+        return None
+    return _divisors(float(rope["rope_theta"]), head_dim, float(rope["factor"]))
 
 
 def _divisors(theta: float, head_dim: int, factor: float) -> Tensor:

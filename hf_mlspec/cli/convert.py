@@ -10,7 +10,7 @@ import sys
 from rich.console import Console
 
 from ..integration.levels.load import hide_progress_bars
-from ..integration.quantizer.convert import Converted, convert_folder
+from ..integration.quantizer.convert import GGUF, Converted, convert_folder
 from .tables import say, show
 
 
@@ -36,7 +36,11 @@ def _show(console: Console, args: argparse.Namespace, found: Converted) -> None:
         ("size after", f"{found.target_bytes / 1e6:.1f} MB"),
         ("packed", f"{found.packed_weights / 1e6:.1f} of {found.all_weights / 1e6:.1f} million weights"),
         ("kept wide", (", ".join(kept) or "none of the linear layers") + (f" and {more} more" if more > 0 else "")),
-        ("files beside the weights", ", ".join(found.copied) or "none found"),
+        ("files beside the weights", ", ".join(found.copied) or _no_files(found)),
         ("seconds", f"{found.load_seconds:.2f} to load, {found.save_seconds:.2f} to save"),
     ])
     say(console, f"written to {args.target}")
+
+
+def _no_files(found: Converted) -> str:
+    return "none, the tokenizer is in the file" if found.to == GGUF else "none found"

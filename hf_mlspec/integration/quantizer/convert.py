@@ -11,16 +11,18 @@ from transformers import PreTrainedModel
 
 from ...checkpoints.readers import READERS, method_of, reader_for
 from ...checkpoints.writers import WRITERS
-from ..levels.load import read_model, require_folder
+from ..levels.load import read_model, read_tokenizer, require_folder
 from .blank import quantization_of
 from .config import QUANT_METHOD
 from .folder import copy_tokenizer, measure, require_free
 from .foreign_saving import save_as
+from .gguf_saving import save_gguf
 from .packing import packed_modules
 from .source_config import is_gguf
 from .source_layers import layer_settings, settings_of
 
-TARGETS = (QUANT_METHOD, *WRITERS)
+GGUF = "gguf"
+TARGETS = (QUANT_METHOD, *WRITERS, GGUF)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def convert_folder(
 ) -> Converted:
     """Read the quantized causal language model in ``source`` (a folder, hub name or GGUF file) and save it in
     ``target`` as ``to`` has it, one of TARGETS, with its tokenizer: "mlspec" from other libraries' checkpoints,
-    "compressed-tensors" and "gptq" from those and from this package's own. No value changes.
+    "compressed-tensors" and "gptq" from those and from this package's own, and "gguf", where ``target`` is one file,
+    from all but GGUF files. No value changes.
 
     Raises ValueError, before anything is written: for a source that is missing, unquantized, of a kind that is not
     read, or of this package's format already; a target as in `quantize_folder`; and, naming layer and reason, for what
@@ -59,16 +62,17 @@ def convert_folder(
     if to not in TARGETS:
         raise ValueError(f"checkpoints are not written as {to!r}, but as {', '.join(TARGETS)}")
     require_folder(source)
-    require_free(source, target, overwrite)
+    (_require_free_file if to == GGUF else require_free)(source, target, overwrite)
     method = require_quantized(source)
+    if method == to == GGUF:
+        raise ValueError(f"{source!r} is a GGUF file already; copy it")
     if method == to == QUANT_METHOD:
         raise ValueError(f"{source!r} is in the format of this package already; copy the folder")
     begin = time.perf_counter()
     model = read_model(source, "auto")
     loaded, found = time.perf_counter(), measure(model)
-    layers, copied, kept = (_save_ours if to == QUANT_METHOD else _save_foreign)(
-        model, source, Path(target), to, max_shard_size
-    )
+    save = {QUANT_METHOD: _save_ours, GGUF: _save_gguf}.get(to, _save_foreign)
+    layers, copied, kept = save(model, source, Path(target), to, max_shard_size)
     return Converted(
         source=method, to=to, layers=dict(layers), packed_weights=found["packed_weights"],
         all_weights=found["all_weights"], source_bytes=_weight_bytes(source), target_bytes=_weight_bytes(target) or 0,
@@ -121,6 +125,24 @@ def _save_foreign(
 
     kinds, kept = save_as(model, WRITERS[to], target, max_shard_size, beside)
     return Counter(map(str, kinds.values())), copied, kept
+
+
+def _save_gguf(
+    model: PreTrainedModel, source: str, target: Path, to: str, max_shard_size: str
+) -> tuple[Counter[str], list[str], list[str]]:
+    types, kept = save_gguf(model, target, read_tokenizer(source))
+    return Counter(f"GGUF {kind}" for kind in types.values()), [], kept
+
+
+def _require_free_file(source: str, target: str, overwrite: bool) -> None:
+    """ValueError for a target that is a folder, is not named as GGUF files are, or exists (without ``overwrite``)."""
+    file = Path(target)
+    if file.is_dir():
+        raise ValueError(f"{target!r} is a folder; name the file to write, such as {str(file / 'model.gguf')!r}")
+    if file.suffix != ".gguf":
+        raise ValueError(f"{target!r} is no name of a GGUF file; let it end in .gguf")
+    if file.exists() and not overwrite:
+        raise ValueError(f"{target!r} exists; name another file, or overwrite it (--overwrite)")
 
 
 def _weight_bytes(folder: str) -> int | None:

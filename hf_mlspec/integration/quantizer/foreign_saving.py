@@ -36,7 +36,7 @@ def save_as(
     take their places in ``folder`` with the weights, config.json last. Raises ValueError naming layer and reason,
     before anything is written, for what the layout cannot say; OSError if the disk is full, as save_pretrained.
     """
-    weights = {name: _weight(name, module, writer) for name, module in packed_modules(model)}
+    weights = {name: plain_weight(name, module, writer.title) for name, module in packed_modules(model)}
     if not weights:
         raise ValueError(f"{type(model).__name__} holds no packed layer that {writer.title} files could hold")
     kinds = {name: writer.kind(*weight) for name, weight in weights.items()}
@@ -52,17 +52,17 @@ def save_as(
     return kinds, kept
 
 
-def _weight(name: str, module: torch.nn.Module, writer: Writer) -> tuple[PackedWeight, torch.Tensor | None]:
+def plain_weight(name: str, module: torch.nn.Module, title: str) -> tuple[PackedWeight, torch.Tensor | None]:
+    """The weight of a packed linear layer, and the order of its inputs or None. ValueError naming the layer, and
+    ``title``, which such files are called, for other modules and transforms."""
     if not isinstance(module, PackedLinear):
-        raise ValueError(f"{name} is packed as {type(module).__name__}: {writer.title} files hold linear layers only")
+        raise ValueError(f"{name} is packed as {type(module).__name__}: {title} files hold linear layers only")
     if module.transform is NONE:
         order = None
     elif module.transform is ORDER:
         order = module.transform_order.detach().cpu().long()
     else:
-        raise ValueError(
-            f"{name} transforms its inputs ({module.transform.word}): {writer.title} files can only order them"
-        )
+        raise ValueError(f"{name} transforms its inputs ({module.transform.word}): {title} files can only order them")
     return replace(module.packed_weight(), name=name), order
 
 
