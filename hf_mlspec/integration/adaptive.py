@@ -6,6 +6,7 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
+from ..engines.engine import Engine
 from ..nn.state import say_once
 from ..nn.switch import precision_switch
 from ..speculation.chain import Chain
@@ -17,6 +18,7 @@ from ..speculation.plans import MOST_LEVELS, Situation, names_of
 from ..speculation.rounds.steering import inside
 from ..speculation.shelf import Outlook, Shelf, Shelving
 from ..speculation.stats import SpeculationStats
+from .config import SpeculationConfig
 from .costs.probe import costs_of
 from .levels.resolve import Level
 from .levels.wiring import Wiring
@@ -88,17 +90,22 @@ def _outlook(
 ) -> Outlook:
     """What a call of rows of these lengths loses with levels that run step by step."""
     rows, slots = len(lengths), sum(lengths) / len(lengths) + new_tokens / 2
-    config, target = wiring.config, chain.target.runner
     own, told = _costs(wiring, levels, chain, replayed=False)
-    (captured,) = costs_of(target, [], profile=config.profile, prepare=config.prepare, replayed=True)
     memory = wiring.state.memories.get((*_key(wiring, levels, chain, settings), False))
-    controller = Controller(own, told, by_clock=target.can.bit_exact, memory=memory and memory.kept())
+    controller = Controller(own, told, by_clock=chain.target.runner.can.bit_exact, memory=memory and memory.kept())
     controller.start(rows)
     seen = [getattr(inside(level), "max_positions", None) or max(lengths) for level in chain.levels]
     missing = [[min(n, most) * level.own_cache for n in lengths] for level, most in zip(told, seen, strict=True)]
     tokens, seconds = controller.outlook(Situation([new_tokens - 1] * rows, slots, missing))
-    off = FixedExpectations(captured, [], Memory(), doubts=0.0, corrected=False).off(rows, slots)
-    return Outlook(seconds - tokens / off.speed, off.speed)
+    off_speed = captured_speed(chain.target.runner, wiring.config, rows, slots)
+    return Outlook(seconds - tokens / off_speed, off_speed)
+
+
+def captured_speed(target: Engine, config: SpeculationConfig, rows: int, slots: float) -> float:
+    """Tokens a second that captured rounds of the target alone are expected to write; its costs are measured where
+    they are not known."""
+    (costs,) = costs_of(target, [], profile=config.profile, prepare=config.prepare, replayed=True)
+    return FixedExpectations(costs, [], Memory(), doubts=0.0, corrected=False).off(rows, slots).speed
 
 
 def _key(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> tuple:

@@ -16,6 +16,7 @@ from hf_mlspec import MLSpecConfig
 from hf_mlspec.checkpoints.gguf_file import open_gguf
 from hf_mlspec.checkpoints.gguf_metadata import tokenizer_metadata
 from hf_mlspec.cli import main
+from hf_mlspec.integration.levels.load import read_tokenizer
 from hf_mlspec.integration.quantizer import gguf_saving
 from hf_mlspec.integration.quantizer.convert import convert_folder
 from tests import foreign_checkpoints
@@ -150,6 +151,20 @@ def test_the_tokenizer_comes_along(tmp_path):
     assert told["tokenizer.ggml.add_bos_token"] is False
     again, text = AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf"), "an can't, 1234"
     assert again(text).input_ids == AutoTokenizer.from_pretrained(start)(text).input_ids
+
+
+def test_tokens_that_transformers_adds_are_left_out(tmp_path):
+    """A model has no rows for them."""
+    start, text = ours(tmp_path), "an can't <end>, 1234 <pad>"
+    own = tokenizer(chat_template="{{ messages }}")
+    own.save_pretrained(start)
+    convert_folder(start, str(tmp_path / "x.gguf"), "gguf")
+    found = read_tokenizer(str(tmp_path / "x.gguf"))
+    assert len(found) == VOCAB
+    assert len(AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf")) >= VOCAB
+    assert found(text).input_ids == own(text).input_ids
+    assert found.decode(found(text).input_ids) == own.decode(own(text).input_ids)
+    assert (found.special_tokens_map, found.chat_template) == (own.special_tokens_map, own.chat_template)
 
 
 def test_several_tokens_that_end_a_text_are_told(tmp_path):

@@ -18,18 +18,18 @@ from ...nn.state import state_of
 from ...speculation.controller import Controller
 from ...speculation.costs import TOKENS, PassCosts
 from ...speculation.estimates import PairEstimate
-from ...speculation.fixed_shapes import Captured, FixedController, FixedExpectations
+from ...speculation.fixed_shapes import Captured, FixedController
 from ...speculation.forecast import TARGET, Memory
 from ...speculation.plans import Situation
 from ...speculation.rounds.plan import can_be_captured
-from ..adaptive import controller_of
+from ..adaptive import captured_speed, controller_of
 from ..config import SpeculationConfig
 from ..levels.resolve import resolve
 from ..levels.wiring import Wiring
 from ..processing import Prompts
 from .file import write
 from .identity import machine_of, model_of
-from .probe import costs_of, keep, measured
+from .probe import keep, measured
 
 SLOTS, ROOM = 256, 256  # tokens that a token of an example attends to, and that each of its rows may still gain
 _CERTAIN = 1e9  # observations: the chances of an example are no estimates
@@ -135,8 +135,7 @@ class Survey:
         plan = controller.choose(Situation([ROOM] * rows, SLOTS, [[0] * rows for _ in levels]))
         off, speed = controller.off_speed, controller.forecast.speed
         if self.alone:
-            (costs,) = costs_of(self._chain.target.runner, [], replayed=True)
-            off = FixedExpectations(costs, [], memory, doubts=0.0, corrected=False).off(rows, SLOTS).speed
+            off = captured_speed(self._chain.target.runner, self._config, rows, SLOTS)
         if speed < off:  # such a call leaves its levels out
             return Example(rows, acceptance, "off", (0,) * len(levels), 1.0)
         return Example(rows, acceptance, plan.told(self.names), plan.lengths, speed / off)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from torch import nn
 
+from ...checkpoints.gguf_file import open_gguf
 from ...nn.replace import direct_cast
 from ..quantizer.checkpoint import require_own_shards
 from ..quantizer.gguf_loading import load_gguf
@@ -80,10 +83,31 @@ def read_tokenizer(path: str, **options: Any) -> transformers.PreTrainedTokenize
     if is_gguf(path):
         place, options = str(Path(path).parent), {"gguf_file": Path(path).name, **options}
     try:
-        return transformers.AutoTokenizer.from_pretrained(place, **options)
+        found = transformers.AutoTokenizer.from_pretrained(place, **options)
+        return _without_strangers(found, path) if is_gguf(path) else found
     except Exception as error:  # the tokenizers library raises bare Exceptions for a file it cannot parse
         said = f"{path!r} holds no tokenizer that can be read: {first_line(error)}; restore its files"
         raise ValueError(said) from error
+
+
+def _without_strangers(
+    tokenizer: transformers.PreTrainedTokenizerBase, file: str
+) -> transformers.PreTrainedTokenizerBase:
+    """A GGUF file's tokenizer without the tokens that transformers adds behind those of the file, such as
+    "<|endoftext|>": a model has no rows for them."""
+    count = len(open_gguf(file).metadata["tokenizer.ggml.tokens"])
+    if len(tokenizer) <= count or not tokenizer.is_fast:
+        return tokenizer
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    stored["added_tokens"] = [token for token in stored["added_tokens"] if token["id"] < count]
+    names = {name: token for name, token in tokenizer.special_tokens_map.items()
+             if isinstance(token, str) and tokenizer.convert_tokens_to_ids(token) < count}  # fmt: skip
+    kept = ("chat_template", "model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(stored)),
+        **names,
+        **{name: getattr(tokenizer, name) for name in kept},
+    )
 
 
 def first_line(error: Exception) -> str:
