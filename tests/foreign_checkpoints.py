@@ -99,6 +99,15 @@ def awq(codes: Codes) -> dict[str, torch.Tensor]:
     }
 
 
+def awq_rows(codes: Codes, spare: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of a layer, as AutoAWQ saves them in its version "gemv". spare: words more than groups need."""
+    rows, groups = codes.zero.shape
+    width = -(-groups // 8) + spare
+    zero, scale = np.zeros((rows, 8 * width), codes.zero.dtype), torch.zeros(rows, 8 * width, dtype=codes.scale.dtype)
+    zero[:, :groups], scale[:, :groups] = codes.zero, codes.scale
+    return {"qweight": bit_stream(codes.code, 4), "qzeros": bit_stream(zero, 4), "scales": scale}
+
+
 def autoround(codes: Codes, bits: int, packing: str) -> dict[str, torch.Tensor]:
     """The tensors of a layer, as auto-round saves them. packing: "packing_format" of config.json."""
     if "awq" in packing:

@@ -1,10 +1,16 @@
-"""How is an AWQ checkpoint read? Codes and zero points in words along the outputs, eight columns interleaved.
+"""How is an AWQ checkpoint read? In the version "gemm", the one in use, words run along the outputs, interleaved:
 
     X.qweight  int32  [in, out / 8]      nibble i of word c: column 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
     X.qzeros   int32  [groups, out / 8]  the same order, zero points as they are
     X.scales   float  [groups, out]
 
-value = (code - zero) * scale. This is the version "gemm", the one in use; the others are named and refused.
+In the version "gemv" they run along the inputs, in their order, and groups are filled up to whole words W:
+
+    X.qweight  int32  [out, in / 8]      nibble i of word c: input 8 c + i
+    X.qzeros   int32  [out, W]           nibble i of word c: group 8 c + i
+    X.scales   float  [out, 8 W]
+
+value = (code - zero) * scale. Other versions are named and refused.
 
 Source: arXiv 2306.00978; the layout is that of AutoAWQ.
 """
@@ -20,31 +26,33 @@ from torch import Tensor
 from ..formats.packing import unpack_nibbles
 from .codes import ROWS, as_bytes
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import Choice, Groups, choose_format, column_scales, packed_layer, planned
+from .scales import SCALES, Choice, Groups, choose_format, column_scales, packed_layer, planned, require_scales
 
 COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
+_VERSIONS = ("gemm", "gemv")
 _NIBBLE_OF_COLUMN = [COLUMN_OF_NIBBLE.index(column) for column in range(8)]
 
 
 class AwqReader:
-    """Reads folders of AutoAWQ and of what writes like it: 4 bits, any groups, version "gemm"."""
+    """Reads folders of AutoAWQ and of what writes like it: 4 bits, any groups, versions "gemm" and "gemv"."""
 
     method, title = "awq", "AWQ"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: ``quantization_config`` of config.json. ValueError for another version or another number of bits."""
-        version = str(config.get("version", "gemm")).lower()
-        if version != "gemm":
+        version = str(config.get("version") or config.get("format") or "gemm").lower()
+        again = str(config.get("format") or version).lower()
+        if version not in _VERSIONS or again != version:
+            wrong = again if version in _VERSIONS else version
             raise ValueError(
-                f"this AWQ checkpoint is of version {version!r}, 'gemm' is read: write it again with version='gemm'"
+                f"this AWQ checkpoint is of version {wrong!r}, 'gemm' and 'gemv' are read: write it again with "
+                "version='gemm'"
             )
-        if version == "gemm" and str(config.get("format") or "gemm").lower() != "gemm":
-            version = str(config["format"]).lower()
-            raise ValueError(f"this AWQ checkpoint is of format {version!r}, 'gemm' is read: write it again as that")
+        self._rows = version == "gemv"
         self._size, self._zero_points = config.get("group_size"), config.get("zero_point", True)
         bits = config.get("bits", config.get("w_bit", 4))
         if bits != 4:
-            raise ValueError(f"this AWQ checkpoint has {bits} bits, version 'gemm' has 4: its config.json is damaged")
+            raise ValueError(f"this AWQ checkpoint has {bits} bits, {version!r} has 4: its config.json is damaged")
 
     def holds(self, layer: StoredLayer) -> bool:
         """Whether the layer has words of codes."""
@@ -52,6 +60,9 @@ class AwqReader:
 
     def plan(self, layer: StoredLayer) -> LayerPlan:
         """ValueError or TypeError naming layer and tensor, as `Reader.plan`."""
+        return self._of_rows(layer) if self._rows else self._of_columns(layer)
+
+    def _of_columns(self, layer: StoredLayer) -> LayerPlan:
         words = require_tensor(layer, "qweight", (torch.int32,), (layer.in_features, layer.out_features // 8))
         size, scale = column_scales(layer, self._size)
         groups = Groups.of(4, size, scale, self._zeros(layer, scale.shape[1]))
@@ -61,6 +72,32 @@ class AwqReader:
             return packed_layer(layer, groups, choice, _codes(tensors["qweight"], choice))
 
         return planned(layer, self.title, groups, choice, {"qweight": words}, read)
+
+    def _of_rows(self, layer: StoredLayer) -> LayerPlan:
+        words = require_tensor(layer, "qweight", (torch.int32,), (layer.out_features, layer.in_features // 8))
+        size = self._size if isinstance(self._size, int) and self._size > 0 else layer.in_features
+        count, rest = divmod(layer.in_features, size)
+        if rest:
+            raise ValueError(f"{layer.name} has {layer.in_features} inputs, which groups of {size} do not divide")
+        shape = layer.tensors["scales"].shape if "scales" in layer.tensors else ()
+        width = max(shape[-1] // 8 if shape else 0, -(-count // 8))
+        stored = require_tensor(layer, "scales", SCALES, (layer.out_features, 8 * width))
+        scale = require_scales(stored, stored.load()[:, :count].contiguous())
+        groups = Groups.of(4, size, scale, self._zeros_of_rows(layer, width)[:, :count].contiguous())
+        choice = choose_format(layer, groups)
+
+        def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
+            packed = as_bytes(tensors["qweight"].contiguous())
+            return packed_layer(layer, groups, choice, packed if choice.format == "int4" else unpack_nibbles(packed))
+
+        return planned(layer, self.title, groups, choice, {"qweight": words}, read)
+
+    def _zeros_of_rows(self, layer: StoredLayer, width: int) -> Tensor:
+        """uint8 ``[out, 8 width]``; symmetric files have none."""
+        if "qzeros" not in layer.tensors and not self._zero_points:
+            return torch.full((layer.out_features, 8 * width), 8, dtype=torch.uint8)
+        zeros = require_tensor(layer, "qzeros", (torch.int32,), (layer.out_features, width))
+        return unpack_nibbles(as_bytes(zeros.load().contiguous()))
 
     def _zeros(self, layer: StoredLayer, count: int) -> Tensor:
         """uint8 ``[out, groups]``; symmetric files have none."""

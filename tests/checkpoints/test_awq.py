@@ -8,7 +8,7 @@ import torch
 
 from hf_mlspec.checkpoints.awq import AwqReader
 from tests.checkpoints.memory import read, stored, values
-from tests.foreign_checkpoints import awq, rounded
+from tests.foreign_checkpoints import awq, awq_rows, rounded
 
 INPUTS, OUTPUTS = 256, 48
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -46,6 +46,61 @@ def test_a_dense_layer_has_the_values_of_the_file():
     assert torch.equal(layer.weight, codes.values)
 
 
+ROWS = {**CONFIG, "version": "gemv"}
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_words_along_the_inputs_have_the_same_values(size, symmetric, spare):
+    codes, _ = layer_of(size, symmetric)
+    tensors, told = awq_rows(codes, spare), -1 if size == INPUTS else size
+    plan, layer = read(AwqReader({**ROWS, "group_size": told}), stored(tensors, INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.float16), codes.values)
+    assert plan.options == {"group_size": min(size, 128), "symmetric": symmetric}
+
+
+def test_of_words_along_the_inputs_a_dense_layer_has_the_values_too():
+    codes, _ = layer_of()
+    codes = dataclasses.replace(codes, scale=torch.rand_like(codes.scale, dtype=torch.float32) * 1e-6)
+    _, layer = read(AwqReader(ROWS), stored(awq_rows(codes), INPUTS, OUTPUTS))
+    assert torch.equal(layer.weight, codes.values)
+
+
+def test_one_input_is_where_the_layout_has_it():
+    codes, _ = layer_of()
+    codes = dataclasses.replace(codes, code=np.zeros_like(codes.code))
+    codes.code[5, 11] = 9  # nibble 3 of the second word
+    assert awq_rows(codes)["qweight"][5].tolist() == [0, 9 << 12, *[0] * 30]
+    _, layer = read(AwqReader(ROWS), stored(awq_rows(codes), INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.float16), codes.values)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda t: t.pop("scales"), ValueError, "up_proj: scales is missing"),
+        (lambda t: t.pop("qzeros"), ValueError, "up_proj: qzeros is missing"),
+        (lambda t: t.update(qweight=t["qweight"][:, :-1]), ValueError, r"qweight in the.file has shape \[48, 31\]"),
+        (lambda t: t.update(scales=t["scales"][:, :4]), ValueError, r"scales in the.file has shape \[48, 4\]"),
+        (lambda t: t.update(qzeros=t["qzeros"][:-1]), ValueError, r"qzeros in the.file has shape \[47, 1\]"),
+        (lambda t: t["scales"][3, 1].fill_(float("nan")), ValueError, r"\(nan\) at \[3, 1\]"),
+    ],
+)
+def test_damage_to_words_along_the_inputs_is_named(change, error, said):
+    codes, _ = layer_of()
+    tensors = awq_rows(codes)
+    change(tensors)
+    with pytest.raises(error, match=said):
+        AwqReader(ROWS).plan(stored(tensors, INPUTS, OUTPUTS))
+
+
+def test_groups_that_do_not_divide_the_inputs_are_refused():
+    codes, _ = layer_of()
+    with pytest.raises(ValueError, match="256 inputs, which groups of 96 do not divide"):
+        AwqReader({**ROWS, "group_size": 96}).plan(stored(awq_rows(codes), INPUTS, OUTPUTS))
+
+
 def test_one_column_is_where_the_layout_has_it():
     codes, _ = layer_of()
     codes = dataclasses.replace(codes, code=np.zeros_like(codes.code))
@@ -77,8 +132,9 @@ def test_damage_is_named(change, error, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": "gemv_fast"}, "version 'gemv_fast', 'gemm' is read"),
-        ({"format": "gemv"}, "of format 'gemv', 'gemm' is read"),
+        ({"version": "gemv_fast"}, "version 'gemv_fast', 'gemm' and 'gemv' are read"),
+        ({"format": "gemv"}, "of version 'gemv', 'gemm' and 'gemv' are read"),  # and CONFIG's version is "gemm"
+        ({"version": "gemv", "format": "marlin"}, "of version 'marlin', 'gemm' and 'gemv' are read"),
         ({"bits": 8}, "8 bits"),
     ],
 )
