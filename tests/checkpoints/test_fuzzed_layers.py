@@ -14,7 +14,7 @@ from hf_mlspec.checkpoints.compressed import CompressedReader
 from hf_mlspec.checkpoints.gptq import GptqReader
 from hf_mlspec.checkpoints.safetensors_file import read_header
 from tests.checkpoints.memory import read, stored, values
-from tests.foreign_checkpoints import AWQ_COLUMNS, Codes, autoround, awq, bit_stream, gptq, rounded
+from tests.foreign_checkpoints import AWQ_COLUMNS, Codes, autoround, awq, awq_rows, bit_stream, gptq, rounded
 
 FUZZED = int(os.environ.get("MLSPEC_FUZZ", "4000"))  # of each kind; 100000 take two minutes
 INPUTS, OUTPUTS = 64, 16
@@ -44,6 +44,12 @@ def meant_by_awq(t):
     return Codes(columns(t["qweight"]), columns(t["qzeros"]), t["scales"].t(), np.arange(INPUTS) // 32)
 
 
+def meant_by_awq_rows(t):
+    groups = INPUTS // 32
+    return Codes(nibbles(t["qweight"]), nibbles(t["qzeros"])[:, :groups], t["scales"][:, :groups],
+                 np.arange(INPUTS) // 32)  # fmt: skip
+
+
 def meant_by_autoround(t):
     return Codes(nibbles(t["qweight"].t()), nibbles(t["qzeros"]).T, t["scales"].t(), np.arange(INPUTS) // 32)
 
@@ -67,6 +73,7 @@ PROMISED = {"config_groups": {"group_0": {"weights": SCHEME}}}
 KINDS = {
     "gptq": (GptqReader({"bits": 4, "group_size": 32, "desc_act": True}), lambda codes: gptq(codes, 4), meant_by_gptq),
     "awq": (AwqReader({"group_size": 32, "zero_point": True}), awq, meant_by_awq),
+    "awq, gemv": (AwqReader({"group_size": 32, "version": "gemv"}), awq_rows, meant_by_awq_rows),
     "auto-round": (
         AutoRoundReader({"group_size": 32, "sym": False, "packing_format": "auto_round"}),
         lambda codes: autoround(codes, 4, "auto_round"), meant_by_autoround,
@@ -102,7 +109,7 @@ def test_tensors(kind):
     reader, save, meant = KINDS[kind]
     chance, outcomes, messages = random.Random(kind), {"refused": 0, "read": 0}, []
     torch.manual_seed(0)
-    whole = save(rounded(torch.randn(OUTPUTS, INPUTS), 4, 32, False, act_order=kind not in ("awq", "auto-round")))
+    whole = save(rounded(torch.randn(OUTPUTS, INPUTS), 4, 32, False, act_order=kind in ("gptq", "compressed-tensors")))
     for _ in range(FUZZED):
         tensors = changed(whole, chance)
         layer = stored(tensors, INPUTS, OUTPUTS)
