@@ -34,10 +34,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 
 
 def byte_level() -> Tokenizer:
-    """256 bytes, a word that merges make, the beginning, the end and one for padding."""
+    """256 bytes, two words that merges make (transformers 5.17 cannot read a list of one), the beginning, the end and
+    one for padding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*alphabet, "an"])}
-    raw = Tokenizer(models.BPE(vocabulary, merges=[("a", "n")]))
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "an", "th"])}
+    raw = Tokenizer(models.BPE(vocabulary, merges=[("a", "n"), ("t", "h")]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return raw
 
@@ -141,12 +142,12 @@ def test_the_tokenizer_comes_along(tmp_path):
     convert_folder(start, str(tmp_path / "x.gguf"), "gguf")
     told = open_gguf(tmp_path / "x.gguf").metadata
     assert (told["tokenizer.ggml.model"], told["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
-    assert told["tokenizer.ggml.merges"] == ["a n"]
+    assert told["tokenizer.ggml.merges"] == ["a n", "t h"]
     words = told["tokenizer.ggml.tokens"]
-    assert (len(words), words[256:262]) == (VOCAB, ["an", "<begin>", "<end>", "<pad>", "[PAD260]", "[PAD261]"])
-    assert list(told["tokenizer.ggml.token_type"]) == [1] * 257 + [3] * 3 + [5] * 4
+    assert (len(words), words[256:262]) == (VOCAB, ["an", "th", "<begin>", "<end>", "<pad>", "[PAD261]"])
+    assert list(told["tokenizer.ggml.token_type"]) == [1] * 258 + [3] * 3 + [5] * 3
     ids = [told[f"tokenizer.ggml.{word}_token_id"] for word in ("bos", "eos", "padding")]
-    assert ids == [257, 258, 259]
+    assert ids == [258, 259, 260]
     assert told["tokenizer.chat_template"] == "{{ messages }}"
     assert told["tokenizer.ggml.add_bos_token"] is False
     again, text = AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf"), "an can't, 1234"
@@ -170,8 +171,8 @@ def test_tokens_that_transformers_adds_are_left_out(tmp_path):
 def test_several_tokens_that_end_a_text_are_told(tmp_path):
     start = ours(tmp_path)
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
-    (tmp_path / "ours" / "config.json").write_text(json.dumps({**config, "eos_token_id": [258, 7]}))
-    with pytest.warns(UserWarning, match=r"names one token that ends a text, here 258; \[7\] end texts"):
+    (tmp_path / "ours" / "config.json").write_text(json.dumps({**config, "eos_token_id": [259, 7]}))
+    with pytest.warns(UserWarning, match=r"names one token that ends a text, here 259; \[7\] end texts"):
         convert_folder(start, str(tmp_path / "x.gguf"), "gguf")
 
 

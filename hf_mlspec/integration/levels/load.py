@@ -21,6 +21,8 @@ from ..quantizer.gguf_loading import load_gguf
 from ..quantizer.source_config import is_gguf, loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of tokenizers -> of GGUF files
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 # Of from_pretrained, for what is no checkpoint; RuntimeError: weights that cannot be converted.
 LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
@@ -84,24 +86,26 @@ def read_tokenizer(path: str, **options: Any) -> transformers.PreTrainedTokenize
         place, options = str(Path(path).parent), {"gguf_file": Path(path).name, **options}
     try:
         found = transformers.AutoTokenizer.from_pretrained(place, **options)
-        return _without_strangers(found, path) if is_gguf(path) else found
+        return _as_the_file_says(found, path) if is_gguf(path) else found
     except Exception as error:  # the tokenizers library raises bare Exceptions for a file it cannot parse
         said = f"{path!r} holds no tokenizer that can be read: {first_line(error)}; restore its files"
         raise ValueError(said) from error
 
 
-def _without_strangers(
+def _as_the_file_says(
     tokenizer: transformers.PreTrainedTokenizerBase, file: str
 ) -> transformers.PreTrainedTokenizerBase:
-    """A GGUF file's tokenizer without the tokens that transformers adds behind those of the file, such as
-    "<|endoftext|>": a model has no rows for them."""
-    count = len(open_gguf(file).metadata["tokenizer.ggml.tokens"])
-    if len(tokenizer) <= count or not tokenizer.is_fast:
+    """A GGUF file's tokenizer, without the tokens that transformers adds behind those of the file, such as
+    "<|endoftext|>", for which a model has no rows; and with the file's special tokens, which 5.17 mixes up."""
+    told = open_gguf(file).metadata
+    tokens = told["tokenizer.ggml.tokens"]
+    numbers = {name: told.get(f"tokenizer.ggml.{word}_token_id") for name, word in _SPECIAL.items()}
+    names = {name: tokens[n] for name, n in numbers.items() if n is not None and n < len(tokens)}
+    alike = all(tokenizer.special_tokens_map.get(name) == token for name, token in names.items())
+    if not tokenizer.is_fast or (alike and len(tokenizer) <= len(tokens)):
         return tokenizer
     stored = json.loads(tokenizer.backend_tokenizer.to_str())
-    stored["added_tokens"] = [token for token in stored["added_tokens"] if token["id"] < count]
-    names = {name: token for name, token in tokenizer.special_tokens_map.items()
-             if isinstance(token, str) and tokenizer.convert_tokens_to_ids(token) < count}  # fmt: skip
+    stored["added_tokens"] = [token for token in stored["added_tokens"] if token["id"] < len(tokens)]
     kept = ("chat_template", "model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(stored)),
