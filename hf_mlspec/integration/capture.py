@@ -92,16 +92,16 @@ def _levels(
     how = {"num_draft_tokens": chain.num_draft_tokens, "batch": len(lengths), "longest": max(lengths) + new_tokens}
     try:
         _require_no_wait(processors)
-        alone = round_levels(target, None, **how)
-    except NotCaptured as reason:
-        _say_why(chain, reason)
-        return None
-    try:
-        levels = round_levels(target, chain.drafter, **how)
-    except NotCaptured as reason:
-        if shelving is not None and shelving.leaves_out(lengths, new_tokens):
+        try:
+            levels = round_levels(target, chain.drafter, **how)
+        except NotCaptured:
+            alone = round_levels(target, None, **how)
+            if shelving is None or not shelving.leaves_out(lengths, new_tokens):
+                raise
             return alone
-        _say_why(chain, reason)
+    except NotCaptured as reason:
+        model = target.runner.model
+        say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
         return None
     if chain.controller is not None:
         for level in levels:
@@ -111,11 +111,6 @@ def _levels(
                 # Before anything is captured, as measuring costs would move the rotary tables under the graphs.
                 level.decoder.reserve_positions(POSITIONS)
     return levels
-
-
-def _say_why(chain: Chain, reason: NotCaptured) -> None:
-    model = chain.target.runner.model
-    say_once(model, f"{type(model).__name__} decodes without captured rounds, step by step: {reason}")
 
 
 def _require_no_wait(processors: LogitsProcessorList) -> None:
