@@ -131,17 +131,15 @@ def prior(level: Level, target: PreTrainedModel, joined: bool) -> float:
 
 def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: SpeculationStats) -> None:
     """Name each level that hardly took part in a long call, once, with the speeds that spoke against it."""
-    if chain.shelving is not None:
-        chain.shelving.settle(stats)
-        if chain.shelving.left_out:
-            names = " + ".join(level.name for level in chain.levels)
-            say_once(
-                model,
-                f"a call left {names} out: rounds with them cannot be captured, and captured rounds of the target "
-                "alone are expected to be faster",
-                kind=f"left {names} out",
-            )
-            return
+    if chain.shelving is not None and chain.shelving.left_out:
+        names = " + ".join(level.name for level in chain.levels)
+        say_once(
+            model,
+            f"a call left {names} out: rounds with them cannot be captured, and captured rounds of the target alone "
+            "are expected to be faster",
+            kind=f"left {names} out",
+        )
+        return
     rounds = sum(plan.rounds for plan in stats.plans.values())
     if rounds < _ROUNDS_TO_JUDGE:
         return

@@ -141,6 +141,8 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     with ragged_attention_on(chain.models) if chain.models else nullcontext():
         stats, cache = _decode(chain, call, prompts, stop, emit)
     state.last_stats = stats
+    if chain.shelving is not None:
+        chain.shelving.settle(stats)
     tell_what_never_pays(model, chain, stats)
     if call.streamer is not None:
         call.streamer.end()
