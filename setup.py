@@ -32,7 +32,8 @@ REQUIRED = {library: os.environ.get(variable) == "1" for library, variable in
 SANITIZERS = os.environ.get("MLSPEC_SANITIZE", "")
 X86_SETS = ("_avx2", "_avxvnni", "_avxvnniint8", "_avx512vnni", "_avx512bf16", "_amx")
 CUDA_ARCHS = ("80", "89", "90a", "100", "120")
-HOPPER_ONLY = re.compile(r"(bf16|int4|mxfp4|nested|planes)_linear")  # wgmma and the copy engine: for 90a alone
+# Of wgmma and the copy engine: for 90a alone.
+HOPPER_ONLY = re.compile(r"(bf16|int4|mxfp4|nested|planes)_linear|attention_prefill")
 NOT_IN_LIBRARY = {"prepack.cu"}  # for eval/bench_gpu_linear; the package packs in ops/tiles_cuda.py
 
 

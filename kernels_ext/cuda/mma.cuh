@@ -49,6 +49,12 @@ __device__ __forceinline__ uint64_t swizzled_tile_descriptor(uint32_t address) {
   return uint64_t(kEightRows | kSwizzle128 << 30) << 32 | address;
 }
 
+// Of an operand whose rows, of 128 bytes, are steps of k: what lies behind its first 64 columns is `further` bytes away.
+__device__ __forceinline__ uint64_t swizzled_rows_descriptor(uint32_t address, uint32_t further) {
+  constexpr uint32_t kEightRows = 1024 >> 4, kSwizzle128 = 1;
+  return uint64_t(kEightRows | kSwizzle128 << 30) << 32 | (further >> 4) << 16 | (address & 0x3FFFF) >> 4;
+}
+
 #define MLSPEC_REGS4 "%0,%1,%2,%3"
 #define MLSPEC_REGS8 MLSPEC_REGS4 ",%4,%5,%6,%7"
 #define MLSPEC_REGS16 MLSPEC_REGS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -115,5 +121,27 @@ MLSPEC_WGMMA_SHARED(8, 64, 32, 32, 33, 34)
 MLSPEC_WGMMA_SHARED(16, 128, 64, 64, 65, 66)
 MLSPEC_WGMMA_SHARED(18, 144, 72, 72, 73, 74)
 MLSPEC_WGMMA_SHARED(32, 256, 128, 128, 129, 130)
+
+// --- attention: `b` lies in shared memory, rows of 128 bytes. Queries x keys, both along their elements; d = a x b unless
+// `accumulate`.
+
+__device__ __forceinline__ void wgmma(float (&d)[8][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MLSPEC_REGS32
+               "}, %32, %33, p, 1, 1, 0, 0;\n}"
+               : MLSPEC_OUT32("+f", 0)
+               : "l"(a), "l"(b), "r"(int(accumulate)));
+}
+
+// d += weights x values, whose rows are slots: 16 of them.
+#define MLSPEC_WGMMA_ROWS(tiles, n, regs, a0, a1, a2, a3, a4)                                                  \
+  __device__ __forceinline__ void wgmma_rows(float (&d)[tiles][4], const uint32_t* a, uint64_t values) {       \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MLSPEC_REGS##regs                \
+                 "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #a4 ", 1, 1, 1, 1;"                             \
+                 : MLSPEC_OUT##regs("+f", 0)                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(values));                                   \
+  }
+
+MLSPEC_WGMMA_ROWS(8, 64, 32, 32, 33, 34, 35, 36)
+MLSPEC_WGMMA_ROWS(16, 128, 64, 64, 65, 66, 67, 68)
 
 }  // namespace mlspec

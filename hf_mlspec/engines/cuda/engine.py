@@ -17,7 +17,7 @@ from ..rows import DecoderRows
 from .decoder import CudaDecoder
 from .steps import CudaSteps
 
-CHUNK = 512  # tokens of a step: where a GPU's linear layers stop getting cheaper per token, and memory stays small
+CHUNK = 4096  # tokens of a step: linear layers of a GPU get no cheaper per token beyond, and memory stays small
 _LEAD = 4  # tokens a row may lack and still be fed in one step with its draft; more of them are a prefill
 
 

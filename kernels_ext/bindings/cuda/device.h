@@ -5,6 +5,8 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
+#include <string>
 
 #include "../operands.h"
 
@@ -28,6 +30,19 @@ inline int compute_capability(c10::DeviceIndex device) {
   known[device].store(found, std::memory_order_relaxed);
   return found;
 }
+
+// MLSPEC_CUDA_KERNELS=portable: the kernels for every GPU on Hopper, too.
+inline bool portable_is_forced() {
+  static const std::string asked = [] {
+    const char* value = std::getenv("MLSPEC_CUDA_KERNELS");
+    return std::string(value ? value : "");
+  }();
+  TORCH_CHECK_VALUE(asked.empty() || asked == "portable", "MLSPEC_CUDA_KERNELS is \"", asked,
+                    "\": set it to \"portable\", or unset it for the best kernels of the GPU");
+  return asked == "portable";
+}
+
+inline bool hopper_serves(int capability) { return MLSPEC_HOPPER && capability == 90 && !portable_is_forced(); }
 
 // One op call on a GPU: while it lives, the operands' device is the current one.
 class CudaCall {

@@ -30,19 +30,6 @@ using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kAlignment = 16;
 
-// MLSPEC_CUDA_KERNELS=portable: the kernels for every GPU on Hopper, too.
-bool portable_is_forced() {
-  static const std::string asked = [] {
-    const char* value = std::getenv("MLSPEC_CUDA_KERNELS");
-    return std::string(value ? value : "");
-  }();
-  TORCH_CHECK_VALUE(asked.empty() || asked == "portable", "MLSPEC_CUDA_KERNELS is \"", asked,
-                    "\": set it to \"portable\", or unset it for the best kernels of the GPU");
-  return asked == "portable";
-}
-
-bool hopper_serves(int capability) { return MLSPEC_HOPPER && capability == 90 && !portable_is_forced(); }
-
 #if MLSPEC_HOPPER
 constexpr LinearKernel kHopperBf16 = mlspec_cuda_bf16_linear, kHopperInt4 = mlspec_cuda_int4_linear,
                  kHopperMxfp4 = mlspec_cuda_mxfp4_linear;
@@ -56,6 +43,15 @@ bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_da
 Tensor bf16_rows(const Tensor& x, int64_t in) {
   Tensor rows = x.to(at::kBFloat16).reshape({-1, in}).contiguous();
   return is_aligned(rows) ? rows : rows.clone();
+}
+
+// Of many tokens times a bfloat16 weight, until the linear is enqueued.
+Tensor room_for_sums(const LinearWeight& weight, const Tensor& x) {
+#if MLSPEC_HOPPER
+  if (weight.hopper == kHopperBf16)
+    if (const int64_t bytes = mlspec_cuda_bf16_partial_bytes(&weight.args)) return at::empty({bytes}, x.options().dtype(at::kByte));
+#endif
+  return {};
 }
 
 // Codes and scales of x for the integer kernels; both live until the linear is enqueued.
@@ -118,6 +114,8 @@ Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, cons
   args.overlap = call.overlap();
   args.stream = call.stream();
   const bool hopper = weight.fits_hopper && hopper_serves(call.capability());
+  const Tensor partial = hopper ? room_for_sums(weight, x) : Tensor();
+  if (partial.defined()) args.partial = partial.mutable_data_ptr();
   call.check((hopper ? weight.hopper : weight.portable)(&args));
   return y.to(x.scalar_type());
 }

@@ -233,6 +233,12 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
                                         static_cast<float>(scale), static_cast<float>(softcap), limits.shared_bytes,
                                         limits.multiprocessors,    0};
   const mlspec_cuda_row_launch launch = how(call);
+#if MLSPEC_HOPPER
+  if (hopper_serves(call.capability()) && mlspec_cuda_attention_prefill_serves(&attention, &tokens, &cache)) {
+    call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &cache, &launch));
+    return out;
+  }
+#endif
   call.check(mlspec_cuda_ragged_attention_rows(&attention, &tokens, &cache, &launch));
   return out;
 }

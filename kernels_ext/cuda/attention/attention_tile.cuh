@@ -34,19 +34,26 @@ struct AttentionShape {
   }
 };
 
-// 2^(value - most), 0 for values of -inf even where the maximum is.
-__device__ __forceinline__ float weight_of(float value, float most) {
-  return exp2_approximate(value - (most == -CUDART_INF_F ? 0.f : most));
+// 2^(value * slope - most), 0 for values of -inf even where the maximum is. slope: positive.
+__device__ __forceinline__ float weight_of(float value, float most, float slope = 1.f) {
+  return exp2_approximate(fmaf(value, slope, most == -CUDART_INF_F ? 0.f : -most));
 }
 
-// What scores go through, all in powers of two: products * inner, or tanh(products * inner) * outer under a softcap.
+// Scores are values * slope, in powers of two. Values are products of queries and keys; where those have to be shaped,
+// products * inner, under a softcap tanh(products * inner) * outer.
 struct ScoreRule {
-  float inner, outer;
-  bool capped;
+  float slope, inner, outer;
+  bool shaped, capped;
   int window;
+
+  __device__ __forceinline__ float shape(float product) const {
+    const float value = __fmul_rn(product, inner);
+    return capped ? __fmul_rn(tanhf(value), outer) : value;
+  }
 };
 
-// The maximum, sum of weights and weighted sum of values of this thread's rows: 16 i + lane / 4 and 8 behind it.
+// The maximum, sum of weights and weighted sum of values of this thread's rows: 16 i + lane / 4 and 8 behind it. Until a rank ends
+// a sum is that of the thread's own slots.
 template <class Shape>
 struct Attended {
   float largest[Shape::kTiles][2], sum[Shape::kTiles][2];
@@ -83,6 +90,12 @@ __device__ __forceinline__ float finished(float out, float sum) {
   return fmaf(out, sum == 0.f ? 0.f : 1.f / sum, 0.f);
 }
 
+// Of the four lanes that share a row.
+__device__ __forceinline__ float sum_of_lanes(float value) {
+  value = __fadd_rn(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
+  return __fadd_rn(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
+}
+
 template <class Shape>
 struct AttentionBlock {
   uint32_t queries, weights;  // shared memory addresses
@@ -117,7 +130,7 @@ struct AttentionBlock {
     }
   }
 
-  // Products -> scores in powers of two, -inf where the row (at position limit, -1: none) may not see the slot; maxima of rows.
+  // Products -> values, -inf where the row (at position limit, -1: none) may not see the slot; maxima of rows.
   __device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[Shape::kTiles][2],
                                         float (&products)[Shape::kTiles][2][4]) const {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -133,8 +146,7 @@ struct AttentionBlock {
             float& value = products[i][n][2 * r + e];
             const int slot = first_slot + warp * 16 + n * 8 + lane % 4 * 2 + e;
             const bool seen = slot <= limit[i][r] && (rule.window == 0 || slot > limit[i][r] - rule.window);
-            value *= rule.inner;
-            if (rule.capped) value = tanhf(value) * rule.outer;
+            if (rule.shaped) value = rule.shape(value);
             value = seen ? value : -CUDART_INF_F;
             most = fmaxf(most, value);
           }
@@ -146,8 +158,8 @@ struct AttentionBlock {
     }
   }
 
-  // Scores -> weights in shared memory and their sums; what was attended so far comes to the new maximum. factor: by how much.
-  __device__ __forceinline__ void weigh(const float (&scores)[Shape::kTiles][2][4], Attended<Shape>& state,
+  // Values -> weights in shared memory; what was attended so far comes to the new maximum. factor: by how much.
+  __device__ __forceinline__ void weigh(const ScoreRule& rule, const float (&scores)[Shape::kTiles][2][4], Attended<Shape>& state,
                                         float (&factor)[Shape::kTiles][2]) const {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
@@ -155,25 +167,47 @@ struct AttentionBlock {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = i * 16 + r * 8 + lane / 4;
-        float most = state.largest[i][r];
+        float most = maxima[row];
 #pragma unroll
-        for (int w = 0; w < kAttendWarps; ++w) most = fmaxf(most, maxima[w * Shape::kRows + row]);
+        for (int w = 1; w < kAttendWarps; ++w) most = fmaxf(most, maxima[w * Shape::kRows + row]);
+        most = fmaxf(state.largest[i][r], __fmul_rn(most, rule.slope));
         factor[i][r] = weight_of(state.largest[i][r], most);
         state.largest[i][r] = most;
-        float sum = 0.f;
+        float sum[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const uint32_t pair = narrowed(weight_of(scores[i][n][2 * r], most), weight_of(scores[i][n][2 * r + 1], most));
-          const float2 taken = widened(pair);  // what the values are multiplied with
-          sum = __fadd_rn(sum, __fadd_rn(taken.x, taken.y));
+          const float low = weight_of(scores[i][n][2 * r], most, rule.slope);
+          const float high = weight_of(scores[i][n][2 * r + 1], most, rule.slope);
+          sum[n] = __fadd_rn(low, high);
           const uint32_t to = lane_address(weights, Shape::kWeightStride, row, warp * 16 + n * 8 + lane % 4 * 2);
-          store_shared(to, pair);
+          store_shared(to, narrowed(low, high));
         }
-        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 1));
-        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 2));
-        if (lane % 4 == 0) sums[warp * Shape::kRows + row] = sum;
+        state.sum[i][r] = fmaf(state.sum[i][r], factor[i][r], __fadd_rn(sum[0], sum[1]));
       }
     }
+  }
+
+  // A rank has ended: the sums of all slots. By all threads.
+  __device__ __forceinline__ void complete_sums(Attended<Shape>& state) const {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float sum = sum_of_lanes(state.sum[i][r]);
+        if (lane % 4 == 0) sums[warp * Shape::kRows + i * 16 + r * 8 + lane / 4] = sum;
+      }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* parts = sums + i * 16 + r * 8 + lane / 4;
+        float sum = parts[0];
+#pragma unroll
+        for (int w = 1; w < kAttendWarps; ++w) sum = __fadd_rn(sum, parts[w * Shape::kRows]);
+        state.sum[i][r] = sum;
+      }
   }
 
   __device__ __forceinline__ void multiply_values(uint32_t values, const float (&factor)[Shape::kTiles][2],
@@ -185,17 +219,9 @@ struct AttentionBlock {
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = i * 16 + r * 8 + lane / 4;
-        float sum = sums[row];
-#pragma unroll
-        for (int w = 1; w < kAttendWarps; ++w) sum = __fadd_rn(sum, sums[w * Shape::kRows + row]);
-        state.sum[i][r] = fmaf(state.sum[i][r], factor[i][r], sum);
-      }
-#pragma unroll
       for (int n = 0; n < Shape::kOutTiles; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) state.out[i][n][e] *= factor[i][e / 2];
+        for (int e = 0; e < 4; ++e) state.out[i][n][e] = __fmul_rn(state.out[i][n][e], factor[i][e / 2]);
     }
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {

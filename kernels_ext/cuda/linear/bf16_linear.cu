@@ -1,5 +1,5 @@
 // x [tokens, in] times a bfloat16 weight [out, in] as it is saved, the same bits for a token however many share the call.
-#include "linear_launch.cuh"
+#include "bf16_linear_prefill.h"
 
 namespace mlspec {
 namespace {
@@ -27,7 +27,9 @@ extern "C" const char* mlspec_cuda_bf16_linear(const mlspec_cuda_linear* args) {
   const mlspec_cuda_linear& a = *args;
   if (const char* problem = problem_of(a, 8)) return problem;
   if (a.activation_bits != 16) return "bfloat16 weights take 16-bit activations";
+  if (!a.variant && prefill_is_faster(a)) return launch_bf16_prefill(a);
   switch (a.variant ? a.variant : variant_of(a.num_tokens)) {
+    case kPrefillVariant: return launch_bf16_prefill(a);
     case 112: return launch_bf16<1, 1>(a);
     case 212: return launch_bf16<2, 1>(a);
     case 412: return launch_bf16<4, 1>(a);

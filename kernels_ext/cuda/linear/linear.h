@@ -24,6 +24,7 @@ typedef struct {
   int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16
   int32_t bias_is_float32;
+  void* partial;                  // bf16: room for sums, mlspec_cuda_bf16_partial_bytes()
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.
   int32_t variant;       // see linear_launch.cuh and bf16_linear.cu
@@ -35,6 +36,7 @@ typedef struct {
 
 // Each returns null, or what went wrong. Compute capability 9.0.
 const char* mlspec_cuda_bf16_linear(const mlspec_cuda_linear* args);
+int64_t mlspec_cuda_bf16_partial_bytes(const mlspec_cuda_linear* args);  // of `partial`, 0: none is needed
 const char* mlspec_cuda_int4_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_mxfp4_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_nested_linear(const mlspec_cuda_linear* args);

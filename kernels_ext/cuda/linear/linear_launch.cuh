@@ -1,10 +1,9 @@
 // Which grid, cluster and ring does a linear of these shapes get, and how is it launched?
 #pragma once
 
-#include <cudaTypedefs.h>
-
 #include "linear.h"
 #include "linear_tile.cuh"
+#include "../tensor_map.cuh"
 
 namespace mlspec {
 
@@ -26,16 +25,6 @@ inline int ranks_of_shape(int output_tiles, int chunks, bool few_bits) {
 inline int stages_of_ring(int ring_bytes, int stage_bytes, int turn, int most) {
   const int stages = ring_bytes / stage_bytes / turn * turn;
   return stages < most ? stages : most;
-}
-
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found == cudaDriverEntryPointSuccess ? function : nullptr);
-  }();
-  return encoder;
 }
 
 // Boxes of 128 bytes x `box_rows` rows of a matrix of `bytes` an element; zeros beyond its edges.

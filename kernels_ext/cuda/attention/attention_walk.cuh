@@ -1,0 +1,106 @@
+// Which queries does a block have, and which chunks of slots does it go through, in which order?
+//
+// The slots of a row are chunks of 64 at absolute positions, chunk c belongs to rank c mod 8. A rank goes through its chunks in
+// ascending order; the ranks' results are merged in the order 0 to 7.
+#pragma once
+
+#include "attention_tile.cuh"
+
+namespace mlspec {
+
+constexpr int kRanks = 8;
+
+struct AttentionArgs {
+  const __nv_bfloat16* q;
+  __nv_bfloat16* out;
+  mlspec_cuda_tokens tokens;
+  mlspec_cuda_cache cache;
+  ScoreRule rule;
+  int heads, group;  // query heads, and of one key head
+  int tiles, ranks, stages;
+};
+
+inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attention& attention, const mlspec_cuda_tokens& tokens,
+                                  const mlspec_cuda_cache& cache) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  if (cache.dim % 16 || cache.dim < 16 || cache.dim > 256) return "head_dim must be a multiple of 16 up to 256";
+  if (cache.batch > 65535 || cache.kv_heads > 65535) return "a call takes up to 65535 rows and key heads";
+  if (cache.slots > INT32_MAX - kChunk || tokens.width * attention.heads > INT32_MAX / kRanks)
+    return "a row has too many slots or queries for 32-bit numbers";
+  const bool capped = attention.softcap > 0.f;
+  const float inner = capped ? attention.scale / attention.softcap : attention.scale * kLog2E;
+  const bool shaped = capped || !(inner > 0.f);  // a maximum of products is none of scores then
+  const ScoreRule rule{shaped ? 1.f : inner, inner, attention.softcap * kLog2E, shaped, capped,
+                       int(attention.window < INT32_MAX ? attention.window : 0)};
+  *args = {static_cast<const __nv_bfloat16*>(attention.q), static_cast<__nv_bfloat16*>(attention.out), tokens, cache, rule,
+           int(attention.heads), int(attention.heads / cache.kv_heads), 0, 0, 0};
+  return nullptr;
+}
+
+// The tile of one block: rows [first_row, + kRows) of tokens x group, of one key head of one row of the batch.
+struct Tile {
+  int batch_row, kv_head, first_row, rank;
+  int start, count;         // of the batch row; count: real tokens
+  int first_token, end_token;  // real tokens that have rows here
+
+  __device__ Tile(const AttentionArgs& a, int rows) {
+    const int index = blockIdx.x / a.ranks;
+    rank = blockIdx.x % a.ranks;
+    first_row = (a.tiles - 1 - index) * rows;  // the last tokens see most: they start first
+    kv_head = blockIdx.y;
+    batch_row = blockIdx.z;
+    read_lengths(a, rows);
+  }
+
+  // Volatile: read anew behind wait_for_previous_kernel(), in front of which they may have been old.
+  __device__ void read_lengths(const AttentionArgs& a, int rows) {
+    start = reinterpret_cast<const volatile int32_t*>(a.tokens.starts)[batch_row];
+    const int64_t room = start < 0 ? 0 : a.cache.slots - start;
+    const int64_t asked = reinterpret_cast<const volatile int32_t*>(a.tokens.counts)[batch_row];
+    count = int(min(min(asked, a.tokens.width), room));
+    first_token = first_row / a.group;
+    end_token = min(count, (first_row + rows + a.group - 1) / a.group);
+  }
+
+  __device__ bool is_padding() const { return first_token >= end_token; }
+  __device__ int end_slot() const { return start + end_token; }
+  __device__ int first_chunk(int window) const {
+    return window == 0 ? 0 : max(0, start + first_token - window + 1) / kChunk;
+  }
+};
+
+// The chunks of ranks [rank, end), rank by rank.
+struct Walk {
+  int low, high, rank, end, chunk;
+
+  __device__ Walk(int low_, int high_, int rank_, int end_) : low(low_), high(high_), rank(rank_), end(end_) {
+    chunk = first();
+    settle();
+  }
+  __device__ int first() const { return low + ((rank - low) & (kRanks - 1)); }
+  __device__ void settle() {
+    while (chunk > high && ++rank < end) chunk = first();
+  }
+  __device__ bool done() const { return rank >= end; }
+  __device__ void next() {
+    chunk += kRanks;
+    settle();
+  }
+};
+
+// A constant to the program, not to the compiler, which would compute it again and again.
+__device__ __forceinline__ uint32_t opaque(uint32_t constant) {
+  uint32_t d;
+  asm volatile("mov.b32 %0, %1;" : "=r"(d) : "r"(constant));
+  return d;
+}
+
+// Elements `element`, + 1 of row `row` of a tile; rows and elements behind the tensor's are dropped.
+__device__ __forceinline__ void write_pair(const AttentionArgs& a, const Tile& tile, int row, int element, float low, float high) {
+  const int index = tile.first_row + row, token = index / a.group;
+  if (token >= a.tokens.width || element >= a.cache.dim) return;
+  const int64_t at = (tile.batch_row * a.tokens.width + token) * a.heads + tile.kv_head * a.group + index % a.group;
+  *reinterpret_cast<uint32_t*>(a.out + at * a.cache.dim + element) = narrowed(low, high);
+}
+
+}  // namespace mlspec
