@@ -178,16 +178,18 @@ class CapturedRounds:
 
     def _is_ready(self, rows: Rows) -> bool:
         """Whether the coming round has a graph. To capture one waits until the tokens of the last round are told."""
-        if not self._planned:
-            return True
-        program = self.planning.program(partial(self._situation, rows), len(rows))
+        program = self.chain.program
+        if self._planned:
+            program = self.planning.program(partial(self._situation, rows), len(rows))
+        if self._left(rows) < program.steps:
+            program = self.chain.single
         return self.chain.graphs.has(program, self.bucket)
 
     def _chosen(self, rows: Rows) -> RoundProgram:
         """What the coming round runs, captured. Where there is no memory for that, the target alone goes on."""
         own = self.chain.program
         if not self._planned:
-            return own
+            return self._until_the_end(own, rows)
         program = self.planning.program(partial(self._situation, rows), len(rows))
         if not self._captured(program, self.bucket):
             self.planning.give_up()
@@ -197,7 +199,21 @@ class CapturedRounds:
                 raise NoRoom(f"no memory to capture rounds of {wanted} rows")
             program = own
         self.planning.launched()
-        return program
+        return self._until_the_end(program, rows)
+
+    def _until_the_end(self, program: RoundProgram, rows: Rows) -> RoundProgram:
+        """The program; where every row ends before it, single steps, once they would have saved their capture."""
+        chain, single, left = self.chain, self.chain.single, self._left(rows)
+        if left >= program.steps:
+            return program
+        if not chain.graphs.has(single, self.bucket):
+            chain.idle_seconds += (1 - left / program.steps) * chain.graphs.round_seconds
+            if chain.idle_seconds < chain.graphs.seconds_to_capture(single) or not self._captured(single, self.bucket):
+                return program
+        return single
+
+    def _left(self, rows: Rows) -> int:  # tokens until the last one ends
+        return max(end - len(row) for row, end in zip(rows, self._ends, strict=True))
 
     @property
     def _planned(self) -> bool:
@@ -315,7 +331,7 @@ class CapturedRounds:
             self.drafters[index].stats.rounds += program.drafts(place)
             self.drafters[index].stats.forwards += program.forwards(place)
         if self._planned:
-            took = self.chain.graphs.round_seconds, self.chain.graphs.idle
+            took = self.chain.graphs.round_seconds, self.chain.graphs.idle, program.steps
             gained = [len(line) - 1 for line in report.tokens]
             self._observed = Observed(self.planning.running, self.bucket, asked, self.drafted, gained, inner, *took)
         return Verdict(report.tokens, accepted, None, None)

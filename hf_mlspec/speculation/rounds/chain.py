@@ -33,7 +33,8 @@ _keeping = threading.RLock()
 class CapturedChain:
     """Levels with their caches, and rounds over them, for up to `batch` rows of `slots` tokens.
 
-    planned: a controller chooses the program of every round; `program` is then that of the target alone.
+    planned: a controller chooses the program of every round; `program` is then that of the target alone. single: one
+    step of the target, for the last tokens of a call.
     """
 
     def __init__(self, levels: list[Level], key: tuple, batch: int, slots: int, *, sampled: bool = False,
@@ -42,6 +43,8 @@ class CapturedChain:
         self.script_rounds, self.planned = script_rounds, planned
         self._sampling = sampled, warp
         self._programs: dict[Plan, RoundProgram] = {}
+        self.single = RoundProgram(levels[:1], sampled, warp, active=(), steps=1)
+        self.idle_seconds = 0.0  # of steps behind the last token of a call, which `single` would have saved
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen

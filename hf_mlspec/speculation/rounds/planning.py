@@ -24,7 +24,8 @@ _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind 
 class Observed:
     """A round that has ended: whose it was, for how many rows it was launched, and row by row what was asked of the
     level below the target, drafted and accepted (-1: the row was not part of it). inner: the same of every row and
-    check below the target, behind the level that checked. seconds, idle: as of `RoundGraphs`."""
+    check below the target, behind the level that checked. seconds, idle: as of `RoundGraphs`. steps: of the
+    target, where it was alone."""
 
     choice: Choice
     bucket: int
@@ -34,6 +35,7 @@ class Observed:
     inner: list[tuple[int, int, int, int]]
     seconds: float
     idle: float
+    steps: int
 
 
 class KeptGraphs:
@@ -173,8 +175,11 @@ class Planning:
         seconds = round_.seconds + self._idle
         tokens = len(round_.accepted) + sum(round_.accepted)
         told = stats.of_plan(choice.plan.told(self.names))
-        told.count(tokens, seconds, choice.forecast.tokens, choice.forecast.seconds, tokens / choice.off_speed,
-                   rounds=1 if choice.plan.active else UNROLLED)
+        share = 1.0 if choice.plan.active else round_.steps / UNROLLED
+        told.count(tokens, seconds, share * choice.forecast.tokens, share * choice.forecast.seconds,
+                   tokens / choice.off_speed, rounds=round_.steps)
+        if share < 1:  # a round of a few steps says little of one of many
+            return
         if self.controller is None:
             self._early.append((round_, seconds))
         else:

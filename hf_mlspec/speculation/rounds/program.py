@@ -74,7 +74,7 @@ class RoundProgram:
     sampled: tokens are those of logits plus the noise that all levels share (sampling.py); warp: what is done to
     float32 logits ``[n, vocab]`` before, None for nothing. most: for each level below the target what its own `most`
     says otherwise. active: the numbers of those levels in their chain, 0 for the one below the
-    target.
+    target. steps: tokens of a round of the target alone.
     """
 
     def __init__(
@@ -85,14 +85,15 @@ class RoundProgram:
         *,
         most: Sequence[int] | None = None,
         active: Sequence[int] | None = None,
+        steps: int = UNROLLED,
     ):
         self.levels, self.sampled, self.warp = levels, sampled, warp
         self.most = [1, *([level.most for level in levels[1:]] if most is None else most)]
         self.active = tuple(range(len(levels) - 1) if active is None else active)
         self.checks: list[Check] = []
-        self.fields = 1
+        self.fields, self.steps = 1, steps if len(levels) == 1 else 1
         if len(levels) == 1:
-            for _ in range(UNROLLED):
+            for _ in range(steps):
                 self._plan(0, 1)
         else:
             self._plan_draft(1)
