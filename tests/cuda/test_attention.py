@@ -132,6 +132,26 @@ def test_bits_of_a_prompt_are_those_of_its_pieces(dim, rule):
         assert torch.equal(piece.attend(), whole[:, taken]), first
 
 
+@pytest.mark.parametrize(
+    ("dim", "heads", "rule"), [(128, 8, {}), (64, 14, {"window": 2100}), (96, 6, {"softcap": 6.0}), (256, 4, {})]
+)
+def test_bits_of_rows_that_go_round_all_ranks_several_times(dim, heads, rule):
+    """A chunk in 32 belongs to a rank. One token, 9, 13, a piece of a prompt and a batch share the ranks otherwise."""
+    starts, width = [0, 2000, 4600, 4711], 330
+    case = make(starts, [width, width, width, 7], width, heads=heads, dim=dim, slots=5056, **rule)
+    whole = case.attend()
+    for first, count in ((0, 1), (100, 9), (321, 9), (200, 13), (64, 33), (5, 200)):
+        taken, counts = slice(first, first + count), [max(0, min(count, n - first)) for n in case.counts]
+        piece = replace(case, q=case.q[:, taken].contiguous(), starts=[s + first for s in starts], counts=counts)
+        found = check(piece) if count == 1 else piece.attend()
+        assert torch.equal(found, whole[:, taken]), (first, count)
+        for r in (1, 2):
+            one, length = slice(r, r + 1), starts[r] + first + count
+            alone = Case(piece.q[one], case.keys[one, :, :length], case.values[one, :, :length], piece.starts[one],
+                         counts[one], **rule)
+            assert torch.equal(alone.attend(), whole[one, taken]), (first, count, r)
+
+
 @pytest.mark.parametrize(("width", "dim"), [(1, 128), (9, 64), (33, 128), (3, 256)])
 def test_bits_do_not_depend_on_the_batch_or_the_slots(width, dim):
     """Alone a row's chunks are shared by a cluster of blocks; a batch of 33 fills the chip with a block a tile."""

@@ -231,7 +231,7 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   const DeviceLimits& limits = limits_of(call, q.device().index());
   const mlspec_cuda_attention attention{rows.const_data_ptr(),     out.mutable_data_ptr(), q.size(2), window,
                                         static_cast<float>(scale), static_cast<float>(softcap), limits.shared_bytes,
-                                        limits.multiprocessors,    0};
+                                        limits.multiprocessors,    0,        0};
   const mlspec_cuda_row_launch launch = how(call);
 #if MLSPEC_HOPPER
   if (hopper_serves(call.capability()) && mlspec_cuda_attention_prefill_serves(&attention, &tokens, &cache)) {

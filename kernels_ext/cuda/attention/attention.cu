@@ -1,11 +1,10 @@
 // How do the tokens of a step attend over their rows of a ragged cache? Lengths are read on the device; cost follows them.
 //
-// The slots of a row are chunks of 64 at absolute positions, chunk c belongs to rank c mod 8. A rank goes through its chunks in
-// ascending order; the ranks' results are merged in the order 0 to 7. So a token's bits depend on its position alone: not on
-// width, batch, neighbours or the slots allocated. Where tiles are few, the eight blocks of a cluster take a rank each and merge
-// through each other's shared memory; where they fill the chip (and on chips without clusters) one block takes all ranks.
-#include "attention_tile.cuh"
-#include "attention_walk.cuh"
+// The order of a row's sums is that of attention_walk.cuh, so a token's bits depend on its position alone: not on width, batch,
+// neighbours or the slots allocated. Groups of four warps take ranks or whole teams side by side and merge through shared memory.
+// Where tiles are few, the eight blocks of a cluster take a team each and merge through each other's shared memory; where they
+// fill the chip (and on chips without clusters) one block takes all teams.
+#include "attention_merge.cuh"
 
 namespace mlspec {
 namespace {
@@ -28,7 +27,7 @@ template <class Shape>
 __device__ __forceinline__ void load_slots(uint32_t to, const __nv_bfloat16* from, int first_slot, int dim, int end) {
   constexpr int kVectors = Shape::kDim / kVector;
 #pragma unroll 8
-  for (int i = threadIdx.x; i < kChunk * kVectors; i += kAttendThreads) {
+  for (int i = threadIdx.x % kAttendThreads; i < kChunk * kVectors; i += kAttendThreads) {
     const int slot = i / kVectors, element = i % kVectors * kVector;
     const bool inside = first_slot + slot < end && element < dim;
     copy_async(to + uint32_t(slot * Shape::kStride + element) * 2,
@@ -36,23 +35,11 @@ __device__ __forceinline__ void load_slots(uint32_t to, const __nv_bfloat16* fro
   }
 }
 
-// Always two groups of copies, so that waiting is counting.
-template <class Shape>
-__device__ __forceinline__ void load_stage(uint32_t stage, const Lanes& lanes, Walk& ahead) {
-  if (!ahead.done()) load_slots<Shape>(stage, lanes.keys, ahead.chunk * kChunk, lanes.dim, lanes.end);
-  commit_copies();
-  if (!ahead.done()) {
-    load_slots<Shape>(stage + Shape::kLaneBytes, lanes.values, ahead.chunk * kChunk, lanes.dim, lanes.end);
-    ahead.next();
-  }
-  commit_copies();
-}
-
 template <class Shape>
 __device__ __forceinline__ void load_queries(const AttentionArgs& a, const Tile& tile, uint32_t to) {
   constexpr int kVectors = Shape::kDim / kVector;
   const int dim = int(a.cache.dim);
-  for (int i = threadIdx.x; i < Shape::kRows * kVectors; i += kAttendThreads) {
+  for (int i = threadIdx.x; i < Shape::kRows * kVectors; i += blockDim.x) {
     const int row = i / kVectors, element = i % kVectors * kVector, token = (tile.first_row + row) / a.group;
     const int64_t at = (tile.batch_row * a.tokens.width + token) * a.heads + tile.kv_head * a.group +
                        (tile.first_row + row) % a.group;
@@ -61,17 +48,35 @@ __device__ __forceinline__ void load_queries(const AttentionArgs& a, const Tile&
   }
 }
 
+// The ranks that a group of warps takes in each of its rounds. kSpread: a team's ranks are spread over the groups, one at a time;
+// else each takes whole teams.
+template <int kGroups, bool kSpread>
+struct Share {
+  static constexpr int kCount = kSpread ? 1 : kTeamRanks;
+  int first, rounds;
+
+  __device__ __forceinline__ Share(const AttentionArgs& a, const Tile& tile, int group)
+      : first(tile.team * kTeamRanks + group * kCount),
+        rounds(kSpread ? kTeamRanks / kGroups : a.teams == kTeams ? 1 : kTeams / kGroups) {}
+  __device__ __forceinline__ Walk walk(int low, int high, int round) const {
+    const int rank = first + round * kGroups * kCount;
+    return Walk(low, high, rank, rank + kCount);
+  }
+};
+
 // What was written by kernels long done comes near while the kernel in front still runs. The lengths may be old then: they only
 // say which lines of the cache are likely to be read.
-template <class Shape>
+template <class Shape, class ShareOf>
 __device__ __forceinline__ void prefetch(const AttentionArgs& a) {
   const Tile guess(a, Shape::kRows);
   if (guess.is_padding()) return;
   const Lanes lanes(a, guess);
-  const int chunk = guess.first_chunk(a.rule.window) + guess.rank;
-  const int bytes = min(kChunk, lanes.end - chunk * kChunk) * lanes.dim * 2;
-  const int64_t from = int64_t(chunk) * kChunk * lanes.dim;
-  for (int at = threadIdx.x * 128; at < bytes; at += kAttendThreads * 128) {
+  const ShareOf share(a, guess, threadIdx.x / kAttendThreads);
+  const Walk walk = share.walk(guess.first_chunk(a.rule.window), (guess.end_slot() - 1) / kChunk, 0);
+  if (walk.done()) return;
+  const int bytes = min(kChunk, lanes.end - walk.chunk * kChunk) * lanes.dim * 2;
+  const int64_t from = int64_t(walk.chunk) * kChunk * lanes.dim;
+  for (int at = threadIdx.x % kAttendThreads * 128; at < bytes; at += kAttendThreads * 128) {
     prefetch_line(reinterpret_cast<const char*>(lanes.keys + from) + at);
     prefetch_line(reinterpret_cast<const char*>(lanes.values + from) + at);
   }
@@ -79,73 +84,8 @@ __device__ __forceinline__ void prefetch(const AttentionArgs& a) {
 
 template <class Shape>
 __device__ __forceinline__ void write_padding(const AttentionArgs& a, const Tile& tile) {
-  for (int i = threadIdx.x * 2; i < Shape::kRows * Shape::kDim; i += kAttendThreads * 2)
-    if (i / 2 / kAttendThreads % a.ranks == tile.rank) write_pair(a, tile, i / Shape::kDim, i % Shape::kDim, 0.f, 0.f);
-}
-
-template <class Shape>
-__device__ __forceinline__ void merge(Attended<Shape>& all, const Attended<Shape>& rank) {
-#pragma unroll
-  for (int i = 0; i < Shape::kTiles; ++i) {
-    const Merge rows[2] = {{all.largest[i][0], rank.largest[i][0]}, {all.largest[i][1], rank.largest[i][1]}};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      all.largest[i][r] = rows[r].largest;
-      all.sum[i][r] = rows[r](all.sum[i][r], rank.sum[i][r]);
-    }
-#pragma unroll
-    for (int n = 0; n < Shape::kOutTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) all.out[i][n][e] = rows[e / 2](all.out[i][n][e], rank.out[i][n][e]);
-  }
-}
-
-// f(row of the tile, element, low and high sum, sum of weights, maximum) for what this thread holds.
-template <class Shape, class F>
-__device__ __forceinline__ void for_each_pair(const Attended<Shape>& state, F f) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-#pragma unroll
-  for (int i = 0; i < Shape::kTiles; ++i)
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-      for (int n = 0; n < Shape::kOutTiles; ++n)
-        f(i * 16 + r * 8 + lane / 4, (warp * Shape::kOutTiles + n) * 8 + lane % 4 * 2, state.out[i][n][2 * r],
-          state.out[i][n][2 * r + 1], state.sum[i][r], state.largest[i][r]);
-}
-
-// Each block of the cluster merges and writes an eighth of the tile. sums [rows][kOutStride], stats float4 [rows].
-template <class Shape>
-__device__ __forceinline__ void merge_cluster(const AttentionArgs& a, const Tile& tile, const Attended<Shape>& own, float* sums,
-                                              float4* stats) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  for_each_pair(own, [&](int row, int element, float low, float high, float sum, float largest) {
-    *reinterpret_cast<float2*>(sums + row * Shape::kOutStride + element) = {low, high};
-    if (element == 0) stats[row] = {largest, sum, 0.f, 0.f};
-  });
-  cluster_sync();
-  constexpr int kFours = Shape::kRows * Shape::kDim / 4 / kRanks;
-  for (int i = threadIdx.x; i < kFours; i += kAttendThreads) {
-    const int four = tile.rank * kFours + i, row = four / (Shape::kDim / 4), element = four % (Shape::kDim / 4) * 4;
-    float4 outs[kRanks], numbers[kRanks];
-#pragma unroll
-    for (int rank = 0; rank < kRanks; ++rank) {
-      outs[rank] = load_cluster(shared_address(sums + row * Shape::kOutStride + element), rank);
-      numbers[rank] = load_cluster(shared_address(stats + row), rank);
-    }
-    float largest = -CUDART_INF_F, sum = 0.f, x = 0.f, y = 0.f, z = 0.f, w = 0.f;
-#pragma unroll
-    for (int rank = 0; rank < kRanks; ++rank) {
-      const Merge with(largest, numbers[rank].x);
-      largest = with.largest;
-      sum = with(sum, numbers[rank].y);
-      x = with(x, outs[rank].x), y = with(y, outs[rank].y), z = with(z, outs[rank].z), w = with(w, outs[rank].w);
-    }
-    write_pair(a, tile, row, element, finished(x, sum), finished(y, sum));
-    write_pair(a, tile, row, element + 2, finished(z, sum), finished(w, sum));
-  }
-  cluster_exit();  // nobody leaves whose memory is still read
-#endif
+  for (int i = threadIdx.x * 2; i < Shape::kRows * Shape::kDim; i += blockDim.x * 2)
+    if (i / 2 / blockDim.x % a.teams == tile.team) write_pair(a, tile, i / Shape::kDim, i % Shape::kDim, 0.f, 0.f);
 }
 
 // The last position each of this thread's rows may see; -1 for padding.
@@ -160,86 +100,159 @@ __device__ __forceinline__ void find_limits(const AttentionArgs& a, const Tile& 
     }
 }
 
+// The chunks of a walk, one after another; as many as there are stages are on their way.
 template <class Shape>
-__global__ void __launch_bounds__(kAttendThreads) attention_kernel(const AttentionArgs a) {
+struct Chunks {
+  const AttentionArgs& a;
+  const AttentionGroup<Shape>& group;
+  const Lanes& lanes;
+  uint32_t stages;  // shared memory address
+  Walk walk, ahead;
+  int stage = 0;
+
+  __device__ __forceinline__ uint32_t lane(bool values, int of) const {
+    return stages + of * Shape::kStageBytes + values * Shape::kLaneBytes;
+  }
+  __device__ __forceinline__ void load(bool values, int of) const {
+    if (!ahead.done())
+      load_slots<Shape>(lane(values, of), values ? lanes.values : lanes.keys, ahead.chunk * kChunk, lanes.dim, lanes.end);
+    commit_copies();  // also where there is nothing, so that waiting is counting
+  }
+  __device__ __forceinline__ void begin() {
+    for (int s = 0; s < a.stages; ++s, ahead.next_if()) load(false, s), load(true, s);
+  }
+  __device__ __forceinline__ void wait() const {
+    a.stages == 1 ? wait_for_copies<1>() : wait_for_copies<3>();
+    sync_group(group.number);
+  }
+  // One chunk, added to what was found of its rank.
+  __device__ __forceinline__ void step(const int (&limit)[Shape::kTiles][2], Attended<Shape>& own) {
+    float scores[Shape::kTiles][2][4], factor[Shape::kTiles][2];
+    wait();  // keys are here
+    group.multiply_keys(lane(false, stage), scores);
+    group.score(a.rule, walk.chunk * kChunk, limit, scores);
+    sync_group(group.number);  // maxima are here, the keys were read
+    load(false, stage);
+    group.weigh(a.rule, scores, own, factor);
+    wait();  // weights and values are here
+    group.multiply_values(lane(true, stage), factor, own);
+    walk.next();
+    sync_group(group.number);  // the values were read
+    load(true, stage);
+    ahead.next_if();
+    if (++stage == a.stages) stage = 0;
+  }
+};
+
+// All chunks of a walk: of one rank, or of a team's ranks one after another.
+template <class Shape, bool kSpread>
+__device__ __forceinline__ void attend(Chunks<Shape>& chunks, const int (&limit)[Shape::kTiles][2], Attended<Shape>& found) {
+  found.clear();
+  if constexpr (kSpread) {
+    while (!chunks.walk.done()) chunks.step(limit, found);
+    chunks.group.complete_sums(found);
+  } else {
+    while (!chunks.walk.done()) {
+      Attended<Shape> own;
+      own.clear();
+      const int rank = chunks.walk.rank;
+      while (!chunks.walk.done() && chunks.walk.rank == rank) chunks.step(limit, own);
+      chunks.group.complete_sums(own);
+      merge(found, own);
+    }
+  }
+}
+
+template <class Shape, int kGroups, bool kSpread>
+__global__ void __launch_bounds__(kGroups* kAttendThreads) attention_kernel(const AttentionArgs a) {
   extern __shared__ uint4 memory[];
+  const int number = threadIdx.x / kAttendThreads, group_bytes = Shape::group_bytes(a.stages);
   char* const shared = reinterpret_cast<char*>(memory);
-  char* const stages = shared + Shape::kQueryBytes + Shape::kWeightBytes + 2 * Shape::kWarpBytes + Shape::kStatBytes;
-  float* const maxima = reinterpret_cast<float*>(shared + Shape::kQueryBytes + Shape::kWeightBytes);
-  const AttentionBlock<Shape> block{shared_address(shared), shared_address(shared + Shape::kQueryBytes), maxima,
-                                    maxima + kAttendWarps * Shape::kRows};
+  char* const front = shared + Shape::kQueryBytes + number * group_bytes;
+  float* const maxima = reinterpret_cast<float*>(front + Shape::kWeightBytes);
+  const AttentionGroup<Shape> group{shared_address(shared), shared_address(front), maxima, maxima + kAttendWarps * Shape::kRows,
+                                    number};
+  const auto found_at = [&](char* of) {
+    return Found<Shape>{reinterpret_cast<float*>(of + Shape::kFrontBytes),
+                        reinterpret_cast<float4*>(of + Shape::kFrontBytes - Shape::kStatBytes)};
+  };
   launch_dependents();
-  prefetch<Shape>(a);
+  prefetch<Shape, Share<kGroups, kSpread>>(a);
   wait_for_previous_kernel();
   const Tile tile(a, Shape::kRows);
   if (tile.is_padding()) return write_padding<Shape>(a, tile);  // every block of the cluster
   const Lanes lanes(a, tile);
   const int low = tile.first_chunk(a.rule.window), high = (tile.end_slot() - 1) / kChunk;
-  Walk walk(low, high, tile.rank, a.ranks == 1 ? kRanks : tile.rank + 1), ahead = walk;
-  load_queries<Shape>(a, tile, block.queries);
-  for (int s = 0; s < a.stages; ++s) load_stage<Shape>(shared_address(stages) + s * Shape::kStageBytes, lanes, ahead);
+  const Share<kGroups, kSpread> share(a, tile, number);
+  const Found<Shape> first = found_at(shared + Shape::kQueryBytes);
   int limit[Shape::kTiles][2];
   find_limits<Shape>(a, tile, limit);
-  Attended<Shape> all, own;
-  all.clear();
-  own.clear();
-  for (int stage = 0; !walk.done(); stage = stage + 1 == a.stages ? 0 : stage + 1) {
-    const uint32_t keys = shared_address(stages) + stage * Shape::kStageBytes;
-    float scores[Shape::kTiles][2][4], factor[Shape::kTiles][2];
-    a.stages == 1 ? wait_for_copies<1>() : wait_for_copies<3>();
-    __syncthreads();  // keys are here
-    block.multiply_keys(keys, scores);
-    block.score(a.rule, walk.chunk * kChunk, limit, scores);
-    __syncthreads();  // maxima are here
-    block.weigh(a.rule, scores, own, factor);
-    a.stages == 1 ? wait_for_copies<0>() : wait_for_copies<2>();
-    __syncthreads();  // weights and values are here
-    block.multiply_values(keys + Shape::kLaneBytes, factor, own);
-    const int rank = walk.rank;
-    walk.next();
-    if (a.ranks == 1 && walk.rank != rank) {
-      block.complete_sums(own);
-      merge(all, own);
-      own.clear();
+  load_queries<Shape>(a, tile, group.queries);
+  Shared<Shape, kGroups> merged;
+#pragma unroll 1
+  for (int round = 0; round < share.rounds; ++round) {
+    const Walk walk = share.walk(low, high, round);
+    Chunks<Shape> chunks{a, group, lanes, shared_address(front + Shape::kFrontBytes), walk, walk};
+    chunks.begin();
+    if (round == 0) {
+      a.stages == 1 ? wait_for_copies<1>() : wait_for_copies<3>();
+      __syncthreads();  // all queries are here
     }
-    if (!walk.done()) __syncthreads();  // the stage was read
-    load_stage<Shape>(keys, lanes, ahead);
+    Attended<Shape> found;
+    attend<Shape, kSpread>(chunks, limit, found);
+    wait_for_copies<0>();
+    sync_group(number);  // the first stage was read
+    found_at(front).write(found);
+    if (kGroups == 1 && a.teams == kTeams) return merge_cluster(a, tile, first);
+    __syncthreads();  // what the groups have found is here
+    merged.add(first, group_bytes);
+    __syncthreads();  // and was read
   }
-  wait_for_copies<0>();
-  if (a.ranks == 1) {
-    for_each_pair(all, [&](int row, int element, float low_sum, float high_sum, float sum, float) {
-      write_pair(a, tile, row, element, finished(low_sum, sum), finished(high_sum, sum));
-    });
+  if (a.teams == kTeams) {
+    merged.put(first);
+    merge_cluster(a, tile, first);
   } else {
-    __syncthreads();  // the first stage was read
-    block.complete_sums(own);
-    merge_cluster(a, tile, own, reinterpret_cast<float*>(stages), reinterpret_cast<float4*>(stages - Shape::kStatBytes));
+    merged.for_each([&](int index, const Four& four) { write_four<Shape>(a, tile, index, four); });
   }
 }
 
+template <class Shape, int kGroups, bool kSpread>
+const char* launch_groups(AttentionArgs args, const mlspec_cuda_attention& attention, const mlspec_cuda_row_launch& how) {
+  const int64_t chunks = (args.cache.slots + kChunk - 1) / kChunk;
+  args.stages = chunks <= args.teams || Shape::shared_bytes(kGroups, 2) > attention.shared_bytes ? 1 : 2;
+  if (Shape::shared_bytes(kGroups, args.stages) > attention.shared_bytes) return "a block needs more shared memory than this GPU has";
+  const RowGrid grid{dim3(unsigned(args.tiles * args.teams), unsigned(args.cache.kv_heads), unsigned(args.cache.batch)),
+                     kGroups * kAttendThreads, unsigned(Shape::shared_bytes(kGroups, args.stages)), unsigned(args.teams)};
+  return launch_rows(how, grid, attention_kernel<Shape, kGroups, kSpread>, args);
+}
+
+// Several groups in a block where it takes all teams, and where rows are long: each has its own chunk on its way.
 template <class Shape>
 const char* launch_attention(AttentionArgs args, int64_t rows, const mlspec_cuda_attention& attention,
                              const mlspec_cuda_row_launch& how) {
-  const int64_t batch = args.cache.batch, kv_heads = args.cache.kv_heads;
+  constexpr int kOfTeams = Shape::kDim > 128 || Shape::kTiles > 2 ? 2 : 4, kOfRanks = Shape::kDim > 128 || Shape::kTiles > 3 ? 2 : 4;
   args.tiles = int((rows + Shape::kRows - 1) / Shape::kRows);
-  const bool few = args.tiles * batch * kv_heads < attention.multiprocessors * 3 / 4;
-  args.ranks = !how.clusters ? 1 : attention.ranks ? attention.ranks : few ? kRanks : 1;
-  const int64_t chunks = (args.cache.slots + kChunk - 1) / kChunk;
-  args.stages = chunks <= args.ranks || Shape::shared_bytes(2) > attention.shared_bytes ? 1 : 2;
-  if (Shape::shared_bytes(args.stages) > attention.shared_bytes) return "a block needs more shared memory than this GPU has";
-  const RowGrid grid{dim3(unsigned(args.tiles * args.ranks), unsigned(kv_heads), unsigned(batch)), kAttendThreads,
-                     unsigned(Shape::shared_bytes(args.stages)), unsigned(args.ranks)};
-  return launch_rows(how, grid, attention_kernel<Shape>, args);
+  const int64_t units = args.tiles * args.cache.batch * args.cache.kv_heads, chunks = (args.cache.slots + kChunk - 1) / kChunk;
+  const int64_t places = attention.multiprocessors;
+  args.teams = !how.clusters ? 1 : attention.teams ? attention.teams : units < places * 9 / 20 ? kTeams : 1;
+  bool several = args.teams == 1 ? units <= places || chunks > kTeams : chunks > (units * kTeams <= places ? 1 : 16) * kTeams;
+  if (attention.groups) several = attention.groups > 1;
+  const auto fits = [&](int groups) { return Shape::shared_bytes(groups, 1) <= attention.shared_bytes; };
+  if (several && args.teams == kTeams && fits(kOfRanks)) return launch_groups<Shape, kOfRanks, true>(args, attention, how);
+  if (several && args.teams == 1 && fits(kOfTeams)) return launch_groups<Shape, kOfTeams, false>(args, attention, how);
+  return launch_groups<Shape, 1, false>(args, attention, how);
 }
 
-// Small tiles where blocks are few: then more of them work side by side. Bits do not depend on it.
+// As few tiles as there can be, each reads the row's keys and values; of short rows more of them, which work side by side.
 template <int kDim>
 const char* launch_tiles(const AttentionArgs& args, const mlspec_cuda_attention& attention, const mlspec_cuda_row_launch& how) {
   const int64_t rows = args.tokens.width * args.group;
   if (rows <= 16) return launch_attention<AttentionShape<kDim, 1>>(args, rows, attention, how);
-  if constexpr (kDim <= 128)
-    if (rows > 32 && (rows + 31) / 32 * args.cache.batch * args.cache.kv_heads >= attention.multiprocessors * 3 / 4)
-      return launch_attention<AttentionShape<kDim, 4>>(args, rows, attention, how);
+  const bool side_by_side = args.cache.slots <= 16 * kChunk && 2 * args.cache.batch * args.cache.kv_heads < attention.multiprocessors / 2;
+  if constexpr (kDim <= 128) {
+    if (rows > 48 && !side_by_side) return launch_attention<AttentionShape<kDim, 4>>(args, rows, attention, how);
+    if (rows > 32 && !side_by_side) return launch_attention<AttentionShape<kDim, 3>>(args, rows, attention, how);
+  }
   return launch_attention<AttentionShape<kDim, 2>>(args, rows, attention, how);
 }
 
@@ -252,7 +265,7 @@ const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* atten
                                               const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how) {
   AttentionArgs args;
   if (const char* problem = read_arguments(&args, *attention, *tokens, *cache)) return problem;
-  if (attention->ranks != 0 && attention->ranks != 1 && attention->ranks != kRanks) return "ranks must be 0, 1 or 8";
+  if (attention->teams != 0 && attention->teams != 1 && attention->teams != kTeams) return "teams must be 0, 1 or 8";
   if (cache->dim <= 64) return launch_tiles<64>(args, *attention, *how);
   return cache->dim <= 128 ? launch_tiles<128>(args, *attention, *how) : launch_tiles<256>(args, *attention, *how);
 }

@@ -3,7 +3,7 @@
 // A block has 128 query rows (tokens x query heads of one key head), 64 of each of two groups of four warps; a producer thread
 // brings chunks of 64 slots by the copy engine. A group multiplies the keys of a chunk while the values of the chunk before are
 // multiplied and its weights are computed (FlashAttention-3, Shah et al. 2024). Chunks come rank by rank, as in attention_walk.cuh.
-#include "attention_walk.cuh"
+#include "attention_prefill_rows.cuh"
 #include "../tensor_map.cuh"
 
 namespace mlspec {
@@ -79,106 +79,6 @@ __device__ __forceinline__ void load_group_queries(const AttentionArgs& a, const
     copy_async(to, inside ? a.q + at * dim + vector * kVector : a.q, inside);
   }
   wait_for_copies();
-}
-
-__device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
-
-// What a thread has of rows lane / 4 and 8 behind it, of its warp's 16.
-template <class Shape>
-struct GroupState {
-  float largest[2], sum[2][kAttendWarps], out[Shape::kOutTiles][4];  // sums: of slots as the warps of attention.cu share them
-
-  __device__ __forceinline__ void clear_numbers() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      largest[r] = -CUDART_INF_F;
-#pragma unroll
-      for (int w = 0; w < kAttendWarps; ++w) sum[r][w] = 0.f;
-    }
-  }
-  __device__ __forceinline__ void clear_out() {
-#pragma unroll
-    for (int n = 0; n < Shape::kOutTiles; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
-  }
-  __device__ __forceinline__ float whole_sum(int r) const {
-    float whole = sum_of_lanes(sum[r][0]);
-#pragma unroll
-    for (int w = 1; w < kAttendWarps; ++w) whole = __fadd_rn(whole, sum_of_lanes(sum[r][w]));
-    return whole;
-  }
-};
-
-// The ranks so far: maxima and sums of rows, and in shared memory their weighted sums.
-template <class Shape>
-struct Merged {
-  float largest[2], sum[2];
-  float4* out;  // [kOutTiles][128 threads]
-
-  __device__ __forceinline__ void clear() {
-    largest[0] = largest[1] = -CUDART_INF_F, sum[0] = sum[1] = 0.f;
-#pragma unroll
-    for (int n = 0; n < Shape::kOutTiles; ++n) out[n * 128] = {0.f, 0.f, 0.f, 0.f};
-  }
-  // rank_largest, rank_sum: of the rank whose weighted sums stand in `rank`.
-  __device__ __forceinline__ void add(const float (&rank)[Shape::kOutTiles][4], const float (&rank_largest)[2],
-                                      const float (&rank_sum)[2]) {
-    const Merge low(largest[0], rank_largest[0]), high(largest[1], rank_largest[1]);
-    largest[0] = low.largest, largest[1] = high.largest;
-    sum[0] = low(sum[0], rank_sum[0]), sum[1] = high(sum[1], rank_sum[1]);
-#pragma unroll
-    for (int n = 0; n < Shape::kOutTiles; ++n) {
-      float4 v = out[n * 128];
-      v.x = low(v.x, rank[n][0]), v.y = low(v.y, rank[n][1]), v.z = high(v.z, rank[n][2]), v.w = high(v.w, rank[n][3]);
-      out[n * 128] = v;
-    }
-  }
-};
-
-// -inf where a row may not see the slot.
-__device__ __forceinline__ void hide(int first_slot, const int (&limit)[2], int window, float (&scores)[8][4]) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int slot = first_slot + j * 8 + e % 2, last = limit[e / 2];
-      const bool seen = slot <= last && (window == 0 || slot > last - window);
-      scores[j][e] = seen ? scores[j][e] : -CUDART_INF_F;
-    }
-}
-
-// Values of a group's rows and a chunk -> weights; factor: of what was attended so far.
-template <class Shape>
-__device__ __forceinline__ void weigh(float slope, float (&scores)[8][4], GroupState<Shape>& state, float (&factor)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float most = -CUDART_INF_F;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) most = fmaxf(most, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
-    most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-    most = fmaxf(state.largest[r], __fmul_rn(most, slope));
-    factor[r] = weight_of(state.largest[r], most);
-    state.largest[r] = most;
-    const float base = most == -CUDART_INF_F ? 0.f : -most;
-    float sum[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float &low = scores[j][2 * r], &high = scores[j][2 * r + 1];
-      low = exp2_approximate(fmaf(low, slope, base)), high = exp2_approximate(fmaf(high, slope, base));
-      sum[j] = __fadd_rn(low, high);
-    }
-#pragma unroll
-    for (int w = 0; w < kAttendWarps; ++w)
-      state.sum[r][w] = fmaf(state.sum[r][w], factor[r], __fadd_rn(sum[2 * w], sum[2 * w + 1]));
-  }
-}
-
-// As operand A: weights of 16 slots are 4 registers.
-__device__ __forceinline__ void narrow_weights(const float (&scores)[8][4], uint32_t (&weights)[16]) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) weights[j * 2 + r] = narrowed(scores[j][2 * r], scores[j][2 * r + 1]);
 }
 
 // One group of four warps.
@@ -264,7 +164,9 @@ struct Group {
     GroupState<Shape> state;
     Merged<Shape> merged;
     merged.out = room + number * Shape::kOutTiles * 128 + threadIdx.x % 128;
+    Team<Shape> team;
     merged.clear();
+    team.clear();
     state.clear_numbers();
     state.clear_out();
     float scores[8][4], factor[2];
@@ -277,7 +179,7 @@ struct Group {
     narrow_weights(scores, weights);
 #pragma unroll 1
     while (!walk.done()) {
-      const int chunk = walk.chunk, rank = walk.rank;
+      const int chunk = walk.chunk, rank = walk.rank, of = walk.team();
       walk.next();
       const Slot current = slot;
       slot.next();
@@ -285,7 +187,7 @@ struct Group {
         multiply_values(state, weights, current, chunk * kChunk);
         wgmma_wait<0>();
         const float sum[2] = {state.whole_sum(0), state.whole_sum(1)};
-        merged.add(state.out, state.largest, sum);
+        end_rank<Shape>(state.out, state.largest, sum, true, team, merged);
         break;
       }
       multiply_keys(scores, slot);
@@ -303,7 +205,7 @@ struct Group {
       wgmma_wait<0>();
       release(true, current.stage);
       if (ends) {
-        merged.add(state.out, largest, sum);
+        end_rank<Shape>(state.out, largest, sum, walk.team() != of, team, merged);
         state.clear_out();
       } else if (__any_sync(0xFFFFFFFFu, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
@@ -374,7 +276,7 @@ const char* launch(AttentionArgs args, const mlspec_cuda_row_launch& how) {
     return problem;
   if (const char* problem = describe_lanes(&maps.values, cache.values, cache, cache.value_batch_stride, cache.value_head_stride))
     return problem;
-  args.tiles = int((args.tokens.width * args.group + kPrefillRows - 1) / kPrefillRows), args.ranks = 1;
+  args.tiles = int((args.tokens.width * args.group + kPrefillRows - 1) / kPrefillRows), args.teams = 1;
   const RowGrid grid{dim3(unsigned(args.tiles), unsigned(cache.kv_heads), unsigned(cache.batch)), kPrefillThreads,
                      unsigned(Shape::kSharedBytes)};
   return launch_rows(how, grid, attention_prefill_kernel<Shape>, maps, args);

@@ -1,4 +1,4 @@
-// How does one block attend: 16 to 64 query rows over chunks of 64 slots, four warps, bfloat16 tensor cores?
+// How does a group of four warps attend: 16 to 64 query rows over chunks of 64 slots, bfloat16 tensor cores?
 //
 // The query rows of a tile are tokens x query heads of one key head, row = token * group + head. Scores: warp w multiplies all
 // rows with slots 16 w .. 16 w + 15 of the chunk. Weights go through shared memory, then warp w multiplies them with a quarter of
@@ -26,13 +26,16 @@ struct AttentionShape {
   static constexpr int kOutTiles = kDim / kAttendWarps / 8;                   // of 8 elements, of one warp
   static constexpr int kQueryBytes = kRows * kStride * 2, kLaneBytes = kChunk * kStride * 2, kStageBytes = 2 * kLaneBytes;
   static constexpr int kWeightBytes = kRows * kWeightStride * 2, kWarpBytes = kAttendWarps * kRows * 4;
-  static constexpr int kOutStride = kDim + kPad;  // floats: the sums of a rank take the place of the first stage
-  static constexpr int kStatBytes = kRows * 16;
+  static constexpr int kOutStride = kDim + kPad;  // floats: what a group has found takes the place of its first stage
+  static constexpr int kStatBytes = kRows * 16, kFrontBytes = kWeightBytes + 2 * kWarpBytes + kStatBytes;  // of a group
   static_assert(kRows * kOutStride * 4 <= kStageBytes, "sums must fit into the first stage");
-  static constexpr int shared_bytes(int stages) {
-    return kQueryBytes + kWeightBytes + 2 * kWarpBytes + kStatBytes + stages * kStageBytes;
-  }
+  __host__ __device__ static constexpr int group_bytes(int stages) { return kFrontBytes + stages * kStageBytes; }
+  static constexpr int shared_bytes(int groups, int stages) { return kQueryBytes + groups * group_bytes(stages); }
 };
+
+__device__ __forceinline__ void sync_group(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kAttendThreads) : "memory");
+}
 
 // 2^(value * slope - most), 0 for values of -inf even where the maximum is. slope: positive.
 __device__ __forceinline__ float weight_of(float value, float most, float slope = 1.f) {
@@ -97,9 +100,10 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
 }
 
 template <class Shape>
-struct AttentionBlock {
+struct AttentionGroup {
   uint32_t queries, weights;  // shared memory addresses
-  float *maxima, *sums;              // [warps][rows]
+  float *maxima, *sums;       // [warps][rows]
+  int number;                 // of the group
 
   __device__ __forceinline__ uint32_t lane_address(uint32_t base, int stride, int row, int column) const {
     return base + uint32_t(row * stride + column) * 2;
@@ -107,7 +111,7 @@ struct AttentionBlock {
 
   // products[tile][n][.]: rows of the tiles with slots 16 warp + 8 n .. of the chunk.
   __device__ __forceinline__ void multiply_keys(uint32_t keys, float (&products)[Shape::kTiles][2][4]) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, matrix = lane / 8;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps, matrix = lane / 8;
     const uint32_t key = lane_address(keys, Shape::kStride, warp * 16 + matrix / 2 * 8 + lane % 8, matrix % 2 * 8);
     const uint32_t query = lane_address(queries, Shape::kStride, matrix % 2 * 8 + lane % 8, matrix / 2 * 8);
 #pragma unroll
@@ -133,7 +137,7 @@ struct AttentionBlock {
   // Products -> values, -inf where the row (at position limit, -1: none) may not see the slot; maxima of rows.
   __device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[Shape::kTiles][2],
                                         float (&products)[Shape::kTiles][2][4]) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps;
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
@@ -161,7 +165,7 @@ struct AttentionBlock {
   // Values -> weights in shared memory; what was attended so far comes to the new maximum. factor: by how much.
   __device__ __forceinline__ void weigh(const ScoreRule& rule, const float (&scores)[Shape::kTiles][2][4], Attended<Shape>& state,
                                         float (&factor)[Shape::kTiles][2]) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps;
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
@@ -187,9 +191,9 @@ struct AttentionBlock {
     }
   }
 
-  // A rank has ended: the sums of all slots. By all threads.
+  // A rank has ended: the sums of all slots.
   __device__ __forceinline__ void complete_sums(Attended<Shape>& state) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps;
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
@@ -197,7 +201,7 @@ struct AttentionBlock {
         const float sum = sum_of_lanes(state.sum[i][r]);
         if (lane % 4 == 0) sums[warp * Shape::kRows + i * 16 + r * 8 + lane / 4] = sum;
       }
-    __syncthreads();
+    sync_group(number);
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
@@ -212,7 +216,7 @@ struct AttentionBlock {
 
   __device__ __forceinline__ void multiply_values(uint32_t values, const float (&factor)[Shape::kTiles][2],
                                                   Attended<Shape>& state) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, matrix = lane / 8;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps, matrix = lane / 8;
     const uint32_t value = lane_address(values, Shape::kStride, matrix % 2 * 8 + lane % 8,
                                         warp * Shape::kOutTiles * 8 + matrix / 2 * 8);
     const uint32_t weight = lane_address(weights, Shape::kWeightStride, matrix % 2 * 8 + lane % 8, matrix / 2 * 8);

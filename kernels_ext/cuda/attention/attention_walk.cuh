@@ -1,14 +1,15 @@
 // Which queries does a block have, and which chunks of slots does it go through, in which order?
 //
-// The slots of a row are chunks of 64 at absolute positions, chunk c belongs to rank c mod 8. A rank goes through its chunks in
-// ascending order; the ranks' results are merged in the order 0 to 7.
+// The slots of a row are chunks of 64 at absolute positions, c = 0, 1 .. Chunk c belongs to team c mod 8, and there to rank
+// c / 8 mod 4. A rank goes through its chunks in ascending order; the results of a team's ranks are merged in the order 0 to 3,
+// those of the teams in the order 0 to 7.
 #pragma once
 
 #include "attention_tile.cuh"
 
 namespace mlspec {
 
-constexpr int kRanks = 8;
+constexpr int kTeams = 8, kTeamRanks = 4, kRanks = kTeams * kTeamRanks;  // ranks in one line: team by team
 
 struct AttentionArgs {
   const __nv_bfloat16* q;
@@ -17,7 +18,7 @@ struct AttentionArgs {
   mlspec_cuda_cache cache;
   ScoreRule rule;
   int heads, group;  // query heads, and of one key head
-  int tiles, ranks, stages;
+  int tiles, teams, stages;  // teams: blocks that share a tile, 1 or 8
 };
 
 inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attention& attention, const mlspec_cuda_tokens& tokens,
@@ -25,7 +26,7 @@ inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attenti
   constexpr float kLog2E = 1.4426950408889634f;
   if (cache.dim % 16 || cache.dim < 16 || cache.dim > 256) return "head_dim must be a multiple of 16 up to 256";
   if (cache.batch > 65535 || cache.kv_heads > 65535) return "a call takes up to 65535 rows and key heads";
-  if (cache.slots > INT32_MAX - kChunk || tokens.width * attention.heads > INT32_MAX / kRanks)
+  if (cache.slots > INT32_MAX - kChunk || tokens.width * attention.heads > INT32_MAX / kTeams)
     return "a row has too many slots or queries for 32-bit numbers";
   const bool capped = attention.softcap > 0.f;
   const float inner = capped ? attention.scale / attention.softcap : attention.scale * kLog2E;
@@ -39,13 +40,13 @@ inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attenti
 
 // The tile of one block: rows [first_row, + kRows) of tokens x group, of one key head of one row of the batch.
 struct Tile {
-  int batch_row, kv_head, first_row, rank;
+  int batch_row, kv_head, first_row, team;
   int start, count;         // of the batch row; count: real tokens
   int first_token, end_token;  // real tokens that have rows here
 
   __device__ Tile(const AttentionArgs& a, int rows) {
-    const int index = blockIdx.x / a.ranks;
-    rank = blockIdx.x % a.ranks;
+    const int index = blockIdx.x / a.teams;
+    team = blockIdx.x % a.teams;
     first_row = (a.tiles - 1 - index) * rows;  // the last tokens see most: they start first
     kv_head = blockIdx.y;
     batch_row = blockIdx.z;
@@ -77,14 +78,21 @@ struct Walk {
     chunk = first();
     settle();
   }
-  __device__ int first() const { return low + ((rank - low) & (kRanks - 1)); }
+  __device__ int first() const {
+    const int place = rank / kTeamRanks + rank % kTeamRanks * kTeams;  // the rank's first chunk
+    return low + ((place - low) & (kRanks - 1));
+  }
   __device__ void settle() {
     while (chunk > high && ++rank < end) chunk = first();
   }
   __device__ bool done() const { return rank >= end; }
+  __device__ int team() const { return rank / kTeamRanks; }
   __device__ void next() {
     chunk += kRanks;
     settle();
+  }
+  __device__ void next_if() {
+    if (!done()) next();
   }
 };
 

@@ -61,7 +61,9 @@ typedef struct {
   float scale, softcap;
   int32_t shared_bytes;     // a block may have
   int32_t multiprocessors;  // of the GPU
-  int32_t ranks;            // blocks that share a tile's keys: 1 or 8; 0: chosen from the shapes. Bits are the same.
+  // For tests; 0: chosen from the shapes. Bits are the same.
+  int32_t teams;   // blocks that share a tile's keys: 1 or 8
+  int32_t groups;  // of warps in a block: 1, or more than 1 for as many as there may be
 } mlspec_cuda_attention;
 
 const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
