@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,17 @@ class Layer:
     k_norm: Tensor | None
     window: int
     rope: int
+
+
+class Packing(NamedTuple):
+    """Where the real tokens of a step lie that has padding: nothing but attention computes the others.
+
+    take: int64 ``[n]``, their places in the flattened ids. place: int64 ``[batch * width]``, of each of those places
+    the number of its token among the n, any for padding.
+    """
+
+    take: Tensor
+    place: Tensor
 
 
 class CudaDecoder:
@@ -117,18 +129,21 @@ class CudaDecoder:
         *,
         pick: Tensor | None = None,
         bits: Bits = OWN_BITS,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
 
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
-        rows. pick: int64 ``[m]``, indices into the flattened ids, None: all. bits: one of bit_choices, 0: what the
-        model's switch says. Only enqueues. ValueError for operands that do not fit.
+        rows. pick: int64 ``[m]``, indices into the flattened ids (into packing.take where that is given), None: all.
+        bits: one of bit_choices, 0: what the model's switch says. packing: of ids with padding. Only enqueues.
+        ValueError for operands that do not fit.
         """
         self._require(ids, kv, bits)
-        eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts)
+        eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing)
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
-        total = self._embed(ids.reshape(-1))
+        flat = ids.reshape(-1)
+        total = self._embed(flat if packing is None else flat.index_select(0, packing.take))
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
             normed, total = _norm(total, added, layer.attention_norm, eps)
@@ -151,15 +166,18 @@ class CudaDecoder:
     def _attend(
         self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
     ) -> Tensor:
-        """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts."""
-        batch, width, starts, counts = lanes
+        """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
+        the tokens are packed."""
+        batch, width, starts, counts, packing = lanes
         sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
-        qkv = layer.qkv(normed, bits).view(batch, width, -1)
+        qkv = layer.qkv(normed, bits)
+        qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, scale, layer.window, softcap)
-        return layer.o(mixed.view(batch * width, -1), bits)
+        mixed = mixed.view(batch * width, -1)
+        return layer.o(mixed if packing is None else mixed.index_select(0, packing.take), bits)
 
     def _require(self, ids: Tensor, kv: Tensor, bits: Bits) -> None:
         sizes = self.sizes

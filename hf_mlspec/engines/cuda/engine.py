@@ -1,6 +1,7 @@
 """How does a model score tokens on a device whose kernels are only enqueued, and how does a prompt get into its cache?
 
-Step by step, wherever whole rounds cannot be captured. Prompts go in bounded chunks, several rows together.
+Step by step, wherever whole rounds cannot be captured. Prompts go in bounded chunks, several rows together, and pay
+for their own tokens only.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..rows import DecoderRows
-from .decoder import CudaDecoder
+from .decoder import CudaDecoder, Packing
 from .steps import CudaSteps
 
 CHUNK = 4096  # tokens of a step: linear layers of a GPU get no cheaper per token beyond, and memory stays small
+_MOST_PADDED = 2 * CHUNK  # with padding, which takes room between two layers and in attention
 _LEAD = 4  # tokens a row may lack and still be fed in one step with its draft; more of them are a prefill
 
 
@@ -111,24 +113,46 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
 def prefill(decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits = OWN_BITS) -> int:
     """Write keys and values of tokens starts[r] .. of every row into `kv`, whose first rows are these; -> steps run.
 
-    Rows in order of falling length need the fewest steps: a step covers the rows between the first and the last that
-    still lack tokens. The caller has reserved slots and positions. Only enqueues.
+    Only the rows' own tokens are computed. Rows in order of falling length need the fewest steps. The caller has
+    reserved slots and positions. Only enqueues.
     """
     done, steps = list(starts), 0
     while busy := [r for r, row in enumerate(rows) if done[r] < len(row)]:
-        first, end = busy[0], busy[-1] + 1
-        missing = [len(row) - n for row, n in zip(rows[first:end], done[first:end], strict=True)]
-        width = min(max(1, CHUNK // (end - first)), max(missing))
-        counts = [min(max(n, 0), width) for n in missing]
-        ids = [row[n : n + width] for row, n in zip(rows[first:end], done[first:end], strict=True)]
+        first = busy[0]
+        counts = _share([len(row) - n for row, n in zip(rows[first:], done[first:], strict=True)])
+        end, width = first + len(counts), max(counts)
+        ids = [row[n : n + count] for row, n, count in zip(rows[first:end], done[first:end], counts, strict=True)]
         begins = [n if count else 0 for n, count in zip(done[first:end], counts, strict=True)]
         # One position is asked for: nobody reads its logits, but a step has an output.
         pick = torch.zeros(1, dtype=torch.int64, device=decoder.device)
         operands = int32(padded(ids, width), decoder), int32(begins, decoder), int32(counts, decoder)
-        decoder.forward(*operands, kv[:, :, first:end], pick=pick, bits=bits)
+        packing = None if min(counts) == width else _packing(counts, width, decoder.device)
+        decoder.forward(*operands, kv[:, :, first:end], pick=pick, bits=bits, packing=packing)
         done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]
         steps += 1
     return steps
+
+
+def _share(missing: list[int]) -> list[int]:
+    """How many of the tokens that rows lack they get in a step, from the first row on; rows behind get none."""
+    counts: list[int] = []
+    left = CHUNK
+    for n in missing:
+        count = min(max(n, 0), left)
+        if counts and (not left or max(*counts, count) * (len(counts) + 1) > _MOST_PADDED):
+            break
+        counts.append(count)
+        left -= count
+    while not counts[-1]:
+        counts.pop()
+    return counts
+
+
+def _packing(counts: list[int], width: int, device: torch.device) -> Packing:
+    """Of rows with so many tokens each, padded to one width."""
+    real = (torch.arange(width) < torch.tensor(counts)[:, None]).flatten()
+    place = (real.cumsum(0) - 1).clamp_(min=0)
+    return Packing(*(one.to(device, non_blocking=True) for one in (real.nonzero().flatten(), place)))
 
 
 def int32(values: list, decoder: CudaDecoder) -> Tensor:
