@@ -132,16 +132,17 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], uint64_t a, uint64_t b, 
                : "l"(a), "l"(b), "r"(int(accumulate)));
 }
 
-// d += weights x values, whose rows are slots: 16 of them.
-#define MLSPEC_WGMMA_ROWS(tiles, n, regs, a0, a1, a2, a3, a4)                                                  \
-  __device__ __forceinline__ void wgmma_rows(float (&d)[tiles][4], const uint32_t* a, uint64_t values) {       \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MLSPEC_REGS##regs                \
-                 "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #a4 ", 1, 1, 1, 1;"                             \
-                 : MLSPEC_OUT##regs("+f", 0)                                                                   \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(values));                                   \
+// Weights x values, whose rows are slots: 16 of them.
+#define MLSPEC_WGMMA_ROWS(tiles, n, regs, a0, a1, a2, a3, a4, a5)                                                        \
+  __device__ __forceinline__ void wgmma_rows(float (&d)[tiles][4], const uint32_t* a, uint64_t values, bool accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n                  \
+                 "k16.f32.bf16.bf16 {" MLSPEC_REGS##regs "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #a4               \
+                 ", p, 1, 1, 1;\n}"                                                                                     \
+                 : MLSPEC_OUT##regs("+f", 0)                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(values), "r"(int(accumulate)));                       \
   }
 
-MLSPEC_WGMMA_ROWS(8, 64, 32, 32, 33, 34, 35, 36)
-MLSPEC_WGMMA_ROWS(16, 128, 64, 64, 65, 66, 67, 68)
+MLSPEC_WGMMA_ROWS(8, 64, 32, 32, 33, 34, 35, 36, 37)
+MLSPEC_WGMMA_ROWS(16, 128, 64, 64, 65, 66, 67, 68, 69)
 
 }  // namespace mlspec

@@ -1,8 +1,9 @@
 // How do many tokens of a row attend, bit for bit as in attention.cu, at the speed of the tensor cores?
 //
 // A block has 128 query rows (tokens x query heads of one key head), 64 of each of two groups of four warps; a producer thread
-// brings chunks of 64 slots by the copy engine. A group multiplies the keys of a chunk while the values of the chunk before are
-// multiplied and its weights are computed (FlashAttention-3, Shah et al. 2024). Chunks come rank by rank, as in attention_walk.cuh.
+// brings chunks of 64 slots by the copy engine. A group computes the weights of a chunk while the values of the chunk before are
+// multiplied, and while the other group's products run (FlashAttention-3, Shah et al. 2024). Chunks come rank by rank, as in
+// attention_walk.cuh.
 #include "attention_prefill_rows.cuh"
 #include "../tensor_map.cuh"
 
@@ -116,6 +117,9 @@ struct Group {
             swizzled_tile_descriptor(keys + k / 4 * (Shape::kBoxBytes / 16) + k % 4 * 2), k > 0);
     wgmma_commit();
   }
+  // The groups issue their products in turns: one computes weights while the tensor cores work for the other.
+  __device__ __forceinline__ void take_over() const { asm volatile("bar.sync %0, 256;" ::"r"(number + 3) : "memory"); }
+  __device__ __forceinline__ void hand_over() const { asm volatile("bar.arrive %0, 256;" ::"r"(4 - number) : "memory"); }
   // Slots behind the row's end hold anything: weights of 0 do not make them 0.
   __device__ __forceinline__ void clear_behind(int stage, int first_slot) const {
     const int first = tile.end_slot() - first_slot;
@@ -128,14 +132,15 @@ struct Group {
     sync_group(number);
   }
   __device__ __forceinline__ void multiply_values(GroupState<Shape>& state, const uint32_t (&weights)[16], const Slot& slot,
-                                                  int first_slot) const {
+                                                  int first_slot, bool begins) const {
     barrier_wait(ring.full(true, slot.stage), slot.parity);
     clear_behind(slot.stage, first_slot);
     const uint32_t values = ring.lane(true, slot.stage);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
-      wgmma_rows(state.out, weights + 4 * k, swizzled_rows_descriptor(values + k * 16 * 128, Shape::kBoxBytes));
+      wgmma_rows(state.out, weights + 4 * k, swizzled_rows_descriptor(values + k * 16 * 128, Shape::kBoxBytes),
+                 k > 0 || !begins);
     wgmma_commit();
   }
   __device__ __forceinline__ void weigh_chunk(int chunk, float (&scores)[8][4], GroupState<Shape>& state,
@@ -168,7 +173,6 @@ struct Group {
     merged.clear();
     team.clear();
     state.clear_numbers();
-    state.clear_out();
     float scores[8][4], factor[2];
     uint32_t weights[16];
     Slot slot;
@@ -177,6 +181,8 @@ struct Group {
     release(false, 0);
     weigh_chunk(walk.chunk, scores, state, factor);
     narrow_weights(scores, weights);
+    bool begins = true;  // whether the chunk is the first of its rank
+    if (number == 1) hand_over();
 #pragma unroll 1
     while (!walk.done()) {
       const int chunk = walk.chunk, rank = walk.rank, of = walk.team();
@@ -184,14 +190,18 @@ struct Group {
       const Slot current = slot;
       slot.next();
       if (walk.done()) {
-        multiply_values(state, weights, current, chunk * kChunk);
+        take_over();
+        multiply_values(state, weights, current, chunk * kChunk, begins);
+        hand_over();
         wgmma_wait<0>();
         const float sum[2] = {state.whole_sum(0), state.whole_sum(1)};
         end_rank<Shape>(state.out, state.largest, sum, true, team, merged);
         break;
       }
+      take_over();
       multiply_keys(scores, slot);
-      multiply_values(state, weights, current, chunk * kChunk);
+      multiply_values(state, weights, current, chunk * kChunk, begins);
+      hand_over();
       wgmma_wait<1>();
       release(false, slot.stage);
       const bool ends = walk.rank != rank;
@@ -206,7 +216,6 @@ struct Group {
       release(true, current.stage);
       if (ends) {
         end_rank<Shape>(state.out, largest, sum, walk.team() != of, team, merged);
-        state.clear_out();
       } else if (__any_sync(0xFFFFFFFFu, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
         for (int n = 0; n < Shape::kOutTiles; ++n)
@@ -214,6 +223,7 @@ struct Group {
           for (int e = 0; e < 4; ++e) state.out[n][e] = __fmul_rn(state.out[n][e], factor[e / 2]);
       }
       narrow_weights(scores, weights);
+      begins = ends;
     }
     write(merged);
   }

@@ -18,10 +18,6 @@ struct GroupState {
       for (int w = 0; w < kAttendWarps; ++w) sum[r][w] = 0.f;
     }
   }
-  __device__ __forceinline__ void clear_out() {
-#pragma unroll
-    for (int n = 0; n < Shape::kOutTiles; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
-  }
   __device__ __forceinline__ float whole_sum(int r) const {
     float whole = sum_of_lanes(sum[r][0]);
 #pragma unroll
