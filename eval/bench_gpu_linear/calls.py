@@ -21,6 +21,7 @@ class Linear(ctypes.Structure):
         + [("outputs_of_weight", ctypes.c_int64)]
         + [(name, ctypes.c_int32) for name in ("group_size", "has_zeros", "tile_stride", "zero_doubled", "num_planes")]
         + [(name, ctypes.c_int32) for name in ("weight_bits", "activation_bits", "bias_is_float32")]
+        + [("partial", ctypes.c_void_p)]
         + [(name, ctypes.c_int32) for name in ("overlap", "variant", "ranks", "ring_bytes", "stages_ahead")]
         + [("stream", ctypes.c_void_p)]
     )
@@ -134,6 +135,7 @@ class Kernels:
         for name in (*linears, *others, "unprepack_tiles"):
             getattr(self.library, f"mlspec_cuda_{name}").restype = ctypes.c_char_p
         self.library.mlspec_cuda_tile_bytes.restype = ctypes.c_int64
+        self.library.mlspec_cuda_bf16_partial_bytes.restype = ctypes.c_int64
 
     def call(self, name: str, arguments: ctypes.Structure) -> None:
         problem = getattr(self.library, f"mlspec_cuda_{name}")(ctypes.byref(arguments))
@@ -190,6 +192,10 @@ class Kernels:
         )  # fmt: skip
         if x.scales is not None:
             arguments.x_scales, arguments.x_scale_stride = x.scales.data_ptr(), x.scales.shape[1]
+        if weight.op.function == "bf16":
+            room = self.library.mlspec_cuda_bf16_partial_bytes(ctypes.byref(arguments))
+            partial = torch.empty(room, dtype=torch.uint8, device="cuda")  # the stream frees it behind the call
+            arguments.partial = partial.data_ptr() if room else None
         self.call(f"{weight.op.function}_linear", arguments)
 
     def empty_activations(self, op: Op, tokens: int, size: int) -> Activations:

@@ -4,7 +4,7 @@ set -e
 sources=$(dirname "$0")
 out=${1:-$sources/../../build}
 mkdir -p "$out"
-names="linear/bf16_linear linear/mxfp4_linear linear/int4_linear linear/int4_linear_g32 linear/int4_linear_g64
+names="linear/bf16_linear linear/bf16_linear_prefill linear/mxfp4_linear linear/int4_linear linear/int4_linear_g32 linear/int4_linear_g64
   linear/int4_linear_g128 nested/nested_linear nested/nested_linear_exact rows/quantize_rows linear/prepack"
 objects=
 for name in $names; do

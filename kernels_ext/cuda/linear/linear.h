@@ -27,7 +27,7 @@ typedef struct {
   void* partial;                  // bf16: room for sums, mlspec_cuda_bf16_partial_bytes()
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.
-  int32_t variant;       // see linear_launch.cuh and bf16_linear.cu
+  int32_t variant;       // see linear_launch.cuh, bf16_linear.cu and bf16_linear_prefill.h
   int32_t ranks;         // blocks that share a tile's inputs: 1 to 8
   int32_t ring_bytes;    // of stages in shared memory
   int32_t stages_ahead;  // of weights in flight before the first tokens
