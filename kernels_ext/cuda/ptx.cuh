@@ -11,6 +11,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// A constant to the program, not to the compiler, which would compute it again and again.
+__device__ __forceinline__ uint32_t unknown_to_compiler(uint32_t constant) {
+  uint32_t d;
+  asm volatile("mov.b32 %0, %1;" : "=r"(d) : "r"(constant));
+  return d;
+}
+
 // --- mbarrier: counts arrivals and the bytes of asynchronous copies; a phase ends when both are complete.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
@@ -47,6 +54,9 @@ template <int kThreads>
 __device__ __forceinline__ void barrier_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
+
+// Of four warps, the group of that number.
+__device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
 // True in one lane of a warp that has not diverged; the compiler then knows that one thread runs what depends on it.
 __device__ __forceinline__ bool elect_lane() {
@@ -86,6 +96,29 @@ __device__ __forceinline__ void copy_box(
       "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
+
+// The same into one place of every block of the cluster that `blocks` has a bit for, counted by the barrier of each.
+__device__ __forceinline__ void copy_box_to_cluster(
+    uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier, int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(uint16_t(blocks))
+      : "memory");
+}
+
+// --- the other way: boxes of shared memory into a matrix, what lies outside of it is dropped; by one thread, which waits until
+// they were read.
+
+__device__ __forceinline__ void store_box(const CUtensorMap* map, int column, int row, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column), "r"(row),
+               "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // A thread's own copies of 16 bytes (4 for floats): past the copy engine, whose copies arrive in the order they are asked for.
 __device__ __forceinline__ void copy_16(uint32_t to, const void* from) {
@@ -174,6 +207,14 @@ __device__ __forceinline__ void cluster_exit() {  // nothing written is handed o
 __device__ __forceinline__ void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 
 __device__ __forceinline__ void cluster_has_begun() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 
 // To the same place of the block of that rank, counted there by the barrier: whoever waits for it sees the values.
 __device__ __forceinline__ void store_cluster(uint32_t address, uint32_t barrier, uint32_t rank, float4 v) {

@@ -233,7 +233,7 @@ template <class Shape>
 __global__ void __launch_bounds__(kPrefillThreads, 1)
     attention_prefill_kernel(const __grid_constant__ LaneMaps maps, const AttentionArgs a) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  const LaneRing<Shape> ring{opaque(shared_address(memory))};
+  const LaneRing<Shape> ring{unknown_to_compiler(shared_address(memory))};
   launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * kStages; ++i) {

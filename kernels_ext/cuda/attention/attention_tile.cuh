@@ -33,10 +33,6 @@ struct AttentionShape {
   static constexpr int shared_bytes(int groups, int stages) { return kQueryBytes + groups * group_bytes(stages); }
 };
 
-__device__ __forceinline__ void sync_group(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kAttendThreads) : "memory");
-}
-
 // 2^(value * slope - most), 0 for values of -inf even where the maximum is. slope: positive.
 __device__ __forceinline__ float weight_of(float value, float most, float slope = 1.f) {
   return exp2_approximate(fmaf(value, slope, most == -CUDART_INF_F ? 0.f : -most));

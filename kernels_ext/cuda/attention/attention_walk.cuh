@@ -96,13 +96,6 @@ struct Walk {
   }
 };
 
-// A constant to the program, not to the compiler, which would compute it again and again.
-__device__ __forceinline__ uint32_t opaque(uint32_t constant) {
-  uint32_t d;
-  asm volatile("mov.b32 %0, %1;" : "=r"(d) : "r"(constant));
-  return d;
-}
-
 // Elements `element`, + 1 of row `row` of a tile; rows and elements behind the tensor's are dropped.
 __device__ __forceinline__ void write_pair(const AttentionArgs& a, const Tile& tile, int row, int element, float low, float high) {
   const int index = tile.first_row + row, token = index / a.group;

@@ -5,6 +5,7 @@
 // computes all parts, so finished parts wait in `partial`, in the L2 cache. Two blocks form a cluster: neighbouring outputs of the
 // same tokens, of which each loads one half for both.
 #include "bf16_linear_prefill.h"
+#include "../rows/row_launch.cuh"
 
 namespace mlspec {
 namespace {
@@ -42,46 +43,6 @@ struct Place {
   }
 };
 
-// A box of 128 bytes x rows into the same place of both blocks, counted by the barrier of each.
-__device__ __forceinline__ void copy_box_to_both(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(uint16_t((1 << kCluster) - 1))
-      : "memory");
-}
-
-__device__ __forceinline__ void store_box(const CUtensorMap* map, int column, int row, uint32_t from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column), "r"(row),
-               "r"(from)
-               : "memory");
-}
-
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-__device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
-
-// Rows of the four 8 x 8 matrices are columns in shared memory.
-__device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
-}
-
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return uint32_t(__bfloat16_as_ushort(pair.y)) << 16 | __bfloat16_as_ushort(pair.x);
-}
-
 __device__ __forceinline__ void produce(const PrefillMaps& maps, const PrefillParams& p, Ring ring, int rank) {
   const uint64_t policy = policy_evict_last();
   int slot = 0, round = 0;
@@ -95,8 +56,8 @@ __device__ __forceinline__ void produce(const PrefillMaps& maps, const PrefillPa
       const uint32_t stage = ring.address + slot * kStageBytes, full = ring.full(slot);
       barrier_arrive_expect(full, kStageBytes);
       copy_box(stage, &maps.weight, chunk * kInputs, place.first_output, full, policy);
-      copy_box_to_both(stage + kWeightBytes + rank * kHalfTokenBytes, &maps.x, chunk * kInputs,
-                       place.first_token + rank * (kTokens / 2), full);
+      copy_box_to_cluster(stage + kWeightBytes + rank * kHalfTokenBytes, &maps.x, chunk * kInputs,
+                       place.first_token + rank * (kTokens / 2), full, (1 << kCluster) - 1);
       if (++slot == kStages) slot = 0, ++round;
     }
   }
@@ -169,10 +130,10 @@ struct OutputBuffer {
 #pragma unroll
     for (int i = 0; i < kTokenTiles / 2; i += 2) {
       constexpr int kFirst = kHalf * kTokenTiles / 2;
-      store_transposed(place + i * 8 * 128, bf16_pair(sums[kFirst + i][0], sums[kFirst + i][1]),
-                       bf16_pair(sums[kFirst + i][2], sums[kFirst + i][3]),
-                       bf16_pair(sums[kFirst + i + 1][0], sums[kFirst + i + 1][1]),
-                       bf16_pair(sums[kFirst + i + 1][2], sums[kFirst + i + 1][3]));
+      store_transposed(place + i * 8 * 128, narrowed(sums[kFirst + i][0], sums[kFirst + i][1]),
+                       narrowed(sums[kFirst + i][2], sums[kFirst + i][3]),
+                       narrowed(sums[kFirst + i + 1][0], sums[kFirst + i + 1][1]),
+                       narrowed(sums[kFirst + i + 1][2], sums[kFirst + i + 1][3]));
     }
     fence_async_reads();
     sync_group(group);

@@ -17,6 +17,7 @@
 #include <stdint.h>
 
 #include "../../formats.h"
+#include "../ptx.cuh"
 
 namespace mlspec {
 
@@ -57,12 +58,6 @@ __device__ __forceinline__ uint32_t both_high(uint32_t halves) {
 __device__ __forceinline__ uint32_t and_xor(uint32_t bits, uint32_t mask, uint32_t flip) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(bits), "r"(mask), "r"(flip));
-  return d;
-}
-
-__device__ __forceinline__ uint32_t unknown_to_compiler(uint32_t constant) {
-  uint32_t d;
-  asm volatile("mov.b32 %0, %1;" : "=r"(d) : "r"(constant));
   return d;
 }
 
