@@ -12,6 +12,7 @@ from models import PAD, near, prompts, tiny
 from transformers import DynamicCache
 
 import hf_mlspec
+from hf_mlspec.engines import memory
 from hf_mlspec.engines.rows import DecoderCache
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -121,13 +122,13 @@ def test_a_chain_for_many_rows_and_one_for_many_tokens_are_not_made_one():
 
 def test_a_step_by_step_cache_grows_by_less_where_memory_is_short(monkeypatch):
     cache, sizes = DecoderCache(torch.zeros(1, 2, 2, 1, 1024, 4), 2), []
-    pad = torch.nn.functional.pad
+    empty = memory._empty
 
-    def short(kv, more):
-        sizes.append(kv.shape[4] + more[3])
-        return full() if sizes[-1] > 1280 else pad(kv, more)
+    def short(kv, batch, slots):
+        sizes.append(slots)
+        return full() if slots > 1280 else empty(kv, batch, slots)
 
-    monkeypatch.setattr(torch.nn.functional, "pad", short)
+    monkeypatch.setattr(memory, "_empty", short)
     cache.reserve(1100)
     assert cache.kv.shape[4] == 1280
     assert sizes == [1536, 1280]

@@ -78,6 +78,17 @@ class ModuleEngine(CachedRows):
         return self.num_positions
 
     @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values in all layers, on one device; 0 where the config does not say, and under autocast."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None)
+        spread = len(set((getattr(self.model, "hf_device_map", None) or {}).values())) > 1
+        if not isinstance(heads, int) or spread or torch.is_autocast_enabled(self.model.device.type):
+            return 0
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_hidden_layers * 2 * heads * head_dim * self.dtype.itemsize
+
+    @property
     def bits(self) -> Bits:
         """What every packed layer is called at; OWN_BITS: what its switch says."""
         return self._bits

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ...engines.cuda.steps import out_of_memory
+from ...engines.memory import out_of_memory
 from ...engines.rows import up_to_growth
 from ...nn.state import say_once
 from ..checker import Checker, Verdict, nan_error

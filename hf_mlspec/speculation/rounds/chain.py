@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...engines.cuda.steps import out_of_memory
+from ...engines.memory import moved, out_of_memory
 from ...engines.rows import new_kv, up_to_growth
 from ...nn.state import say_once, state_of
 from ..controller import Choice
@@ -57,6 +57,11 @@ class CapturedChain:
     def with_models(self) -> list[RoundLevel]:
         """The levels that have caches, the target first."""
         return _with_models(self.levels)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of all levels."""
+        return sum(level.kv.nbytes for level in self.with_models if level.own_cache)
 
     @property
     def device(self) -> torch.device:
@@ -118,13 +123,10 @@ class CapturedChain:
         self.finish()  # whoever has it first may be on another stream
 
     def _larger(self, level: RoundLevel) -> Tensor:
-        """Keys and values for all rows and slots, those that there are copied: one level's at a time are there
-        twice."""
-        kv = new_kv(level.decoder, self.batch, self.slots)
-        if level.kv is not None:
-            rows, slots = level.kv.shape[2], level.kv.shape[4]
-            kv[:, :, :rows, :, :slots] = level.kv
-        return kv
+        """Keys and values for all rows and slots, those that there are moved."""
+        if level.kv is None:
+            return new_kv(level.decoder, self.batch, self.slots)
+        return moved(level.kv, level.kv.shape[2], self.batch, self.slots, spend=True)
 
 
 def bucket_of(rows: int) -> int:
