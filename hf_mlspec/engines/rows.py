@@ -163,12 +163,12 @@ class DecoderRows(CachedRows):
         bits: Bits = OWN_BITS,
         num_positions: int | None = None,
     ):
-        self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
-        self.bits = bits
+        self.model, self.decoder, self.follow, self.bits = model, decoder, follow, bits
         # Of the decoder, and of the model's positions only the ones before its rotation changes.
         self.dtype, self.vocab_size = decoder.dtype, decoder.vocab_size
         bounds = num_positions, decoder.max_positions
         self.max_positions = min((bound for bound in bounds if bound is not None), default=None)
+        self.capacity = first_capacity(capacity, self.max_positions)
         self.cache: DecoderCache | None = None
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
@@ -197,6 +197,11 @@ def new_kv(decoder: Decoder, batch: int, slots: int) -> Tensor:
     shape = (decoder.num_layers, 2, batch, decoder.sizes.kv_heads, slots, decoder.sizes.head_dim)
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+
+
+def first_capacity(tokens: int, num_positions: int | None) -> int:
+    """Slots of a row at first that is expected to have so many tokens: a model of few positions is fed no more."""
+    return tokens if num_positions is None else min(tokens, num_positions)
 
 
 def up_to_growth(slots: int) -> int:

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from ...nn.switch import precision_switch
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
-from ..rows import CachedRows
+from ..rows import CachedRows, first_capacity
 from .attention import Plan, planned
 from .cache import RaggedCache
 
@@ -55,7 +55,7 @@ class ModuleEngine(CachedRows):
         num_positions: int | None = None,
         bits: Bits = OWN_BITS,
     ):
-        self.model, self.follow, self.capacity = model, follow, capacity
+        self.model, self.follow, self.capacity = model, follow, first_capacity(capacity, num_positions)
         self.num_embeddings, self.num_positions = num_embeddings, num_positions
         self.forward, self.bits = forward or _own_forward(model), bits
         self.cache: RaggedCache | None = None
