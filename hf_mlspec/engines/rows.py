@@ -127,12 +127,12 @@ class DecoderCache:
         if 2 * self.rows * slots <= self.kv.shape[2] * self.kv.shape[4]:
             self._become(moved(self.kv, self.rows, self.rows, slots, spend=self.owned))
 
-    def load(self, other, length: int) -> None:
-        """Copy the first `length` slots of every layer of a plain transformers cache (as many rows, no padding)."""
+    def load(self, layers: Iterable[Iterable[Tensor]], length: int) -> None:
+        """Copy `length` slots of every layer: keys and values `[rows, kv_heads, length, head_dim]`, no padding."""
         self.reserve(length)
-        for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
-            keys[: self.rows, :, :length] = layer.keys[:, :, :length]
-            values[: self.rows, :, :length] = layer.values[:, :, :length]
+        for own, layer in zip(self.kv, layers, strict=False):
+            for into, states in zip(own, layer, strict=True):
+                into[: self.rows, :, :length] = states
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""

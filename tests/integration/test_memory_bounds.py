@@ -1,4 +1,4 @@
-"""Is a call that memory cannot hold refused before anything of it is allocated, and no call that it can?"""
+"""Is a call that memory or positions cannot hold refused before anything of it is allocated, and no other?"""
 
 from __future__ import annotations
 
@@ -151,6 +151,34 @@ def test_rows_to_be_scored_for_which_there_is_no_memory(engine, free, allocated)
     assert allocated == []
     free(size)
     assert len(token_logprobs(model, texts)) == 2
+
+
+MASKED = {"input_ids": PAIR["input_ids"], "attention_mask": PAIR["attention_mask"] * torch.tensor([[1], [0]])}
+NOTHING = {"input_ids": PAIR["input_ids"], "attention_mask": torch.zeros_like(PAIR["input_ids"])}
+LONG = {"input_ids": torch.full((1, 4097), 5), "attention_mask": torch.ones(1, 4097, dtype=torch.long)}
+BAD = {
+    "a masked row": (MASKED, "prompt 1 of the batch has no token: its attention_mask is all 0"),
+    "masked rows": (NOTHING, "prompt 0 of the batch has no token: its attention_mask is all 0"),
+    "positions": (LONG, "4097 prompt tokens and up to 8 new ones exceed the 4096 positions .*: shorten the prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_no_model_reads(engine, name, allocated):
+    model, (inputs, words) = model_for(engine), BAD[name]
+    for levels in ([], [near(model)]):
+        with pytest.raises(ValueError, match=words):
+            model.generate(**inputs, **OPTIONS, assistant_models=levels, speculation_config={"engine": engine})
+    rows = [
+        hf_mlspec.Request(ids.tolist(), attention_mask=mask.tolist())
+        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+    done = list(hf_mlspec.generate_stream(model, rows[-1:], **OPTIONS))
+    assert [one.finish_reason for one in done] == ["error"]
+    assert isinstance(done[0].error, ValueError)
+    assert "its attention_mask is all 0" in str(done[0].error) or "4096 positions" in str(done[0].error)
+    assert [one for one in allocated if one != "RaggedCache"] == ["DecoderCache"] * (engine != "modules")
 
 
 def test_small_calls_do_not_ask(monkeypatch):
