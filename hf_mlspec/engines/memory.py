@@ -90,17 +90,11 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def _copied(kv: Tensor, rows: int, batch: int, slots: int, spend: bool) -> Tensor:
-    """See `moved`. Layer by layer; on the CPU it asks first, as an overcommitted process is killed, not told."""
+    """See `moved`. Layer by layer."""
     layers, have = kv.shape[0], kv.shape[4]
     size = kv.nbytes // max(kv.shape[2] * have, 1) * batch * slots
-    if kv.device.type == "cpu" and size >= WORTH_ASKING:
-        spent = kv.nbytes - kv.nbytes // layers if spend and _madvise() else 0
-        free = available(kv.device)
-        if free is not None and size - spent > free:
-            raise torch.OutOfMemoryError(
-                f"{size / _GIB:.2f} GiB beside {kv.nbytes / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are free: out of "
-                "memory"
-            )
+    if kv.device.type == "cpu":
+        _require_host(size - (kv.nbytes - kv.nbytes // layers if spend and _madvise() else 0))
     out = _empty(kv, batch, slots)
     for new, old in zip(out, kv, strict=True):
         _fill(new, old[:, :rows, :, :slots])
@@ -112,6 +106,7 @@ def _copied(kv: Tensor, rows: int, batch: int, slots: int, spend: bool) -> Tenso
 def _through_host(kv: Tensor, rows: int, batch: int, slots: int) -> Tensor:
     """See `moved`: `kv` is freed before the larger cache is allocated, and filled again if that fails."""
     whole = kv[:, :, :rows]
+    _require_host(whole.nbytes)
     host = torch.empty(whole.shape, dtype=kv.dtype)
     _copy(host, whole)
     storage = kv.untyped_storage()
@@ -127,6 +122,15 @@ def _through_host(kv: Tensor, rows: int, batch: int, slots: int) -> Tensor:
         _copy(whole, host)
         raise
     return out
+
+
+def _require_host(size: int) -> None:
+    """torch.OutOfMemoryError where so many bytes more are not free: a process that takes them is killed, not told."""
+    free = _free_on_host() if size >= WORTH_ASKING else None
+    if free is not None and free < size:
+        raise torch.OutOfMemoryError(
+            f"{size / _GIB:.2f} GiB of host memory are needed, and {free / _GIB:.2f} GiB are free"
+        )
 
 
 def _empty(kv: Tensor, batch: int, slots: int) -> Tensor:

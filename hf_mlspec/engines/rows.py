@@ -38,13 +38,15 @@ class CachedRows:
 
     lengths: per row, how many slots of the cache are valid; who rejects what was written lowers them. follow: the
     engine whose cache this one writes into, or None for a cache of its own (invariant 4). capacity: tokens a row is
-    expected to hold. bytes_per_token: of keys and values, 0 where that is not known.
+    expected to hold. max_positions: tokens of a row that it can attend to, None where nothing bounds them.
+    bytes_per_token: of keys and values, 0 where that is not known.
     """
 
     lengths: list[int]
     follow: CachedRows | None
     cache: Any
     capacity: int
+    max_positions: int | None
     bytes_per_token: int
 
     @property
@@ -231,7 +233,8 @@ def require_memory(
     held = sum(engine.cache_bytes for engine in own)
 
     def missing(slots: int) -> int:
-        return sum(engine.bytes_per_token for engine in own) * rows * up_to_growth(slots) - held
+        each = (up_to_growth(first_capacity(slots, engine.max_positions)) * engine.bytes_per_token for engine in own)
+        return sum(each) * rows - held
 
     needed, most = missing(slots), missing(max(slots, end))
     if most < WORTH_ASKING:

@@ -110,7 +110,7 @@ def test_a_cache_on_the_cpu_grows_as_far_as_memory_is_free(monkeypatch):
     cache = cache_of(2, 512)
     kv = cache.kv
     enough = kv.nbytes // 2 + kv.nbytes // LAYERS  # half as much again, and one layer twice
-    monkeypatch.setattr(memory, "available", lambda _: enough - 1)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: enough - 1)
     words = r"no memory for 768 tokens in each of 2 rows beside a cache of .* 512 so far in each of 2: .*new tokens"
     with pytest.raises(torch.OutOfMemoryError, match=words):
         cache.reserve(513)
@@ -118,9 +118,21 @@ def test_a_cache_on_the_cpu_grows_as_far_as_memory_is_free(monkeypatch):
         cache.extend_rows(10)
     assert cache.kv is kv
     assert cache.rows == 2
-    monkeypatch.setattr(memory, "available", lambda _: enough)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: enough)
     cache.reserve(513)
     assert cache.kv.shape[4] == 768
+
+
+def test_the_way_through_the_host_needs_memory_there(monkeypatch):
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    old = cache_of(3, 6).kv
+    before, needed = old.clone(), old.nbytes // 3 * 2
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed - 1)
+    with pytest.raises(torch.OutOfMemoryError, match="GiB of host memory are needed"):
+        memory._through_host(old, 2, 2, 9)
+    assert torch.equal(old, before)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed)
+    assert torch.equal(memory._through_host(old, 2, 2, 9)[:, :, :, :, :6], before[:, :, :2])
 
 
 def test_other_errors_are_passed_on(monkeypatch):

@@ -90,6 +90,13 @@ def test_levels_with_caches_of_their_own_count_and_others_do_not(engine, free):
             model.generate(**PAIR, **OPTIONS, assistant_models=chain)
         free(caches * size)
         model.generate(**PAIR, **OPTIONS, assistant_models=chain)
+    short = tiny(seed=3, dtype=model.dtype, max_position_embeddings=64)  # it drafts from the last tokens of a row
+    hf_mlspec.clear(model)
+    free(size + size // 3 - 1)
+    with pytest.raises(torch.OutOfMemoryError, match="708 tokens for each of 2 rows"):
+        model.generate(**PAIR, **OPTIONS, assistant_models=[short])
+    free(size + size // 3)
+    model.generate(**PAIR, **OPTIONS, assistant_models=[short])
 
 
 @pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
