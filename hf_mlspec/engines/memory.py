@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import sys
 from functools import cache
@@ -62,12 +63,15 @@ def require_free(needed: int, most: int, device: torch.device, kept: int, what: 
         return None
     free += kept
     if free < needed:
+        gc.collect()  # what nobody refers to any more may hold the rest
+        free = available(device) + kept
+    if free < needed:
         raise torch.OutOfMemoryError(
             f"{what} needs {needed / _GIB:.2f} GiB for keys and values before its first token, and {free / _GIB:.2f} "
             f"GiB are free on {device}: shorten the prompts, pass fewer rows at a time, leave out levels with caches "
             "of their own, or free what else is there"
         )
-    return free
+    return free if free < most else None
 
 
 def available(device: torch.device) -> int | None:

@@ -185,3 +185,14 @@ def test_free_memory_is_what_the_system_and_its_control_groups_leave(system, mon
 
 def test_files_that_are_not_there_are_empty(tmp_path):
     assert memory._lines(tmp_path / "none") == []
+
+
+def test_what_nobody_refers_to_any_more_is_free(monkeypatch):
+    """Garbage may hold what is missing: it is collected before a call is refused."""
+    said = iter([3, 5, 3, 9, 3, 4])
+    monkeypatch.setattr(memory, "available", lambda _: next(said))
+    device = torch.device("cpu")
+    assert memory.require_free(5, 9, device, 0, "a cache") == 5
+    assert memory.require_free(5, 9, device, 0, "a cache") is None
+    with pytest.raises(torch.OutOfMemoryError, match="a cache needs .* before its first token"):
+        memory.require_free(5, 9, device, 0, "a cache")
