@@ -194,5 +194,5 @@ def test_what_nobody_refers_to_any_more_is_free(monkeypatch):
     device = torch.device("cpu")
     assert memory.require_free(5, 9, device, 0, "a cache") == 5
     assert memory.require_free(5, 9, device, 0, "a cache") is None
-    with pytest.raises(torch.OutOfMemoryError, match="a cache needs .* before its first token"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"a cache needs .* before its first token"):
         memory.require_free(5, 9, device, 0, "a cache")
