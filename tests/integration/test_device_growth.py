@@ -101,6 +101,30 @@ def test_the_cache_of_a_call_that_went_on_step_by_step_comes_back(target, levels
     assert torch.equal(again, target.generate(out, **rest))
 
 
+@pytest.mark.parametrize(
+    ("rows_free", "sizes"),
+    [(10**9, [512, 1024, 1280]), (600, [512, 1024, 1280]), (300, [512, 768, 1024, 1280]), (0, [512, 768, 1024, 1280]),
+     (None, [512, 1024, 1280])],
+)  # fmt: skip
+def test_slots_double_where_memory_is_free_for_that(few_slots, monkeypatch, rows_free, sizes):
+    target = on_cuda(tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=2048))
+    inputs, asked, grown = prompts([250]), {"max_new_tokens": 1000}, []
+    alone = stepwise(target, inputs, **asked)
+    grow = CapturedChain.grow
+
+    def counted(self, batch, slots):
+        grown.append(slots)
+        grow(self, batch, slots)
+
+    monkeypatch.setattr(CapturedChain, "grow", counted)
+    monkeypatch.setattr("hf_mlspec.speculation.rounds.chain.WORTH_ASKING", 1)
+    slot = 2 * 2 * 2 * 8 * 2  # layers, keys and values, heads, dim, bytes
+    free = None if rows_free is None else rows_free * slot
+    monkeypatch.setattr("hf_mlspec.speculation.rounds.chain.available", lambda device: free)
+    assert torch.equal(target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[]), alone)
+    assert grown == sizes
+
+
 def test_other_errors_of_growing_are_the_callers(target, levels, few_slots, monkeypatch):
     def broken(self, *_):
         raise RuntimeError("an illegal memory access was encountered")

@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...engines.memory import moved, out_of_memory
-from ...engines.rows import new_kv, up_to_growth
+from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
+from ...engines.rows import GROWTH, new_kv, up_to_growth
 from ...nn.state import say_once, state_of
 from ..controller import Choice
 from ..plans import Plan, off
@@ -26,6 +26,7 @@ from .program import Level, RoundLevel, RoundProgram, repeats_of
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+_OF_FREE = 0.9  # what caches may take of the memory that is free: graphs need some, too
 _KEPT = 2  # chains of a target: one with levels, and the target alone
 _keeping = threading.RLock()
 
@@ -86,6 +87,15 @@ class CapturedChain:
     def fits(self, batch: int, slots: int) -> bool:
         """Whether that many rows of that many tokens have room, on the weights of today."""
         return batch <= self.batch and slots <= self.slots and self._fingerprints == _fingerprints(self.levels)
+
+    def more_slots(self, end: int) -> int:
+        """For rows that have filled their slots and may reach `end`: twice as many, or fewer where there is no memory
+        for those."""
+        wanted, each = up_to_growth(min(2 * self.slots, end)), self.cache_bytes // self.slots
+        if (wanted - self.slots) * each < WORTH_ASKING or (free := available(self.device)) is None:
+            return wanted
+        fitting = self.slots + int(_OF_FREE * free) // each
+        return min(wanted, max(fitting - fitting % GROWTH, up_to_growth(self.slots + 1)))
 
     def grow(self, batch: int, slots: int) -> None:
         """More rows, or more slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are
