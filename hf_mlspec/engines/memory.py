@@ -95,10 +95,10 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 def _copied(kv: Tensor, rows: int, batch: int, slots: int, spend: bool) -> Tensor:
     """See `moved`. Layer by layer."""
-    layers, have = kv.shape[0], kv.shape[4]
-    size = kv.nbytes // max(kv.shape[2] * have, 1) * batch * slots
     if kv.device.type == "cpu":
-        _require_host(size - (kv.nbytes - kv.nbytes // layers if spend and _madvise() else 0))
+        layers, both, _, heads, _, dim = kv.shape
+        spent = kv.nbytes - kv.nbytes // layers if spend and _madvise() else 0
+        _require_host(layers * both * batch * heads * slots * dim * kv.element_size() - spent)
     out = _empty(kv, batch, slots)
     for new, old in zip(out, kv, strict=True):
         _fill(new, old[:, :rows, :, :slots])

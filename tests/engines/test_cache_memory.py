@@ -123,6 +123,18 @@ def test_a_cache_on_the_cpu_grows_as_far_as_memory_is_free(monkeypatch):
     assert cache.kv.shape[4] == 768
 
 
+def test_first_rows_are_asked_for_like_those_behind_them(monkeypatch):
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    cache = DecoderCache.new(DECODER, 0, 256)
+    needed = LAYERS * 2 * 5 * HEADS * 256 * DIM * 2
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed - 1)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for 256 tokens in each of 5 rows"):
+        cache.extend_rows(5)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed)
+    cache.extend_rows(5)
+    assert cache.nbytes == needed
+
+
 def test_the_way_through_the_host_needs_memory_there(monkeypatch):
     monkeypatch.setattr(memory, "WORTH_ASKING", 0)
     old = cache_of(3, 6).kv
