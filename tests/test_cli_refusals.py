@@ -159,3 +159,11 @@ def test_traceback_shows_where_an_error_came_from(capsys):
     assert "in require_folder" in told
     assert told.endswith("\nmlspec demo: model folder './nowhere' does not exist; give a folder written by "
                          "save_pretrained\n")
+
+
+def test_prompts_for_which_there_is_no_memory_are_refused(capsys, monkeypatch, saved_model):
+    monkeypatch.setattr("hf_mlspec.engines.rows.WORTH_ASKING", 1)
+    monkeypatch.setattr("hf_mlspec.engines.memory.available", lambda device: 0)
+    said = refusal(capsys, "generate", "--model", saved_model, "--prompt", "a", "--max-new-tokens", "3")
+    assert "tokens for each of 1 rows needs" in said
+    assert "are free on cpu: shorten the prompts" in said

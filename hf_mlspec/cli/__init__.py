@@ -6,6 +6,8 @@ import argparse
 import sys
 import traceback
 
+from torch import OutOfMemoryError
+
 from mlspec_cli import main
 
 from ..integration.hook import enable
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         return _COMMANDS[args.command](args)
     except BrokenPipeError:  # an OSError that says nothing of the input
         raise
-    except (ValueError, TypeError, FloatingPointError, OSError, KernelError) as error:
+    except (ValueError, TypeError, FloatingPointError, OSError, KernelError, OutOfMemoryError) as error:
         if args.traceback:
             traceback.print_exc()
         print(f"mlspec {args.command}: {said(error)}", file=sys.stderr)

@@ -5,7 +5,7 @@ What engines share without computing: `CachedRows` of all three, `DecoderCache` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
+from .memory import WORTH_ASKING, grown, moved, require_free
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
 
@@ -36,12 +37,17 @@ class CachedRows:
     """The rows of an engine's cache.
 
     lengths: per row, how many slots of the cache are valid; who rejects what was written lowers them. follow: the
-    engine whose cache this one writes into, or None for a cache of its own (invariant 4).
+    engine whose cache this one writes into, or None for a cache of its own (invariant 4). capacity: tokens a row is
+    expected to hold. max_positions: tokens of a row that it can attend to, None where nothing bounds them.
+    bytes_per_token: of keys and values, 0 where that is not known.
     """
 
     lengths: list[int]
     follow: CachedRows | None
     cache: Any
+    capacity: int
+    max_positions: int | None
+    bytes_per_token: int
 
     @property
     def cache_bytes(self) -> int:
@@ -73,43 +79,29 @@ class CachedRows:
 class DecoderCache:
     """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
 
-    The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`.
+    The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`. owned: nobody else reads `kv`.
     """
 
-    def __init__(self, kv: Tensor, rows: int):
-        self.kv, self.rows = kv, rows
+    def __init__(self, kv: Tensor, rows: int, *, owned: bool = False):
+        self.kv, self.rows, self.owned = kv, rows, owned
 
     @classmethod
     def new(cls, decoder: Decoder, batch: int, capacity: int) -> DecoderCache:
         """An empty cache for `batch` rows of `capacity` slots or a few more."""
-        return cls(new_kv(decoder, batch, up_to_growth(capacity)), batch)
+        return cls(new_kv(decoder, batch, up_to_growth(capacity)), batch, owned=True)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row, and for half as many again as there were where there is memory for those.
 
-        torch.OutOfMemoryError names rows and slots where a GPU has none.
+        torch.OutOfMemoryError names rows and slots where there is none.
         """
         have = self.kv.shape[4]
-        if slots <= have:
-            return
-        try:
-            self._grow(up_to_growth(max(slots, have + have // 2)))
-        except torch.OutOfMemoryError:
-            self._grow_barely(up_to_growth(slots))
+        if slots > have:
+            sizes = [(self.rows, up_to_growth(wanted)) for wanted in (max(slots, have + have // 2), slots)]
+            self._become(grown(self.kv, self.rows, sizes, spend=self.owned))
 
-    def _grow(self, slots: int) -> None:
-        self.kv = torch.nn.functional.pad(self.kv[:, :, : self.rows], (0, 0, 0, slots - self.kv.shape[4]))
-
-    def _grow_barely(self, slots: int) -> None:
-        try:
-            self._grow(slots)
-        except torch.OutOfMemoryError as error:
-            gib = self.nbytes / 2**30
-            raise torch.OutOfMemoryError(
-                f"no memory for {slots} tokens in each of {self.rows} rows beside a cache of {gib:.2f} GiB, "
-                f"{self.kv.shape[4]} so far: ask for fewer new tokens or rows, or free what else is on the device "
-                f"({str(error).splitlines()[0]})"
-            ) from error
+    def _become(self, kv: Tensor) -> None:
+        self.kv, self.owned = kv, True
 
     def select(self, keep: list[int]) -> None:
         """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and the
@@ -119,29 +111,30 @@ class DecoderCache:
             for place, row in moves:
                 self.kv[:, :, place] = self.kv[:, :, row]
         else:
-            self.kv[:, :, : len(keep)] = self.kv[:, :, keep]
+            for layer in self.kv:  # the rows that are gathered are there twice
+                layer[:, : len(keep)] = layer[:, keep]
         self.rows = len(keep)
 
     def extend_rows(self, count: int) -> None:
         """Append `count` rows. What their slots hold is nobody's: a query sees the slots of its own row only, and of
         them those that were written before it."""
-        missing = self.rows + count - self.kv.shape[2]
-        if missing > 0:
-            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, 0, 0, 0, 0, missing))
+        wanted, (_, _, batch, _, slots, _) = self.rows + count, self.kv.shape
+        if wanted > batch:
+            self._become(grown(self.kv, self.rows, [(wanted, slots)], spend=self.owned))
         self.rows += count
 
     def shrink(self, slots: int) -> None:
         """Copy the rows to memory for `slots` slots of each, where that halves it or better."""
         slots = min(up_to_growth(slots), self.kv.shape[4])
         if 2 * self.rows * slots <= self.kv.shape[2] * self.kv.shape[4]:
-            self.kv = self.kv[:, :, : self.rows, :, :slots].clone(memory_format=torch.contiguous_format)
+            self._become(moved(self.kv, self.rows, self.rows, slots, spend=self.owned))
 
-    def load(self, other, length: int) -> None:
-        """Copy the first `length` slots of every layer of a plain transformers cache (as many rows, no padding)."""
+    def load(self, layers: Iterable[Iterable[Tensor]], length: int) -> None:
+        """Copy `length` slots of every layer: keys and values `[rows, kv_heads, length, head_dim]`, no padding."""
         self.reserve(length)
-        for layer, (keys, values) in zip(other.layers, self.kv, strict=False):
-            keys[: self.rows, :, :length] = layer.keys[:, :, :length]
-            values[: self.rows, :, :length] = layer.values[:, :, :length]
+        for own, layer in zip(self.kv, layers, strict=False):
+            for into, states in zip(own, layer, strict=True):
+                into[: self.rows, :, :length] = states
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""
@@ -156,7 +149,7 @@ class DecoderCache:
 class DecoderRows(CachedRows):
     """Rows of a decoder in a cache of its own, or in its leader's (`follow`, invariant 4).
 
-    capacity: tokens a row is expected to hold. bits: what every call reads of the weights, and multiplies them by,
+    bits: what every call reads of the weights, and multiplies them by,
     one of `decoder.bit_choices`; OWN_BITS: what the model says. A follower of the same decoder at fewer bits is the
     target drafting for itself (speculation/drafters/self_precision.py). num_positions: positions the model knows, None
     for no bound.
@@ -172,15 +165,21 @@ class DecoderRows(CachedRows):
         bits: Bits = OWN_BITS,
         num_positions: int | None = None,
     ):
-        self.model, self.decoder, self.follow, self.capacity = model, decoder, follow, capacity
-        self.bits = bits
+        self.model, self.decoder, self.follow, self.bits = model, decoder, follow, bits
         # Of the decoder, and of the model's positions only the ones before its rotation changes.
         self.dtype, self.vocab_size = decoder.dtype, decoder.vocab_size
         bounds = num_positions, decoder.max_positions
         self.max_positions = min((bound for bound in bounds if bound is not None), default=None)
+        self.capacity = first_capacity(capacity, self.max_positions)
         self.cache: DecoderCache | None = None
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values."""
+        sizes = self.decoder.sizes
+        return self.decoder.num_layers * 2 * sizes.kv_heads * sizes.head_dim * self.decoder.dtype.itemsize
 
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
@@ -202,6 +201,11 @@ def new_kv(decoder: Decoder, batch: int, slots: int) -> Tensor:
         return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
 
+def first_capacity(tokens: int, num_positions: int | None) -> int:
+    """Slots of a row at first that is expected to have so many tokens: a model of few positions is fed no more."""
+    return tokens if num_positions is None else min(tokens, num_positions)
+
+
 def up_to_growth(slots: int) -> int:
     """`slots`, or the next multiple of what caches grow by."""
     return slots - slots % -GROWTH
@@ -210,3 +214,37 @@ def up_to_growth(slots: int) -> int:
 def held_bytes(engines: Iterable[Any]) -> list[int]:
     """Bytes of the keys and values that each engine holds itself; 0 for None, a level without one."""
     return [engine.cache_bytes if engine else 0 for engine in engines]
+
+
+def require_memory(
+    engines: Iterable[CachedRows | None], rows: int, device: torch.device, *,
+    longest: int = 0, end: int = 0, kept: Callable[[], int] = int,
+) -> str:
+    """Ask whether there is memory for the caches that so many rows start with, before anything of them is allocated.
+
+    engines: those of all levels, None of those without one; what they hold counts as theirs. longest: tokens of the
+    longest row, where it may have more than the engines expect. end: tokens that it may reach. kept: how many bytes
+    are held that can be freed, asked only where it matters. Returns "", or what there is to say of caches that have
+    room for the rows but not for all that these may gain. torch.OutOfMemoryError names rows, tokens and bytes where
+    there is no room at all.
+    """
+    own = [engine for engine in engines if engine is not None and not engine.follow]
+    slots = max([GROWTH, longest + 1, *(engine.capacity for engine in own)])
+    held = sum(engine.cache_bytes for engine in own)
+
+    def missing(slots: int) -> int:
+        each = (up_to_growth(first_capacity(slots, engine.max_positions)) * engine.bytes_per_token for engine in own)
+        return sum(each) * rows - held
+
+    needed, most = missing(slots), missing(max(slots, end))
+    if most < WORTH_ASKING:
+        return ""
+    free = require_free(needed, most, device, kept(), f"a cache of {slots} tokens for each of {rows} rows")
+    if free is None:
+        return ""
+    gib = most / 2**30
+    return (
+        f"rows of up to {max(slots, end)} tokens, {rows} at a time, may need {gib:.2f} GiB more for keys and values, "
+        f"and {free / 2**30:.2f} GiB are free on {device}: the call ends with an error if they get that far; ask for "
+        "fewer new tokens or rows"
+    )

@@ -18,7 +18,8 @@ from transformers.generation import (
 )
 
 from ..engines.modules.attention import ragged_attention_on
-from ..nn.state import ModelState, state_of
+from ..engines.rows import require_memory
+from ..nn.state import ModelState, say_once, state_of
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
@@ -133,6 +134,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     stop = Stopping(call.criteria, prompts)
     state = state_of(model)
     chain = _chain(model, call, prompts, stop, state)
+    _require_memory(model, call, chain, prompts, state)
     record = Record(call.settings, call.streamer, len(prompts.rows))
     state.last_stats = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch them grow
     emit = record if record.listens else None
@@ -187,6 +189,19 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping,
         state=state,
     )
     return let_choose(wiring, levels, "sampled" if call.settings.do_sample else "")
+
+
+def _require_memory(model: PreTrainedModel, call: Call, chain: Chain, prompts: Prompts, state: ModelState) -> None:
+    """torch.OutOfMemoryError where the prompts leave no room; one warning where all that they may gain would."""
+    short = require_memory(
+        [chain.target.runner, *chain.runners],
+        len(prompts.rows),
+        call.input_ids.device,
+        end=max(prompts.lengths) + call.new_tokens,
+        kept=lambda: sum(one.cache_bytes for one in state.chains),
+    )
+    if short:
+        say_once(model, f"{type(model).__name__}: {short}", kind="may need more memory")
 
 
 def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Emit | None):

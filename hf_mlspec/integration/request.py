@@ -231,8 +231,15 @@ def vocab_size(model: nn.Module) -> int:
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Number of positions of the model, None if its config has no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Number of positions of the model, None if its config has no limit.
+
+    YaRN's are its original ones times its factor, where a config still has the number from before it was extended.
+    """
+    config = model.config.get_text_config()
+    most, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if most and rope.get("rope_type") == "yarn":
+        return max(most, int(rope["original_max_position_embeddings"] * (rope.get("factor") or 1)))
+    return most
 
 
 def sliding_window(model: nn.Module) -> int | None:
@@ -252,9 +259,16 @@ def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
         remedy = f"pass max_new_tokens={room} or less" if room > 0 else "shorten the prompt"
         raise ValueError(
             f"{prompt_tokens} prompt tokens and up to {new_tokens} new ones exceed the {most} positions of the "
-            f"target (max_position_embeddings): {remedy}"
+            f"target ({_source_of(model, most)}): {remedy}"
         )
     _check_rotation(model, prompt_tokens + new_tokens)
+
+
+def _source_of(model: nn.Module, positions: int) -> str:
+    """What of the config says how many positions there are."""
+    if positions == model.config.get_text_config().max_position_embeddings:
+        return "max_position_embeddings"
+    return "original_max_position_embeddings times the factor of its rope_parameters"
 
 
 def check_prompt_rows(model: nn.Module, rows: list[list[int]], max_new_tokens: int) -> None:

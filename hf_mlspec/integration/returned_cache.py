@@ -83,16 +83,14 @@ def tokens_in(given: DynamicCache | None, prompts: Prompts) -> int:
 
 def take_over(chain: Chain, given: DynamicCache, count: int, prompts: Prompts) -> None:
     """Copy keys and values of the first `count` tokens of every row into the target's cache, without padding."""
-    moved = DynamicCache()
     columns = [prompts.columns(number)[:count] for number in range(len(prompts.rows))]
     index = torch.tensor(columns, device=prompts.input_ids.device)[:, None, :, None]
-    for number, layer in enumerate(given.layers):
-        keys, values = (
-            states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
-            for states in (layer.keys, layer.values)
-        )
-        moved.update(keys, values, number)
-    chain.target.runner.cache.load(moved, count)
+
+    def without_padding(states: Tensor) -> Tensor:
+        return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+
+    layers = (map(without_padding, (layer.keys, layer.values)) for layer in given.layers)  # one at a time
+    chain.target.runner.cache.load(layers, count)
 
 
 class ReturnedCache:
@@ -107,7 +105,7 @@ class ReturnedCache:
         self.chain, self.prompts, self.stop, self.budget = chain, prompts, stop, budget
         self.given, self.emit, self.begin = given, emit, _length(given)
         self._loop: Loop | None = None
-        self._taken: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._taken: dict[int, list[tuple[Tensor, ...]]] = {}
 
     def __call__(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
         # Rows that went on step by step, after captured rounds, lie in their order.
@@ -140,6 +138,8 @@ class ReturnedCache:
         count = prompts.input_ids.shape[1] + new - 1 - self.begin
         for layer in range(len(self._taken[0])):
             self.given.update(self._columns(layer, 0, count), self._columns(layer, 1, count), layer)
+            for layers in self._taken.values():
+                layers[layer] = ()  # they are in the cache now: what was copied of rows is not there twice
         return self.given
 
     def _columns(self, layer: int, which: int, count: int) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..engines.choose import engine_of
 from ..engines.engine import Engine, Guess
 from ..engines.modules.attention import ragged_attention_on
+from ..engines.rows import require_memory
 from ..nn.switch import precision_switch
 from ..precision import Bits
 from ..speculation.checker import nan_error, roll_back
@@ -118,6 +119,7 @@ class _Scoring:
             runner = engine_of(
                 self.model, prepare=self.prepare, capacity=self.capacity, num_positions=max_positions(self.model)
             )
+            require_memory([runner], len(self.queues), self.model.device)
             runner.start(len(self.queues), self.model.device)
         while self.queues:
             with self._computing(runner):

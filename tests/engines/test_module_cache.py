@@ -110,7 +110,7 @@ def test_a_plain_cache_goes_in_and_comes_out(kind):
     with torch.no_grad():
         reference = model(input_ids=row, use_cache=True).past_key_values
         cache, out = RaggedCache(2), DynamicCache()
-        cache.load(reference, 12)
+        cache.load(((layer.keys, layer.values) for layer in reference.layers), 12)
         for begin, end in ((0, 5), (5, 12)):
             for index, (keys, values) in enumerate(cache.row(0, begin, end)):
                 out.update(keys[None], values[None], index)

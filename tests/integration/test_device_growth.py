@@ -12,6 +12,7 @@ from models import PAD, near, prompts, tiny
 from transformers import DynamicCache
 
 import hf_mlspec
+from hf_mlspec.engines import memory
 from hf_mlspec.engines.rows import DecoderCache
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -100,6 +101,30 @@ def test_the_cache_of_a_call_that_went_on_step_by_step_comes_back(target, levels
     assert torch.equal(again, target.generate(out, **rest))
 
 
+@pytest.mark.parametrize(
+    ("rows_free", "sizes"),
+    [(10**9, [512, 1024, 1280]), (600, [512, 1024, 1280]), (300, [512, 768, 1024, 1280]), (0, [512, 768, 1024, 1280]),
+     (None, [512, 1024, 1280])],
+)  # fmt: skip
+def test_slots_double_where_memory_is_free_for_that(few_slots, monkeypatch, rows_free, sizes):
+    target = on_cuda(tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=2048))
+    inputs, asked, grown = prompts([250]), {"max_new_tokens": 1000}, []
+    alone = stepwise(target, inputs, **asked)
+    grow = CapturedChain.grow
+
+    def counted(self, batch, slots):
+        grown.append(slots)
+        grow(self, batch, slots)
+
+    monkeypatch.setattr(CapturedChain, "grow", counted)
+    monkeypatch.setattr("hf_mlspec.speculation.rounds.chain.WORTH_ASKING", 1)
+    slot = 2 * 2 * 2 * 8 * 2  # layers, keys and values, heads, dim, bytes
+    free = None if rows_free is None else rows_free * slot
+    monkeypatch.setattr("hf_mlspec.speculation.rounds.chain.available", lambda device: free)
+    assert torch.equal(target.generate(**inputs, **{**OPTIONS, **asked}, assistant_models=[]), alone)
+    assert grown == sizes
+
+
 def test_other_errors_of_growing_are_the_callers(target, levels, few_slots, monkeypatch):
     def broken(self, *_):
         raise RuntimeError("an illegal memory access was encountered")
@@ -121,13 +146,13 @@ def test_a_chain_for_many_rows_and_one_for_many_tokens_are_not_made_one():
 
 def test_a_step_by_step_cache_grows_by_less_where_memory_is_short(monkeypatch):
     cache, sizes = DecoderCache(torch.zeros(1, 2, 2, 1, 1024, 4), 2), []
-    pad = torch.nn.functional.pad
+    empty = memory._empty
 
-    def short(kv, more):
-        sizes.append(kv.shape[4] + more[3])
-        return full() if sizes[-1] > 1280 else pad(kv, more)
+    def short(kv, batch, slots):
+        sizes.append(slots)
+        return full() if slots > 1280 else empty(kv, batch, slots)
 
-    monkeypatch.setattr(torch.nn.functional, "pad", short)
+    monkeypatch.setattr(memory, "_empty", short)
     cache.reserve(1100)
     assert cache.kv.shape[4] == 1280
     assert sizes == [1536, 1280]

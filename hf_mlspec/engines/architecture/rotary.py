@@ -6,19 +6,25 @@ import torch
 from torch import Tensor, nn
 
 FIRST_POSITIONS = 1024
+_AT_ONCE = 8192  # positions: what a model's own embedding computes on the way is four times its result
 
 
 def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> list[tuple[Tensor, Tensor]]:
     """cos and sin float32 ``[positions, rotary_dim / 2]`` of every kind, from a model's own rotary embedding, where
-    that lies."""
+    that lies. Little more memory than they need is used on the way."""
     device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
-    ids = torch.arange(positions, device=device)[None]
     like = torch.zeros(1, 1, 1, device=device)  # float32: the tables are not rounded to the model's dtype
     tables = []
     for kind in kinds:
-        cos, sin = rotary(like, ids) if kind is None else rotary(like, ids, kind)
-        half = cos.shape[-1] // 2
-        tables.append((cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()))
+        table: tuple[Tensor, ...] = ()
+        for begin in range(0, positions, _AT_ONCE):
+            ids = torch.arange(begin, min(begin + _AT_ONCE, positions), device=device)[None]
+            found = rotary(like, ids) if kind is None else rotary(like, ids, kind)
+            half = found[0].shape[-1] // 2
+            table = table or tuple(like.new_empty(positions, half) for _ in found)
+            for whole, part in zip(table, found, strict=True):
+                whole[begin : begin + _AT_ONCE] = part[0, :, :half]
+        tables.append(table)
     if device.type == "cuda":  # calls on other streams will read them
         torch.cuda.current_stream(device).synchronize()
     return tables
@@ -35,10 +41,10 @@ def rotary_border(model: nn.Module) -> int | None:
     return min(borders, default=None)
 
 
-def grown_positions(count: int, have: int, border: int | None) -> int:
+def grown_positions(count: int, have: int, border: int | None, known: int | None) -> int:
     """How many positions rotary tables should have that must reach ``count``: twice as many as now, not past the
-    border."""
+    border, and past those that the model has (``known``) only where they must."""
     if count <= have:
         return have
-    wanted = max(count, 2 * have, FIRST_POSITIONS)
+    wanted = max(count, FIRST_POSITIONS, 2 * have if known is None else min(2 * have, known))
     return wanted if border is None else min(wanted, border)

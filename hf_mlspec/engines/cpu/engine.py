@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from ..engine import Capabilities, Guess, Rows, Scores
 from ..rows import DecoderRows
 from .decoder import CpuDecoder
+
+PIECE = 2048  # tokens: compiled code cannot be interrupted, so a prompt of more is handed to it piece by piece
 
 
 class CpuEngine(DecoderRows):
@@ -63,6 +66,7 @@ class CpuEngine(DecoderRows):
         alive: False for inactive rows: nothing of theirs is fed, kept or said.
         """
         alive = alive or [True] * len(rows)
+        self._read_ahead(rows, alive)
         starts = self._starts(rows)
         fed = [r[n:] + g if on else [] for r, n, g, on in zip(rows, starts, guesses, alive, strict=True)]
         kept = [len(guess) + 1 if on else 0 for guess, on in zip(guesses, alive, strict=True)]
@@ -85,6 +89,7 @@ class CpuEngine(DecoderRows):
 
         Rows of limit 0 are inactive.
         """
+        self._read_ahead(rows, limits)
         starts = self._starts(rows)
         tokens, counts = _flat(_busy(rows, starts, limits))
         self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
@@ -115,6 +120,8 @@ class CpuEngine(DecoderRows):
         Returns the committed tokens of every row, (drafted, accepted) of every row and round, concatenated, the
         number of rounds, and what `above` scores of the rows and these tokens.
         """
+        self._read_ahead(rows, limits)
+        tiny._read_ahead(rows, limits)
         own, small = self._starts(rows), tiny._starts(rows)
         bases = [min(pair) for pair in zip(own, small, strict=True)]
         tokens, counts = _flat(_busy(rows, bases, limits))
@@ -131,6 +138,27 @@ class CpuEngine(DecoderRows):
         self._count(forwards, time.perf_counter() - begin - tiny_seconds)
         failed = any(-1 in row for row in settled)
         return settled, checks, rounds, None if above is None or failed else above.score(rows, settled)
+
+    def _read_ahead(self, rows: Rows, alive: Sequence[int]) -> None:
+        """Feed whole pieces of what the cache lacks of the rows that are alive (not 0), but for their last tokens."""
+        if sum(map(len, rows)) - sum(self.lengths) <= PIECE:
+            return
+        self._reserve(max((len(row) for row, on in zip(rows, alive, strict=True) if on), default=0))
+        while True:
+            starts, counts = self._starts(rows), []
+            for row, start, on in zip(rows, starts, alive, strict=True):
+                counts.append(min(len(row) - 1 - start, PIECE - sum(counts)) if on else 0)
+            if sum(counts) < PIECE:
+                return
+            tokens, _ = _flat([row[n : n + count] for row, n, count in zip(rows, starts, counts, strict=True)])
+            asked = [int(count > 0) for count in counts]  # rows of which nothing is asked are not fed
+            begin = time.perf_counter()
+            self.decoder.handle.score(self.cache.kv, tokens, counts, starts, asked, False, False, *self.bits)
+            self._count(1, time.perf_counter() - begin)
+            self.lengths = [
+                start + count if count else have
+                for start, count, have in zip(starts, counts, self.lengths, strict=True)
+            ]
 
     def _starts(self, rows: Rows) -> list[int]:
         """Per row the tokens that need no feeding: its last one is always scored."""

@@ -84,6 +84,7 @@ class CudaDecoder:
         self.logit_softcap = found.sizes.logit_softcap
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
         self.max_positions, self.positions = rotary.rotary_border(model), 0
+        self._known = getattr(model.config, "max_position_embeddings", None)
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
         self.reserve_positions(rotary.FIRST_POSITIONS)
@@ -113,7 +114,7 @@ class CudaDecoder:
         addresses, and a step on another stream may be reading them.
         """
         with self._growing, torch.inference_mode(False), torch.no_grad():
-            positions = rotary.grown_positions(count, self.positions, self.max_positions)
+            positions = rotary.grown_positions(count, self.positions, self.max_positions, self._known)
             if positions > self.positions:
                 tables = rotary.rope_tables(self._rotary, self._kinds, positions)
                 self._outgrown.append(self._ropes)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...nn.state import say_once
 from ...precision import Bits
 from ..built import capturing
+from ..memory import out_of_memory
 from .decoder import CudaDecoder
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
@@ -124,13 +125,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether a device had no memory left: torch reports it in several ways while a graph is being captured, also as
-    a capture that failed for an error before."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

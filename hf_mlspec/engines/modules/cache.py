@@ -8,6 +8,8 @@ overwriting").
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -110,12 +112,12 @@ class RaggedCache(Cache):
                     t[:, :, :slots].clone(memory_format=torch.contiguous_format) for t in (lane.keys, lane.values)
                 )
 
-    def load(self, other: Cache, length: int) -> None:
-        """Copy the first `length` slots of every layer of a plain transformers cache (as many rows, no padding)."""
-        keys = other.layers[0].keys
-        with planned(Plan([0] * len(keys), length, keys.device)):
-            for layer, lane in zip(other.layers, self.layers, strict=True):
-                lane.update(layer.keys[:, :, :length], layer.values[:, :, :length])
+    def load(self, layers: Iterable[Iterable[Tensor]], length: int) -> None:
+        """Copy `length` slots of every layer: keys and values `[rows, kv_heads, length, head_dim]`, no padding."""
+        for lane, layer in zip(self.layers, layers, strict=True):
+            keys, values = layer
+            with planned(Plan([0] * len(keys), length, keys.device)):
+                lane.update(keys, values)
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from ...nn.switch import precision_switch
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
-from ..rows import CachedRows
+from ..rows import CachedRows, first_capacity
 from .attention import Plan, planned
 from .cache import RaggedCache
 
@@ -55,7 +55,7 @@ class ModuleEngine(CachedRows):
         num_positions: int | None = None,
         bits: Bits = OWN_BITS,
     ):
-        self.model, self.follow, self.capacity = model, follow, capacity
+        self.model, self.follow, self.capacity = model, follow, first_capacity(capacity, num_positions)
         self.num_embeddings, self.num_positions = num_embeddings, num_positions
         self.forward, self.bits = forward or _own_forward(model), bits
         self.cache: RaggedCache | None = None
@@ -76,6 +76,17 @@ class ModuleEngine(CachedRows):
     def max_positions(self) -> int | None:
         """Positions the model knows."""
         return self.num_positions
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values in all layers, on one device; 0 where the config does not say, and under autocast."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None)
+        spread = len(set((getattr(self.model, "hf_device_map", None) or {}).values())) > 1
+        if not isinstance(heads, int) or spread or torch.is_autocast_enabled(self.model.device.type):
+            return 0
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_hidden_layers * 2 * heads * head_dim * self.dtype.itemsize
 
     @property
     def bits(self) -> Bits:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 
 from ... import ops
-from ...engines.cuda.steps import out_of_memory, recorded
+from ...engines.cuda.steps import recorded
 from ...engines.engine import Engine
+from ...engines.memory import out_of_memory
 from ...engines.rows import new_kv, up_to_growth
 from ...speculation.costs import LONG, TOKENS
 

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...engines.modules.attention import ragged_attention_on
+from ...engines.rows import require_memory
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.drafters.checked import proposer
@@ -170,6 +171,7 @@ class _Stream:
             if request.cancelled:
                 return Completion(request, [], [], "cancelled")
             one = self.prepare(request, time.perf_counter())
+            self._require_memory(one)
         except Exception as error:  # whatever is wrong with one request, the others go on
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
@@ -182,6 +184,12 @@ class _Stream:
         joining.append(self.admitted)
         self.admitted += 1
         return None
+
+    def _require_memory(self, one: Admitted) -> None:
+        """torch.OutOfMemoryError for a row for which, beside those that are live, there is no room."""
+        rows = [*(other.row for other in self.live.values()), one.row]
+        engines = [self.chain.target.runner, *self.chain.runners]
+        require_memory(engines, len(rows), one.prompts.input_ids.device, longest=max(map(len, rows)))
 
     def _place(self, going: list[int], joining: list[int]) -> None:
         """New rows take the slots of those that ended; what is left over joins behind, or leaves."""

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ...engines.cuda.steps import out_of_memory
+from ...engines.memory import out_of_memory
 from ...engines.rows import up_to_growth
 from ...nn.state import say_once
 from ..checker import Checker, Verdict, nan_error
@@ -249,7 +249,7 @@ class CapturedRounds:
     def _make_room(self, rows: Rows) -> None:
         """Where a row has filled its slots and may go on, all rows get more; NoRoom where there is no memory."""
         if self._lacks_room(rows):
-            self._grow(self.chain.batch, up_to_growth(min(2 * self.chain.slots, max(self._ends))))
+            self._grow(self.chain.batch, self.chain.more_slots(max(self._ends)))
 
     def _make_room_for(self, rows: int, longest: int) -> None:
         """Have a place for each of so many rows, and slots for one of this length; NoRoom where there is no memory."""

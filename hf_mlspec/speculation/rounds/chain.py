@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...engines.cuda.steps import out_of_memory
-from ...engines.rows import new_kv, up_to_growth
+from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
+from ...engines.rows import GROWTH, new_kv, up_to_growth
 from ...nn.state import say_once, state_of
 from ..controller import Choice
 from ..plans import Plan, off
@@ -26,6 +26,7 @@ from .program import Level, RoundLevel, RoundProgram, repeats_of
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+_OF_FREE = 0.9  # what caches may take of the memory that is free: graphs need some, too
 _KEPT = 2  # chains of a target: one with levels, and the target alone
 _keeping = threading.RLock()
 
@@ -59,6 +60,11 @@ class CapturedChain:
         return _with_models(self.levels)
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of all levels."""
+        return sum(level.kv.nbytes for level in self.with_models if level.own_cache)
+
+    @property
     def device(self) -> torch.device:
         """Where all of it is."""
         return self.levels[0].decoder.device
@@ -81,6 +87,15 @@ class CapturedChain:
     def fits(self, batch: int, slots: int) -> bool:
         """Whether that many rows of that many tokens have room, on the weights of today."""
         return batch <= self.batch and slots <= self.slots and self._fingerprints == _fingerprints(self.levels)
+
+    def more_slots(self, end: int) -> int:
+        """For rows that have filled their slots and may reach `end`: twice as many, or fewer where there is no memory
+        for those."""
+        wanted, each = up_to_growth(min(2 * self.slots, end)), self.cache_bytes // self.slots
+        if (wanted - self.slots) * each < WORTH_ASKING or (free := available(self.device)) is None:
+            return wanted
+        fitting = self.slots + int(_OF_FREE * free) // each
+        return min(wanted, max(fitting - fitting % GROWTH, up_to_growth(self.slots + 1)))
 
     def grow(self, batch: int, slots: int) -> None:
         """More rows, or more slots a row: tokens, keys and values are copied, and graphs, which hold addresses, are
@@ -118,13 +133,10 @@ class CapturedChain:
         self.finish()  # whoever has it first may be on another stream
 
     def _larger(self, level: RoundLevel) -> Tensor:
-        """Keys and values for all rows and slots, those that there are copied: one level's at a time are there
-        twice."""
-        kv = new_kv(level.decoder, self.batch, self.slots)
-        if level.kv is not None:
-            rows, slots = level.kv.shape[2], level.kv.shape[4]
-            kv[:, :, :rows, :, :slots] = level.kv
-        return kv
+        """Keys and values for all rows and slots, those that there are moved."""
+        if level.kv is None:
+            return new_kv(level.decoder, self.batch, self.slots)
+        return moved(level.kv, level.kv.shape[2], self.batch, self.slots, spend=True)
 
 
 def bucket_of(rows: int) -> int:

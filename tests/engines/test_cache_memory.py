@@ -1,0 +1,210 @@
+"""Does a cache that grows keep every value, and stay about as small as the larger of both? Is what is free known?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_mlspec.engines import memory
+from hf_mlspec.engines.rows import DecoderCache, new_kv
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HEADS, DIM = 3, 2, 4
+DECODER = SimpleNamespace(num_layers=LAYERS, sizes=SimpleNamespace(kv_heads=HEADS, head_dim=DIM),
+                          dtype=torch.bfloat16, device=torch.device("cpu"))  # fmt: skip
+PEAK = """
+import sys, types, torch
+from hf_mlspec.engines.rows import DecoderCache
+
+def mib(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
+
+sizes = types.SimpleNamespace(kv_heads=8, head_dim=64)
+decoder = types.SimpleNamespace(num_layers=16, sizes=sizes, dtype=torch.bfloat16, device=torch.device("cpu"))
+before = mib("VmRSS")
+cache = DecoderCache.new(decoder, 2, 4096)
+cache.kv.fill_(3)
+{change}
+print(cache.nbytes // 2**20, mib("VmHWM") - before)
+assert bool((cache.kv[:, :, : {rows}, :, : {slots}] == 3).all())
+"""
+
+
+def cache_of(batch: int, slots: int) -> DecoderCache:
+    """A cache of whose values no two are alike."""
+    kv = new_kv(DECODER, batch, slots).float()
+    kv.copy_(torch.arange(1, kv.numel() + 1).view(kv.shape))
+    return DecoderCache(kv, batch, owned=True)
+
+
+def host_way(kv, rows, batch, slots, *, spend):
+    return memory._through_host(kv, rows, batch, slots)
+
+
+@pytest.mark.parametrize("spend", [False, True])
+@pytest.mark.parametrize("way", [memory.moved, host_way], ids=["beside", "through the host"])
+@pytest.mark.parametrize(("rows", "batch", "slots"), [(2, 2, 9), (2, 5, 6), (1, 1, 6), (3, 3, 4), (2, 4, 2)])
+def test_what_a_cache_held_is_in_the_one_it_moved_to(way, spend, rows, batch, slots, monkeypatch):
+    old = cache_of(3, 6).kv
+    before, kept = old.clone(), min(slots, 6)
+    monkeypatch.setattr(memory, "_LEAST_GIVEN_BACK", 0)
+    new = way(old, rows, batch, slots, spend=spend)
+    assert new.shape == (LAYERS, 2, batch, HEADS, slots, DIM)
+    assert new.is_contiguous()
+    assert not new.is_inference()
+    assert torch.equal(new[:, :, :rows, :, :kept], before[:, :, :rows, :, :kept])
+    assert not new[:, :, rows:].any()
+    assert not new[:, :, :, :, kept:].any()
+    if not spend and way is memory.moved:
+        assert torch.equal(old, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+@pytest.mark.parametrize(
+    ("change", "rows", "slots", "most"),
+    [("cache.reserve(4097)", 2, 4096, 450), ("cache.extend_rows(1)", 2, 4096, 450),
+     ("cache.select([1]); cache.shrink(1000)", 1, 1024, 320)],
+    ids=["slots", "rows", "fewer"],
+)  # fmt: skip
+def test_at_most_one_layer_is_there_twice(change, rows, slots, most):
+    """256 MiB become 384, where both at once would be 640, or 32."""
+    program = PEAK.format(change=change, rows=rows, slots=slots)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size, peak = map(float, done.stdout.split())
+    assert size == {"cache.reserve(4097)": 384, "cache.extend_rows(1)": 384}.get(change, 32)
+    assert max(256, size) <= peak < most
+
+
+def test_what_another_holds_too_is_not_spent():
+    cache = cache_of(2, 256)
+    cache.owned = False
+    kv, before = cache.kv, cache.kv.clone()
+    cache.reserve(300)
+    assert torch.equal(kv, before)
+    assert cache.owned
+
+
+def test_without_memory_beside_it_a_cache_is_as_it_was(monkeypatch):
+    old = cache_of(2, 6).kv
+    before = old.clone()
+
+    def none(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory, "_empty", none)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        memory._through_host(old, 2, 2, 9)
+    assert torch.equal(old, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+def test_a_cache_on_the_cpu_grows_as_far_as_memory_is_free(monkeypatch):
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    cache = cache_of(2, 512)
+    kv = cache.kv
+    enough = kv.nbytes // 2 + kv.nbytes // LAYERS  # half as much again, and one layer twice
+    monkeypatch.setattr(memory, "_free_on_host", lambda: enough - 1)
+    words = r"no memory for 768 tokens in each of 2 rows beside a cache of .* 512 so far in each of 2: .*new tokens"
+    with pytest.raises(torch.OutOfMemoryError, match=words):
+        cache.reserve(513)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for 512 tokens in each of 12 rows"):
+        cache.extend_rows(10)
+    assert cache.kv is kv
+    assert cache.rows == 2
+    monkeypatch.setattr(memory, "_free_on_host", lambda: enough)
+    cache.reserve(513)
+    assert cache.kv.shape[4] == 768
+
+
+def test_first_rows_are_asked_for_like_those_behind_them(monkeypatch):
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    cache = DecoderCache.new(DECODER, 0, 256)
+    needed = LAYERS * 2 * 5 * HEADS * 256 * DIM * 2
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed - 1)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for 256 tokens in each of 5 rows"):
+        cache.extend_rows(5)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed)
+    cache.extend_rows(5)
+    assert cache.nbytes == needed
+
+
+def test_the_way_through_the_host_needs_memory_there(monkeypatch):
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    old = cache_of(3, 6).kv
+    before, needed = old.clone(), old.nbytes // 3 * 2
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed - 1)
+    with pytest.raises(torch.OutOfMemoryError, match="GiB of host memory are needed"):
+        memory._through_host(old, 2, 2, 9)
+    assert torch.equal(old, before)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: needed)
+    assert torch.equal(memory._through_host(old, 2, 2, 9)[:, :, :, :, :6], before[:, :, :2])
+
+
+def test_other_errors_are_passed_on(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(memory, "_empty", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        cache_of(1, 256).reserve(300)
+
+
+def test_memory_that_torch_cannot_allocate_on_the_cpu_is_none():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert memory.out_of_memory(caught.value)
+
+
+GIB = 2**30
+MEMINFO = "MemTotal: 9000000 kB\nMemAvailable: 4194304 kB\nSwapFree: 1048576 kB"
+V2, V1 = "/sys/fs/cgroup", "/sys/fs/cgroup/memory"
+SYSTEMS = {
+    "no groups": ({"/proc/meminfo": MEMINFO}, 5 * GIB),
+    "not known": ({}, None),
+    "no limit": (
+        {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/", f"{V2}/memory.max": "max",
+         f"{V2}/memory.current": "1"}, 5 * GIB,
+    ),
+    "a container": (
+        {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/", f"{V2}/memory.max": str(3 * GIB),
+         f"{V2}/memory.current": str(2 * GIB), f"{V2}/memory.stat": f"anon 7\nfile {GIB}"}, 3 * GIB,
+    ),
+    "a group above": (
+        {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/a/b", f"{V2}/a/memory.max": str(2 * GIB),
+         f"{V2}/a/memory.current": str(GIB), f"{V2}/a/b/memory.max": "max"}, 2 * GIB,
+    ),
+    "version 1": (
+        {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "5:cpu:/x\n7:hugetlb,memory:/job\n0::/",
+         f"{V1}/job/memory.limit_in_bytes": str(GIB), f"{V1}/job/memory.usage_in_bytes": str(2 * GIB)}, GIB,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_free_memory_is_what_the_system_and_its_control_groups_leave(system, monkeypatch):
+    files, free = SYSTEMS[system]
+    monkeypatch.setattr(memory, "_lines", lambda file: files.get(str(file), "").splitlines())
+    assert memory.available(torch.device("cpu")) == free
+    assert memory.available(torch.device("meta")) is None
+
+
+def test_files_that_are_not_there_are_empty(tmp_path):
+    assert memory._lines(tmp_path / "none") == []
+
+
+def test_what_nobody_refers_to_any_more_is_free(monkeypatch):
+    """Garbage may hold what is missing: it is collected before a call is refused."""
+    said = iter([3, 5, 3, 9, 3, 4])
+    monkeypatch.setattr(memory, "available", lambda _: next(said))
+    device = torch.device("cpu")
+    assert memory.require_free(5, 9, device, 0, "a cache") == 5
+    assert memory.require_free(5, 9, device, 0, "a cache") is None
+    with pytest.raises(torch.OutOfMemoryError, match=r"a cache needs .* before its first token"):
+        memory.require_free(5, 9, device, 0, "a cache")
