@@ -1,4 +1,4 @@
-"""Do prompts get into a device's cache with the same bits however they are cut, and for the price of their own tokens?"""
+"""Do prompts get into a device's cache with the same bits however they are cut, for their own tokens alone?"""
 
 from __future__ import annotations
 
