@@ -60,7 +60,7 @@ GGML_TYPES = {
 }  # fmt: skip
 # Value types of metadata that have a fixed size, by number: struct's letter, which array knows too.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 
 
 @dataclass(frozen=True)
@@ -217,13 +217,13 @@ def _entries(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
 def _value(cursor: _Cursor, kind: int, key: str, depth: int = 0) -> Any:
     if kind in _SCALARS:
         return cursor.number(_SCALARS[kind], key)
-    if kind == _BOOL:
+    if kind == BOOL:
         return bool(_require_bools(cursor.take(1, key), key)[0])
-    if kind == _STRING:
+    if kind == STRING:
         return cursor.text(key).decode(errors="surrogateescape")  # some vocabularies hold bytes
-    if kind == _ARRAY and depth < _MAX_DEPTH:
+    if kind == ARRAY and depth < _MAX_DEPTH:
         return _array(cursor, key, depth)
-    raise _Damage(f"{key} is of type {kind}, " + ("nested too deep" if kind == _ARRAY else "which does not exist"))
+    raise _Damage(f"{key} is of type {kind}, " + ("nested too deep" if kind == ARRAY else "which does not exist"))
 
 
 def _array(cursor: _Cursor, key: str, depth: int) -> Any:
@@ -234,9 +234,9 @@ def _array(cursor: _Cursor, key: str, depth: int) -> Any:
         values = array(_SCALARS[kind])
         _frombytes(values, cursor.take(count * struct.calcsize(f"<{_SCALARS[kind]}"), what), _SCALARS[kind])
         return values
-    if kind == _BOOL:
+    if kind == BOOL:
         return array("B", _require_bools(cursor.take(count, what), key))
-    least = 8 if kind == _STRING else 12  # bytes of an empty one
+    least = 8 if kind == STRING else 12  # bytes of an empty one
     cursor.require(count * least, what)
     return [_value(cursor, kind, key, depth + 1) for _ in range(count)]
 

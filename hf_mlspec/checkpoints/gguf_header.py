@@ -16,12 +16,23 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from .gguf_file import GGML_TYPES, MAGIC, GgmlType, GgufFile, GgufTensor
+from .gguf_file import (
+    ARRAY,
+    BOOL,
+    FLOAT32,
+    GGML_TYPES,
+    INT32,
+    MAGIC,
+    STRING,
+    UINT32,
+    GgmlType,
+    GgufFile,
+    GgufTensor,
+)  # fmt: skip
 
 ALIGNMENT = 32
 _VERSION = 3
 _NUMBERS = {ggml.name: number for number, ggml in GGML_TYPES.items()}
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 
 
 @dataclass(frozen=True)
@@ -128,15 +139,15 @@ def _text(value: str) -> bytes:
 
 def _value(key: str, value: Any) -> bytes:
     if isinstance(value, bool):
-        return struct.pack("<IB", _BOOL, value)
+        return struct.pack("<IB", BOOL, value)
     if isinstance(value, int) and 0 <= value < 1 << 32:
-        return struct.pack("<II", _UINT32, value)
+        return struct.pack("<II", UINT32, value)
     if isinstance(value, float):
-        return struct.pack("<If", _FLOAT32, value)
+        return struct.pack("<If", FLOAT32, value)
     if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _text(value)
+        return struct.pack("<I", STRING) + _text(value)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+        return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))
     if isinstance(value, array) and value.typecode == "i":
-        return struct.pack(f"<IIQ{len(value)}i", _ARRAY, _INT32, len(value), *value)
+        return struct.pack(f"<IIQ{len(value)}i", ARRAY, INT32, len(value), *value)
     raise TypeError(f"{key} is {value!r:.100}, which no metadata of a GGUF file that is written here can be")
