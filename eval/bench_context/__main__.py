@@ -4,11 +4,11 @@
     python -m eval.bench_context --shape llama-1.1b --device cuda
     python -m eval.bench_context --quick
 
-A model of random BF16 weights reads a prompt of random ids and writes greedily, by stock `generate` and by ours without
-levels, in turns; medians over repeats. The prompt's time ends with the first new token. A step is the time between the
-first tokens that come and the last, over the tokens between. It reads every weight but the rows of the input embedding,
-and keys and values of the whole context: these bytes a second are given as a share of what a plain sum over memory
-reads in the same minute. Stock runs its default attention (SDPA).
+A model of random BF16 weights reads a prompt of random ids and writes greedily, by stock `generate` and by ours
+without levels, in turns; medians over repeats. The prompt's time ends with the first new token. A step is the time
+between the first tokens that come and the last, over the tokens between. It reads every weight but the rows of the
+input embedding, and keys and values of the whole context: these bytes a second are given as a share of what a plain sum
+over memory reads in the same minute. Stock runs its default attention (SDPA).
 """
 
 from __future__ import annotations

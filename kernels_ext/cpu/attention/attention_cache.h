@@ -21,17 +21,23 @@ struct CacheRows {
 
   // Of slots [first, first + 16) of lanes[slots][head_dim]; rows of zeros outside `seen`.
   void find(const mlspec_attention_args& args, const void* lanes, int64_t first, SlotRange seen) {
-    const int64_t bytes = args.head_dim * (args.kv_dtype == MLSPEC_FLOAT32 ? 4 : 2);
-    const char* const slots = static_cast<const char*>(lanes) + first * bytes;
-    // The same slots of the next chunk: 16 rows read side by side are no stream that processors know.
-    const char* const next = slots + kChunk * bytes;
-    const int64_t ahead = std::min<int64_t>(kLanes, end - first - kChunk) * bytes;
-    for (int64_t b = 0; b < ahead; b += 64) __builtin_prefetch(next + b);
-    for (int s = 0; s < kLanes; ++s) row[s] = slots + s * bytes;
+    const int64_t bytes = row_bytes(args);
+    for (int s = 0; s < kLanes; ++s) row[s] = static_cast<const char*>(lanes) + (first + s) * bytes;
     const bool whole = seen.begin <= first && first + kLanes <= seen.end;
     for (int s = 0; !whole && s < kLanes; ++s)
       if (first + s < seen.begin || first + s >= seen.end) row[s] = kZeroRow;
     for (int s = 0; args.head_dim % kStep != 0 && s < kLanes; ++s) pad(s, bytes, bytes / args.head_dim * kStep);
+  }
+
+  // 16 slots that are read next: rows side by side are no stream that processors follow by themselves.
+  void prefetch(const mlspec_attention_args& args, const void* lanes, int64_t first) const {
+    const int64_t bytes = row_bytes(args), size = std::min<int64_t>(kLanes, end - first) * bytes;
+    const char* const next = static_cast<const char*>(lanes) + first * bytes;
+    for (int64_t b = 0; b < size; b += 64) __builtin_prefetch(next + b);
+  }
+
+  static int64_t row_bytes(const mlspec_attention_args& args) {
+    return args.head_dim * (args.kv_dtype == MLSPEC_FLOAT32 ? 4 : 2);
   }
 
   // Row s, of so many bytes, up to the end of its last step.
@@ -47,6 +53,7 @@ template <class Terms, class Block>
 inline void load_keys(const mlspec_attention_args& args, int64_t chunk, SlotRange seen, SlotRange steps, Block& block) {
   for (int64_t slot = steps.begin; slot < steps.end; slot += kLanes) {
     block.rows.find(args, args.keys, chunk + slot, seen);
+    block.rows.prefetch(args, args.values, chunk + slot);
     Terms::load_keys(args, block.rows.row, block.padded, block.keys + slot * Terms::kPair, kChunk);
   }
 }
@@ -57,6 +64,7 @@ inline bool load_values(const mlspec_attention_args& args, int64_t chunk, SlotRa
   Vec products = Vec::zero();  // of values and zero: NaN where one is not finite
   for (int64_t slot = steps.begin; slot < steps.end; slot += kLanes) {
     block.rows.find(args, args.values, chunk + slot, seen);
+    block.rows.prefetch(args, args.keys, chunk + kChunk + slot);
     products = Terms::template load_values<kAsk>(args, block.rows.row, block.padded, block.values + slot * block.padded, products);
   }
   return !kAsk || bits(is_nan(products)) == 0;
