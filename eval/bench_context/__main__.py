@@ -7,7 +7,7 @@
 A model of random BF16 weights reads a prompt of random ids and writes greedily, by stock `generate` and by ours
 without levels, in turns; medians over repeats. The prompt's time ends with the first new token. A step is the time
 between the first tokens that come and the last, over the tokens between. It reads every weight but the rows of the
-input embedding, and keys and values of the whole context: these bytes a second are given as a share of what a plain sum
+input embedding, and keys and values of the whole context: these bytes a second are given as a share of what a sum
 over memory reads in the same minute. Stock runs its default attention (SDPA).
 """
 
