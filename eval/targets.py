@@ -16,7 +16,11 @@ def llama(*sizes: int) -> dict[str, int]:
     return dict(zip(_SIZES, sizes, strict=True))
 
 
-SMALL_SHAPES = {"llama-1.1b": llama(2048, 5632, 22, 32, 4, 32000, 2048), "tiny": llama(64, 128, 2, 4, 2, 96, 512)}
+SMALL_SHAPES = {
+    "llama-0.5b": llama(896, 4864, 24, 14, 2, 151936, 2048),
+    "llama-1.1b": llama(2048, 5632, 22, 32, 4, 32000, 2048),
+    "tiny": llama(64, 128, 2, 4, 2, 96, 512),
+}
 SHAPES = {
     **SMALL_SHAPES,
     "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128256, 8192),

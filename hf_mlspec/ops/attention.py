@@ -166,6 +166,7 @@ def ragged_attention(
 
     Token t of row r sits in slot ``starts[r] + t`` and sees the slots up to its own, only the last ``window`` of them
     unless that is 0. Scores are multiplied by ``scale``, then capped to ``softcap * tanh(score / softcap)`` unless 0.
+    Over a bfloat16 cache a kernel may round queries and softmax weights to bfloat16; it sums in float32.
     """
     return _ragged_attention(q, keys, values, starts, scale, window, softcap)
 

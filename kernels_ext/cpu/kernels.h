@@ -113,6 +113,7 @@ enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2,
 
 // Causal attention of the queries that share one key head, of one row of the batch. Keys are visited in chunks of 64
 // absolute slots in ascending order with an online softmax, so a query's bits depend on its position and on the cache only.
+// Over a bfloat16 cache, instruction sets that multiply bfloat16 round queries and weights to it; all sums are float32.
 struct mlspec_attention_args {
   const float* q;           // query of token t and head h: q + t * q_token_stride + h * head_dim, already rotated
   int64_t q_token_stride;
@@ -128,6 +129,7 @@ struct mlspec_attention_args {
   float* out;               // out + t * out_token_stride + h * head_dim
   int64_t out_token_stride;
 };
+typedef void (*mlspec_attention_fn)(const struct mlspec_attention_args* args);
 
 // A place in the noise of a call: Philox4x32-10 with the seed for a key and (token / 4, position, stream, 0) for a counter.
 struct mlspec_noise {
@@ -149,7 +151,6 @@ struct mlspec_row_ops {
   int64_t (*argmax)(const float* x, int64_t n, float* largest, float* log_sum_exp);
   // Index of the largest score + Gumbel noise, the first of equals; scores hold no NaN.
   int64_t (*draw)(const struct mlspec_noise* at, const float* scores, int64_t n);
-  void (*attention)(const struct mlspec_attention_args* args);
 };
 
 }  // extern "C"
@@ -168,6 +169,7 @@ struct CpuKernels {
   mlspec_linear_fn nested_linear_int8, nested_linear_bf16, nested_linear_exact;
   mlspec_linear_fn bitplane_linear;  // ACTS_BF16
   mlspec_dequantize_fn int4_dequantize;
+  mlspec_attention_fn attention;
   mlspec_row_ops row;
 };
 

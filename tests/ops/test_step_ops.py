@@ -126,8 +126,11 @@ def test_ragged_attention_rows(dtype, rule):
             scores = torch.einsum("hd,hsd->hs", case["q"][row, t].double(), k) * 0.3
             if case["softcap"]:
                 scores = case["softcap"] * torch.tanh(scores / case["softcap"])
-            expected = torch.einsum("hs,hsd->hd", scores.softmax(-1), v)
-            assert torch.allclose(y[row, t].double(), expected, rtol=2 * STEP[dtype], atol=1e-5)
+            weights = scores.softmax(-1)
+            expected = torch.einsum("hs,hsd->hd", weights, v)
+            rounded = 0.0 if dtype == torch.float32 else STEP[dtype] * torch.einsum("hs,hsd->hd", weights, v.abs())
+            off = rounded + 2 * STEP[dtype] * expected.abs() + 1e-5  # rounded: a kernel may round weights to bfloat16
+            assert ((y[row, t].double() - expected).abs() <= off).all()
         assert y[row, count:].eq(0).all()
     assert y[3].eq(0).all()
 

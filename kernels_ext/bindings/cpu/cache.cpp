@@ -12,8 +12,6 @@ namespace {
 using namespace mlspec;
 using at::Tensor;
 
-constexpr int64_t kAttentionTokens = 8;  // queries of one head group that one thread takes at a time
-
 // Keys or values [batch, kv_heads, slots, head_dim] whose lanes [slots, head_dim] are dense; batch and heads may have gaps.
 struct Lanes {
   char* data;
@@ -164,7 +162,7 @@ Tensor ragged_attention(const Tensor& q, const Tensor& keys, const Tensor& value
                                          starts[row] + token, key_lanes.at(row, head, 0), value_lanes.at(row, head, 0),
                                          key_lanes.dtype, dim, window, static_cast<float>(scale), static_cast<float>(softcap),
                                          wide_y + at, width};
-        ops.attention(&args);
+        cpu_kernels().attention(&args);
       }
     });
     team.share(batch * tokens, rows_per_piece(width), [&](int64_t i, int64_t end) {

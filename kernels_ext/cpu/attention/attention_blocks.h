@@ -1,33 +1,46 @@
 // How does a block of queries attend over the slots of one key head, each query as if it were alone?
 //
-// Included inside the anonymous namespace of row_ops_<isa>.cpp, after row_ops_loops.h.
+// Included inside the anonymous namespaces of attention_<isa>.cpp, after Vec, row_ops_math.h and attention_cache.h.
 //
 // Softmax over chunks of 64 absolute slots, ascending, with a running maximum and sum (Milakov and Gimelshein 2018; tiled
-// as in FlashAttention, Dao et al. 2022). Keys, then values, of 16 slots at a time are widened into a buffer in L1 that all
-// queries of the block read; a tile of queries shares each load of a value. Sums over head_dim run in 16 lanes and a fixed
-// tree, sums over slots one slot after the other, so tiles, blocks and edges give the bits that a query alone gets. Slots
-// that a query may not see are masked before its maximum, and their values are never multiplied.
+// as in FlashAttention, Dao et al. 2022). Keys of a chunk are transposed, so that a score is one sum over the head's
+// elements in a lane of its own, and an output one sum over slots: `Terms` says of which factors, and one of its
+// multiplications adds either, always in ascending order. So tiles, blocks and edges give the bits that a query alone gets.
+// A slot that a query may not see has weight zero: it adds zero. Where a value that some queries see is not finite, which zero
+// does not make zero, each query reads the values again, zeros in the place of those it may not see.
 
-constexpr int kChunk = 64;      // slots between two updates of the running maximum
-constexpr int kSlots = 16;      // slots that are widened at a time
-constexpr int kMaxQueries = 48;  // of one block: 9 tokens of 4 heads fit
+constexpr int64_t kBlockElements = 16384;  // of the queries of a block: 7 heads of 64 of 32 tokens fit
+constexpr int64_t kMaxQueries = 256;
+constexpr int kTileQueries = kLanes;  // queries between two updates of their maxima
 
-struct SlotRange {
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
-  SlotRange within(int64_t low, int64_t high) const { return {std::max(begin, low), std::min(end, high)}; }
+// c[row][0..columns) = c * rescale[row] + a[row] * b; without rescale c starts at zero.
+template <class Element>
+struct Factors {
+  const Element* a;  // [rows][a_stride]
+  int64_t a_stride;
+  const Element* b;  // [depth / kPair][b_stride][kPair]
+  int64_t b_stride;
+  int64_t depth, columns;  // multiples of kStep
+  float* c;                // [rows][c_stride]
+  int64_t c_stride;
+  const float* rescale;    // [rows], or null
 };
 
+template <class Terms>
 struct QueryBlock {
-  alignas(64) float queries[kMaxQueries * kMaxHeadDim];  // [query][padded], scores are their products with keys
-  alignas(64) float outputs[kMaxQueries * kMaxHeadDim];  // [query][padded], not yet divided by the sum
-  alignas(64) float addends[kMaxQueries * kMaxHeadDim];  // [query][padded]: what the chunk at hand adds to outputs
-  alignas(64) float rows[kSlots * kMaxHeadDim];          // [padded / 16][slot][16]: keys or values of 16 slots
-  alignas(64) float scores[kMaxQueries * kChunk];        // [query][slot of the chunk]; weights after the softmax
-  float largest[kMaxQueries], sum[kMaxQueries], rescale[kMaxQueries];
+  using Element = typename Terms::Element;
+  alignas(64) Element queries[kBlockElements];          // [query][padded]
+  alignas(64) float outputs[kBlockElements];            // [query][padded], not yet divided by the sum
+  alignas(64) Element keys[kMaxHeadDim * kChunk];       // [padded / kPair][slot of the chunk][kPair]
+  alignas(64) Element values[kMaxHeadDim * kChunk];     // [slot of the chunk / kPair][padded][kPair]
+  alignas(64) float scores[kTileQueries * kChunk];      // of a tile: [query][slot of the chunk]
+  alignas(64) Element weights[kTileQueries * kChunk];   // the same after the softmax
+  alignas(64) float sums[kMaxQueries * kLanes];         // [query][lane]: of weights, in each lane those of some slots
+  alignas(64) float largest[kMaxQueries + kTileQueries], rescale[kTileQueries];
   SlotRange visible[kMaxQueries];
+  CacheRows rows;
   int num_queries;
-  int64_t padded;  // head_dim rounded up to whole Vecs; the rest is zero
+  int64_t padded;  // head_dim rounded up to kStep; the rest is zero
 };
 
 inline SlotRange visible_slots(const mlspec_attention_args& args, int64_t token) {
@@ -43,184 +56,148 @@ inline float* output_of(const mlspec_attention_args& args, int64_t index) {
   return args.out + index / args.num_heads * args.out_token_stride + index % args.num_heads * args.head_dim;
 }
 
-inline void start_block(const mlspec_attention_args& args, int64_t first, int64_t count, QueryBlock& block) {
+template <class Terms>
+inline void start_block(const mlspec_attention_args& args, int64_t first, int64_t count, QueryBlock<Terms>& block) {
   block.num_queries = static_cast<int>(count);
-  block.padded = (args.head_dim + kLanes - 1) / kLanes * kLanes;
   std::memset(block.outputs, 0, sizeof(float) * count * block.padded);
-  std::memset(block.scores, 0, sizeof(float) * count * kChunk);
+  std::memset(block.sums, 0, sizeof(float) * count * kLanes);
+  std::fill_n(block.largest, count + kTileQueries, -INFINITY);
+  alignas(64) float query[kMaxHeadDim];
+  std::memset(query, 0, sizeof(float) * block.padded);
   for (int64_t i = 0; i < count; ++i) {
-    float* query = block.queries + i * block.padded;
-    std::memset(query + block.padded - kLanes, 0, sizeof(float) * kLanes);
     std::memcpy(query, query_of(args, first + i), sizeof(float) * args.head_dim);
-    block.largest[i] = -INFINITY;
-    block.sum[i] = 0.f;
+    for (int64_t d = 0; d < block.padded; d += kStep) Terms::store_query(query + d, block.queries + i * block.padded + d);
     block.visible[i] = visible_slots(args, (first + i) / args.num_heads);
   }
 }
 
-inline void widen_slot(const mlspec_attention_args& args, const void* cache, int64_t slot, float* row) {
-  const int64_t n = args.head_dim, whole = n / kLanes * kLanes;
-  const float* full = static_cast<const float*>(cache) + slot * n;
-  const uint16_t* half = static_cast<const uint16_t*>(cache) + slot * n;
-  if (args.kv_dtype == MLSPEC_FLOAT32) {
-    for (int64_t d = 0; d < whole; d += kLanes) Vec::load(full + d).store(row + d * kSlots);
-    if (whole < n) Vec::load_first(full + whole, n - whole).store(row + whole * kSlots);
-  } else {
-    for (int64_t d = 0; d < whole; d += kLanes) Vec::load_bfloat16(half + d).store(row + d * kSlots);
-    if (whole < n) widen_first<Bfloat16>(half + whole, n - whole).store(row + whole * kSlots);
-  }
+// 2^x of x <= 0: 2^0 is 1, and -Inf gives 0. Five terms of a minimax fit over [-1/2, 1/2]: the relative error is below 2^-22.
+inline Vec power_of_two(Vec x) {
+  constexpr float kShift = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  x = max(Vec::all(-160.f), x);         // hands on a NaN
+  const Vec shifted = x + Vec::all(kShift), n = shifted - Vec::all(kShift), r = x - n;
+  Vec p = fma(Vec::all(0.00132647273f), r, Vec::all(0.00967151299f));
+  p = fma(p, r, Vec::all(0.0555073358f));
+  p = fma(p, r, Vec::all(0.240222424f));
+  p = fma(p, r, Vec::all(0.693147004f));
+  p = fma(p, r, Vec::all(1.f));
+  return times_power_of_two(p, shifted, n);
 }
 
-// The rows of slots [first, first + 16) of `cache`; zeros where no query of the block sees the slot.
-inline void widen_slots(const mlspec_attention_args& args, const void* cache, int64_t first, SlotRange seen,
-                        QueryBlock& block) {
-  for (int s = 0; s < kSlots; ++s) {
-    float* row = block.rows + s * kLanes;
-    const bool visible = seen.begin <= first + s && first + s < seen.end;
-    if (visible) widen_slot(args, cache, first + s, row);
-    for (int64_t d = 0; !visible && d < block.padded; d += kLanes) Vec::zero().store(row + d * kSlots);
+// Scores of a query, scaled and capped, as powers of two, -Inf where it may not see; returns the largest.
+template <class Terms>
+inline float mask_scores(const mlspec_attention_args& args, SlotRange visible, int64_t chunk, float* scores) {
+  const SlotRange seen = visible.within(chunk, chunk + kChunk);
+  const bool whole = seen.end - seen.begin == kChunk, capped = args.softcap > 0.f;
+  constexpr float kLog2OfE = 1.44269504f;
+  const Vec scale = Vec::all(capped ? args.scale : args.scale * kLog2OfE);
+  Vec most = Vec::all(-INFINITY);
+  for (int j = 0; j < kChunk; j += kLanes) {
+    Vec score = Vec::load(scores + j) * scale;
+    if (capped) score = cap_softly(score, Vec::all(args.softcap)) * Vec::all(kLog2OfE);
+    if (!whole)
+      score = select(Vec::lanes_between(seen.begin - chunk - j, seen.end - chunk - j), score, Vec::all(-INFINITY));
+    score.store(scores + j);
+    most = max(score, most);
   }
+  return Vec::largest(most);
 }
 
-// scores[0..16): products of one query with 16 rows.
-inline void score_slots(const float* query, const float* rows, int64_t padded, float* scores) {
-  for (int first = 0; first < kSlots; first += Vec::kDots) {
-    Vec sums[Vec::kDots];
-#pragma GCC unroll 16
-    for (int s = 0; s < Vec::kDots; ++s) sums[s] = Vec::zero();
-    for (int64_t d = 0; d < padded; d += kLanes) {
-      const Vec q = Vec::load(query + d);
-#pragma GCC unroll 16
-      for (int s = 0; s < Vec::kDots; ++s) sums[s] = fma(q, Vec::load(rows + d * kSlots + (first + s) * kLanes), sums[s]);
+// Turns the scores of a tile into weights and moves the running maxima and sums on.
+template <class Terms>
+inline void update_softmax(const mlspec_attention_args& args, int first, int count, int64_t chunk, QueryBlock<Terms>& block) {
+  alignas(64) float largest[kTileQueries];
+  std::fill_n(largest, kTileQueries, -INFINITY);
+  for (int i = 0; i < count; ++i)
+    largest[i] = mask_scores<Terms>(args, block.visible[first + i], chunk, block.scores + i * kChunk);
+  const Vec before = Vec::load(block.largest + first), now = max(Vec::load(largest), before);
+  now.store(largest);
+  power_of_two(before - now).store(block.rescale);
+  for (int i = 0; i < count; ++i) {
+    const Vec shift = Vec::all(largest[i]);
+    const float* const scores = block.scores + i * kChunk;
+    float* const sums = block.sums + (first + i) * kLanes;
+    Vec sum = Vec::zero();
+    for (int j = 0; j < kChunk; j += kStep) {
+      const Vec weights[kStep / kLanes] = {power_of_two(Vec::load(scores + j) - shift),
+                                           power_of_two(Vec::load(scores + j + kLanes) - shift)};
+      sum = Terms::store_weights(weights, block.weights + i * kChunk + j, sum);
     }
-    Vec::store_sums(sums, scores + first);
+    fma(Vec::load(sums), Vec::all(block.rescale[i]), sum).store(sums);
+    block.largest[first + i] = largest[i];
   }
 }
 
-// Turns the scores of one chunk into weights and moves the running maximum and sum of query i on.
-inline void update_softmax(const mlspec_attention_args& args, int i, int64_t chunk, QueryBlock& block) {
-  const SlotRange seen = block.visible[i].within(chunk, chunk + kChunk);
-  if (seen.empty()) return;
-  float* scores = block.scores + i * kChunk;
-  Vec weights[kChunk / kLanes], most = Vec::all(-INFINITY);
-  for (int j = 0; j < kChunk / kLanes; ++j) {
-    Vec score = Vec::load(scores + j * kLanes) * Vec::all(args.scale);
-    if (args.softcap > 0.f) score = cap_softly(score, Vec::all(args.softcap));
-    const auto mask = Vec::lanes_between(seen.begin - chunk - j * kLanes, seen.end - chunk - j * kLanes);
-    weights[j] = select(mask, score, Vec::all(-INFINITY));
-    most = max(weights[j], most);
-  }
-  const float largest = std::max(block.largest[i], Vec::largest(most));
-  const Vec shift = Vec::all(largest), rescale = exp(Vec::all(block.largest[i]) - shift);
-  for (int j = 0; j < kChunk / kLanes; ++j) {
-    const auto mask = Vec::lanes_between(seen.begin - chunk - j * kLanes, seen.end - chunk - j * kLanes);
-    weights[j] = select(mask, exp(weights[j] - shift), Vec::zero());
-    weights[j].store(scores + j * kLanes);
-  }
-  const float sum = Vec::sum((weights[0] + weights[1]) + (weights[2] + weights[3]));
-  block.sum[i] = Vec::first(fma(Vec::all(block.sum[i]), rescale, Vec::all(sum)));
-  block.largest[i] = largest;
-  block.rescale[i] = Vec::first(rescale);
+// Slots of a chunk that are read, in whole steps: [begin, end) counts from its first slot.
+inline SlotRange steps_of(SlotRange seen, int64_t chunk) {
+  return {(seen.begin - chunk) / kStep * kStep, (seen.end - chunk + kStep - 1) / kStep * kStep};
 }
 
-// addends[kQueries][kVecs * 16] += weights[kQueries][begin..end) * rows[begin..end)
-template <int kQueries, int kVecs>
-inline void add_values(const float* weights, const float* rows, int64_t padded, int begin, int end, float* addends) {
-  Vec sums[kQueries][kVecs];
-  for (int i = 0; i < kQueries; ++i)
-    for (int j = 0; j < kVecs; ++j) sums[i][j] = Vec::load(addends + i * padded + j * kLanes);
-  for (int s = begin; s < end; ++s) {
-    Vec values[kVecs];
-#pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) values[j] = Vec::load(rows + (j * kSlots + s) * kLanes);
-#pragma GCC unroll 4
-    for (int i = 0; i < kQueries; ++i) {
-      const Vec weight = Vec::all(weights[i * kChunk + s]);
-#pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) sums[i][j] = fma(weight, values[j], sums[i][j]);
-    }
-  }
-  for (int i = 0; i < kQueries; ++i)
-    for (int j = 0; j < kVecs; ++j) sums[i][j].store(addends + i * padded + j * kLanes);
+template <class Terms>
+inline void add_values(const QueryBlock<Terms>& block, int first, int count, int tile_first, SlotRange steps, float* outputs) {
+  Terms::multiply({block.weights + (first - tile_first) * kChunk + steps.begin, kChunk,
+                   block.values + steps.begin * block.padded, block.padded, steps.end - steps.begin, block.padded,
+                   outputs + first * block.padded, block.padded, block.rescale + (first - tile_first)},
+                  count);
 }
 
-template <int kQueries>
-inline void add_values_of(const float* weights, QueryBlock& block, int first_query, int begin, int end) {
-  const int64_t padded = block.padded;
-  float* addends = block.addends + first_query * padded;
-  int64_t d = 0;
-  for (; d + Vec::kTile * kLanes <= padded; d += Vec::kTile * kLanes)
-    add_values<kQueries, Vec::kTile>(weights, block.rows + d * kSlots, padded, begin, end, addends + d);
-  for (; d < padded; d += kLanes) add_values<kQueries, 1>(weights, block.rows + d * kSlots, padded, begin, end, addends + d);
-}
-
-// Values of the 16 slots from `first` on for a tile of queries: first what only some of them see, one by one, then what all see.
-template <int kQueries>
-inline void add_visible(int first_query, int64_t chunk, int64_t first, QueryBlock& block) {
-  SlotRange shared{first, first + kSlots};
-  for (int i = 0; i < kQueries; ++i) {
-    const SlotRange& seen = block.visible[first_query + i];
-    shared = shared.within(seen.begin, seen.end);
-  }
-  if (shared.empty()) shared = {first + kSlots, first + kSlots};
-  const float* weights = block.scores + first_query * kChunk + (first - chunk);
-  const auto add_alone = [&](int i, int64_t low, int64_t high) {
-    const SlotRange range = block.visible[first_query + i].within(low, high);
-    if (!range.empty())
-      add_values_of<1>(weights + i * kChunk, block, first_query + i, range.begin - first, range.end - first);
-  };
-  for (int i = 0; i < kQueries; ++i) add_alone(i, first, shared.begin);
-  add_values_of<kQueries>(weights, block, first_query, shared.begin - first, shared.end - first);
-  for (int i = 0; i < kQueries; ++i) add_alone(i, shared.end, first + kSlots);
-}
-
-// The outputs so far, brought to the new maximum, plus the chunk's.
-inline void add_chunk(int64_t chunk, QueryBlock& block) {
-  for (int i = 0; i < block.num_queries; ++i) {
-    if (block.visible[i].within(chunk, chunk + kChunk).empty()) continue;
-    const Vec rescale = Vec::all(block.rescale[i]);
-    float *output = block.outputs + i * block.padded, *addend = block.addends + i * block.padded;
-    for (int64_t d = 0; d < block.padded; d += kLanes)
-      fma(Vec::load(output + d), rescale, Vec::load(addend + d)).store(output + d);
+// Queries [first, first + count) of the block, at most a tile, which all see slots of the chunk.
+template <class Terms>
+inline void attend_tile(const mlspec_attention_args& args, int first, int count, int64_t chunk, SlotRange seen, bool finite,
+                        QueryBlock<Terms>& block) {
+  const SlotRange steps = steps_of(seen, chunk);
+  Terms::multiply({block.queries + first * block.padded, block.padded, block.keys + steps.begin * Terms::kPair, kChunk,
+                   block.padded, steps.end - steps.begin, block.scores + steps.begin, kChunk, nullptr},
+                  count);
+  update_softmax(args, first, count, chunk, block);
+  if (finite) return add_values(block, first, count, first, steps, block.outputs);
+  for (int i = first; i < first + count; ++i) {
+    load_values<Terms, false>(args, chunk, block.visible[i].within(seen.begin, seen.end), steps, block);
+    add_values(block, i, 1, first, steps, block.outputs);
   }
 }
 
-inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, SlotRange seen, QueryBlock& block) {
+template <class Terms>
+inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, SlotRange seen, QueryBlock<Terms>& block) {
   seen = seen.within(chunk, chunk + kChunk);
-  const int64_t first_slots = seen.begin / kSlots * kSlots;
-  for (int64_t first = first_slots; first < seen.end; first += kSlots) {
-    widen_slots(args, args.keys, first, seen, block);
-    for (int i = 0; i < block.num_queries; ++i)
-      score_slots(block.queries + i * block.padded, block.rows, block.padded, block.scores + i * kChunk + (first - chunk));
-  }
-  for (int i = 0; i < block.num_queries; ++i) update_softmax(args, i, chunk, block);
-  std::memset(block.addends, 0, sizeof(float) * block.num_queries * block.padded);
-  for (int64_t first = first_slots; first < seen.end; first += kSlots) {
-    widen_slots(args, args.values, first, seen, block);
-    int i = 0;
-    for (; i + Vec::kTile <= block.num_queries; i += Vec::kTile) add_visible<Vec::kTile>(i, chunk, first, block);
-    for (; i < block.num_queries; ++i) add_visible<1>(i, chunk, first, block);
-  }
-  add_chunk(chunk, block);
+  const SlotRange steps = steps_of(seen, chunk);
+  int begin = 0, end = block.num_queries;
+  while (block.visible[begin].within(seen.begin, seen.end).empty()) ++begin;
+  while (block.visible[end - 1].within(seen.begin, seen.end).empty()) --end;
+  load_keys<Terms>(args, chunk, seen, steps, block);
+  const bool alike = block.visible[begin].end >= seen.end && block.visible[end - 1].begin <= seen.begin;
+  const bool finite = alike ? load_values<Terms, false>(args, chunk, seen, steps, block)
+                            : load_values<Terms, true>(args, chunk, seen, steps, block);
+  for (int i = begin; i < end; i += kTileQueries)
+    attend_tile(args, i, std::min(kTileQueries, end - i), chunk, seen, finite, block);
 }
 
-void attend_block(const mlspec_attention_args& args, int64_t first, int64_t count, QueryBlock& block) {
+template <class Terms>
+void attend_block(const mlspec_attention_args& args, int64_t first, int64_t count, QueryBlock<Terms>& block) {
   start_block(args, first, count, block);
   const SlotRange seen{block.visible[0].begin, block.visible[count - 1].end};
+  block.rows.end = seen.end;
   for (int64_t chunk = seen.begin / kChunk * kChunk; chunk < seen.end; chunk += kChunk)
     attend_chunk(args, chunk, seen, block);
   for (int i = 0; i < count; ++i) {
-    const Vec factor = Vec::all(1.f / block.sum[i]);
-    map(block.outputs + i * block.padded, args.head_dim, output_of(args, first + i), [&](Vec v) { return v * factor; });
+    const Vec factor = Vec::all(1.f / Vec::sum(Vec::load(block.sums + i * kLanes)));
+    const float* const output = block.outputs + i * block.padded;
+    float* const to = output_of(args, first + i);
+    int64_t d = 0;  // plus zero: what a sum of nothing but zeros has for a sign is nobody's business
+    for (; d + kLanes <= args.head_dim; d += kLanes) fma(Vec::load(output + d), factor, Vec::zero()).store(to + d);
+    if (d < args.head_dim) fma(Vec::load(output + d), factor, Vec::zero()).store_first(to + d, args.head_dim - d);
   }
 }
 
-void attention(const mlspec_attention_args* args) {
-  const int64_t total = args->num_tokens * args->num_heads;
+template <class Terms>
+void attend(const mlspec_attention_args& args) {
+  const int64_t total = args.num_tokens * args.num_heads;
   if (total <= 0) return;
-  const int64_t blocks = (total + kMaxQueries - 1) / kMaxQueries;
-  const int64_t count = ((total + blocks - 1) / blocks + Vec::kTile - 1) / Vec::kTile * Vec::kTile;
-  QueryBlock block;
+  QueryBlock<Terms> block;
+  block.padded = (args.head_dim + kStep - 1) / kStep * kStep;
+  const int64_t most = std::min(kMaxQueries, kBlockElements / block.padded / kTileQueries * kTileQueries);
+  const int64_t blocks = (total + most - 1) / most;
+  const int64_t count = ((total + blocks - 1) / blocks + kTileQueries - 1) / kTileQueries * kTileQueries;
   for (int64_t first = 0; first < total; first += count)
-    attend_block(*args, first, std::min(count, total - first), block);
+    attend_block(args, first, std::min(count, total - first), block);
 }

@@ -5,11 +5,12 @@
 #include <chrono>
 #include <exception>
 
+#include "../attention/attention_limits.h"
+
 namespace mlspec {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int64_t kBlockTokens = 32;  // queries of one row that one thread attends with at a time
 
 // Hands passes from the deciding thread to the team.
 class Driver {
@@ -72,7 +73,7 @@ class Feeder {
   void add(int64_t row, int64_t position, int64_t token, bool kept) {
     const int64_t index = pass_.tokens.size();
     Segment* const last = pass_.blocks.empty() ? nullptr : &pass_.blocks.back();
-    if (last && last->row == row && last->count < kBlockTokens && last->start + last->count == position) {
+    if (last && last->row == row && last->count < kAttentionTokens && last->start + last->count == position) {
       ++last->count;
     } else {
       pass_.blocks.push_back({row, position, index, 1});

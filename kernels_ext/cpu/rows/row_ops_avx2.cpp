@@ -1,4 +1,4 @@
-// Row operations and attention with AVX2, FMA and F16C: a Vec is two registers.
+// Row operations with AVX2, FMA and F16C: a Vec is two registers.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -8,165 +8,24 @@
 #include <type_traits>
 #include <utility>
 
-#include "../attention/attention_limits.h"
 #include "../kernels.h"
 #include "../target.h"
 
 MLSPEC_TARGET("avx2,fma,f16c")
 
 namespace {
-using mlspec::kMaxHeadDim;
-constexpr int kLanes = 16;
 
-struct Mask {
-  __m256 low, high;
-};
-
-// All ones in the lanes i with begin <= i < end.
-inline __m256i lanes_of_eight(int64_t begin, int64_t end) {
-  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i from = _mm256_set1_epi32(static_cast<int>(std::clamp<int64_t>(begin, 0, 8)) - 1);
-  const __m256i to = _mm256_set1_epi32(static_cast<int>(std::clamp<int64_t>(end, 0, 8)));
-  return _mm256_and_si256(_mm256_cmpgt_epi32(index, from), _mm256_cmpgt_epi32(to, index));
-}
-
-inline __m128i to_bfloat16(__m256 v) {
-  const __m256i bits = _mm256_castps_si256(v);
-  const __m256i lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), lowest), 16);
-  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  const __m256i kept = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), nan);
-  return _mm_packus_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1));
-}
-
-inline __m128i load_half(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-inline void store_half(uint16_t* p, __m128i v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v); }
-inline __m256 from_bfloat16(__m128i v) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
-}
-
-struct Vec {
-  __m256 low, high;  // lanes 0..7 and 8..15
-  static constexpr int kDots = 4;  // slots whose products with a query are summed at the same time: 8 of 16 registers
-  static constexpr int kTile = 2;  // queries, and Vecs of a value, of one tile: 8 sums and 4 values of 16 registers
-  static Vec all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-  static Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-  static Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-  static Vec load_first(const float* p, int n) {
-    const __m256 low = _mm256_maskload_ps(p, lanes_of_eight(0, n));
-    return {low, n > 8 ? _mm256_maskload_ps(p + 8, lanes_of_eight(0, n - 8)) : _mm256_setzero_ps()};
-  }
-  static Vec load_bfloat16(const uint16_t* p) { return {from_bfloat16(load_half(p)), from_bfloat16(load_half(p + 8))}; }
-  static Vec load_float16(const uint16_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 8))}; }
-  void store(float* p) const {
-    _mm256_storeu_ps(p, low);
-    _mm256_storeu_ps(p + 8, high);
-  }
-  void store_first(float* p, int n) const {
-    _mm256_maskstore_ps(p, lanes_of_eight(0, n), low);
-    if (n > 8) _mm256_maskstore_ps(p + 8, lanes_of_eight(0, n - 8), high);
-  }
-  void store_bfloat16(uint16_t* p) const {
-    store_half(p, to_bfloat16(low));
-    store_half(p + 8, to_bfloat16(high));
-  }
-  void store_float16(uint16_t* p) const {
-    store_half(p, _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
-    store_half(p + 8, _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT));
-  }
-  static float first(Vec a) { return _mm256_cvtss_f32(a.low); }
-  static float sum(Vec a) {
-    const __m256 eight = _mm256_add_ps(a.low, a.high);
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-  }
-  static float largest(Vec a) {
-    const __m256 eight = _mm256_max_ps(a.low, a.high);
-    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-  }
-  // out[i] = sum(sums[i]) for four of them, in the order of sum: 16 -> 8 -> 4 lanes, then a transposed 4 x 4.
-  static void store_sums(const Vec* sums, float* out) {
-    __m128 four[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m256 eight = _mm256_add_ps(sums[i].low, sums[i].high);
-      four[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    }
-    _MM_TRANSPOSE4_PS(four[0], four[1], four[2], four[3]);
-    _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(four[0], four[2]), _mm_add_ps(four[1], four[3])));
-  }
-  static Mask lanes_between(int64_t begin, int64_t end) {
-    return {_mm256_castsi256_ps(lanes_of_eight(begin, end)), _mm256_castsi256_ps(lanes_of_eight(begin - 8, end - 8))};
-  }
-};
-
-#define MLSPEC_BOTH_HALVES(name, instruction) \
-  inline Vec name(Vec a, Vec b) { return {instruction(a.low, b.low), instruction(a.high, b.high)}; }
-MLSPEC_BOTH_HALVES(operator+, _mm256_add_ps)
-MLSPEC_BOTH_HALVES(operator-, _mm256_sub_ps)
-MLSPEC_BOTH_HALVES(operator*, _mm256_mul_ps)
-MLSPEC_BOTH_HALVES(operator/, _mm256_div_ps)
-MLSPEC_BOTH_HALVES(max, _mm256_max_ps)  // b where one is NaN
-MLSPEC_BOTH_HALVES(min, _mm256_min_ps)
-#undef MLSPEC_BOTH_HALVES
-
-inline Vec fma(Vec a, Vec b, Vec c) {
-  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-}
-inline Vec neg_fma(Vec a, Vec b, Vec c) {
-  return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
-}
-inline Vec abs(Vec a) {
-  const __m256 top = _mm256_set1_ps(-0.f);
-  return {_mm256_andnot_ps(top, a.low), _mm256_andnot_ps(top, a.high)};
-}
-inline __m256 copy_sign(__m256 a, __m256 sign) {
-  const __m256 top = _mm256_set1_ps(-0.f);
-  return _mm256_or_ps(_mm256_andnot_ps(top, a), _mm256_and_ps(top, sign));
-}
-inline Vec copy_sign(Vec a, Vec sign) { return {copy_sign(a.low, sign.low), copy_sign(a.high, sign.high)}; }
-
-// x * 2^n; shifted is n + 1.5 * 2^23, whose low bits are the integer. In two steps, so that subnormal results round.
-inline __m256 times_power_of_two(__m256 x, __m256 shifted) {
-  const __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(0x4B400000));
-  const __m256i half = _mm256_srai_epi32(n, 1), bias = _mm256_set1_epi32(127);
-  const __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-  const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias), 23);
-  return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second));
-}
-inline Vec times_power_of_two(Vec x, Vec shifted, Vec) {
-  return {times_power_of_two(x.low, shifted.low), times_power_of_two(x.high, shifted.high)};
-}
-
-template <int kComparison>
-inline Mask compare(Vec a, Vec b) {
-  return {_mm256_cmp_ps(a.low, b.low, kComparison), _mm256_cmp_ps(a.high, b.high, kComparison)};
-}
-inline Mask less(Vec a, Vec b) { return compare<_CMP_LT_OQ>(a, b); }
-inline Mask equal(Vec a, Vec b) { return compare<_CMP_EQ_OQ>(a, b); }
-inline Mask is_nan(Vec a) { return compare<_CMP_UNORD_Q>(a, a); }
-inline Vec select(Mask m, Vec yes, Vec no) {
-  return {_mm256_blendv_ps(no.low, yes.low, m.low), _mm256_blendv_ps(no.high, yes.high, m.high)};
-}
-inline uint32_t bits(Mask m) {
-  return static_cast<uint32_t>(_mm256_movemask_ps(m.low)) | static_cast<uint32_t>(_mm256_movemask_ps(m.high)) << 8;
-}
-
+#include "vec_ymm.h"
 #include "row_ops_math.h"
 #include "row_ops_loops.h"
 #include "row_ops_noise.h"
-#include "../attention/attention_blocks.h"
 
 }  // namespace
 
 extern "C" {
 extern const mlspec_row_ops mlspec_row_ops_avx2;
 const mlspec_row_ops mlspec_row_ops_avx2 = {rms_norm, add,     widen,  narrow, activate_mul,
-                                            rope,     softcap, argmax, draw,   attention};
+                                            rope,     softcap, argmax, draw};
 }
 
 MLSPEC_TARGET_END

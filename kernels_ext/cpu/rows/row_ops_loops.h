@@ -127,8 +127,6 @@ void rope(float* head, const float* cos, const float* sin, int64_t rotary_dim) {
   });
 }
 
-inline Vec cap_softly(Vec x, Vec cap) { return cap * tanh(x / cap); }
-
 void softcap(float* x, float cap, int64_t n) {
   const Vec limit = Vec::all(cap);
   map(x, n, x, [&](Vec v) { return cap_softly(v, limit); });

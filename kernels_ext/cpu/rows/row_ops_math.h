@@ -1,6 +1,6 @@
 // What are exp, tanh and the normal distribution of 16 floats? Written over Vec, so every instruction set sums alike.
 //
-// Included inside the anonymous namespace of row_ops_<isa>.cpp, after Vec. Coefficients: weighted minimax fits, rounded to
+// Included inside the anonymous namespaces of {row_ops,attention}_<isa>.cpp, after Vec. Coefficients: weighted minimax fits, rounded to
 // float32. No inexact product ever feeds a plain + or -: a compiler may fuse the two, in one place and not in another.
 
 // e^x to 1 ulp (2 where the result is subnormal); NaN stays NaN, large x gives Inf, very small x gives 0.
@@ -31,6 +31,8 @@ inline Vec tanh(Vec x) {
   const Vec large = one - Vec::all(2.f) / (exp(size + size) + one);
   return select(less(size, one), small, copy_sign(large, x));
 }
+
+inline Vec cap_softly(Vec x, Vec cap) { return cap * tanh(x / cap); }
 
 // P(X <= x) of the standard normal distribution, accurate in both tails: erfc(z) = e^(-z^2) t P(t), t = 1 / (1 + 0.45 z).
 inline Vec normal_cdf(Vec x) {
