@@ -41,6 +41,10 @@ struct QueryBlock {
   CacheRows rows;
   int num_queries;
   int64_t padded;  // head_dim rounded up to kStep; the rest is zero
+
+  // Whether the next keys are fetched while scores become weights, a share for each query, and not while values are loaded:
+  // a few queries are done with that too soon.
+  bool spreads() const { return num_queries >= 6; }
 };
 
 inline SlotRange visible_slots(const mlspec_attention_args& args, int64_t token) {
@@ -105,7 +109,8 @@ inline float mask_scores(const mlspec_attention_args& args, SlotRange visible, i
 
 // Turns the scores of a tile into weights and moves the running maxima and sums on.
 template <class Terms>
-inline void update_softmax(const mlspec_attention_args& args, int first, int count, int64_t chunk, QueryBlock<Terms>& block) {
+inline void update_softmax(const mlspec_attention_args& args, int first, int count, int64_t chunk, bool fetch,
+                           QueryBlock<Terms>& block) {
   alignas(64) float largest[kTileQueries];
   std::fill_n(largest, kTileQueries, -INFINITY);
   for (int i = 0; i < count; ++i)
@@ -125,6 +130,8 @@ inline void update_softmax(const mlspec_attention_args& args, int first, int cou
     }
     fma(Vec::load(sums), Vec::all(block.rescale[i]), sum).store(sums);
     block.largest[first + i] = largest[i];
+    const int64_t next = chunk + kChunk;
+    if (fetch) block.rows.prefetch(args, args.keys, next + kChunk * i / count, next + kChunk * (i + 1) / count);
   }
 }
 
@@ -144,12 +151,12 @@ inline void add_values(const QueryBlock<Terms>& block, int first, int count, int
 // Queries [first, first + count) of the block, at most a tile, which all see slots of the chunk.
 template <class Terms>
 inline void attend_tile(const mlspec_attention_args& args, int first, int count, int64_t chunk, SlotRange seen, bool finite,
-                        QueryBlock<Terms>& block) {
+                        bool fetch, QueryBlock<Terms>& block) {
   const SlotRange steps = steps_of(seen, chunk);
   Terms::multiply({block.queries + first * block.padded, block.padded, block.keys + steps.begin * Terms::kPair, kChunk,
                    block.padded, steps.end - steps.begin, block.scores + steps.begin, kChunk, nullptr},
                   count);
-  update_softmax(args, first, count, chunk, block);
+  update_softmax(args, first, count, chunk, fetch, block);
   if (finite) return add_values(block, first, count, first, steps, block.outputs);
   for (int i = first; i < first + count; ++i) {
     load_values<Terms, false>(args, chunk, block.visible[i].within(seen.begin, seen.end), steps, block);
@@ -169,7 +176,7 @@ inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, SlotR
   const bool finite = alike ? load_values<Terms, false>(args, chunk, seen, steps, block)
                             : load_values<Terms, true>(args, chunk, seen, steps, block);
   for (int i = begin; i < end; i += kTileQueries)
-    attend_tile(args, i, std::min(kTileQueries, end - i), chunk, seen, finite, block);
+    attend_tile(args, i, std::min(kTileQueries, end - i), chunk, seen, finite, i == begin && block.spreads(), block);
 }
 
 template <class Terms>
@@ -181,7 +188,8 @@ void attend_block(const mlspec_attention_args& args, int64_t first, int64_t coun
     attend_chunk(args, chunk, seen, block);
   for (int i = 0; i < count; ++i) {
     const Vec factor = Vec::all(1.f / Vec::sum(Vec::load(block.sums + i * kLanes)));
-    const float* const output = block.outputs + i * block.padded;
+    float* const output = block.outputs + i * block.padded;
+    Terms::restore_order(output, block.padded);
     float* const to = output_of(args, first + i);
     int64_t d = 0;  // plus zero: what a sum of nothing but zeros has for a sign is nobody's business
     for (; d + kLanes <= args.head_dim; d += kLanes) fma(Vec::load(output + d), factor, Vec::zero()).store(to + d);

@@ -64,6 +64,8 @@ struct FloatTerms {
 
   static void store_query(const float* from, float* to) { std::memcpy(to, from, kStep * sizeof(float)); }
 
+  static void restore_order(float*, int64_t) {}
+
   // kStep weights; -> sum plus the weights, lane by lane
   static Vec store_weights(const Vec* from, float* to, Vec sum) {
     from[0].store(to);
@@ -72,15 +74,15 @@ struct FloatTerms {
   }
 
   // to[element][stride], of 16 slots
-  static void load_keys(const mlspec_attention_args& args, const char* const* rows, int64_t padded, float* to, int64_t stride) {
+  static void load_keys(const mlspec_attention_args& args, const CacheRows& rows, int64_t padded, float* to, int64_t stride) {
     if (args.kv_dtype == MLSPEC_FLOAT32) {
       for (int64_t d = 0; d < padded; d += kLanes)
-        transpose_words(rows, d * 4, reinterpret_cast<uint32_t*>(to + d * stride), stride);
+        transpose_words(rows.first + d * 4, rows.stride, reinterpret_cast<uint32_t*>(to + d * stride), stride);
       return;
     }
     for (int64_t d = 0; d < padded; d += 2 * kLanes) {
       alignas(64) uint32_t pairs[kLanes * kLanes];
-      transpose_words(rows, d * 2, pairs, kLanes);
+      transpose_words(rows.first + d * 2, rows.stride, pairs, kLanes);
       for (int k = 0; k < kLanes; ++k) {
         uint32_t words[2][kLanes];
         for (int s = 0; s < kLanes; ++s) words[0][s] = pairs[k * kLanes + s] << 16;
@@ -93,12 +95,13 @@ struct FloatTerms {
 
   // to[slot][padded], of 16 slots; -> products plus zero times each, where asked
   template <bool kAsk>
-  static Vec load_values(const mlspec_attention_args& args, const char* const* rows, int64_t padded, float* to, Vec products) {
+  static Vec load_values(const mlspec_attention_args& args, const CacheRows& rows, int64_t padded, float* to, Vec products) {
     for (int s = 0; s < kLanes; ++s) {
+      const char* const row = rows.first + s * rows.stride;
       for (int64_t d = 0; d < padded; d += kLanes) {
         const bool wide = args.kv_dtype == MLSPEC_FLOAT32;
-        const Vec value = wide ? Vec::load(reinterpret_cast<const float*>(rows[s]) + d)
-                               : Vec::load_bfloat16(reinterpret_cast<const uint16_t*>(rows[s]) + d);
+        const Vec value = wide ? Vec::load(reinterpret_cast<const float*>(row) + d)
+                               : Vec::load_bfloat16(reinterpret_cast<const uint16_t*>(row) + d);
         value.store(to + s * padded + d);
         if (kAsk) products = fma(value, Vec::zero(), products);
       }

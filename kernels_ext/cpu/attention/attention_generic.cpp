@@ -15,12 +15,12 @@ using mlspec::kMaxHeadDim;
 #include "attention_cache.h"
 #include "attention_blocks.h"
 
-// to[c * stride + r] = word c of rows[r], from byte `offset` on.
-inline void transpose_words(const char* const* rows, int64_t offset, uint32_t* to, int64_t stride) {
+// to[c * to_stride + r] = word c of the row at rows + r * stride.
+inline void transpose_words(const char* rows, int64_t stride, uint32_t* to, int64_t to_stride) {
   for (int r = 0; r < kLanes; ++r) {
     uint32_t row[kLanes];
-    std::memcpy(row, rows[r] + offset, sizeof row);
-    for (int c = 0; c < kLanes; ++c) to[c * stride + r] = row[c];
+    std::memcpy(row, rows + r * stride, sizeof row);
+    for (int c = 0; c < kLanes; ++c) to[c * to_stride + r] = row[c];
   }
 }
 

@@ -20,29 +20,38 @@ struct PairLayout {
   }
 
   // to[element / 2][stride][2], of 16 slots
-  static void load_keys(const mlspec_attention_args&, const char* const* rows, int64_t padded, uint16_t* to, int64_t stride) {
+  static void load_keys(const mlspec_attention_args&, const CacheRows& rows, int64_t padded, uint16_t* to, int64_t stride) {
     for (int64_t d = 0; d < padded; d += kStep)
-      transpose_words(rows, d * 2, reinterpret_cast<uint32_t*>(to + d * stride), stride);
+      transpose_words(rows.first + d * 2, rows.stride, reinterpret_cast<uint32_t*>(to + d * stride), stride);
   }
 
-  // to[slot / 2][padded][2], of 16 slots; -> products plus zero times each, where asked
+  // to[slot / 2][padded][2], of 16 slots, elements in the order that restore_order ends; -> products plus zero times each,
+  // where asked
   template <bool kAsk>
-  static Vec load_values(const mlspec_attention_args&, const char* const* rows, int64_t padded, uint16_t* to, Vec products) {
-    const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i low = _mm512_or_si512(count, _mm512_slli_epi32(_mm512_add_epi32(count, _mm512_set1_epi32(32)), 16));
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  static Vec load_values(const mlspec_attention_args&, const CacheRows& rows, int64_t padded, uint16_t* to, Vec products) {
     for (int64_t d = 0; d < padded; d += kStep) {
 #pragma GCC unroll 8
       for (int s = 0; s < kLanes; s += 2) {
-        const __m512i even = _mm512_loadu_si512(rows[s] + d * 2), odd = _mm512_loadu_si512(rows[s + 1] + d * 2);
+        const char* const row = rows.first + s * rows.stride + d * 2;
+        const __m512i even = _mm512_loadu_si512(row), odd = _mm512_loadu_si512(row + rows.stride);
         uint16_t* const out = to + s * padded + d * 2;
-        _mm512_storeu_si512(out, _mm512_permutex2var_epi16(even, low, odd));
-        _mm512_storeu_si512(out + kStep, _mm512_permutex2var_epi16(even, high, odd));
+        _mm512_storeu_si512(out, _mm512_unpacklo_epi16(even, odd));
+        _mm512_storeu_si512(out + kStep, _mm512_unpackhi_epi16(even, odd));
         if (!kAsk) continue;
         products.v = _mm512_dpbf16_ps(products.v, (__m512bh)even, (__m512bh)_mm512_setzero_si512());
         products.v = _mm512_dpbf16_ps(products.v, (__m512bh)odd, (__m512bh)_mm512_setzero_si512());
       }
     }
     return products;
+  }
+
+  // Sums of a row of values: of a step first elements 0 to 3 of every eight, then 4 to 7, as 16-bit words are unpacked.
+  static void restore_order(float* row, int64_t padded) {
+    for (int64_t d = 0; d < padded; d += kStep) {
+      const __m512 low = _mm512_loadu_ps(row + d), high = _mm512_loadu_ps(row + d + kLanes);
+      const __m512 front = _mm512_shuffle_f32x4(low, high, 0x44), back = _mm512_shuffle_f32x4(low, high, 0xEE);
+      _mm512_storeu_ps(row + d, _mm512_shuffle_f32x4(front, front, 0xD8));
+      _mm512_storeu_ps(row + d + kLanes, _mm512_shuffle_f32x4(back, back, 0xD8));
+    }
   }
 };
