@@ -23,7 +23,7 @@ def moved(kv: Tensor, rows: int, batch: int, slots: int, *, spend: bool) -> Tens
 
     spend: nobody reads `kv` afterwards. On the CPU (Linux) its layers give their pages back one by one, so that one
     layer is there twice and not all of them. On a GPU without memory for both it goes by way of host memory. An error
-    for want of memory leaves `kv` as it was.
+    for want of memory leaves `kv` as it was, unless someone else took the memory that it had meanwhile.
     """
     try:
         return _copied(kv, rows, batch, slots, spend)
@@ -75,7 +75,8 @@ def require_free(needed: int, most: int, device: torch.device, kept: int, what: 
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device, None where that is not known."""
+    """Bytes that can be allocated on a device at most, None where that is not known: what captured graphs of a GPU
+    hold for themselves counts as free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -181,22 +182,21 @@ def _free_on_host() -> int | None:
     found = _numbers("/proc/meminfo")
     if "MemAvailable:" not in found:
         return None
-    swap = 1024 * found.get("SwapFree:", 0)
-    return min([1024 * found["MemAvailable:"], *_left_of_groups()]) + swap
+    files = "active_file", "inactive_file"
+    memory = [1024 * found["MemAvailable:"], *_left("memory.max", "memory.current", "", *files)]
+    memory += _left("memory.limit_in_bytes", "memory.usage_in_bytes", "memory", *(f"total_{name}" for name in files))
+    return min(memory) + min([1024 * found.get("SwapFree:", 0), *_left("memory.swap.max", "memory.swap.current", "")])
 
 
-def _left_of_groups() -> list[int]:
-    """Bytes below the limit of every control group of this process that has one, files that can be dropped included.
-    """
+def _left(limit: str, used: str, controller: str, *dropped: str) -> list[int]:
+    """Bytes below the limit of every control group of this process that has one, with what of the group can be
+    dropped. controller: "" for version 2."""
     left = []
-    for name, limit, used, dropped in (
-        ("", "memory.max", "memory.current", "file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
-    ):
-        for folder in _groups(name):
-            most, now = (_number(folder / file) for file in (limit, used))
-            if most is not None and now is not None:
-                left.append(max(most - now + _numbers(folder / "memory.stat").get(dropped, 0), 0))
+    for folder in _groups(controller):
+        most, now = (_number(folder / file) for file in (limit, used))
+        if most is not None and now is not None:
+            held = _numbers(folder / "memory.stat") if dropped else {}
+            left.append(max(most - now + sum(held.get(name, 0) for name in dropped), 0))
     return left
 
 

@@ -174,7 +174,12 @@ SYSTEMS = {
     ),
     "a container": (
         {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/", f"{V2}/memory.max": str(3 * GIB),
-         f"{V2}/memory.current": str(2 * GIB), f"{V2}/memory.stat": f"anon 7\nfile {GIB}"}, 3 * GIB,
+         f"{V2}/memory.current": str(2 * GIB), f"{V2}/memory.stat": f"anon 7\nfile {GIB}\nshmem {GIB // 4}\n"
+         f"active_file {GIB // 2}\ninactive_file {GIB // 4}"}, 2 * GIB + 3 * GIB // 4,
+    ),
+    "a container without swap": (
+        {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/", f"{V2}/memory.max": str(3 * GIB),
+         f"{V2}/memory.current": str(2 * GIB), f"{V2}/memory.swap.max": "0", f"{V2}/memory.swap.current": "0"}, GIB,
     ),
     "a group above": (
         {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/a/b", f"{V2}/a/memory.max": str(2 * GIB),

@@ -50,7 +50,6 @@ def test_a_prompt_has_the_same_bits_alone_and_in_any_batch(decoder, chunk, monke
     rows = prompts(LENGTHS)
     alone = [cache_of(decoder, [row]) for row in rows]
     monkeypatch.setattr(engine, "CHUNK", chunk)
-    monkeypatch.setattr(engine, "_MOST_PADDED", 2 * chunk)
     for order in (range(7), reversed(range(7))):
         taken = list(order)
         together = cache_of(decoder, [rows[r] for r in taken])
@@ -61,12 +60,36 @@ def test_a_prompt_has_the_same_bits_alone_and_in_any_batch(decoder, chunk, monke
 @pytest.mark.parametrize("chunk", [4096, 64, 33])
 def test_only_the_rows_own_tokens_are_computed(decoder, chunk, monkeypatch):
     monkeypatch.setattr(engine, "CHUNK", chunk)
-    monkeypatch.setattr(engine, "_MOST_PADDED", 2 * chunk)
     counted = Counted(decoder)
     cache_of(counted, prompts(LENGTHS))
     assert sum(counted.computed) == sum(LENGTHS)
     assert max(counted.computed) <= chunk
     assert max(counted.padded) <= 2 * chunk
+
+
+def test_steps_are_shorter_where_memory_is_short(decoder, monkeypatch):
+    class Small(Counted):
+        def forward(self, ids, *operands, **options):
+            if ids.numel() > 20:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(ids, *operands, **options)
+
+    rows = prompts(LENGTHS)
+    whole, small = cache_of(decoder, rows), Small(decoder)
+    monkeypatch.setattr(engine, "CHUNK", 64)
+    monkeypatch.setattr(engine, "_LEAST_CHUNK", 8)
+    assert torch.equal(cache_of(small, rows), whole)
+    assert max(small.padded) <= 20
+    monkeypatch.setattr(engine, "_LEAST_CHUNK", 32)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache_of(Small(decoder), rows)
+
+
+def test_rows_that_lack_nothing_take_no_part_behind_the_last_that_does():
+    assert engine._share([5, 0, 3, *[0] * 20_000], 64) == [5, 0, 3]
+    assert engine._share([1] * 20_000, 64) == [1] * 64
+    assert engine._share([40, 40, 40], 64) == [40, 24]
+    assert engine._share([60, 1, 1, 1], 64) == [60, 1]
 
 
 def test_rows_of_one_length_are_not_packed(decoder):

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
+from ..memory import out_of_memory
 from ..rows import DecoderRows
 from .decoder import CudaDecoder, Packing
 from .steps import CudaSteps
 
 CHUNK = 4096  # tokens of a step: linear layers of a GPU get no cheaper per token beyond, and memory stays small
-_MOST_PADDED = 2 * CHUNK  # with padding, which takes room between two layers and in attention
+_LEAST_CHUNK = 256  # where there is no memory for more
 _LEAD = 4  # tokens a row may lack and still be fed in one step with its draft; more of them are a prefill
 
 
@@ -116,10 +117,10 @@ def prefill(decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bit
     Only the rows' own tokens are computed. Rows in order of falling length need the fewest steps. The caller has
     reserved slots and positions. Only enqueues.
     """
-    done, steps = list(starts), 0
+    done, steps, most = list(starts), 0, CHUNK
     while busy := [r for r, row in enumerate(rows) if done[r] < len(row)]:
         first = busy[0]
-        counts = _share([len(row) - n for row, n in zip(rows[first:], done[first:], strict=True)])
+        counts = _share([len(row) - n for row, n in zip(rows[first:], done[first:], strict=True)], most)
         end, width = first + len(counts), max(counts)
         ids = [row[n : n + count] for row, n, count in zip(rows[first:end], done[first:end], counts, strict=True)]
         begins = [n if count else 0 for n, count in zip(done[first:end], counts, strict=True)]
@@ -127,25 +128,33 @@ def prefill(decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bit
         pick = torch.zeros(1, dtype=torch.int64, device=decoder.device)
         operands = int32(padded(ids, width), decoder), int32(begins, decoder), int32(counts, decoder)
         packing = None if min(counts) == width else _packing(counts, width, decoder.device)
-        decoder.forward(*operands, kv[:, :, first:end], pick=pick, bits=bits, packing=packing)
+        try:
+            decoder.forward(*operands, kv[:, :, first:end], pick=pick, bits=bits, packing=packing)
+        except RuntimeError as error:
+            if most <= _LEAST_CHUNK or not out_of_memory(error):
+                raise
+            most //= 2  # what was written is written again, with the same bits
+            torch.cuda.empty_cache()
+            continue
         done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]
         steps += 1
     return steps
 
 
-def _share(missing: list[int]) -> list[int]:
-    """How many of the tokens that rows lack they get in a step, from the first row on; rows behind get none."""
+def _share(missing: list[int], most: int) -> list[int]:
+    """How many of the tokens that rows lack they get in a step of `most`, from the first row on; rows behind get none.
+    With padding, which takes room between two layers and in attention, a step has up to twice as many."""
     counts: list[int] = []
-    left = CHUNK
+    left, width, end = most, 0, 0
     for n in missing:
         count = min(max(n, 0), left)
-        if counts and (not left or max(*counts, count) * (len(counts) + 1) > _MOST_PADDED):
+        width = max(width, count)
+        if not left or (counts and width * (len(counts) + 1) > 2 * most):
             break
         counts.append(count)
         left -= count
-    while not counts[-1]:
-        counts.pop()
-    return counts
+        end = len(counts) if count else end
+    return counts[:end]
 
 
 def _packing(counts: list[int], width: int, device: torch.device) -> Packing:

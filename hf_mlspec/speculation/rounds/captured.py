@@ -204,15 +204,15 @@ class CapturedRounds:
     def _until_the_end(self, program: RoundProgram, rows: Rows) -> RoundProgram:
         """The program; where every row ends before it, single steps, once they would have saved their capture."""
         chain, single, left = self.chain, self.chain.single, self._left(rows)
-        if left >= program.steps:
+        if left >= program.steps or chain.graphs.has(single, self.bucket):
+            return program if left >= program.steps else single
+        chain.idle_seconds += (1 - left / program.steps) * chain.graphs.round_seconds
+        if chain.idle_seconds < (price := chain.graphs.seconds_to_capture(single)):
             return program
-        if not chain.graphs.has(single, self.bucket):
-            chain.idle_seconds += (1 - left / program.steps) * chain.graphs.round_seconds
-            if chain.idle_seconds < chain.graphs.seconds_to_capture(single) or not self._captured(single, self.bucket):
-                return program
-        return single
+        chain.idle_seconds -= price
+        return single if self._captured(single, self.bucket) else program
 
-    def _left(self, rows: Rows) -> int:  # tokens until the last one ends
+    def _left(self, rows: Rows) -> int:
         return max(end - len(row) for row, end in zip(rows, self._ends, strict=True))
 
     @property
@@ -286,9 +286,9 @@ class CapturedRounds:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            used = "graphs of more rows are used" if program is self.chain.program else "the target goes on alone"
-            model = self.target.runner.model
-            say_once(model, f"rounds of {bucket} rows are not captured, not enough memory: {used}")
+            told = {self.chain.program: "graphs of more rows are used", self.chain.single: "whole rounds are run"}
+            used = told.get(program, "the target goes on alone")
+            say_once(self.target.runner.model, f"rounds of {bucket} rows are not captured, not enough memory: {used}")
             return False
         return True
 

@@ -253,6 +253,7 @@ const char* mlspec::launch_bf16_prefill(const mlspec_cuda_linear& a) {
   p.pairs = blocks_of(a.out_features, kOutputs * kCluster), p.token_tiles = blocks_of(a.num_tokens, kTokens);
   p.units = p.pairs * p.token_tiles;
   p.ranks = ranks_of(a);
+  if (p.ranks > blocks_of(a.in_features, kTileInputs)) return "each rank needs inputs of its own";
   if (p.ranks > 1 && !p.partial) return "this weight needs room for partial sums";
   PrefillMaps maps = {};
   if (const char* problem = describe(&maps.x, a.x, a.num_tokens, a.in_features, 2, kTokens / 2)) return problem;
