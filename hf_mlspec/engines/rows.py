@@ -39,7 +39,7 @@ class CachedRows:
     lengths: per row, how many slots of the cache are valid; who rejects what was written lowers them. follow: the
     engine whose cache this one writes into, or None for a cache of its own (invariant 4). capacity: tokens a row is
     expected to hold. max_positions: tokens of a row that it can attend to, None where nothing bounds them.
-    bytes_per_token: of keys and values, 0 where that is not known.
+    bytes_per_token: of keys and values, 0 where that is not known. draft_window: as `Engine.draft_window`.
     """
 
     lengths: list[int]
@@ -48,6 +48,7 @@ class CachedRows:
     capacity: int
     max_positions: int | None
     bytes_per_token: int
+    draft_window: int = 0
 
     @property
     def cache_bytes(self) -> int:
