@@ -101,7 +101,7 @@ class Store:
         self.done: dict[Unit, dict[str, Any]] = {}
         self.references: dict[tuple[str, int, int], list[list[int]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(folder.glob(f"{plan['name']}-*.jsonl")):
+        for file in sorted(folder.glob(f"{plan['name']}-[0-9]*-of-*.jsonl")):  # not of NAME-more
             text = file.read_text(encoding="utf-8")
             if text and not text.endswith("\n"):
                 sys.exit(f"{file} ends in the middle of a line, as an interrupted write leaves it: remove that line")
