@@ -6,8 +6,8 @@
 The target reads texts and its keys and values are kept. Its cast to MXFP4, and the target itself, then read the same
 texts over these keys and values, seen in several ways. Counted is how often the likeliest token is the target's, in
 the second half of each text. Ways: all tokens; the first 64 and the last N (SpeculationConfig(draft_window=N)); and
-all tokens in fewer bits: "int8" with a scale a token and head, "4.25 bits" as in the draft of a nested weight (blocks of 32
-along the head, a power of two each, eight magnitudes). It tells which view is worth a kernel; nothing is timed.
+all tokens in fewer bits: "int8" with a scale a token and head, "4.25 bits" as in the draft of a nested weight (blocks
+of 32 along the head, a power of two each, eight magnitudes). It tells which view is worth a kernel; nothing is timed.
 """
 
 from __future__ import annotations
