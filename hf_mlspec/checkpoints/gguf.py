@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats import Int4Weight, Mxfp4Weight, PlanesWeight
 from ..formats.damage import NAN_SCALE
 from .gguf_blocks import SCALE_BYTES, VALUES, eight_planes, halves, int4_parts, mxfp4_parts, six_planes
-from .gguf_file import GGML_TYPES, GgufTensor
+from .gguf_file import GGML_TYPES, GgufFile, GgufTensor
 from .layer import LayerPlan, ReadLayer, StoredLayer
 from .safetensors_file import mapped
 
@@ -63,9 +63,11 @@ def dense(tensor: GgufTensor, dtype: torch.dtype | None = None, rows: Tensor | N
 @dataclass(frozen=True)
 class GgufReader:
     """A `layer.Reader`. rows: layer name -> int64 ``[out]`` for layers whose rows lie in another order in the file:
-    row i of the layer is the stored row ``rows[i]`` (gguf_names.row_orders)."""
+    row i of the layer is the stored row ``rows[i]`` (gguf_names.row_orders). file: whose layers it reads, None where
+    nobody asks."""
 
     rows: Mapping[str, Tensor] = field(default_factory=dict)
+    file: GgufFile | None = None
     method = "gguf"
     title = "GGUF"
 
