@@ -103,26 +103,6 @@ def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None
     return None if torch.equal(order, torch.arange(order.numel())) else order
 
 
-def ordered_words(words: Tensor, order: Tensor) -> Tensor:
-    """int32 ``[in / 8, out]``, eight 4-bit codes of a column a word -> the same with input ``order[i]`` at place i.
-
-    Rows of inputs are moved whole, a few columns at a time: a tenth of the time of moving nibbles within rows.
-    """
-    result = torch.empty_like(words)
-    step = max(1, ROWS // order.numel())
-    for first in range(0, words.shape[1], step):
-        stream = words[:, first : first + step].contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-        codes = torch.empty(order.numel(), stream.shape[1], dtype=torch.uint8)  # [in, columns]
-        for byte in range(4):
-            codes[2 * byte :: 8], codes[2 * byte + 1 :: 8] = stream[..., byte] & 0x0F, stream[..., byte] >> 4
-        codes = codes.index_select(0, order)
-        packed = torch.empty_like(stream)
-        for byte in range(4):
-            packed[..., byte] = codes[2 * byte :: 8] | (codes[2 * byte + 1 :: 8] << 4)
-        result[:, first : first + step] = packed.view(torch.int32)[..., 0]
-    return result
-
-
 def gathered_nibbles(packed: Tensor, order: Tensor) -> Tensor:
     """uint8 ``[out, in / 2]``, columns in another order: column j of the result is column ``order[j]``."""
     out = torch.empty_like(packed)
