@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .quantizer.checkpoint import stored_dtype
 from .quantizer.gguf_loading import load_gguf
+from .quantizer.gpt_oss_loading import is_original_folder, load_original
 from .quantizer.source_config import find_gguf, loading_options, read_config
 
 
@@ -27,6 +28,8 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
     if file is not None:
         options.pop("gguf_file", None)
         return _ready(load_gguf(file, dtype=dtype, **options))
+    if is_original_folder(path):
+        return _ready(load_original(path, dtype=dtype, **options))
     reading = loading_options(path, options)
     if dtype is None:
         config = reading.get("config") or read_config(path, options)

@@ -14,6 +14,7 @@ from ...checkpoints.layer import LayerPlan, Reader
 from ..levels.load import LOAD_ERRORS, first_line, require_config
 from .checkpoint import Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
+from .gpt_oss_loading import is_original_folder
 from .source_config import is_gguf, read_config, source_in
 from .source_layers import put_sources, require_sources_fit
 
@@ -55,6 +56,11 @@ def quantization_of(name: str) -> dict[str, Any] | None:
     if is_gguf(name):
         return {"quant_method": "gguf", "file": name}
     require_config(name, repr(name))
+    if is_original_folder(name):
+        raise ValueError(
+            f"{name!r} is in the original layout of gpt-oss, which is neither inspected nor converted: "
+            "hf_mlspec.load reads it, and save_pretrained writes it in the format of this package"
+        )
     try:
         return source_in(read_config(name, {}), name)
     except (*LOAD_ERRORS, AttributeError, TypeError) as error:

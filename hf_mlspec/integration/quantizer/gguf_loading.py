@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +57,10 @@ def quantized(reader: GgufReader) -> set[str]:
 
 
 def checkpoint_of(reader: Reader) -> Checkpoint | None:
-    """The tensors of the file that such a reader has open, by the model's names; None for another kind of reader."""
+    """The tensors of a checkpoint whose files name them otherwise, by the model's names; None where they do not."""
+    own = getattr(reader, "tensors", None)
+    if own is not None:
+        return Checkpoint(dict(own), {Path(tensor.file): {} for tensor in own.values()})
     if not isinstance(reader, GgufReader):
         return None
     return Checkpoint(dict(parameters(reader.file)), {reader.file.path: {}})
