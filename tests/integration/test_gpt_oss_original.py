@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 
 import hf_mlspec
 from hf_mlspec.integration.quantizer.examine import examine
@@ -36,9 +36,10 @@ def original_name(name):
 def config_words(config):
     rope = config["rope_parameters"]
     same = ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
-            "num_key_value_heads", "sliding_window", "swiglu_limit")  # fmt: skip
+            "num_key_value_heads", "sliding_window")  # fmt: skip
     return {
         **{word: config[word] for word in same}, "num_experts": config["num_local_experts"],
+        "swiglu_limit": config.get("swiglu_limit", 7.0),
         "experts_per_token": config["num_experts_per_tok"], "rope_theta": rope["rope_theta"],
         "initial_context_length": rope["original_max_position_embeddings"], "rope_scaling_factor": rope["factor"],
         "rope_ntk_alpha": rope["beta_slow"], "rope_ntk_beta": rope["beta_fast"],
@@ -71,7 +72,7 @@ def test_it_is_the_same_model(folder, original):
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     same, own = expected.config.to_dict(), ours.config.to_dict()
     for key in ("rope_parameters", "layer_types", "sliding_window", "num_experts_per_tok", "swiglu_limit"):
-        assert own[key] == same[key], key
+        assert own[key] == same.get(key, 7.0), key
     with torch.inference_mode():
         assert torch.equal(ours(IDS).logits, expected(IDS).logits)
 
@@ -108,6 +109,13 @@ def _change_config(place, **words):
 def test_what_does_not_fit_is_named(original, change, said):
     change(original)
     with pytest.raises(ValueError, match=said):
+        hf_mlspec.load(original)
+
+
+@pytest.mark.skipif(hasattr(GptOssConfig, "swiglu_limit"), reason="this transformers has it")
+def test_a_limit_that_transformers_does_not_have_is_refused(original):
+    _change_config(original, swiglu_limit=5.0)
+    with pytest.raises(ValueError, match=r"swiglu_limit is 5\.0, this transformers computes with 7\.0"):
         hf_mlspec.load(original)
 
 

@@ -17,6 +17,8 @@ from .gguf_loading import checkpoint_of
 from .source_config import SourceConfig, require_no_other
 from .source_layers import put_sources, require_sources_fit
 
+_FIXED_LIMIT = 7.0  # of transformers 5.17, whose config does not have it
+
 
 def is_original_folder(name: str | os.PathLike) -> bool:
     """Whether it is a folder in gpt-oss's original layout."""
@@ -56,6 +58,10 @@ def load_original(
 def _require_fits(kind: type[PreTrainedModel], config: PreTrainedConfig, reader: Reader) -> None:
     """As when the model is made, and before anything of its size is read."""
     checkpoint = checkpoint_of(reader)
+    if config.swiglu_limit != _FIXED_LIMIT and not hasattr(type(config), "swiglu_limit"):
+        raise ValueError(
+            f"swiglu_limit is {config.swiglu_limit}, this transformers computes with {_FIXED_LIMIT}: upgrade it"
+        )
     with torch.device("meta"):
         model = kind(config)
     put_sources(model, reader, checkpoint)
