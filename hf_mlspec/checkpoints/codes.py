@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..formats.damage import misplaced
 from ..formats.packing import pack_nibbles, unpack_nibbles
 
 ROWS = 1 << 22  # codes in flight: what is unpacked for a moment stays small beside the tensor
@@ -69,12 +70,12 @@ def require_order(order: Tensor, in_features: int, what: str) -> None:
     """ValueError, which begins with ``what``, unless ``order`` is a permutation of the inputs."""
     if order.ndim != 1 or order.numel() != in_features:
         raise ValueError(f"{what} has shape {list(order.shape)}, expected [{in_features}]")
-    seen = torch.zeros(in_features, dtype=torch.bool)
-    inside = (order >= 0) & (order < in_features)
-    seen[order[inside].long()] = True
-    if not bool(inside.all()) or not bool(seen.all()):
-        missing = int((~seen).sum())
-        raise ValueError(f"{what} is no permutation of {in_features} inputs: {missing} of them do not occur in it")
+    wrong = int(misplaced(order).sum())
+    if wrong:
+        raise ValueError(
+            f"{what} is no permutation of {in_features} inputs: {wrong} entries are none of them or there more than "
+            "once; write or download the checkpoint again"
+        )
 
 
 def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None:

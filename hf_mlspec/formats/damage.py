@@ -62,12 +62,16 @@ def require_permutation(name: str, tensor_name: str, tensor: torch.Tensor) -> No
     """A `ValueCheck` of an order, integers ``[n]``: every one of 0 to n - 1, once."""
     if tensor.is_meta:
         return
-    count = tensor.numel()
-    inside = (tensor >= 0) & (tensor < count)
-    times = torch.bincount(tensor[inside].long(), minlength=count)
-    wrong = ~inside | (times[tensor.clamp(0, count - 1).long()] > 1)
-    what = f"entries that are none of its {count} inputs or there more than once"
-    require_none(wrong, name, tensor_name, tensor, what, "its order is no permutation")
+    what = f"entries that are none of its {tensor.numel()} inputs or there more than once"
+    require_none(misplaced(tensor), name, tensor_name, tensor, what, "its order is no permutation")
+
+
+def misplaced(order: torch.Tensor) -> torch.Tensor:
+    """bool ``[n]``: entries of integers ``[n]`` that are none of 0 to n - 1, or there more than once."""
+    count = order.numel()
+    inside = (order >= 0) & (order < count)
+    times = torch.bincount(order[inside].long(), minlength=count)
+    return ~inside | (times[order.clamp(0, count - 1).long()] > 1)
 
 
 def _require(
