@@ -9,8 +9,9 @@ from hf_mlspec import MLSpecConfig
 from hf_mlspec.checkpoints import gguf_file
 from hf_mlspec.checkpoints.gguf_rope import rope_divisors
 from hf_mlspec.nn.linear import Int4Linear
+from hf_mlspec.nn.planes import PlanesLinear
 from tests.checkpoints.test_gguf_names import SIZES, metadata_of, tensors_of
-from tests.gguf_files import write
+from tests.gguf_files import gguf, write
 
 pytest.importorskip("accelerate", reason="transformers wants it for gguf_file; pip install accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel", "ignore:.*runs module by module")
@@ -77,6 +78,22 @@ def test_it_is_saved_as_ours(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     with torch.inference_mode():
         assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_layers_of_several_kinds_run_and_are_not_saved(tmp_path):
+    path = written(tmp_path)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).float()
+    tensors = tensors_of(model, "llama", "Q4_0")
+    tensors["output.weight"] = ("Q8_0", gguf.quants.quantize(model.lm_head.weight.detach().numpy(),
+                                                             gguf.GGMLQuantizationType.Q8_0))  # fmt: skip
+    write(path, tensors, metadata_of(model.config, "llama"))
+    ours, loaded = asked(tmp_path), hf_mlspec.load(path)
+    assert (type(ours.lm_head), type(ours.model.layers[0].mlp.up_proj)) == (PlanesLinear, Int4Linear)
+    assert ours.quantization_method == loaded.quantization_method
+    with torch.inference_mode():
+        assert torch.equal(ours(IDS).logits, loaded(IDS).logits)
+    with pytest.raises(ValueError, match="not serializable"):
+        ours.save_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -76,7 +76,7 @@ class GgufSourceQuantizer(SourceQuantizer):
         return super()._process_model_before_weight_loading(model, **kwargs)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.quantization_config.quant_method = SOURCE_METHOD
+        self.quantization_config.quant_method = model.quantization_method = SOURCE_METHOD
         model._weight_conversions = None
         return super()._process_model_after_weight_loading(model, **kwargs)
 
