@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..formats import CacheFormat
 from ..precision import Bits
 
 Rows = list[list[int]]
@@ -33,13 +34,14 @@ class Capabilities:
         (modules/attention.py). greedy_rounds: it has `score`, `draft` and `draft_checked`, whole greedy rounds in one
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
-        beginning.
+        beginning. cache_formats: it can keep keys and values in a CacheFormat.
     """
 
     by_module: bool = False
     greedy_rounds: bool = False
     capturable: bool = False
     bit_exact: bool = False
+    cache_formats: bool = False
 
 
 @dataclass
@@ -63,8 +65,9 @@ class Engine(Protocol):
     rollback lowers them and does nothing else (invariant 4).
     follow: the engine whose cache this one writes into, or None for a cache of its own (invariant 4). bits: weight and
     activation bits of its packed weights, OWN_BITS: those of the model's switch; set before it starts. cache: keys and
-    values, None before `start`. cache_bytes: those it holds itself. forwards, seconds: forward passes so far and their
-    time on the host.
+    values, None before `start`. cache_bytes: those it holds itself. cache_format: of a cache of its own, None for keys
+    and values as the model computes them; set before it starts. kept_in: of the cache it reads, its own or its
+    leader's. forwards, seconds: forward passes so far and their time on the host.
     """
 
     name: str
@@ -79,6 +82,8 @@ class Engine(Protocol):
     bits: Bits
     cache: Any
     cache_bytes: int
+    cache_format: CacheFormat | None
+    kept_in: CacheFormat | None
     forwards: int
     seconds: float
 

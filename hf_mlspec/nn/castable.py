@@ -33,6 +33,7 @@ def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
     packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     quantization = getattr(model.config, "quantization_config", None)
     quantized = quantization is not None or getattr(model, "hf_quantizer", None) is not None
+    quantized &= not _packs_nothing(quantization)
     if (quantized or packed) and not (packed and all(map(is_nested, packed))):
         method = getattr(quantization, "quant_method", None) or type(getattr(model, "hf_quantizer", None)).__name__
         raise ValueError(
@@ -57,6 +58,11 @@ def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
             f"{action}: {len(sharded)} parameters are sharded over processes (DTensor), the first is {sharded[0]}: "
             "load the model without tp_plan"
         )
+
+
+def _packs_nothing(quantization: object) -> bool:
+    """Whether it is an MLSpecConfig that says of the cache alone how it is quantized."""
+    return getattr(quantization, "quant_method", None) == "mlspec" and quantization.format is None
 
 
 def require_plain_inputs(model: nn.Module, action: str, *, or_dense: bool = False) -> None:

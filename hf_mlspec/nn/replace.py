@@ -160,8 +160,9 @@ def _untie_head(draft: PreTrainedModel) -> None:
 def attach_quantizer(model: PreTrainedModel, settings: dict) -> None:
     """What from_pretrained sets: save_pretrained then writes quantization_config, and dtype casts are refused.
 
-    settings: of an MLSpecConfig.
+    settings: of an MLSpecConfig. The format of keys and values stays what it was.
     """
+    settings = {**cache_settings(model), **settings}
     quantizer = AutoHfQuantizer.from_config({"quant_method": "mlspec", **settings}, pre_quantized=True)
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = quantizer.quantization_config.quant_method
@@ -174,6 +175,12 @@ def detach_quantizer(model: PreTrainedModel) -> None:
         vars(model).pop(name, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+
+
+def cache_settings(model: PreTrainedModel) -> dict:
+    """Those of its MLSpecConfig that are not about weights: the format of keys and values."""
+    word = getattr(getattr(model.config, "quantization_config", None), "kv_cache", None)
+    return {} if word is None else {"kv_cache": word}
 
 
 def _layer_list_name(model: PreTrainedModel, total: int) -> str:
