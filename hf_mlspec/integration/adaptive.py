@@ -109,7 +109,9 @@ def captured_speed(target: Engine, config: SpeculationConfig, rows: int, slots: 
 
 
 def _key(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> tuple:
-    return (chain.target.runner.name, settings, *(_identity(level) for level in levels))
+    kept = [runner.kept_in for runner in (chain.target.runner, *chain.runners) if runner is not None]
+    formats = tuple(None if one is None else one.word for one in kept)
+    return (chain.target.runner.name, settings, formats, *(_identity(level) for level in levels))
 
 
 def _identity(level: Level) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from transformers.generation import LogitsProcessorList
 
 from ...engines.choose import engines_of
 from ...engines.engine import Engine
+from ...formats import cache_format
 from ...nn.state import ModelState, state_of
 from ...speculation.chain import Chain, Part
 from ...speculation.draft import Drafter
@@ -114,9 +115,22 @@ class Wiring:
         if level.bits is not None:
             engine = at_lower_precision(engine, level.bits)
         if leader is None or not (level.shape_of_target and self.config.shared_cache and engine.name == leader.name):
+            self._keep_own(level, engine)
             return None
         engine.follow = leader
         return engine
+
+    def _keep_own(self, level: Level, engine: Engine) -> None:
+        """The format of a level's own cache, where the call says one."""
+        asked = cache_format(self.config.draft_cache, "draft_cache")
+        if asked is None:
+            return
+        if not engine.can.cache_formats:
+            raise ValueError(
+                f"draft_cache is {asked.word!r}, and level {level.name} runs on the {engine.name!r} engine, which "
+                "keeps keys and values as they are computed: leave draft_cache out, or pass engine='modules'"
+            )
+        engine.cache_format = asked
 
     def _same_vocabulary(self, level: Level, size: int, above: _Above) -> bool:
         return same_vocabulary(level.name, size, level.tokenizer, above.vocab_size, above.tokenizer)
