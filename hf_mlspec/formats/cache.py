@@ -29,8 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .weight import INPUT_DTYPES
-
 _LARGEST_CODE = 127.0
 _SCALE_BYTES = 4
 _LEAST = 2.0**-100  # of a row that is not zeros: values and products of it stay normal numbers
@@ -41,8 +39,8 @@ class CacheFormat:
     """How keys and values of a token and key head lie in a cache: one row of ``dtype`` each.
 
     word: what MLSpecConfig(kv_cache=...) and SpeculationConfig(draft_cache=...) call it. dtype: no other format has
-    it. width: head_dim -> elements of a row; head_dim: back. quantize: float32, bfloat16 or float16
-    ``[..., head_dim]`` -> ``[..., width]``; dequantize: back, as a dtype.
+    it. width: head_dim -> elements of a row; head_dim: back. quantize: floats ``[..., head_dim]`` -> ``[..., width]``;
+    dequantize: back, as a dtype.
     """
 
     word: str
@@ -54,10 +52,10 @@ class CacheFormat:
 
 
 def quantize(x: Tensor) -> Tensor:
-    """float32, bfloat16 or float16 ``[..., dim]`` -> int8 ``[..., dim + 4]``. TypeError for another dtype, ValueError
-    for a scalar and for rows without elements."""
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"keys and values are float32, bfloat16 or float16, not {x.dtype}: convert the tensor first")
+    """Floats ``[..., dim]`` -> int8 ``[..., dim + 4]``. TypeError for another dtype, ValueError for a scalar and for
+    rows without elements."""
+    if not x.is_floating_point():
+        raise TypeError(f"keys and values are floating-point numbers, not {x.dtype}")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"keys and values have shape {list(x.shape)}, expected rows of at least one element")
     x = x.float()

@@ -21,7 +21,8 @@ from .nest_plan import Plan, nothing_to_nest, plan_of
 from .nest_swap import Swap, nested_swaps, undone
 from .nested import NestedLinear
 from .packed import PackedModule
-from .replace import attach_quantizer, cache_settings, detach_quantizer
+from .replace import attach_quantizer, detach_quantizer
+from .settings import cache_settings
 from .state import state_of
 from .switch import PrecisionSwitch
 

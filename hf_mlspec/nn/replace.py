@@ -16,6 +16,7 @@ from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
 from .nested import NestedEmbedding
 from .packed import PackedLinear, PackedModule
+from .settings import cache_settings
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -175,12 +176,6 @@ def detach_quantizer(model: PreTrainedModel) -> None:
         vars(model).pop(name, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-
-
-def cache_settings(model: PreTrainedModel) -> dict:
-    """Those of its MLSpecConfig that are not about weights: the format of keys and values."""
-    word = getattr(getattr(model.config, "quantization_config", None), "kv_cache", None)
-    return {} if word is None else {"kv_cache": word}
 
 
 def _layer_list_name(model: PreTrainedModel, total: int) -> str:

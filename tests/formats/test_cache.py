@@ -56,7 +56,7 @@ def test_rows_that_hold_nothing_and_rows_that_hold_too_much():
 
 
 @pytest.mark.parametrize(("call", "error", "said"), [
-    (lambda: quantize(torch.zeros(3, dtype=torch.float64)), TypeError, "not torch.float64"),
+    (lambda: quantize(torch.zeros(3, dtype=torch.int32)), TypeError, "not torch.int32"),
     (lambda: quantize(torch.tensor(1.0)), ValueError, r"shape \[\]"),
     (lambda: quantize(torch.zeros(3, 0)), ValueError, r"shape \[3, 0\]"),
     (lambda: dequantize(torch.zeros(3, 8)), TypeError, "torch.int8, not torch.float32"),
