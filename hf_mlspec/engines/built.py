@@ -15,7 +15,7 @@ from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE
 from ..precision import Bits
 from .architecture import CPU
-from .cache_format import cache_format_of
+from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
 _building = threading.Lock()  # threads that ask for the same decoder get one

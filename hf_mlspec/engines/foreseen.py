@@ -12,9 +12,9 @@ from ..nn.packed import PackedLinear
 from ..nn.transforms import ORDER
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture, outline, require_format
-from .cache_format import cache_format_of
 from .cpu import weights as cpu
 from .cuda import weights as cuda
+from .rows import cache_format_of
 from .slots import slot_of
 
 _SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}

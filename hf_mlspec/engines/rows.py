@@ -5,16 +5,16 @@ What engines share without computing: `CachedRows` of all three, `DecoderCache` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..formats import CacheFormat, stored_format
+from ..formats import CacheFormat, cache_format
+from ..nn.settings import QUANT_METHOD
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
-from .cache_format import cache_format_of
 from .memory import WORTH_ASKING, grown, moved, require_free
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
@@ -89,12 +89,20 @@ class DecoderCache:
     """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
 
     The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`. owned: nobody else reads `kv`.
-    dtype: of the model's keys and values, where `kv` holds codes of them: `[..., width]` of their CacheFormat.
+    cache_format: of `kv` where it holds codes `[..., width]`, of keys and values of `dtype`.
     """
 
-    def __init__(self, kv: Tensor, rows: int, *, owned: bool = False, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        kv: Tensor,
+        rows: int,
+        *,
+        owned: bool = False,
+        cache_format: CacheFormat | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         self.kv, self.rows, self.owned = kv, rows, owned
-        self.dtype, self._format = dtype or kv.dtype, stored_format(kv.dtype)
+        self.format, self.dtype = cache_format, dtype or kv.dtype
 
     @classmethod
     def new(
@@ -102,7 +110,7 @@ class DecoderCache:
     ) -> DecoderCache:
         """An empty cache for `batch` rows of `capacity` slots or a few more."""
         kv = new_kv(decoder, batch, up_to_growth(capacity), cache_format)
-        return cls(kv, batch, owned=True, dtype=decoder.dtype)
+        return cls(kv, batch, owned=True, cache_format=cache_format, dtype=decoder.dtype)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row, and for half as many again as there were where there is memory for those.
@@ -148,14 +156,14 @@ class DecoderCache:
         self.reserve(length)
         for own, layer in zip(self.kv, layers, strict=False):
             for into, states in zip(own, layer, strict=True):
-                into[: self.rows, :, :length] = states if self._format is None else self._format.quantize(states)
+                into[: self.rows, :, :length] = states if self.format is None else self.format.quantize(states)
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""
         return [(self._states(keys), self._states(values)) for keys, values in self.kv[:, :, index, :, start:end]]
 
     def _states(self, kept: Tensor) -> Tensor:
-        return kept.clone() if self._format is None else self._format.dequantize(kept, self.dtype)
+        return kept.clone() if self.format is None else self.format.dequantize(kept, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -212,6 +220,19 @@ class DecoderRows(CachedRows):
         self.cache.reserve(slots)
         if slots > self.decoder.positions:
             self.decoder.reserve_positions(slots)
+
+
+def cache_format_of(model: nn.Module) -> CacheFormat | None:
+    """In which format a model keeps keys and values, as its quantization_config says; None: as it computes them.
+
+    ValueError or TypeError for a word that is no format's.
+    """
+    found = getattr(getattr(model, "config", None), "quantization_config", None)
+    said = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+    word = said.get("kv_cache")
+    if word is None or said.get("quant_method") != QUANT_METHOD:
+        return None
+    return cache_format(word, "kv_cache of the model's quantization_config")
 
 
 def new_kv(decoder: Decoder, batch: int, slots: int, cache_format: CacheFormat | None = None) -> Tensor:

@@ -95,7 +95,8 @@ class SpeculationConfig:
                 raise TypeError(f"{name} is {value!r}, it must be True or False")
         if self.engine is not None and self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
-        cache_format(self.draft_cache, "draft_cache")
+        if self.draft_cache is not None:
+            cache_format(self.draft_cache, "draft_cache")
         if self.cast_rule != type(self).cast_rule:
             options()["rule"].require(self.cast_rule)
         if self.profile is not None and not isinstance(self.profile, (str, os.PathLike)):

@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..engines.cache_format import cache_format_of
+from ..engines.rows import cache_format_of
 from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig

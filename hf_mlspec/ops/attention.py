@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..formats import stored_format
+from ..formats import CacheFormat, stored_format
 from .operator import CACHE_FLOATS, Operands, operator
 from .rows import rms_norm
 
@@ -44,7 +44,7 @@ def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
     given.require_same("values", "keys")
     batch, kv_heads, slots, _ = given.keys.shape
     dim = _head_dim(given.keys)
-    if dim < 1 and stored_format(given.keys.dtype) is not None:
+    if dim < 1 and _codes_of(given.keys.dtype) is not None:
         raise ValueError(
             f"{given.op}: keys has shape {list(given.keys.shape)}, rows of an int8 cache are head_dim codes and the 4 "
             "bytes of a scale"
@@ -275,21 +275,26 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, w
     return (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1)
 
 
+def _codes_of(dtype: torch.dtype) -> CacheFormat | None:
+    """The format of a cache of this dtype, None where it holds keys and values as they are."""
+    return None if dtype in CACHE_FLOATS else stored_format(dtype)
+
+
 def _head_dim(lanes: Tensor) -> int:
     """Of keys or values as they are, or of rows of codes."""
-    codes = stored_format(lanes.dtype)
+    codes = _codes_of(lanes.dtype)
     return lanes.shape[3] if codes is None else codes.head_dim(lanes.shape[3])
 
 
 def _stored(states: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values ``[..., dim]`` as a cache of this dtype holds them."""
-    codes = stored_format(dtype)
+    codes = _codes_of(dtype)
     return states.to(dtype) if codes is None else codes.quantize(states)
 
 
 def _values(lanes: Tensor) -> Tensor:
     """What a cache holds, float32 ``[..., dim]``."""
-    codes = stored_format(lanes.dtype)
+    codes = _codes_of(lanes.dtype)
     return lanes.float() if codes is None else codes.dequantize(lanes, torch.float32)
 
 

@@ -14,7 +14,7 @@ from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
-from hf_mlspec.engines.rows import DecoderCache, new_kv, require_memory
+from hf_mlspec.engines.rows import DecoderCache, require_memory
 from hf_mlspec.formats.cache import INT8, dequantize, quantize
 from hf_mlspec.nn.replace import direct_cast
 from hf_mlspec.nn.state import state_of
@@ -159,7 +159,7 @@ def test_rows_move_grow_and_leave_as_plain_keys_and_values():
     one.shrink(200)
     layers = one.cache.row(0, 0, 131)
     assert layers[0][0].dtype == torch.bfloat16
-    other = DecoderCache(new_kv(one.decoder, 1, 256, INT8), 1, dtype=torch.bfloat16)
+    other = DecoderCache.new(one.decoder, 1, 256, INT8)
     other.load([(keys[None], values[None]) for keys, values in layers], 131)
     assert torch.equal(other.kv[:, :, 0, :, :131], before[:, :, 2, :, :131])
 

@@ -23,7 +23,7 @@ from ...precision import OWN_BITS, Bits
 from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
-from ..cache_format import cache_format_of
+from ..rows import cache_format_of
 from .weights import JoinedLinear, joined, require_unordered
 
 _ROW_BYTES = 16  # what the kernels load at once

@@ -21,9 +21,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from ...nn.switch import precision_switch
 from ...precision import OWN_BITS, Bits
-from ..cache_format import cache_format_of
 from ..engine import Capabilities, Guess, Rows
-from ..rows import CachedRows, first_capacity, row_bytes
+from ..rows import CachedRows, cache_format_of, first_capacity, row_bytes
 from .attention import Plan, planned
 from .cache import RaggedCache
 

@@ -122,9 +122,9 @@ class Wiring:
 
     def _keep_own(self, level: Level, engine: Engine) -> None:
         """The format of a level's own cache, where the call says one."""
-        asked = cache_format(self.config.draft_cache, "draft_cache")
-        if asked is None:
+        if self.config.draft_cache is None:
             return
+        asked = cache_format(self.config.draft_cache, "draft_cache")
         if not engine.can.cache_formats:
             raise ValueError(
                 f"draft_cache is {asked.word!r}, and level {level.name} runs on the {engine.name!r} engine, which "

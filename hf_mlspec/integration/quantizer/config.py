@@ -83,8 +83,7 @@ class MLSpecConfig(QuantizationConfigMixin):
     ) -> None:
         unknown = set(others) - set(options())
         record = _require_known(quant_method, format, format_version, unknown)
-        cache_format(kv_cache, "MLSpecConfig: kv_cache")
-        self.kv_cache = kv_cache
+        self.kv_cache = kv_cache if kv_cache is None else cache_format(kv_cache, "MLSpecConfig: kv_cache").word
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
         given |= {"num_planes": num_planes, **others}
         if record is None:
