@@ -5,6 +5,7 @@
     python -m eval.replay --trace FILE --shape llama-1.1b --format int4 --level w4a8
     python -m eval.replay --trace FILE --model FOLDER --level mxfp4                     # a model of your own
     python -m eval.replay --trace FILE --shape llama-3-8b --level mxfp4 --captured 8    # on a GPU, in captured rounds
+    python -m eval.replay --trace FILE --shape llama-0.5b --level mxfp4 --prompt-tokens 8192 --draft-window 0,1024
     python -m eval.replay --quick                                                       # tiny shapes, few tokens
 
 Contenders, each batch in turn: every trace under the levels, and the target alone, a token a pass, over the same rows.
@@ -12,6 +13,8 @@ Levels are words ("mxfp4", "w4a8"), folders, or names of shapes, one for each le
 decode-only; ratios are of tokens a second on one batch, their geometric mean over batches and repeats. Seconds are
 measured; acceptances are those of the trace, so lines carry "replayed": true and names end in "(replayed)".
 --captured takes the draft length of every level (12,3): rounds of these lengths, as docs/traces.md derives them.
+--prompt-tokens replaces the lengths of all prompts. With --draft-window the chain runs once with each of these windows
+(0: levels see all tokens); all accept what the trace says, so that ratios are of seconds alone.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import math
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from hf_mlspec import SpeculationStats
 from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay, replay_captured, reschedule
 
 ALONE = "target alone"
+_NEW_TOKENS = 1024  # and guesses: more than any trace of eval/traces has
 
 
 @dataclass
@@ -52,13 +56,14 @@ class Contender:
     levels: list[Any]
     words: list[str]
     captured: bool = False
+    how: dict[str, Any] = field(default_factory=dict)
     takes: list[ReplayResult] = field(default_factory=list)
 
     def take(self, model: PreTrainedModel, batch: int, rows: list[int], max_new_tokens: int | None) -> None:
         """Replay one batch."""
         way = replay_captured if self.captured else replay
         self.takes.append(way(model, self.trace, self.levels, batch_size=batch, rows=rows, name=self.name,
-                              max_new_tokens=max_new_tokens))
+                              max_new_tokens=max_new_tokens, **self.how))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -73,7 +78,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, help="fewer than were recorded")
     parser.add_argument("--captured", type=counts, metavar="N,N", help="captured rounds, drafting so many tokens")
-    parser.add_argument("--prompt-tokens", type=int, help="with --captured: as if every prompt had so many")
+    parser.add_argument("--prompt-tokens", type=int, help="as if every prompt had so many")
+    parser.add_argument("--draft-window", type=windows, default=[None], metavar="N,N", help="of the levels (none)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="threads of this process (torch's own choice)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, 2 rows, 12 tokens, once")
@@ -88,12 +94,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--trace is missing: name a file of eval/traces")
     if args.model and args.shape:
         parser.error("--model and --shape: give one of them")
-    if args.prompt_tokens and not args.captured:
-        parser.error("--prompt-tokens goes with --captured")
+    if args.captured and args.draft_window != [None]:
+        parser.error("--draft-window and --captured: captured rounds have no windows")
     for name in ("rows", "repeats", "threads", "prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
     return args
+
+
+def windows(text: str) -> list[int]:
+    """An argparse type: `0,1024` -> [0, 1024]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of tokens such as 0,1024")
+    return [int(part) for part in parts]
 
 
 def load_target(args: argparse.Namespace) -> PreTrainedModel:
@@ -101,20 +115,25 @@ def load_target(args: argparse.Namespace) -> PreTrainedModel:
         raise ValueError(f"--model: {args.model} is no folder")
     if args.format is None:
         if args.model is None:
-            return random_model(args.shape or "llama-1.1b", args.device, 0)
+            return random_model(args.shape or "llama-1.1b", args.device, 0, **room(args))
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
-            random_model(args.shape or "llama-1.1b", "cpu", 0).save_pretrained(folder)
+            random_model(args.shape or "llama-1.1b", "cpu", 0, **room(args)).save_pretrained(folder)
         packing = hf_mlspec.MLSpecConfig(format=args.format)
         return AutoModelForCausalLM.from_pretrained(
             args.model or folder, dtype=torch.bfloat16, quantization_config=packing
         ).to(args.device).eval()
 
 
-def contenders(args: argparse.Namespace, traces: dict[str, Trace]) -> list[Contender]:
-    """Per trace the target alone over its rows, then its chain."""
-    levels = [random_model(word, args.device, 1 + at) if word in SHAPES else word
+def room(args: argparse.Namespace) -> dict[str, int]:
+    """Positions of shapes, where prompts are longer than recorded."""
+    return {"max_position_embeddings": args.prompt_tokens + _NEW_TOKENS} if args.prompt_tokens else {}
+
+
+def contenders(args: argparse.Namespace, traces: dict[str, Trace]) -> list[list[Contender]]:
+    """Per trace the target alone over its rows, then its chain, with each window."""
+    levels = [random_model(word, args.device, 1 + at, **room(args)) if word in SHAPES else word
               for at, word in enumerate(args.level)]
     words = [Path(word).name if "/" in word else word for word in args.level]
     found = []
@@ -123,9 +142,14 @@ def contenders(args: argparse.Namespace, traces: dict[str, Trace]) -> list[Conte
         trace = trace.of_rows(list(rows))
         if args.captured:
             trace = reschedule(trace, args.captured, prompt_tokens=args.prompt_tokens)
-        captured = bool(args.captured)
-        found += [Contender(ALONE, trace.alone(), [], [], captured),
-                  Contender(f"[{', '.join(words)}]", trace, levels, words, captured)]
+        elif args.prompt_tokens:
+            trace = replace(trace, rows=tuple(replace(row, prompt_tokens=args.prompt_tokens) for row in trace.rows))
+        captured, chain = bool(args.captured), f"[{', '.join(words)}]"
+        found.append([Contender(ALONE, trace.alone(), [], [], captured)])
+        for window in args.draft_window:
+            how = {} if window is None else {"speculation_config": {"draft_window": window}}
+            name = chain if window is None else f"{chain}, window {window or 'none'}"
+            found[-1].append(Contender(name, trace, levels, words, captured, how))
     return found
 
 
@@ -198,10 +222,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = load_target(args)
     found, lines = contenders(args, traces), []
     for batch in args.batch:
-        for alone, chain in zip(found[::2], found[1::2], strict=True):
-            measure(model, [alone, chain], batch, args)
-            lines += [line_of(one, alone, batch) for one in (alone, chain)]
-            for one in (alone, chain):
+        for group in found:
+            measure(model, group, batch, args)
+            lines += [line_of(one, group[0], batch) for one in group]
+            for one in group:
                 one.takes = []
     return lines
 

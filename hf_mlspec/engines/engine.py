@@ -34,13 +34,15 @@ class Capabilities:
         (modules/attention.py). greedy_rounds: it has `score`, `draft` and `draft_checked`, whole greedy rounds in one
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
-        beginning. cache_formats: it can keep keys and values in a CacheFormat.
+        beginning. draft_window: it can read a part of the cache only. cache_formats: it can keep keys and values in a
+        CacheFormat.
     """
 
     by_module: bool = False
     greedy_rounds: bool = False
     capturable: bool = False
     bit_exact: bool = False
+    draft_window: bool = False
     cache_formats: bool = False
 
 
@@ -64,10 +66,11 @@ class Engine(Protocol):
     a row that it can attend to, None where nothing bounds them. lengths: per row, the valid slots of the cache; a
     rollback lowers them and does nothing else (invariant 4).
     follow: the engine whose cache this one writes into, or None for a cache of its own (invariant 4). bits: weight and
-    activation bits of its packed weights, OWN_BITS: those of the model's switch; set before it starts. cache: keys and
-    values, None before `start`. cache_bytes: those it holds itself. cache_format: of a cache of its own, None for keys
-    and values as the model computes them; set before it starts. kept_in: of the cache it reads, its own or its
-    leader's. forwards, seconds: forward passes so far and their time on the host.
+    activation bits of its packed weights, OWN_BITS: those of the model's switch; set before it starts. draft_window:
+    0, or how many of the last slots a token sees, besides the first ones of its row (ops.ragged_attention). cache:
+    keys and values, None before `start`. cache_bytes: those it holds itself. cache_format: of a cache of its own, None
+    for keys and values as the model computes them; set before it starts. kept_in: of the cache it reads, its own or
+    its leader's. forwards, seconds: forward passes so far and their time on the host.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Engine(Protocol):
     lengths: list[int]
     follow: Engine | None
     bits: Bits
+    draft_window: int
     cache: Any
     cache_bytes: int
     cache_format: CacheFormat | None

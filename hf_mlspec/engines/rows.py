@@ -41,8 +41,8 @@ class CachedRows:
     lengths: per row, how many slots of the cache are valid; who rejects what was written lowers them. follow: the
     engine whose cache this one writes into, or None for a cache of its own (invariant 4). capacity: tokens a row is
     expected to hold. max_positions: tokens of a row that it can attend to, None where nothing bounds them.
-    bytes_per_token: of keys and values, 0 where that is not known. cache_format: of a cache of its own, None for keys
-    and values as the model computes them; set before it starts.
+    bytes_per_token: of keys and values, 0 where that is not known. draft_window: as `Engine.draft_window`.
+    cache_format: of a cache of its own, None for keys and values as the model computes them; set before it starts.
     """
 
     lengths: list[int]
@@ -52,6 +52,7 @@ class CachedRows:
     max_positions: int | None
     bytes_per_token: int
     cache_format: CacheFormat | None
+    draft_window: int = 0
 
     @property
     def kept_in(self) -> CacheFormat | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from transformers import PreTrainedModel
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 from ..engines.engine import Engine
 from ..nn.state import say_once
 from ..nn.switch import precision_switch
+from ..ops.attention import FIRST_SLOTS
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
@@ -18,7 +20,7 @@ from ..speculation.plans import MOST_LEVELS, Situation, names_of
 from ..speculation.rounds.steering import inside
 from ..speculation.shelf import Outlook, Shelf, Shelving
 from ..speculation.stats import SpeculationStats
-from .config import SpeculationConfig
+from .config import DRAFT_WINDOW, SpeculationConfig
 from .costs.probe import costs_of
 from .levels.resolve import Level
 from .levels.wiring import Wiring
@@ -58,7 +60,8 @@ def controller_of(
     memory = memories.get(key) if exact else None
     memory = memory and memory.kept()
     if captures is None:
-        made = Controller(own, told, by_clock=exact, memory=memory)
+        told, seen = _windowed(wiring, told, chain)
+        made = Controller(own, told, by_clock=exact, memory=memory, seen=seen)
     else:
         made = FixedController(own, told, by_clock=exact, memory=memory, captures=captures)
         chain.waiting = made.waiting
@@ -75,7 +78,7 @@ def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) ->
     told = [
         LevelCosts(
             level.name,
-            next(of_levels) if runner is not None else None,
+            _seen(next(of_levels), runner.draft_window) if runner is not None else None,
             prior(level, wiring.model, joined),
             own_cache=runner is not None and runner.follow is None,
             joined=joined,
@@ -83,6 +86,25 @@ def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) ->
         for level, runner, joined in zip(levels, chain.runners, chain.joined, strict=True)
     ]
     return own, told
+
+
+def _windowed(wiring: Wiring, told: list[LevelCosts], chain: Chain) -> tuple[list[LevelCosts], int]:
+    """Levels for a controller, and the slots that a draft window leaves in view where it may choose one, or 0."""
+    can = [runner is not None and runner.can.draft_window for runner in chain.runners]
+    if wiring.config.draft_window is not None or not any(can):
+        return told, 0
+    count = len(told)
+    whole = [replace(level, twin=index + count) for index, level in enumerate(told)]
+    windowed = [
+        replace(level, twin=index, costs=_seen(level.costs, DRAFT_WINDOW) if can[index] else level.costs)
+        for index, level in enumerate(told)
+    ]
+    return whole + windowed, FIRST_SLOTS + DRAFT_WINDOW
+
+
+def _seen(costs: PassCosts, draft_window: int) -> PassCosts:
+    """Costs of a level with a draft window, 0 for none."""
+    return replace(costs, most_slots=FIRST_SLOTS + draft_window) if draft_window else costs
 
 
 def _outlook(
@@ -111,7 +133,8 @@ def captured_speed(target: Engine, config: SpeculationConfig, rows: int, slots: 
 def _key(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> tuple:
     kept = [runner.kept_in for runner in (chain.target.runner, *chain.runners) if runner is not None]
     formats = tuple(None if one is None else one.word for one in kept)
-    return (chain.target.runner.name, settings, formats, *(_identity(level) for level in levels))
+    caches = wiring.config.draft_window, formats
+    return (chain.target.runner.name, settings, caches, *(_identity(level) for level in levels))
 
 
 def _identity(level: Level) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from ..formats import cache_format, casts, options
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
+DRAFT_WINDOW = 1024  # where it is chosen; wider ones cost little beside the weights, narrower ones draft worse
 CONFIDENCE_THRESHOLD = 0.4
 CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS = 0.65
 QSPEC_ACTIVATION_BITS = 8  # 4 bits cost the same in every kernel there is, and draft worse
@@ -37,6 +38,11 @@ class SpeculationConfig:
         key head (formats/cache.py), in half the memory; they draft other tokens now and then, and the target writes
         what it writes. Levels in the target's cache follow the target's (MLSpecConfig.kv_cache). ValueError for a
         level that runs on a GPU's compiled steps. None: as the level's own model says.
+    draft_window: how many of the last tokens levels see, besides the first 64 of a row; the target always sees all, so
+        that this changes time, never a token. 0: levels see all, too. None: where lengths are chosen and rows are
+        longer than 1360 tokens, rounds in which levels see the last 1024 are weighed against those in which they see
+        all; else 0. Only levels on the CPU in compiled code have a window: where a number is given, others that run a
+        model give one warning and see all.
     cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
     cast_head: quantize the output head of "mxfp4", "int3", "int2" and "ternary" levels too.
     cast_activation_bits: activation bits of "mxfp4", "PATH@mxfp4" and "nested" levels: 8 (int8, a scale per token and
@@ -69,6 +75,7 @@ class SpeculationConfig:
     confidence_threshold: float | list[float | None] | None = None
     shared_cache: bool = True
     draft_cache: str | None = None
+    draft_window: int | None = None
     cast_rule: str = "ocp_floor"
     cast_head: bool = True
     cast_activation_bits: int | None = None
@@ -89,6 +96,10 @@ class SpeculationConfig:
             value = getattr(self, name)
             if not _is_count(value, least):
                 raise ValueError(f"{name} is {value!r}, it must be an integer of at least {least}")
+        if self.draft_window is not None and not _is_count(self.draft_window, 0):
+            raise ValueError(
+                f"draft_window is {self.draft_window!r}, it must be an integer: the last tokens levels see, 0 for all"
+            )
         for name in ("shared_cache", "cast_head", "materialize", "prepare", "common_vocabulary"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "common_vocabulary"):

@@ -23,6 +23,7 @@ from .rows import rms_norm
 MAX_HEAD_DIM = 512  # of ragged_attention: a compiled kernel keeps its scores on the stack
 # Of the CUDA kernels: what their registers hold, and the depth of one tensor-core instruction.
 CUDA_MAX_HEAD_DIM, CUDA_HEAD_DIM_STEP = 256, 16
+FIRST_SLOTS = 64  # that every token sees behind a draft window
 
 
 def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
@@ -148,16 +149,25 @@ def _check_ragged_attention(given: Operands) -> None:
         raise ValueError(
             f"{given.op}: window is {given.window} and softcap {given.softcap}, both are 0 (none) or positive"
         )
+    if given.draft_window < 0:
+        raise ValueError(f"{given.op}: draft_window is {given.draft_window}, expected 0 (none) or a number of slots")
 
 
 @operator(_check_ragged_attention, lambda given: given.q.new_empty(given.q.shape))
 def _ragged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: list[int], scale: float, window: int, softcap: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: list[int],
+    scale: float,
+    window: int,
+    softcap: float,
+    draft_window: int,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for row, start in enumerate(starts):
-        end = start + q.shape[1]
-        out[row] = _attend(q[row], keys[row, :, :end], values[row, :, :end], start, scale, window, softcap).to(q.dtype)
+        lanes = (lane[row, :, : start + q.shape[1]] for lane in (keys, values))
+        out[row] = _attend(q[row], *lanes, start, scale, window, softcap, draft_window).to(q.dtype)
     return out
 
 
@@ -169,16 +179,18 @@ def ragged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    draft_window: int = 0,
 ) -> Tensor:
     """Causal grouped-query attention of rotated q ``[batch, tokens, heads, dim]`` over a ragged cache as in
     ``rope_write`` -> ``[batch, tokens, heads, dim]``.
 
     Token t of row r sits in slot ``starts[r] + t`` and sees the slots up to its own, only the last ``window`` of them
-    unless that is 0. Scores are multiplied by ``scale``, then capped to ``softcap * tanh(score / softcap)`` unless 0.
-    Over a bfloat16 or int8 cache a kernel may round queries, softmax weights and what codes stand for to bfloat16; it
-    sums in float32.
+    unless that is 0. Unless it is 0, ``draft_window`` leaves of these the first FIRST_SLOTS of the row and the last
+    ``draft_window`` (StreamingLLM, arXiv 2309.17453, section 3). Scores are multiplied by ``scale``, then capped to
+    ``softcap * tanh(score / softcap)`` unless 0. Over a bfloat16 or int8 cache a kernel may round queries, softmax
+    weights and what codes stand for to bfloat16; it sums in float32.
     """
-    return _ragged_attention(q, keys, values, starts, scale, window, softcap)
+    return _ragged_attention(q, keys, values, starts, scale, window, softcap, draft_window)
 
 
 def _check_rope_write_rows(given: Operands) -> None:
@@ -247,7 +259,7 @@ def ragged_attention_rows(
     for row, start, count in _real_rows("ragged_attention_rows", starts, counts, q.shape[1], keys.shape[2]):
         one, tokens = slice(row, row + 1), slice(0, count)
         lanes = keys[one], values[one]
-        out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], scale, window, softcap)
+        out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], scale, window, softcap, 0)
     return out
 
 
@@ -259,7 +271,9 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int, softcap: float) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int, softcap: float, draft_window: int
+) -> Tensor:
     groups = q.shape[1] // keys.shape[0]
     query = q.float().transpose(0, 1)  # [heads, tokens, dim]
     keys, values = _values(keys), _values(values)
@@ -271,6 +285,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, w
     hidden = slot > position
     if window:
         hidden |= slot <= position - window
+    if draft_window:
+        hidden |= (slot >= FIRST_SLOTS) & (slot <= position - draft_window)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1)
 

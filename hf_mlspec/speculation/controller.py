@@ -28,7 +28,7 @@ from time import perf_counter
 from .costs import PassCosts
 from .estimates import MOST, RowEstimates, odds_ratio, reach
 from .forecast import TARGET, Expectations, Forecast, LevelCosts, Memory
-from .plans import LENGTHS, Drafting, Plan, Situation, choices, off, plan_of
+from .plans import LENGTHS, Choices, Drafting, Plan, Situation, off, plan_of
 from .search import Search
 
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
@@ -68,7 +68,8 @@ class Controller:
 
     target: the target's costs; levels: from the one below it down. by_clock: measured seconds of rounds correct the
     predicted ones; False where another plan would change bits (engines that are not bit-exact), so that plans follow
-    counts alone and a call repeats itself. memory: of an earlier call of this chain.
+    counts alone and a call repeats itself. memory: of an earlier call of this chain. seen: slots that a draft window
+    leaves in view, and levels has each of them twice (`plans.Choices`); 0: there is none.
 
     choice: for the coming rounds.
     """
@@ -79,13 +80,15 @@ class Controller:
     TRIAL = 1  # rounds of one of another plan
 
     def __init__(
-        self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None
-    ):
-        self.target, self.levels, self.by_clock = target, list(levels), by_clock
+        self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None,
+        seen: int = 0,
+    ):  # fmt: skip
+        self.target, self.levels, self.by_clock, self.seen = target, list(levels), by_clock, seen
         self.memory = memory or Memory()
         self.rows = RowEstimates()
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
-        self._choices = list(choices([level.joined for level in self.levels]))
+        own = self.levels[: len(self.levels) // 2] if seen else self.levels
+        self._choices = Choices([level.joined for level in own], seen)
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = 0
@@ -144,7 +147,7 @@ class Controller:
         begin = perf_counter()
         search, self._lost = self._search(situation, 0.0), 0.0
         self._grant(situation, search.off_speed)
-        best, drafting = search.best(self._choices, self._margin)
+        best, drafting = search.best(self._choices.at(situation.slots), self._margin)
         trial = self._worth_a_trial(search, best, drafting)
         self._stay_with(best, trial)
         self.choice = self._decided(search, best, drafting, trial)
@@ -161,14 +164,14 @@ class Controller:
     def best_of(self, situation: Situation) -> Choice:
         """What would be chosen for these rows with what is known now; nothing changes."""
         search = self._search(situation, 0.0)
-        best, drafting = search.best(self._choices, self._margin)
+        best, drafting = search.best(self._choices.at(situation.slots), self._margin)
         return self._decided(search, best, drafting, None)
 
     def outlook(self, situation: Situation) -> tuple[float, float]:
         """Tokens that these rows are expected to gain, and the seconds of the best plan until then, reading included.
         """
         search = self._search(situation, 0.0)
-        return sum(search.left()), search.time(*search.best(self._choices, self._margin))
+        return sum(search.left()), search.time(*search.best(self._choices.at(situation.slots), self._margin))
 
     def stay(self, rows: int) -> bool:
         """Whether the plan of the last round, of as many rows, is that of the coming one."""
@@ -294,7 +297,8 @@ class Controller:
             return None
         hoped = self._search(search.situation, 1.0)
         least = search.time(best, drafting) * (1.0 - self._margin)
-        others = [hoped.lengths(active) for active in self._choices if active != best.active]
+        choices = self._choices.at(search.situation.slots)
+        others = [hoped.lengths(active) for active in choices if active != best.active]
         if best.active:
             others.append((hoped.off, hoped.time(hoped.off)))
         better = sorted((one for one in others if one[1] < least), key=lambda one: one[1])

@@ -27,13 +27,14 @@ class PassCosts:
 
     tokens: rising numbers of tokens in a pass, summed over rows. seconds: the least that was measured of each, as
     what else the machine does only adds. spread: (median - least) / least of each. attention: seconds for one token
-    and one slot that it attends to.
+    and one slot that it attends to. most_slots: that a token attends to, whatever its row holds; None: all of them.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
     spread: tuple[float, ...]
     attention: float = 0.0
+    most_slots: int | None = None
 
     def __post_init__(self):
         counts, times = self.tokens, self.seconds
@@ -49,8 +50,9 @@ class PassCosts:
             raise ValueError(f"attention is {self.attention}: it must be 0 or more seconds")
 
     def of(self, tokens: Numbers, slots: float = 0.0) -> Numbers:
-        """Seconds of a pass over `tokens` tokens, each attending to `slots` slots: straight lines between what was
-        measured, and beyond it the last one. An array of tokens gives an array."""
+        """Seconds of a pass over `tokens` tokens, each behind `slots` slots: straight lines between what was measured,
+        and beyond it the last one. An array of tokens gives an array."""
+        slots = slots if self.most_slots is None else min(slots, self.most_slots)
         return np.interp(tokens, *self._line) + self.attention * tokens * slots
 
     @cached_property
@@ -68,8 +70,8 @@ class PassCosts:
         return sorted(self.spread)[len(self.spread) // 2]
 
     def to_dict(self) -> dict:
-        """Plain numbers, for JSON."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Plain numbers, for JSON: what was measured."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "most_slots"}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     @classmethod

@@ -21,6 +21,7 @@ _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
+_LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _AT = np.array(LENGTHS) - 1  # where the lengths are in a list by positions
 _PLACE = {length: place for place, length in enumerate(LENGTHS)}
 Found = TypeVar("Found")
@@ -32,6 +33,7 @@ class LevelCosts:
 
     costs: of its forward passes; None for a lookup. prior: the chance that a drafted token of this kind of level is
     kept. own_cache: it must read a row's tokens before it drafts. joined: it speaks the vocabulary of the level above.
+    twin: the index of the same level where it sees another part of the cache (`plans.Choices`).
     """
 
     name: str
@@ -39,6 +41,7 @@ class LevelCosts:
     prior: float
     own_cache: bool = True
     joined: bool = True
+    twin: int | None = None
 
 
 @dataclass
@@ -66,11 +69,19 @@ class Memory:
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
         """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
-        are known under a third level, what that says; else the prior of the level's kind."""
-        found = self.pairs.get((proposer, checker))
+        are known under a third level, what that says; else the prior of the level's kind. A level with a draft window
+        is thought to draft as it does without, until rounds have shown something else; of a level without one, what it
+        does with it is the least."""
+        found, prior = self.pairs.get((proposer, checker)), levels[proposer].prior
+        twin = levels[proposer].twin
+        twins = self.pairs.get((twin, checker if checker == TARGET else levels[checker].twin))
+        if twins is not None and twin < proposer:  # those with the window come last
+            found = found or PairEstimate(prior)
+            found.prior, found.prior_weight = twins.mean, _LIKE_ITS_TWIN
         if found is not None:
             return found
-        prior = levels[proposer].prior
+        if twins is not None and twins.mean > prior:
+            return PairEstimate(twins.mean, _LIKE_ITS_TWIN)
         for middle in range(checker + 1, proposer):
             parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]
             if all(part is not None and part.known for part in parts):

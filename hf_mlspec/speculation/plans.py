@@ -11,6 +11,8 @@ from itertools import combinations
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of a draft that are tried
 MOST_LEVELS = 5  # of which all combinations are tried; of longer chains those of the first ones
+_SEEING = ", seeing "  # in the words of a plan: how many slots, where not all
+_WORTH_A_WINDOW = 1.25  # times the slots that are seen, from where on leaving the others out may pay
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,13 @@ class Plan:
 
     lengths: tuple[int, ...]
 
+    def split(self) -> tuple[Plan, bool]:
+        """Of a chain whose levels are there twice, without a draft window and with it: the plan of the levels, and
+        whether they have the window."""
+        half = len(self.lengths) // 2
+        windowed = any(self.lengths[half:])
+        return plan_of(self.lengths[half:] if windowed else self.lengths[:half]), windowed
+
     @cached_property
     def active(self) -> tuple[int, ...]:
         """The levels that take part."""
@@ -33,10 +42,10 @@ class Plan:
         """Tokens that are drafted for the target, at most."""
         return next((length for length in self.lengths if length), 0)
 
-    def told(self, names: Sequence[str]) -> str:
-        """The plan in words: "off", or as in "mxfp4 8 + code-4m 4"."""
+    def told(self, names: Sequence[str], slots: int = 0) -> str:
+        """The plan in words: "off", or as in "mxfp4 8 + code-4m 4"; slots: that its levels see, 0 for all."""
         parts = [f"{name} {length}" for name, length in zip(names, self.lengths, strict=True) if length]
-        return " + ".join(parts) or "off"
+        return " + ".join(parts) + (f"{_SEEING}{slots} tokens" if slots else "") if parts else "off"
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def plan_of(lengths: tuple[int, ...]) -> Plan:
 
 def names_of(words: str) -> list[str]:
     """The levels that take part in a plan told in words."""
-    return [part.rpartition(" ")[0] for part in words.split(" + ")]
+    return [part.rpartition(" ")[0] for part in words.partition(_SEEING)[0].split(" + ")]
 
 
 def off(count: int) -> Plan:
@@ -81,12 +90,25 @@ def off(count: int) -> Plan:
     return plan_of((0,) * count)
 
 
-def choices(joined: Sequence[bool]) -> Iterator[tuple[int, ...]]:
-    """The levels that may take part together, the fewest first.
+class Choices:
+    """The levels that may take part together.
 
     joined: per level whether it speaks the vocabulary of the level above it; if not, no level below it can draft for
-    one above.
+    one above. seen: slots that a draft window leaves in view, 0: there is none. With one every level is there twice:
+    as it is, and in the same order again with the window, which all levels of a plan share.
     """
+
+    def __init__(self, joined: Sequence[bool], seen: int = 0):
+        self.whole = list(_combined(joined))
+        self.all = self.whole + [tuple(index + len(joined) for index in active) for active in self.whole if seen]
+        self.border = _WORTH_A_WINDOW * seen
+
+    def at(self, slots: float) -> list[tuple[int, ...]]:
+        """For rows of so many slots, the fewest levels first."""
+        return self.all if slots > self.border else self.whole
+
+
+def _combined(joined: Sequence[bool]) -> Iterator[tuple[int, ...]]:
     count = min(len(joined), MOST_LEVELS)
     for size in range(1, count + 1):
         for active in combinations(range(count), size):

@@ -134,6 +134,7 @@ struct mlspec_attention_args {
   mlspec_dtype kv_dtype;    // FLOAT32, BFLOAT16 or INT8_ROWS
   int64_t head_dim;         // any
   int64_t window;           // 0, or: token at p sees slots > p - window only
+  int64_t draft_window;     // 0, or: of these, token at p sees the first 64 slots and those > p - draft_window
   float scale;              // multiplies the scores
   float softcap;            // 0, or: score = softcap * tanh(score / softcap)
   float* out;               // out + t * out_token_stride + h * head_dim

@@ -157,7 +157,7 @@ def test_cells_of_a_shape_are_decoded_in_every_way(bench):
 
 
 @pytest.mark.parametrize(("was", "now", "said"), [
-    ('"shape:tiny"', '"shape:llama-8b"', "model: 'shape:llama-8b' names no shape, choose one of llama-0.5b, llama-1.1b, tiny, "),
+    ('"shape:tiny"', '"shape:llama-8b"', "model: 'shape:llama-8b' names no shape, choose one of llama-0.5b, "),
     ('"shape:tiny"', '"shape:tiny?acceptance=1"', "is a target, which has no acceptance"),
     ('"shape:tiny"', '"shape:tiny"\nformat = "int4"', "format is 'int4', but a shape is not quantized"),
     ('"shape:tiny"', '"shape:tiny"\ndtype = "int8"', "dtype is 'int8', choose one of float32, "),

@@ -297,5 +297,20 @@ def test_a_replay_in_captured_rounds_from_the_shell(monkeypatch, tmp_path, capsy
     assert shell.main([*asked[:4], "3"]) == 2
     assert "1 numbers and the trace 2 levels" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        shell.parse(["--quick", "--prompt-tokens", "9"])
-    assert "--prompt-tokens goes with --captured" in capsys.readouterr().err
+        shell.parse([*asked, "--draft-window", "9"])
+    assert "captured rounds have no windows" in capsys.readouterr().err
+
+
+def test_a_replay_of_long_prompts_with_windows(tmp_path, capsys):
+    out, shell = tmp_path / "out.jsonl", program("replay")
+    asked = ["--quick", "--device", "cpu", "--prompt-tokens", "200", "--draft-window", "0,16", "--json", str(out)]
+    assert shell.main(asked) == 0
+    alone, whole, part = (json.loads(line) for line in out.read_text().splitlines())
+    assert [line["contender"].split("]")[-1] for line in (whole, part)] == [
+        ", window none (replayed)", ", window 16 (replayed)"]  # fmt: skip
+    assert alone["tokens_per_pass"] == 1.0
+    assert whole["tokens_per_pass"] == part["tokens_per_pass"] > 1.0
+    for wrong in ("0,x", "-1", ""):
+        with pytest.raises(SystemExit):
+            shell.parse(["--quick", "--draft-window", wrong])
+        assert "no list of numbers of tokens" in capsys.readouterr().err

@@ -58,8 +58,8 @@ def test_a_row_ends_with_what_its_line_says(quality):
 
 def test_found_and_differences_are_those_of_a_place(quality):
     rng = random.Random(0)
-    scores = {cache: [TokenScores(torch.tensor([rng.random()]), torch.tensor([number % 2 == 0])) for number in range(4)]
-              for cache in quality.CACHES}  # fmt: skip
+    greedy = [torch.tensor([number % 2 == 0]) for number in range(4)]
+    scores = {cache: [TokenScores(torch.tensor([rng.random()]), one) for one in greedy] for cache in quality.CACHES}
     args = SimpleNamespace(contexts=[50, 60], depths=[0.0], lines_asked=2)
     lines = quality.retrieval(scores, args)
     assert [(line["context"], line["cache"], line["found"]) for line in lines] == [

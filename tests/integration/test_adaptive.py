@@ -38,7 +38,7 @@ def restless(monkeypatch):
     dice, plans = random.Random(3), []
 
     def choose(self: Controller, situation: Situation) -> Plan:
-        active = dice.choice([(), *self._choices])
+        active = dice.choice([(), *self._choices.at(0)])
         lengths = [dice.choice(LENGTHS) if index in active else 0 for index in range(len(self.levels))]
         plan = Plan(tuple(lengths))
         limits = [dice.choice((0, plan.most, plan.most)) for _ in situation.rooms]
@@ -165,7 +165,7 @@ class Failing:
 
 def always(monkeypatch, length: int = 3) -> None:
     def choose(self: Controller, situation: Situation) -> Plan:
-        plan = Plan((length,)) if self._choices else off(1)
+        plan = Plan((length,)) if self._choices.all else off(1)
         self.choice = Choice(plan, [plan.most] * len(situation.rooms), self.forecast)
         return plan
 

@@ -74,6 +74,14 @@ def test_a_chain_writes_what_the_target_alone_writes(lengths, levels, how):
         assert size == (0 if shares else layers[level] * 2 * 2 * 256 * len(lengths) * row[codes])
 
 
+def test_levels_that_see_a_part_of_the_codes():
+    target, inputs = coded(), prompts([150, 90])
+    alone = written(target, inputs, assistant_models=[])
+    for levels in (["mxfp4"], ["mxfp4", other(target)]):
+        how = {"draft_window": 8, "draft_cache": "int8"}
+        assert written(target, inputs, assistant_models=levels, speculation_config=how) == alone
+
+
 def test_the_word_changes_what_the_target_computes_and_how_much_it_holds():
     inputs = prompts([40])
     plain, model = tiny(seed=2, dtype=torch.float32), coded(dtype=torch.float32)

@@ -14,7 +14,11 @@ PROMPT = 300  # tokens: more than four chunks of slots, and no multiple of anyth
 WIDTHS = (1, 2, 9, 64)
 # heads, kv_heads, head_dim: several heads to a key head, one, odd ones; and head sizes that are no multiple of 32
 SHAPES = ((14, 2, 64), (3, 3, 40), (5, 1, 33), (8, 2, 128), (2, 1, 512))
-RULES = ((0, 0.0), (70, 0.0), (5, 2.0))  # window, softcap
+# window, softcap, draft_window; of 5 slots, of all but a few, and one that ends a layer's own
+RULES = (
+    *((0, 0.0, 0), (70, 0.0, 0), (5, 2.0, 0)),
+    *((0, 0.0, 5), (0, 2.0, 130), (0, 0.0, 1), (90, 0.0, 40), (250, 0.0, 100)),
+)
 
 
 def prompt(shape: tuple[int, int, int], dtype: torch.dtype, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:

@@ -425,7 +425,7 @@ def check_cache_codes() -> None:
 
 
 def check_attention_values(y: Tensor, q: Tensor, keys: Tensor, values: Tensor, *rest) -> None:
-    """Near the reference; nearer where nothing but the result is rounded. starts, scale, window, softcap: rest."""
+    """Near the reference; nearer where nothing but the result is rounded. rest: starts, and the rule."""
     attend = REFERENCES["ragged_attention"]
     narrow = keys.dtype != torch.float32 and library.kernel_of("ragged_attention", "cpu") in BF16_SETS
     seen = q.bfloat16() if narrow else q  # the kernel's own rounding of queries; that of weights is in `off`
@@ -442,15 +442,14 @@ def check_ragged_attention() -> None:
             for dim, heads, kv_heads, tokens in ((40, 6, 2, 5), (64, 4, 4, 1), (128, 8, 1, 19), (33, 3, 1, 9)):
                 operands = cache_operands(dtype, kv_dtype, dim, heads, kv_heads, tokens)
                 q, starts, keys, values = operands[0], *operands[5:]
-                for window, cap in ((0, 0.0), (7, 0.0), (0, 5.0), (80, 2.0)):
-                    y = ops.ragged_attention(q, keys, values, starts, dim**-0.5, window, cap)
-                    check_attention_values(y, q, keys, values, starts, dim**-0.5, window, cap)
+                for rule in ((0, 0.0, 0), (7, 0.0, 0), (0, 5.0, 0), (80, 2.0, 0), (0, 0.0, 7), (80, 2.0, 40)):
+                    rule = (dim**-0.5, *rule)
+                    y = ops.ragged_attention(q, keys, values, starts, *rule)
+                    check_attention_values(y, q, keys, values, starts, *rule)
                     for t in range(tokens):  # one by one, and each row alone
-                        one = ops.ragged_attention(
-                            q[:, t : t + 1], keys, values, [s + t for s in starts], dim**-0.5, window, cap
-                        )
+                        one = ops.ragged_attention(q[:, t : t + 1], keys, values, [s + t for s in starts], *rule)
                         assert torch.equal(one, y[:, t : t + 1]), (dim, tokens, t)
-                    last = ops.ragged_attention(q[2:], keys[2:], values[2:], starts[2:], dim**-0.5, window, cap)
+                    last = ops.ragged_attention(q[2:], keys[2:], values[2:], starts[2:], *rule)
                     assert torch.equal(last, y[2:])
 
 

@@ -63,7 +63,8 @@ def good(op: str) -> dict:
     q, k, v, cos, sin, starts, keys, values = cases.cache_operands(torch.float32, torch.float32)
     if op == "rope_write":
         return {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "starts": starts, "keys": keys, "values": values}
-    return {"q": q, "keys": keys, "values": values, "starts": starts, "scale": 1.0, "window": 0, "softcap": 0.0}
+    rule = {"scale": 1.0, "window": 0, "softcap": 0.0, "draft_window": 0}
+    return {"q": q, "keys": keys, "values": values, "starts": starts, **rule}
 
 
 OPS = ("mxfp4_linear", "int4_linear", "int4_dequantize", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm",
@@ -224,6 +225,7 @@ BAD = [
     ("ragged_attention", {"q": torch.zeros(3, 5, 5, 40)}, ValueError, r"q has shape \[3, 5, 5, 40\], the cache takes"),
     ("ragged_attention", {"q": torch.zeros(3, 151, 2, 40)}, ValueError, "row 0 starts at 0 and has 151 tokens"),
     ("ragged_attention", {"window": -1}, ValueError, "window is -1"),
+    ("ragged_attention", {"draft_window": -1}, ValueError, "draft_window is -1"),
     ("ragged_attention", {"softcap": float("nan")}, ValueError, "softcap nan"),
     (
         "ragged_attention",

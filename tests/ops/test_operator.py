@@ -31,8 +31,8 @@ SCHEMAS = [
     "nested_rows(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float "
     "scale) -> Tensor",
     "quantize_rows(Tensor x, int group_size, int bits) -> (Tensor, Tensor)",
-    "ragged_attention(Tensor q, Tensor keys, Tensor values, int[] starts, float scale, int window, float softcap) "
-    "-> Tensor",
+    "ragged_attention(Tensor q, Tensor keys, Tensor values, int[] starts, float scale, int window, float softcap, "
+    "int draft_window) -> Tensor",
     "ragged_attention_rows(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor counts, float scale, int "
     "window, float softcap) -> Tensor",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",

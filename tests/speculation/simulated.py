@@ -24,6 +24,7 @@ class Simulated:
     """Rounds of a target over levels, decided by dice.
 
     chance(row, checker, proposer, tokens so far): that a drafted token is kept. busy: what every round takes longer.
+    slots: that every token is behind.
     """
 
     target: PassCosts
@@ -31,6 +32,7 @@ class Simulated:
     chance: Callable[[int, int, int, int], float]
     seed: int = 0
     busy: float = 1.0
+    slots: float = 0.0
     seconds: float = 0.0
     plans: list[Plan] = field(default_factory=list)
 
@@ -47,7 +49,7 @@ class Simulated:
                        for i, level in enumerate(self.levels)]
             if controller is not None:
                 stays = controller.stay(len(going))
-                plan = controller.plan if stays else controller.choose(Situation(rooms, 0.0, missing))
+                plan = controller.plan if stays else controller.choose(Situation(rooms, self.slots, missing))
                 limits = [min(a, b) for a, b in zip(controller.limits, rooms, strict=True)]
             else:
                 plan, limits = fixed, [min(fixed.most, room) for room in rooms]
@@ -80,9 +82,9 @@ class Simulated:
                         late = written[going[i]] - read[going[i]][index]
                         level = self.levels[index]
                         if late > 2 and level.own_cache and level.costs:
-                            self._spend(level.costs.of(late))
+                            self._spend(level.costs.of(late, self.slots))
                         read[going[i]][index] = written[going[i]] + accepted[i]
-        self._spend(self.target.of(len(going) + sum(drafted)))
+        self._spend(self.target.of(len(going) + sum(drafted), self.slots))
         return drafted, accepted
 
     def _draft(self, controller, plan, active, checker, limits, going, written) -> None:
@@ -92,14 +94,14 @@ class Simulated:
             return
         if not below:
             for step in range(max(limits)):
-                self._spend(level.costs.of(sum(limit > step for limit in limits)))
+                self._spend(level.costs.of(sum(limit > step for limit in limits), self.slots))
             return
         left = list(limits)
         while any(n > 0 for n in left):
             asked = [min(max(n - 1, 0), plan.lengths[below[0]]) for n in left]
             if any(asked):
                 self._draft(controller, plan, below, index, asked, going, written)
-            self._spend(level.costs.of(sum(asked) + sum(n > 0 for n in left)))
+            self._spend(level.costs.of(sum(asked) + sum(n > 0 for n in left), self.slots))
             for i, n in enumerate(left):
                 if n > 0:
                     kept = self._kept(going[i], index, below[0], asked[i], written[going[i]])

@@ -19,7 +19,7 @@ class CpuEngine(DecoderRows):
     """A CPU decoder over its rows. See `Engine`."""
 
     name = "cpu"
-    can = Capabilities(greedy_rounds=True, bit_exact=True, cache_formats=True)
+    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, cache_formats=True)
     decoder: CpuDecoder
     device = torch.device("cpu")
 
@@ -46,7 +46,7 @@ class CpuEngine(DecoderRows):
         asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
         _, _, logits = self.decoder.handle.score(
-            self.cache.kv, flat, counts, self.lengths, asked, False, True, *self.bits
+            self.cache.kv, flat, counts, self.lengths, asked, False, True, *self._view
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
@@ -74,7 +74,7 @@ class CpuEngine(DecoderRows):
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
         begin = time.perf_counter()
         best, confidence, logits = self.decoder.handle.score(
-            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self.bits
+            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self._view
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -95,7 +95,7 @@ class CpuEngine(DecoderRows):
         self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
         begin = time.perf_counter()
         drafted, forwards, _ = self.decoder.handle.draft(
-            self.cache.kv, tokens, counts, starts, limits, threshold, *self.bits
+            self.cache.kv, tokens, counts, starts, limits, threshold, *self._view
         )
         self._count(forwards, time.perf_counter() - begin)
         self.lengths = [
@@ -130,7 +130,7 @@ class CpuEngine(DecoderRows):
         tiny._reserve(end)
         begin = time.perf_counter()
         caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
-        options = num_draft_tokens, tiny_threshold, threshold, *self.bits, *tiny.bits
+        options = num_draft_tokens, tiny_threshold, threshold, *self._view, *tiny._view
         settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
             self.decoder.handle.draft_checked(*caches, tokens, counts, bases, limits, *options)
         )
@@ -153,7 +153,7 @@ class CpuEngine(DecoderRows):
             tokens, _ = _flat([row[n : n + count] for row, n, count in zip(rows, starts, counts, strict=True)])
             asked = [int(count > 0) for count in counts]  # rows of which nothing is asked are not fed
             begin = time.perf_counter()
-            self.decoder.handle.score(self.cache.kv, tokens, counts, starts, asked, False, False, *self.bits)
+            self.decoder.handle.score(self.cache.kv, tokens, counts, starts, asked, False, False, *self._view)
             self._count(1, time.perf_counter() - begin)
             self.lengths = [
                 start + count if count else have
@@ -163,6 +163,11 @@ class CpuEngine(DecoderRows):
     def _starts(self, rows: Rows) -> list[int]:
         """Per row the tokens that need no feeding: its last one is always scored."""
         return [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
+
+    @property
+    def _view(self) -> tuple[int, int, int]:
+        """What every call reads of weights and cache."""
+        return (*self.bits, self.draft_window)
 
     def _count(self, forwards: int, seconds: float) -> None:
         self.forwards += forwards

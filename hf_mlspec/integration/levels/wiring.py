@@ -13,7 +13,7 @@ from transformers.generation import LogitsProcessorList
 from ...engines.choose import engines_of
 from ...engines.engine import Engine
 from ...formats import cache_format
-from ...nn.state import ModelState, state_of
+from ...nn.state import ModelState, say_once, state_of
 from ...speculation.chain import Chain, Part
 from ...speculation.draft import Drafter
 from ...speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -90,6 +90,7 @@ class Wiring:
             else:
                 part, above = self._part(level, index, above, next(engines))
                 leader = self._follow(level, part.engine, leader)
+                self._set_window(level, part.engine)
                 parts.append(part)
             parts[-1].num_draft_tokens = self._num_draft_tokens(level, index)
         return Chain.of(target, parts, keep_logits=self.keep_logits)
@@ -131,6 +132,15 @@ class Wiring:
                 "keeps keys and values as they are computed: leave draft_cache out, or pass engine='modules'"
             )
         engine.cache_format = asked
+
+    def _set_window(self, level: Level, engine: Engine) -> None:
+        """Let a level see only a part of the cache, where that is asked for."""
+        window = self.config.draft_window or 0
+        if window and not engine.can.draft_window:
+            why = "it runs on a GPU" if engine.name == "cuda" else "it runs module by module"
+            say_once(self.model, f"draft_window is {window}, and level {level.name} sees all tokens: {why}")
+            window = 0
+        engine.draft_window = window
 
     def _same_vocabulary(self, level: Level, size: int, above: _Above) -> bool:
         return same_vocabulary(level.name, size, level.tokenizer, above.vocab_size, above.tokenizer)

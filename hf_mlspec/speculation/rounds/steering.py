@@ -7,6 +7,7 @@ from functools import partial
 
 from ...engines.engine import Engine
 from ...nn.state import say_once
+from ...ops.attention import FIRST_SLOTS
 from ..controller import Controller
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
@@ -79,8 +80,9 @@ class Steering:
         self._lengths, controller = list(map(len, rows)), self.controller
         if not controller.stay(len(rows)):
             missing = [self._missing(index) for index in range(len(self.levels))]
-            plan = controller.choose(Situation(rooms, sum(self._lengths) / len(rows), missing))
-            self._set(plan)
+            told = missing * 2 if controller.seen else missing
+            controller.choose(Situation(rooms, sum(self._lengths) / len(rows), told))
+            plan = self._set()
             drafting = [r for r, limit in enumerate(controller.limits) if limit]
             unread = max((missing[index][r] for index in plan.active for r in drafting), default=0)
             self._usual = max(unread, self._unread(rows)) <= _LATE and any(rooms)
@@ -93,15 +95,17 @@ class Steering:
         if self.failed:
             return
         controller = self.controller
-        forecast, plan, tokens = controller.forecast, controller.plan, len(accepted) + sum(accepted)
+        forecast, tokens = controller.forecast, len(accepted) + sum(accepted)
+        plan, windowed = self._plan()
         if any(drafted):
             self._proved.update(plan.active)
         for index in plan.active:
             lines = zip(self._lengths, limits, self._read[index], strict=True)
             self._read[index] = [n if limit else have for n, limit, have in lines]
         controller.observe(limits, drafted, accepted, seconds, self._usual)
-        if plan != self._told:
-            self._told, self._counts = plan, stats.of_plan(plan.told(self.names))
+        if controller.plan != self._told:
+            told = plan.told(self.names, controller.seen if windowed else 0)
+            self._told, self._counts = controller.plan, stats.of_plan(told)
         if self._usual:
             off = tokens / controller.off_speed
             self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, off)
@@ -112,10 +116,11 @@ class Steering:
     def fail(self, error: Exception) -> None:
         """A level raised. One that drafted before is given up, with one warning: the target goes on alone; the error
         of one that never did is the caller's."""
-        if not set(self.controller.plan.active) <= self._proved:
+        plan, _ = self._plan()
+        if not set(plan.active) <= self._proved:
             raise error
-        plan = self.controller.plan.told(self.names)
-        say_once(self.target.model, f"levels failed while drafting ({plan}), the target goes on alone: {error!r}")
+        told = plan.told(self.names)
+        say_once(self.target.model, f"levels failed while drafting ({told}), the target goes on alone: {error!r}")
         self.failed = True
 
     def _begin(self, rows: int) -> None:
@@ -123,14 +128,29 @@ class Steering:
         self.start(rows)
         for index, judge in enumerate(self._checked):
             if judge is not None:
-                judge.on_check = partial(self.controller.observe_inner, index)
+                judge.on_check = partial(self._observe_inner, index)
 
-    def _set(self, plan: Plan) -> None:
+    def _observe_inner(self, index: int, limit: int, drafted: int, accepted: int) -> None:
+        """One row of a check by a level."""
+        behind = len(self.levels) if self._plan()[1] else 0  # where its twin stands
+        self.controller.observe_inner(index + behind, limit, drafted, accepted)
+
+    def _plan(self) -> tuple[Plan, bool]:
+        """Of the levels, and whether they have the draft window."""
+        plan = self.controller.plan
+        return plan.split() if self.controller.seen else (plan, False)
+
+    def _set(self) -> Plan:
+        """Let the levels draft as the controller has chosen."""
+        plan, windowed = self._plan()
+        if self.controller.seen:
+            for runner in filter(None, self.runners):
+                runner.draft_window = self.controller.seen - FIRST_SLOTS if windowed and runner.can.draft_window else 0
         for index, judge in enumerate(self._checked):
             if judge is not None:
                 judge.left_out = not plan.lengths[index]
                 judge.num_draft_tokens = next(filter(None, plan.lengths[index + 1 :]), 0)
-
+        return plan
 
     def _missing(self, index: int) -> list[int]:
         """Per row the tokens that a level would have to read before it drafts."""

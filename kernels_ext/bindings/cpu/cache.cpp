@@ -137,7 +137,7 @@ Tensor rope_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
 
 // Token t of row r sits in slot starts[r] + t and sees the slots up to its own.
 Tensor ragged_attention(const Tensor& q, const Tensor& keys, const Tensor& values, at::IntArrayRef starts, double scale,
-                        int64_t window, double softcap) {
+                        int64_t window, double softcap, int64_t draft_window) {
   constexpr const char* op = "ragged_attention";
   const mlspec_dtype dtype = float_dtype(op, "q", q);
   const Lanes key_lanes = check_lanes(op, "keys", keys), value_lanes = check_lanes(op, "values", values);
@@ -147,6 +147,7 @@ Tensor ragged_attention(const Tensor& q, const Tensor& keys, const Tensor& value
   TORCH_CHECK_VALUE(dim <= kMaxHeadDim, op, ": head_dim is ", dim, ", the kernel takes up to ", kMaxHeadDim);
   TORCH_CHECK_VALUE(window >= 0 && softcap >= 0, op, ": window is ", window, " and softcap ", softcap,
                     ", both are 0 (none) or positive");
+  TORCH_CHECK_VALUE(draft_window >= 0, op, ": draft_window is ", draft_window, ", expected 0 (none) or a number of slots");
   Tensor y = at::empty(q.sizes(), q.options());
   if (y.numel() == 0) return y;
   const int64_t tokens = q.size(1), heads = q.size(2), group = heads / kv_heads, items = q.numel();
@@ -167,8 +168,8 @@ Tensor ragged_attention(const Tensor& q, const Tensor& keys, const Tensor& value
         const int64_t token = item % blocks * kAttentionTokens, at = ((row * tokens + token) * heads + head * group) * dim;
         const mlspec_attention_args args{wide_q + at, width, std::min(kAttentionTokens, tokens - token), group,
                                          starts[row] + token, key_lanes.at(row, head, 0), value_lanes.at(row, head, 0),
-                                         key_lanes.dtype, dim, window, static_cast<float>(scale), static_cast<float>(softcap),
-                                         wide_y + at, width};
+                                         key_lanes.dtype, dim, window, draft_window, static_cast<float>(scale),
+                                         static_cast<float>(softcap), wide_y + at, width};
         cpu_kernels().attention(&args);
       }
     });

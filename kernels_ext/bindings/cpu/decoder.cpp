@@ -159,13 +159,14 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   // Feeds counts[r] tokens of row r from slot starts[r] on and scores the last kept[r] of them. weight_bits and activation_bits,
-  // in every call: what all linears with packed weights read and multiply (mlspec::check_bits), or 0, each one's own.
+  // in every call: what all linears with packed weights read and multiply (mlspec::check_bits), or 0, each one's own. draft_window:
+  // what each token sees of what is before it, as in mlspec_attention_args.
   // -> best int64 [sum of kept] (-1: NaN), confidence float32 (empty unless wanted), logits float32 (empty unless wanted)
   std::tuple<Tensor, Tensor, Tensor> score(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
                                            const Ints& kept, bool want_confidence, bool want_logits,
-                                           int64_t weight_bits, int64_t activation_bits) {
+                                           int64_t weight_bits, int64_t activation_bits, int64_t draft_window) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits});
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window);
     const auto rows = mlspec::split_rows(tokens, counts, starts);
     mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
     int64_t total = 0;
@@ -182,10 +183,11 @@ class DecoderObject : public torch::CustomClassHolder {
   // -> drafted tokens per row, forward passes, seconds in them
   std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
                                                        const Ints& starts, const Ints& limits, double threshold,
-                                                       int64_t weight_bits, int64_t activation_bits) {
+                                                       int64_t weight_bits, int64_t activation_bits,
+                                                       int64_t draft_window) {
     mlspec::check_threshold("threshold", threshold);
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits});
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window);
     const auto rows = mlspec::split_rows(tokens, counts, starts);
     mlspec::check_room(level, rows, Ints(rows.size(), 1), limits);
     auto drafted = mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
@@ -198,14 +200,16 @@ class DecoderObject : public torch::CustomClassHolder {
       const Tensor& kv, const Ints& lengths, const c10::intrusive_ptr<DecoderObject>& tiny, const Tensor& tiny_kv,
       const Ints& tiny_lengths, const Ints& tokens, const Ints& counts, const Ints& bases, const Ints& limits,
       int64_t num_draft_tokens, double tiny_threshold, double middle_threshold, int64_t weight_bits,
-      int64_t activation_bits, int64_t tiny_weight_bits, int64_t tiny_activation_bits) {
+      int64_t activation_bits, int64_t draft_window, int64_t tiny_weight_bits, int64_t tiny_activation_bits,
+      int64_t tiny_draft_window) {
     TORCH_CHECK_VALUE(num_draft_tokens >= 0, "num_draft_tokens is ", num_draft_tokens);
     mlspec::check_threshold("tiny_threshold", tiny_threshold);
     mlspec::check_threshold("middle_threshold", middle_threshold);
     std::unique_lock own(decoder_.busy, std::defer_lock), other(tiny->decoder_.busy, std::defer_lock);
     tiny.get() == this ? own.lock() : std::lock(own, other);
-    mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, {weight_bits, activation_bits});
-    mlspec::Level small = mlspec::checked_level(tiny->decoder_, tiny_kv, tiny_lengths, {tiny_weight_bits, tiny_activation_bits});
+    mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, {weight_bits, activation_bits}, draft_window);
+    mlspec::Level small = mlspec::checked_level(tiny->decoder_, tiny_kv, tiny_lengths, {tiny_weight_bits, tiny_activation_bits},
+                                                tiny_draft_window);
     const auto rows = mlspec::split_rows(tokens, counts, bases);
     mlspec::check_room(middle, rows, Ints(rows.size(), 1), limits);
     mlspec::check_room(small, rows, Ints(rows.size(), 1), limits);

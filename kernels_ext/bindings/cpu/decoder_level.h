@@ -39,7 +39,9 @@ inline void check_able(const Decoder& decoder, Bits bits) {
 
 // A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim] of what the
 // model writes, or int8 [.., head_dim + 4], rows of codes and scale.
-inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::vector<int64_t>& lengths, Bits bits) {
+inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::vector<int64_t>& lengths, Bits bits,
+                           int64_t draft_window) {
+  TORCH_CHECK_VALUE(draft_window >= 0, "draft_window is ", draft_window, ", 0 (none) or a number of slots is meant");
   check_complete(decoder, bits);
   check_able(decoder, bits);
   const DecoderShape& s = decoder.shape;
@@ -52,7 +54,7 @@ inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::ve
                     ", slots, ", width, "] on the CPU");
   TORCH_CHECK_TYPE(dtype == s.kv_dtype || dtype == MLSPEC_INT8_ROWS, "the cache is ", kv.scalar_type(),
                    ", which is not what the model writes");
-  return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype}, lengths, bits};
+  return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype}, lengths, bits, draft_window};
 }
 
 }  // namespace mlspec

@@ -26,6 +26,21 @@ struct Factors {
   const float* rescale;    // [rows], or null
 };
 
+// The slots that a query may see: of `range` those of the first chunk, and from `recent` on.
+struct Visible {
+  SlotRange range;
+  int64_t recent;
+
+  // Of one chunk they lie side by side.
+  SlotRange in(int64_t chunk) const {
+    return {std::max({range.begin, chunk, chunk > 0 ? recent : 0}), std::min(range.end, chunk + kChunk)};
+  }
+
+  // The chunk from which on slots are looked at; behind the first one: from `recent` on.
+  int64_t first_chunk() const { return range.begin < kChunk ? 0 : std::max(range.begin, recent) / kChunk * kChunk; }
+  int64_t chunk_behind(int64_t chunk) const { return std::max(chunk + kChunk, recent / kChunk * kChunk); }
+};
+
 template <class Terms>
 struct QueryBlock {
   using Element = typename Terms::Element;
@@ -37,7 +52,8 @@ struct QueryBlock {
   alignas(64) Element weights[kTileQueries * kChunk];   // the same after the softmax
   alignas(64) float sums[kMaxQueries * kLanes];         // [query][lane]: of weights, in each lane those of some slots
   alignas(64) float largest[kMaxQueries + kTileQueries], rescale[kTileQueries];
-  SlotRange visible[kMaxQueries];
+  Visible visible[kMaxQueries];
+  int64_t next_chunk;  // that is attended to behind this one
   CacheRows rows;
   int num_queries;
   int64_t padded;  // head_dim rounded up to kStep; the rest is zero
@@ -47,9 +63,10 @@ struct QueryBlock {
   bool spreads() const { return num_queries >= 6; }
 };
 
-inline SlotRange visible_slots(const mlspec_attention_args& args, int64_t token) {
+inline Visible visible_slots(const mlspec_attention_args& args, int64_t token) {
   const int64_t position = args.first_position + token;
-  return {args.window > 0 ? std::max<int64_t>(0, position - args.window + 1) : 0, position + 1};
+  const auto last = [&](int64_t count) { return count > 0 ? std::max<int64_t>(0, position - count + 1) : 0; };
+  return {{last(args.window), position + 1}, last(args.draft_window)};
 }
 
 inline const float* query_of(const mlspec_attention_args& args, int64_t index) {
@@ -90,8 +107,8 @@ inline Vec power_of_two(Vec x) {
 
 // Scores of a query, scaled and capped, as powers of two, -Inf where it may not see; returns the largest.
 template <class Terms>
-inline float mask_scores(const mlspec_attention_args& args, SlotRange visible, int64_t chunk, float* scores) {
-  const SlotRange seen = visible.within(chunk, chunk + kChunk);
+inline float mask_scores(const mlspec_attention_args& args, const Visible& visible, int64_t chunk, float* scores) {
+  const SlotRange seen = visible.in(chunk);
   const bool whole = seen.end - seen.begin == kChunk, capped = args.softcap > 0.f;
   constexpr float kLog2OfE = 1.44269504f;
   const Vec scale = Vec::all(capped ? args.scale : args.scale * kLog2OfE);
@@ -130,7 +147,7 @@ inline void update_softmax(const mlspec_attention_args& args, int first, int cou
     }
     fma(Vec::load(sums), Vec::all(block.rescale[i]), sum).store(sums);
     block.largest[first + i] = largest[i];
-    const int64_t next = chunk + kChunk;
+    const int64_t next = block.next_chunk;
     if (fetch) block.rows.prefetch(args, args.keys, next + kChunk * i / count, next + kChunk * (i + 1) / count);
   }
 }
@@ -159,20 +176,20 @@ inline void attend_tile(const mlspec_attention_args& args, int first, int count,
   update_softmax(args, first, count, chunk, fetch, block);
   if (finite) return add_values(block, first, count, first, steps, block.outputs);
   for (int i = first; i < first + count; ++i) {
-    load_values<Terms, false>(args, chunk, block.visible[i].within(seen.begin, seen.end), steps, block);
+    load_values<Terms, false>(args, chunk, block.visible[i].in(chunk), steps, block);
     add_values(block, i, 1, first, steps, block.outputs);
   }
 }
 
 template <class Terms>
-inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, SlotRange seen, QueryBlock<Terms>& block) {
-  seen = seen.within(chunk, chunk + kChunk);
-  const SlotRange steps = steps_of(seen, chunk);
+inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, QueryBlock<Terms>& block) {
   int begin = 0, end = block.num_queries;
-  while (block.visible[begin].within(seen.begin, seen.end).empty()) ++begin;
-  while (block.visible[end - 1].within(seen.begin, seen.end).empty()) --end;
+  const SlotRange seen{block.visible[begin].in(chunk).begin, block.visible[end - 1].in(chunk).end};
+  const SlotRange steps = steps_of(seen, chunk);
+  while (block.visible[begin].in(chunk).empty()) ++begin;
+  while (block.visible[end - 1].in(chunk).empty()) --end;
   load_keys<Terms>(args, chunk, seen, steps, block);
-  const bool alike = block.visible[begin].end >= seen.end && block.visible[end - 1].begin <= seen.begin;
+  const bool alike = block.visible[begin].in(chunk).end >= seen.end && block.visible[end - 1].in(chunk).begin <= seen.begin;
   const bool finite = alike ? load_values<Terms, false>(args, chunk, seen, steps, block)
                             : load_values<Terms, true>(args, chunk, seen, steps, block);
   for (int i = begin; i < end; i += kTileQueries)
@@ -182,10 +199,12 @@ inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, SlotR
 template <class Terms>
 void attend_block(const mlspec_attention_args& args, int64_t first, int64_t count, QueryBlock<Terms>& block) {
   start_block(args, first, count, block);
-  const SlotRange seen{block.visible[0].begin, block.visible[count - 1].end};
-  block.rows.end = seen.end;
-  for (int64_t chunk = seen.begin / kChunk * kChunk; chunk < seen.end; chunk += kChunk)
-    attend_chunk(args, chunk, seen, block);
+  const Visible& most = block.visible[0];  // none behind it sees a slot further back
+  block.rows.end = block.visible[count - 1].range.end;
+  for (int64_t chunk = most.first_chunk(); chunk < block.rows.end; chunk = block.next_chunk) {
+    block.next_chunk = most.chunk_behind(chunk);
+    attend_chunk(args, chunk, block);
+  }
   for (int i = 0; i < count; ++i) {
     const Vec factor = Vec::all(1.f / Vec::sum(Vec::load(block.sums + i * kLanes)));
     float* const output = block.outputs + i * block.padded;

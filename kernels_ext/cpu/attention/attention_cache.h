@@ -2,7 +2,7 @@
 //
 // Included inside the anonymous namespaces of attention_<isa>.cpp, after Vec.
 
-constexpr int kChunk = 64;  // slots between two updates of the running maximum
+constexpr int kChunk = 64;  // slots between two updates of the running maximum; a draft window leaves the first ones in view
 constexpr int kStep = 32;   // elements of a head, and slots of a chunk, that are multiplied at a time
 
 struct SlotRange {
@@ -92,7 +92,7 @@ inline bool load_values(const mlspec_attention_args& args, int64_t chunk, SlotRa
   Vec products = Vec::zero();  // of values and zero: NaN where one is not finite
   for (int64_t slot = steps.begin; slot < steps.end; slot += kLanes) {
     block.rows.template find<Terms>(args, args.values, chunk + slot, seen);
-    const int64_t next = chunk + kChunk + slot;
+    const int64_t next = block.next_chunk + slot;
     if (!block.spreads()) block.rows.prefetch(args, args.keys, next, next + kLanes);
     products = Terms::template load_values<kAsk>(args, block.rows, block.padded, block.values + slot * block.padded, products);
   }

@@ -62,6 +62,7 @@ struct Pass {
   std::vector<float> confidence;  // probability of best; left empty unless want_confidence
   float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
   Bits bits;                      // of every linear with packed weights; 0: each one's own
+  int64_t draft_window = 0;       // of every layer, as in mlspec_attention_args
   bool want_confidence = false;
 };
 

@@ -68,6 +68,7 @@ class Feeder {
     pass_.kv = level.kv;
     pass_.want_confidence = want_confidence;
     pass_.bits = level.bits;
+    pass_.draft_window = level.draft_window;
   }
 
   void add(int64_t row, int64_t position, int64_t token, bool kept) {
