@@ -17,6 +17,7 @@ from hf_mlspec.evaluation.certificate_subject import _format
 from hf_mlspec.formats.cache import INT8
 from hf_mlspec.integration.costs.identity import key_of, model_of
 from hf_mlspec.integration.costs.probe import _state_key
+from hf_mlspec.integration.quantizer.convert import convert_folder
 from hf_mlspec.integration.quantizer.examine import examine
 from hf_mlspec.integration.scoring import token_logprobs
 from hf_mlspec.nn.packed import PackedLinear
@@ -214,6 +215,14 @@ def _names(file):
 
     with safe_open(file, "pt") as opened:
         return list(opened.keys())
+
+
+def test_other_kinds_of_checkpoints_cannot_say_it(folder, tmp_path):
+    config = hf_mlspec.MLSpecConfig(format="int4", group_size=32, kv_cache="int8")
+    load(folder, quantization_config=config).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"keeps keys and values as int8 \(kv_cache\), which a gptq"):
+        convert_folder(str(tmp_path / "saved"), str(tmp_path / "out"), to="gptq")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_config_of_before_has_none(folder):
