@@ -50,6 +50,8 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("--skip", action="append", metavar="NAME", type=text,
                         help="a module not to quantize, by the end or start of its name or a pattern; repeat it for "
                              "more (the output head is kept, but in nested-bf16)")
+    parser.add_argument("--kv-cache", metavar="WORD",
+                        help="how the model keeps keys and values: int8 (default: as it computes them)")
     parser.add_argument("--dtype", metavar="WORD", default="auto",
                         help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
     _add_writing(parser)

@@ -32,7 +32,8 @@ def run(capsys, *argv: object) -> str:
       "--skip", "o_proj"],
      {"format": "int4", "group_size": 32, "symmetric": False, "activation_bits": 8,
       "skip_modules": ["down_proj", "o_proj"]}),
-    (["--format", "mxfp4", "--rule", "ceil"], {"format": "mxfp4", "rule": "ceil"})])
+    (["--format", "mxfp4", "--rule", "ceil", "--kv-cache", "int8"],
+     {"format": "mxfp4", "rule": "ceil", "kv_cache": "int8"})])
 def test_a_folder_is_what_from_pretrained_makes(capsys, saved_model, tmp_path, options, settings):
     out = tmp_path / "out"
     told = json.loads(run(capsys, saved_model, out, "--json", "--max-shard-size", "100KB", *options))
@@ -112,6 +113,7 @@ def test_a_folder_is_overwritten_only_when_told(capsys, saved_model, tmp_path):
     (["MODEL", "OUT", "--format", "nf4"], "mlspec quantize: format 'nf4' is unknown to this version, it has"),
     (["MODEL", "OUT", "--dtype", "int8"], "--dtype is 'int8', it must be one of auto, float32, bfloat16, float16"),
     (["MODEL", "OUT", "--format", "mxfp4", "--skip", "dwn_proj"], "did you mean down_proj"),
+    (["MODEL", "OUT", "--kv-cache", "int5"], "kv_cache is 'int5', choose 'int8'"),
     (["MODEL", "OUT", "--format", "mxfp4", "--max-shard-size", "5G"], "5G is no size"),
     (["./nowhere", "OUT", "--format", "mxfp4"], "model folder './nowhere' does not exist"),
     (["MODEL", "MODEL", "--format", "mxfp4", "--overwrite"], "is the folder of the model itself"),

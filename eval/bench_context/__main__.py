@@ -2,13 +2,16 @@
 
     python -m eval.bench_context --shape llama-0.5b --contexts 512 2048 8192 --threads 2
     python -m eval.bench_context --shape llama-1.1b --device cuda
+    python -m eval.bench_context --shape llama-1.1b --contexts 2048 8192 --threads 1 --kv-cache int8
     python -m eval.bench_context --quick
 
 A model of random BF16 weights reads a prompt of random ids and writes greedily, by stock `generate` and by ours
 without levels, in turns; medians over repeats. The prompt's time ends with the first new token. A step is the time
 between the first tokens that come and the last, over the tokens between. It reads every weight but the rows of the
 input embedding, and keys and values of the whole context: these bytes a second are given as a share of what a sum
-over memory reads in the same minute. Stock runs its default attention (SDPA).
+over memory reads in the same minute. Stock runs its default attention (SDPA). With --kv-cache ours runs a second time
+in every turn, its keys and values in that format; the last column is the median over turns of its step to that of ours
+beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
+import hf_mlspec
 from eval.records import machine
 from eval.targets import SHAPES, random_model, why_not_prepared
 
@@ -54,6 +60,25 @@ class Arrivals(BaseStreamer):
         return (self.seconds[-1] - self.seconds[0]) / sum(self.tokens[1:])
 
 
+def contenders(args: argparse.Namespace) -> dict[str, str | None]:
+    """Those of a turn, in order, and the format of keys and values of each."""
+    named = {name: None for name in CONTENDERS}
+    return named | ({f"ours, {args.kv_cache}": args.kv_cache} if args.kv_cache else {})
+
+
+@contextmanager
+def kept_in(model: PreTrainedModel, word: str | None) -> Iterator[None]:
+    """Inside, the model keeps keys and values in the format of the word."""
+    if word is None:
+        yield
+        return
+    model.config.quantization_config = hf_mlspec.MLSpecConfig(format=None, kv_cache=word)
+    try:
+        yield
+    finally:
+        del model.config.quantization_config
+
+
 def measure(model: PreTrainedModel, ids: torch.Tensor, tokens: int, how: dict[str, Any]) -> tuple[float, float]:
     """Seconds until the first new token, and of a step; `ids` int64 `[1, context]`."""
     arrivals, begin = Arrivals(), time.perf_counter()
@@ -63,27 +88,32 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, tokens: int, how: dict[st
     return arrivals.seconds[0] - begin - (arrivals.tokens[0] - 1) * step, step
 
 
-def step_bytes(model: PreTrainedModel, context: int) -> int:
-    """Bytes that a step reads: weights, and keys and values of the context."""
+def step_bytes(model: PreTrainedModel, context: int, share: float = 1.0) -> int:
+    """Bytes that a step reads: weights, and keys and values of the context, in a share of the bytes of the dtype."""
     config, table, head = model.config, model.get_input_embeddings().weight, model.get_output_embeddings().weight
     weights = sum(weight.nbytes for weight in model.parameters()) - (0 if table is head else table.nbytes)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return weights + 2 * config.num_hidden_layers * config.num_key_value_heads * size * context * table.element_size()
+    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * size * context * table.element_size()
+    return weights + int(share * cached)
 
 
 def bench(model: PreTrainedModel, context: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each contender."""
     ids = torch.randint(0, model.config.vocab_size, (1, context), device=args.device)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
-    reads = []
+    asked = contenders(args)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in asked}
+    reads, held = [], {}
     for turn in range(args.repeats + 1):  # the first one warms up
         reads.append(machine.read_bandwidth(args.device, args.probe_mebibytes, 3))
-        for name, how in CONTENDERS.items():
-            seconds = measure(model, ids, args.tokens, how)
+        for name, word in asked.items():
+            with kept_in(model, word):
+                seconds = measure(model, ids, args.tokens, CONTENDERS.get(name, CONTENDERS["ours"]))
             found[name] += [seconds] if turn else []
-    nbytes, probe = step_bytes(model, context + args.tokens // 2), statistics.median(reads)
+            held[name] = hf_mlspec.last_stats(model).target_cache_bytes if name != "stock" else 0
+    probe = statistics.median(reads)
     lines = []
     for name, pairs in found.items():
+        nbytes = step_bytes(model, context + args.tokens // 2, held[name] / held["ours"] if asked[name] else 1.0)
         prompt, step = (statistics.median(column) for column in zip(*pairs, strict=True))
         lines.append({"contender": name, "shape": args.shape, "context": context, "device": args.device,
                       "prompt_seconds": prompt, "step_seconds": step, "step_bytes": nbytes,
@@ -91,15 +121,17 @@ def bench(model: PreTrainedModel, context: int, args: argparse.Namespace) -> lis
     for line in lines:
         line["prompt_of_stock"] = line["prompt_seconds"] / lines[0]["prompt_seconds"]
         line["step_of_stock"] = line["step_seconds"] / lines[0]["step_seconds"]
+        beside = zip(line["pairs"], lines[1]["pairs"], strict=True)
+        line["step_of_ours"] = statistics.median(step / ours for (_, step), (_, ours) in beside)
     return lines
 
 
 def table(lines: list[dict[str, Any]]) -> Table:
-    out = Table("context", "contender", "prompt s", "x stock", "step ms", "x stock", "share of bandwidth")
+    out = Table("context", "contender", "prompt s", "x stock", "step ms", "x stock", "share of bandwidth", "x ours")
     for line in lines:
         out.add_row(str(line["context"]), line["contender"], f"{line['prompt_seconds']:.3f}",
                     f"{line['prompt_of_stock']:.2f}", f"{1e3 * line['step_seconds']:.2f}",
-                    f"{line['step_of_stock']:.2f}", f"{line['bandwidth_share']:.2f}")
+                    f"{line['step_of_stock']:.2f}", f"{line['bandwidth_share']:.2f}", f"{line['step_of_ours']:.3f}")
     return out
 
 
@@ -111,12 +143,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="calls of each contender that count (3)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, help="threads of the CPU (torch's own choice)")
+    parser.add_argument("--kv-cache", metavar="WORD", help="also ours with keys and values in this format: int8")
     parser.add_argument("--json", type=Path, help="write a line of JSON for each row of the table")
     parser.add_argument("--quick", action="store_true", help="shape tiny, contexts 16 and 64, once")
     args = parser.parse_args(argv)
     args.probe_mebibytes = 16 if args.quick else 512
     if args.quick:
         args.shape, args.contexts, args.repeats = "tiny", [16, 64], 1
+    if args.kv_cache is not None:
+        try:
+            hf_mlspec.MLSpecConfig(format=None, kv_cache=args.kv_cache)
+        except ValueError as error:
+            parser.error(str(error).removeprefix("MLSpecConfig: "))
     if min(args.contexts) < 1 or args.tokens < 2 or args.repeats < 1:
         parser.error("--contexts and --repeats are at least 1, --tokens at least 2: a step lies between two tokens")
     return args

@@ -7,7 +7,8 @@ Decodes every prompt with every chain of a TOML file and holds the ids against t
     python -m eval.lossless PLAN.toml --models FOLDER --data FOLDER --report       # the table of what is done so far
 
 In the plan (eval/configs/lossless.toml; Python 3.11 or later) {models} and {data} stand for these folders and {demo}
-for the demo target; a table [quantize] holds settings of MLSpecConfig, and the target is quantized while it loads;
+for the demo target; a table [quantize] holds settings of MLSpecConfig, and the target is quantized while it loads (a
+kv_cache without a format: the cache alone);
 with reference = "plain" the ids are held against those of the model as it is in its folder, another object in memory.
 A table [[data]] with `tokens` asks for `count` texts of that length, cut from the file's prompts; with stream = true
 they are one stream of as many slots as the batch size, whose requests begin with `shared` equal tokens, held against
@@ -135,7 +136,7 @@ def load(plan: dict[str, Any], folder: str, device: str, *, plain: bool = False)
     """The target, quantized while it loads where the plan says so; `plain`: as it is in its folder."""
     how = {}
     if "quantize" in plan and not plain:
-        how["quantization_config"] = hf_mlspec.MLSpecConfig(**plan["quantize"])
+        how["quantization_config"] = hf_mlspec.MLSpecConfig(**{"format": None, **plan["quantize"]})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, plan["dtype"]), **how)
     return model.to(device).eval()
 

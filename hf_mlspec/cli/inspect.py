@@ -36,6 +36,7 @@ def _show(console: Console, found: Examined) -> None:
         ("weights", f"{found.weights / 1e6:.1f} million"),
         ("dense linear layers", (", ".join(dense) or "none") + (f" and {more} more" if more > 0 else "")),
         ("dtype of what is not packed", found.dtype),
+        ("keys and values in the cache", found.kv_cache or "as they are computed"),
         *((f"runs {_DEVICES[word]}", told) for word, told in found.engines.items()),
         ("kernels", ", ".join(f"{op} {kernel}" for op, kernel in found.kernels.items()) or "none"),
         ("stock transformers loads it", found.stock),

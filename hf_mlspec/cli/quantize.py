@@ -19,7 +19,8 @@ from .tables import say, show
 
 def run_quantize(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in options()}
-    settings |= {"format": args.format, "activation_bits": args.activation_bits, "skip_modules": args.skip}
+    settings |= {"format": args.format, "activation_bits": args.activation_bits, "skip_modules": args.skip,
+                 "kv_cache": args.kv_cache}
     config = MLSpecConfig(**{name: value for name, value in settings.items() if value is not None})
     require_dtype(args.dtype, "auto")
     if args.json or not sys.stderr.isatty():

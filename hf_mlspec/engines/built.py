@@ -15,6 +15,7 @@ from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE
 from ..precision import Bits
 from .architecture import CPU
+from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
 _building = threading.Lock()  # threads that ask for the same decoder get one
@@ -99,8 +100,9 @@ def _changes(parameter: Tensor) -> int:
 
 def standing(model: nn.Module) -> tuple:
     """All that a decoder over the model rests on: where the weights lie and how often they changed, what norms and
-    biases hold, for decoders copied those, how packed layers multiply and transform their inputs, and of every module
-    its class, its mode, whether it has hooks and whether its forward was replaced.
+    biases hold, for decoders copied those, how packed layers multiply and transform their inputs, the format of its
+    keys and values, and of every module its class, its mode, whether it has hooks and whether its forward was
+    replaced.
 
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
@@ -121,7 +123,8 @@ def standing(model: nn.Module) -> tuple:
     ]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
     multiply = [switch.in_force for switch in packed.values()]
-    return directed, tuple(modules), tuple(weights), hash(tuple(vectors)), tuple(multiply), tuple(transforms)
+    said = directed, cache_format_of(model)
+    return *said, tuple(modules), tuple(weights), hash(tuple(vectors)), tuple(multiply), tuple(transforms)
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..formats import CacheFormat
 from ..precision import Bits
 
 Rows = list[list[int]]
@@ -33,7 +34,8 @@ class Capabilities:
         (modules/attention.py). greedy_rounds: it has `score`, `draft` and `draft_checked`, whole greedy rounds in one
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
-        beginning. draft_window: it can read a part of the cache only.
+        beginning. draft_window: it can read a part of the cache only. cache_formats: it can keep keys and values in a
+        CacheFormat.
     """
 
     by_module: bool = False
@@ -41,6 +43,7 @@ class Capabilities:
     capturable: bool = False
     bit_exact: bool = False
     draft_window: bool = False
+    cache_formats: bool = False
 
 
 @dataclass
@@ -65,8 +68,9 @@ class Engine(Protocol):
     follow: the engine whose cache this one writes into, or None for a cache of its own (invariant 4). bits: weight and
     activation bits of its packed weights, OWN_BITS: those of the model's switch; set before it starts. draft_window:
     0, or how many of the last slots a token sees, besides the first ones of its row (ops.ragged_attention). cache:
-    keys and values, None before `start`. cache_bytes: those it holds itself. forwards, seconds: forward passes so far
-    and their time on the host.
+    keys and values, None before `start`. cache_bytes: those it holds itself. cache_format: of a cache of its own, None
+    for keys and values as the model computes them; set before it starts. kept_in: of the cache it reads, its own or
+    its leader's. forwards, seconds: forward passes so far and their time on the host.
     """
 
     name: str
@@ -82,6 +86,8 @@ class Engine(Protocol):
     draft_window: int
     cache: Any
     cache_bytes: int
+    cache_format: CacheFormat | None
+    kept_in: CacheFormat | None
     forwards: int
     seconds: float
 

@@ -5,12 +5,14 @@ What engines share without computing: `CachedRows` of all three, `DecoderCache` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..formats import CacheFormat, cache_format
+from ..nn.settings import QUANT_METHOD
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
 from .memory import WORTH_ASKING, grown, moved, require_free
@@ -40,6 +42,7 @@ class CachedRows:
     engine whose cache this one writes into, or None for a cache of its own (invariant 4). capacity: tokens a row is
     expected to hold. max_positions: tokens of a row that it can attend to, None where nothing bounds them.
     bytes_per_token: of keys and values, 0 where that is not known. draft_window: as `Engine.draft_window`.
+    cache_format: of a cache of its own, None for keys and values as the model computes them; set before it starts.
     """
 
     lengths: list[int]
@@ -48,7 +51,13 @@ class CachedRows:
     capacity: int
     max_positions: int | None
     bytes_per_token: int
+    cache_format: CacheFormat | None
     draft_window: int = 0
+
+    @property
+    def kept_in(self) -> CacheFormat | None:
+        """The format of the cache that it reads and writes, its own or its leader's."""
+        return self.follow.kept_in if self.follow else self.cache_format
 
     @property
     def cache_bytes(self) -> int:
@@ -81,15 +90,28 @@ class DecoderCache:
     """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
 
     The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`. owned: nobody else reads `kv`.
+    cache_format: of `kv` where it holds codes `[..., width]`, of keys and values of `dtype`.
     """
 
-    def __init__(self, kv: Tensor, rows: int, *, owned: bool = False):
+    def __init__(
+        self,
+        kv: Tensor,
+        rows: int,
+        *,
+        owned: bool = False,
+        cache_format: CacheFormat | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         self.kv, self.rows, self.owned = kv, rows, owned
+        self.format, self.dtype = cache_format, dtype or kv.dtype
 
     @classmethod
-    def new(cls, decoder: Decoder, batch: int, capacity: int) -> DecoderCache:
+    def new(
+        cls, decoder: Decoder, batch: int, capacity: int, cache_format: CacheFormat | None = None
+    ) -> DecoderCache:
         """An empty cache for `batch` rows of `capacity` slots or a few more."""
-        return cls(new_kv(decoder, batch, up_to_growth(capacity)), batch, owned=True)
+        kv = new_kv(decoder, batch, up_to_growth(capacity), cache_format)
+        return cls(kv, batch, owned=True, cache_format=cache_format, dtype=decoder.dtype)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row, and for half as many again as there were where there is memory for those.
@@ -135,11 +157,14 @@ class DecoderCache:
         self.reserve(length)
         for own, layer in zip(self.kv, layers, strict=False):
             for into, states in zip(own, layer, strict=True):
-                into[: self.rows, :, :length] = states
+                into[: self.rows, :, :length] = states if self.format is None else self.format.quantize(states)
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""
-        return [(keys.clone(), values.clone()) for keys, values in self.kv[:, :, index, :, start:end]]
+        return [(self._states(keys), self._states(values)) for keys, values in self.kv[:, :, index, :, start:end]]
+
+    def _states(self, kept: Tensor) -> Tensor:
+        return kept.clone() if self.format is None else self.format.dequantize(kept, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +196,7 @@ class DecoderRows(CachedRows):
         self.dtype, self.vocab_size = decoder.dtype, decoder.vocab_size
         bounds = num_positions, decoder.max_positions
         self.max_positions = min((bound for bound in bounds if bound is not None), default=None)
-        self.capacity = first_capacity(capacity, self.max_positions)
+        self.capacity, self.cache_format = first_capacity(capacity, self.max_positions), cache_format_of(model)
         self.cache: DecoderCache | None = None
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
@@ -180,14 +205,17 @@ class DecoderRows(CachedRows):
     def bytes_per_token(self) -> int:
         """Of keys and values."""
         sizes = self.decoder.sizes
-        return self.decoder.num_layers * 2 * sizes.kv_heads * sizes.head_dim * self.decoder.dtype.itemsize
+        row = row_bytes(sizes.head_dim, self.decoder.dtype, self.cache_format)
+        return self.decoder.num_layers * 2 * sizes.kv_heads * row
 
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
         self.lengths = [0] * batch
         self.forwards, self.seconds = 0, 0.0
         capacity = max(self.capacity, GROWTH)
-        self.cache = self.follow.cache if self.follow else DecoderCache.new(self.decoder, batch, capacity)
+        self.cache = self.follow.cache if self.follow else None
+        if not self.follow:
+            self.cache = DecoderCache.new(self.decoder, batch, capacity, self.cache_format)
 
     def _reserve(self, slots: int) -> None:
         self.cache.reserve(slots)
@@ -195,11 +223,34 @@ class DecoderRows(CachedRows):
             self.decoder.reserve_positions(slots)
 
 
-def new_kv(decoder: Decoder, batch: int, slots: int) -> Tensor:
-    """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]` for a decoder, zeros."""
-    shape = (decoder.num_layers, 2, batch, decoder.sizes.kv_heads, slots, decoder.sizes.head_dim)
+def cache_format_of(model: nn.Module) -> CacheFormat | None:
+    """In which format a model keeps keys and values, as its quantization_config says; None: as it computes them.
+
+    ValueError or TypeError for a word that is no format's.
+    """
+    found = getattr(getattr(model, "config", None), "quantization_config", None)
+    said = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+    word = said.get("kv_cache")
+    if word is None or said.get("quant_method") != QUANT_METHOD:
+        return None
+    return cache_format(word, "kv_cache of the model's quantization_config")
+
+
+def new_kv(decoder: Decoder, batch: int, slots: int, cache_format: CacheFormat | None = None) -> Tensor:
+    """Keys and values `[layers, 2, batch, kv_heads, slots, head_dim]` for a decoder, or codes of them, zeros."""
+    dim, dtype = decoder.sizes.head_dim, decoder.dtype
+    if cache_format is not None:
+        dim, dtype = cache_format.width(dim), cache_format.dtype
+    shape = (decoder.num_layers, 2, batch, decoder.sizes.kv_heads, slots, dim)
     with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        return torch.zeros(shape, dtype=dtype, device=decoder.device)
+
+
+def row_bytes(head_dim: int, dtype: torch.dtype, cache_format: CacheFormat | None) -> int:
+    """Bytes of a token's key, or value, of one head."""
+    if cache_format is None:
+        return head_dim * dtype.itemsize
+    return cache_format.width(head_dim) * cache_format.dtype.itemsize
 
 
 def first_capacity(tokens: int, num_positions: int | None) -> int:

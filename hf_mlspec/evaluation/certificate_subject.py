@@ -116,7 +116,8 @@ def _format(model: PreTrainedModel) -> dict[str, Any] | None:
     if config is None:
         return None
     settings = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    bits = precision_switch(model).activation_bits if settings.get("quant_method") == "mlspec" else None
+    packs = settings.get("quant_method") == "mlspec" and settings.get("format") is not None
+    bits = precision_switch(model).activation_bits if packs else None
     return json.loads(json.dumps({**settings, "activation_bits": bits}, default=str))
 
 

@@ -1,6 +1,8 @@
-"""What the bits of a weight mean: one record for each format, in FORMATS. Pure torch, no state, any device."""
+"""What the bits of a weight, and of keys and values, mean: one record for each format, in FORMATS and CACHE_FORMATS.
+Pure torch, no state, any device."""
 
 from . import int4, mxfp4, nested, planes
+from .cache import CACHE_FORMATS, CacheFormat, cache_format, stored_format
 from .int4 import Int4Weight
 from .mxfp4 import Mxfp4Weight
 from .nested import NestedWeight
@@ -9,7 +11,9 @@ from .record import FORMATS, CastWord, Format, Option, casts, format_named, opti
 from .weight import PackedWeight, Parts
 
 __all__ = [
+    "CACHE_FORMATS",
     "FORMATS",
+    "CacheFormat",
     "CastWord",
     "Format",
     "Int4Weight",
@@ -19,10 +23,12 @@ __all__ = [
     "PackedWeight",
     "Parts",
     "PlanesWeight",
+    "cache_format",
     "casts",
     "format_named",
     "options",
     "register",
+    "stored_format",
     "unregister",
 ]
 

@@ -131,7 +131,10 @@ def captured_speed(target: Engine, config: SpeculationConfig, rows: int, slots: 
 
 
 def _key(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> tuple:
-    return (chain.target.runner.name, settings, wiring.config.draft_window, *(_identity(level) for level in levels))
+    kept = [runner.kept_in for runner in (chain.target.runner, *chain.runners) if runner is not None]
+    formats = tuple(None if one is None else one.word for one in kept)
+    caches = wiring.config.draft_window, formats
+    return (chain.target.runner.name, settings, caches, *(_identity(level) for level in levels))
 
 
 def _identity(level: Level) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, fields
 
 from ..engines.choose import ENGINES
-from ..formats import casts, options
+from ..formats import cache_format, casts, options
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
@@ -34,6 +34,10 @@ class SpeculationConfig:
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
         direct casts of the target) draft in the target's KV cache, and the check overwrites what they wrote; False
         gives each its own cache.
+    draft_cache: "int8": levels with a cache of their own keep keys and values as int8 codes with a scale per token and
+        key head (formats/cache.py), in half the memory; they draft other tokens now and then, and the target writes
+        what it writes. Levels in the target's cache follow the target's (MLSpecConfig.kv_cache). ValueError for a
+        level that runs on a GPU's compiled steps. None: as the level's own model says.
     draft_window: how many of the last tokens levels see, besides the first 64 of a row; the target always sees all, so
         that this changes time, never a token. 0: levels see all, too. None: where lengths are chosen and rows are
         longer than 1360 tokens, rounds in which levels see the last 1024 are weighed against those in which they see
@@ -70,6 +74,7 @@ class SpeculationConfig:
     num_draft_tokens: int | list[int | None] | None = None
     confidence_threshold: float | list[float | None] | None = None
     shared_cache: bool = True
+    draft_cache: str | None = None
     draft_window: int | None = None
     cast_rule: str = "ocp_floor"
     cast_head: bool = True
@@ -101,6 +106,8 @@ class SpeculationConfig:
                 raise TypeError(f"{name} is {value!r}, it must be True or False")
         if self.engine is not None and self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
+        if self.draft_cache is not None:
+            cache_format(self.draft_cache, "draft_cache")
         if self.cast_rule != type(self).cast_rule:
             options()["rule"].require(self.cast_rule)
         if self.profile is not None and not isinstance(self.profile, (str, os.PathLike)):

@@ -11,8 +11,8 @@
       v
     call.run                       our loop decodes; what it returns goes back through stock generate
 
-A prepared model's plain generate takes the same path without levels; calls that our loop does not support run in
-stock `_sample`.
+A prepared model's plain generate takes the same path without levels, and so does that of a model whose cache has a
+format of its own; calls that our loop does not support run in stock `_sample`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..engines.rows import cache_format_of
 from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
@@ -37,7 +38,8 @@ _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands the
 class _Proxy:
     """Stands in for the levels while stock generate prepares the call: its checks see the target's own config.
 
-    implied: the user named no levels, the model is prepared; transformers' loop decodes what ours does not support.
+    implied: the user named no levels, the model is ours to decode; transformers' loop decodes what ours does not
+        support.
     prepares: only prepare the call; the caller decodes it.
     """
 
@@ -105,7 +107,7 @@ def _hooked_generate(stock):
             "speculation_config": speculation_config,
         }
         bypassed = _hooks.get("generate") is not generate or kwargs.get("custom_generate") is not None
-        implied = assistant_models is None and not bypassed and is_prepared(self) and _serves(self, args, kwargs)
+        implied = assistant_models is None and not bypassed and _is_ours(self) and _serves(self, args, kwargs)
         if implied:
             assistant_models = []
         _require_no_word(kwargs.get("assistant_model"))
@@ -164,8 +166,14 @@ def _hooked_decoding(stock):
     return _assisted_decoding
 
 
+def _is_ours(model) -> bool:
+    """Whether our loop decodes a model's plain calls, too: it is prepared, or transformers' caches do not have the
+    format of its keys and values."""
+    return is_prepared(model) or cache_format_of(model) is not None
+
+
 def _serves(model, args: tuple, kwargs: dict) -> bool:
-    """Whether a prepared model's plain call goes to our loop; if not, one warning gives the reason."""
+    """Whether a plain call of a model that is ours goes to our loop; if not, one warning gives the reason."""
     reason = unserved(model, args, kwargs)
     if reason is None:
         try:
@@ -186,9 +194,10 @@ def _refusal(model, call: Call) -> str | None:
 
 
 def _say_stock(model, reason: str) -> None:
-    said = (
-        f"{type(model).__name__} is prepared, but transformers' own loop runs this call, module by module: {reason}"
-    )
+    kept = cache_format_of(model)
+    what = "is prepared" if kept is None else f"keeps keys and values as {kept.word}"
+    how = "module by module" if kept is None else "module by module, with keys and values as they are computed"
+    said = f"{type(model).__name__} {what}, but transformers' own loop runs this call, {how}: {reason}"
     say_once(model, said, kind=re.sub(r"\d+", "", said))  # whatever the numbers
 
 

@@ -12,6 +12,7 @@ from ..formats import mxfp4
 from .expert_modules import ExpertModule, is_experts
 from .linear import is_dense
 from .packed import PackedLinear, PackedModule
+from .settings import own_settings, packs_weights
 from .transforms import NONE
 
 _SHOWN = 8  # layers in a message
@@ -33,6 +34,8 @@ def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
     packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     quantization = getattr(model.config, "quantization_config", None)
     quantized = quantization is not None or getattr(model, "hf_quantizer", None) is not None
+    own = own_settings(model)
+    quantized &= packs_weights(own) or not own
     if (quantized or packed) and not (packed and all(map(is_nested, packed))):
         method = getattr(quantization, "quant_method", None) or type(getattr(model, "hf_quantizer", None)).__name__
         raise ValueError(

@@ -22,6 +22,7 @@ from .nest_swap import Swap, nested_swaps, undone
 from .nested import NestedLinear
 from .packed import PackedModule
 from .replace import attach_quantizer, detach_quantizer
+from .settings import cache_settings
 from .state import state_of
 from .switch import PrecisionSwitch
 
@@ -97,7 +98,10 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
     for swap in swaps:
         swap.put_back(model)
     if isinstance(model, PreTrainedModel):
+        kept = cache_settings(model)
         detach_quantizer(model)
+        if kept:
+            attach_quantizer(model, {"format": None, **kept})
         _tie_again(model)
     return model
 

@@ -16,6 +16,7 @@ from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
 from .nested import NestedEmbedding
 from .packed import PackedLinear, PackedModule
+from .settings import cache_settings
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -160,8 +161,9 @@ def _untie_head(draft: PreTrainedModel) -> None:
 def attach_quantizer(model: PreTrainedModel, settings: dict) -> None:
     """What from_pretrained sets: save_pretrained then writes quantization_config, and dtype casts are refused.
 
-    settings: of an MLSpecConfig.
+    settings: of an MLSpecConfig. The format of keys and values stays what it was.
     """
+    settings = {**cache_settings(model), **settings}
     quantizer = AutoHfQuantizer.from_config({"quant_method": "mlspec", **settings}, pre_quantized=True)
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = quantizer.quantization_config.quant_method

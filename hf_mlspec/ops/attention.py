@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..formats import CacheFormat, stored_format
 from .operator import CACHE_FLOATS, Operands, operator
 from .rows import rms_norm
 
@@ -26,11 +27,12 @@ FIRST_SLOTS = 64  # that every token sees behind a draft window
 
 
 def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
-    """The shape of keys and values, which ``q`` fits; width: how the axis of its tokens is called."""
+    """``[batch, kv_heads, slots, head_dim]`` of keys and values, which ``q`` fits; width: how the axis of its tokens
+    is called."""
     for name in ("keys", "values"):
         lanes = vars(given)[name]
-        if lanes.dtype not in CACHE_FLOATS:
-            raise TypeError(f"{given.op}: {name} is {lanes.dtype}, a cache is float32 or bfloat16")
+        if lanes.dtype not in CACHE_FLOATS and stored_format(lanes.dtype) is None:
+            raise TypeError(f"{given.op}: {name} is {lanes.dtype}, a cache is float32, bfloat16 or int8")
         if lanes.ndim != 4:
             raise ValueError(
                 f"{given.op}: {name} has shape {list(lanes.shape)}, expected [batch, kv_heads, slots, head_dim]"
@@ -41,14 +43,20 @@ def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
                 f"{list(lanes.stride())})"
             )
     given.require_same("values", "keys")
-    batch, kv_heads, _, dim = given.keys.shape
+    batch, kv_heads, slots, _ = given.keys.shape
+    dim = _head_dim(given.keys)
+    if dim < 1 and _codes_of(given.keys.dtype) is not None:
+        raise ValueError(
+            f"{given.op}: keys has shape {list(given.keys.shape)}, rows of an int8 cache are head_dim codes and the 4 "
+            "bytes of a scale"
+        )
     shape = vars(given)[q].shape if q else None
     if q and (len(shape) != 4 or shape[0] != batch or shape[3] != dim or not kv_heads or shape[2] % kv_heads):
         raise ValueError(
             f"{given.op}: {q} has shape {list(shape)}, the cache takes [{batch}, {width}, a multiple of {kv_heads} "
             f"heads, {dim}]"
         )
-    return given.keys.shape
+    return torch.Size((batch, kv_heads, slots, dim))
 
 
 def _check_starts(given: Operands) -> None:
@@ -114,8 +122,8 @@ def _rope_write(
     for row, start in enumerate(starts):
         slots = slice(start, start + tokens)
         rotated[row] = _rotate(q[row], cos[slots], sin[slots]).to(q.dtype)
-        keys[row, :, slots] = _rotate(k[row], cos[slots], sin[slots]).transpose(0, 1).to(keys.dtype)
-        values[row, :, slots] = v[row].transpose(0, 1).to(values.dtype)
+        keys[row, :, slots] = _stored(_rotate(k[row], cos[slots], sin[slots]), keys.dtype).transpose(0, 1)
+        values[row, :, slots] = _stored(v[row], values.dtype).transpose(0, 1)
     return rotated
 
 
@@ -127,7 +135,8 @@ def rope_write(
 
     Token t of row r has position and slot ``starts[r] + t``. cos, sin float32 ``[positions, rotary_dim / 2]``: the
     first rotary_dim elements of a head are rotated, halves against each other. keys, values float32 or bfloat16
-    ``[batch, kv_heads, slots, dim]``, dense in their last two axes.
+    ``[batch, kv_heads, slots, dim]``, or int8 ``[batch, kv_heads, slots, dim + 4]``, rows of codes (formats/cache.py);
+    dense in their last two axes.
     """
     return _rope_write(q, k, v, cos, sin, starts, keys, values)
 
@@ -172,14 +181,14 @@ def ragged_attention(
     softcap: float = 0.0,
     draft_window: int = 0,
 ) -> Tensor:
-    """Causal grouped-query attention of rotated q ``[batch, tokens, heads, dim]`` over a ragged cache ``[batch,
-    kv_heads, slots, dim]`` -> ``[batch, tokens, heads, dim]``.
+    """Causal grouped-query attention of rotated q ``[batch, tokens, heads, dim]`` over a ragged cache as in
+    ``rope_write`` -> ``[batch, tokens, heads, dim]``.
 
     Token t of row r sits in slot ``starts[r] + t`` and sees the slots up to its own, only the last ``window`` of them
     unless that is 0. Unless it is 0, ``draft_window`` leaves of these the first FIRST_SLOTS of the row and the last
     ``draft_window`` (StreamingLLM, arXiv 2309.17453, section 3). Scores are multiplied by ``scale``, then capped to
-    ``softcap * tanh(score / softcap)`` unless 0. Over a bfloat16 cache a kernel may round queries and softmax weights
-    to bfloat16; it sums in float32.
+    ``softcap * tanh(score / softcap)`` unless 0. Over a bfloat16 or int8 cache a kernel may round queries, softmax
+    weights and what codes stand for to bfloat16; it sums in float32.
     """
     return _ragged_attention(q, keys, values, starts, scale, window, softcap, draft_window)
 
@@ -205,7 +214,7 @@ def _check_rope_write_rows(given: Operands) -> None:
 
 
 @operator(_check_rope_write_rows, lambda given: given.qkv.new_empty(
-    (*given.qkv.shape[:2], given.heads, given.keys.shape[3])
+    (*given.qkv.shape[:2], given.heads, _head_dim(given.keys))
 ), writes=("keys", "values"), composed_on_cpu=True)  # fmt: skip
 def rope_write_rows(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, starts: Tensor,
@@ -217,7 +226,7 @@ def rope_write_rows(
     q_norm, k_norm float32 ``[dim]`` or None; what the norm of a head gives is rounded to qkv.dtype before it is
     rotated, as between two modules. cos, sin and the cache are those of ``rope_write``; on a GPU qkv is bfloat16.
     """
-    kv_heads, dim = keys.shape[1], keys.shape[3]
+    kv_heads, dim = keys.shape[1], _head_dim(keys)
     q, k, v = qkv.unflatten(2, (-1, dim)).split([heads, kv_heads, kv_heads], dim=2)
     q, k = _normed(q, q_norm, eps), _normed(k, k_norm, eps)
     rotated = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -267,7 +276,8 @@ def _attend(
 ) -> Tensor:
     groups = q.shape[1] // keys.shape[0]
     query = q.float().transpose(0, 1)  # [heads, tokens, dim]
-    scores = query @ keys.float().repeat_interleave(groups, 0).transpose(1, 2) * scale
+    keys, values = _values(keys), _values(values)
+    scores = query @ keys.repeat_interleave(groups, 0).transpose(1, 2) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     position = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
@@ -278,7 +288,30 @@ def _attend(
     if draft_window:
         hidden |= (slot >= FIRST_SLOTS) & (slot <= position - draft_window)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return (weights @ values.float().repeat_interleave(groups, 0)).transpose(0, 1)
+    return (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1)
+
+
+def _codes_of(dtype: torch.dtype) -> CacheFormat | None:
+    """The format of a cache of this dtype, None where it holds keys and values as they are."""
+    return None if dtype in CACHE_FLOATS else stored_format(dtype)
+
+
+def _head_dim(lanes: Tensor) -> int:
+    """Of keys or values as they are, or of rows of codes."""
+    codes = _codes_of(lanes.dtype)
+    return lanes.shape[3] if codes is None else codes.head_dim(lanes.shape[3])
+
+
+def _stored(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values ``[..., dim]`` as a cache of this dtype holds them."""
+    codes = _codes_of(dtype)
+    return states.to(dtype) if codes is None else codes.quantize(states)
+
+
+def _values(lanes: Tensor) -> Tensor:
+    """What a cache holds, float32 ``[..., dim]``."""
+    codes = _codes_of(lanes.dtype)
+    return lanes.float() if codes is None else codes.dequantize(lanes, torch.float32)
 
 
 def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -69,11 +69,11 @@ inline int threads_for(double work) {
 }
 
 inline char* bytes_at(void* data, mlspec_dtype dtype, int64_t elements) {
-  return static_cast<char*>(data) + elements * (dtype == MLSPEC_FLOAT32 ? 4 : 2);
+  return static_cast<char*>(data) + elements * mlspec_element_bytes(dtype);
 }
 
 inline const char* bytes_at(const void* data, mlspec_dtype dtype, int64_t elements) {
-  return static_cast<const char*>(data) + elements * (dtype == MLSPEC_FLOAT32 ? 4 : 2);
+  return static_cast<const char*>(data) + elements * mlspec_element_bytes(dtype);
 }
 
 }  // namespace mlspec

@@ -10,7 +10,16 @@
 
 extern "C" {
 
-enum mlspec_dtype { MLSPEC_FLOAT32 = 0, MLSPEC_BFLOAT16 = 1, MLSPEC_FLOAT16 = 2 };
+enum mlspec_dtype { MLSPEC_FLOAT32 = 0, MLSPEC_BFLOAT16 = 1, MLSPEC_FLOAT16 = 2, MLSPEC_INT8_ROWS = 3 };
+
+// INT8_ROWS, of a cache: rows of head_dim int8 codes and, behind them, the bytes of a float scale; value = code * scale
+// (hf_mlspec/formats/cache.py defines both). Elements of the array are bytes.
+static inline int64_t mlspec_element_bytes(enum mlspec_dtype dtype) {
+  return dtype == MLSPEC_FLOAT32 ? 4 : dtype == MLSPEC_INT8_ROWS ? 1 : 2;
+}
+static inline int64_t mlspec_cache_row_bytes(enum mlspec_dtype dtype, int64_t head_dim) {
+  return head_dim * mlspec_element_bytes(dtype) + (dtype == MLSPEC_INT8_ROWS ? 4 : 0);
+}
 
 // How a linear wants its activations.
 enum mlspec_acts_kind {
@@ -113,15 +122,16 @@ enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2,
 
 // Causal attention of the queries that share one key head, of one row of the batch. Keys are visited in chunks of 64
 // absolute slots in ascending order with an online softmax, so a query's bits depend on its position and on the cache only.
-// Over a bfloat16 cache, instruction sets that multiply bfloat16 round queries and weights to it; all sums are float32.
+// Over a cache of bfloat16 or int8 rows, instruction sets that multiply bfloat16 round queries, weights, and values of codes
+// to it; all sums are float32.
 struct mlspec_attention_args {
   const float* q;           // query of token t and head h: q + t * q_token_stride + h * head_dim, already rotated
   int64_t q_token_stride;
   int64_t num_tokens, num_heads;  // heads that share this key head
   int64_t first_position;   // token t sits in slot first_position + t and sees slots up to its own
-  const void* keys;         // [slots][head_dim]
-  const void* values;       // [slots][head_dim]
-  mlspec_dtype kv_dtype;    // FLOAT32 or BFLOAT16
+  const void* keys;         // [slots] rows of mlspec_cache_row_bytes(kv_dtype, head_dim)
+  const void* values;       // the same
+  mlspec_dtype kv_dtype;    // FLOAT32, BFLOAT16 or INT8_ROWS
   int64_t head_dim;         // any
   int64_t window;           // 0, or: token at p sees slots > p - window only
   int64_t draft_window;     // 0, or: of these, token at p sees the first 64 slots and those > p - draft_window
@@ -143,7 +153,8 @@ struct mlspec_row_ops {
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);  // y may be x
   void (*add)(const float* x, int64_t n, float* y);                                        // y += x
   void (*widen)(const void* x, mlspec_dtype dtype, float multiplier, int64_t n, float* y);
-  void (*narrow)(const float* x, mlspec_dtype dtype, int64_t n, void* y);                  // round to nearest even
+  // Rounds to nearest even; y of INT8_ROWS is one row of codes and scale.
+  void (*narrow)(const float* x, mlspec_dtype dtype, int64_t n, void* y);
   void (*activate_mul)(const float* gate, const float* up, mlspec_activation kind, int64_t n, float* y);
   // Rotates the first rotary_dim elements of a head in place, halves against each other; cos, sin: [rotary_dim / 2]
   void (*rope)(float* head, const float* cos, const float* sin, int64_t rotary_dim);

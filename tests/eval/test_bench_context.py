@@ -26,6 +26,20 @@ def test_a_line_for_every_contender_and_context(bench, tmp_path):
     assert {line["machine"]["torch"] for line in lines} == {torch.__version__}
 
 
+def test_a_cache_of_codes_is_one_more_contender(bench, capsys, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert bench.main(["--quick", "--threads", "1", "--kv-cache", "int8", "--json", str(out)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["contender"] for line in lines] == ["stock", "ours", "ours, int8"] * 2
+    _, ours, codes = lines[3:]
+    assert ours["step_of_ours"] == 1.0
+    assert codes["step_of_ours"] > 0
+    assert ours["step_bytes"] - codes["step_bytes"] == (64 + 8) * 2 * 2 * 2 * (32 - 20)  # of heads of 16
+    with pytest.raises(SystemExit):
+        bench.parse(["--kv-cache", "int5"])
+    assert "kv_cache is 'int5', choose 'int8'" in capsys.readouterr().err
+
+
 def test_bytes_of_a_step(bench):
     model = bench.random_model("tiny")  # 2 layers of 2 key heads of 16; 96 ids of 64 elements, not tied
     weights = sum(weight.nbytes for weight in model.parameters()) - 96 * 64 * 2

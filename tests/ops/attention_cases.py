@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from cases import check_attention_values, seeded
+from cases import CACHE_DTYPES, check_attention_values, kept_as, seeded
 from torch import Tensor
 
 from hf_mlspec import ops
@@ -25,7 +25,7 @@ def prompt(shape: tuple[int, int, int], dtype: torch.dtype, batch: int = 1) -> t
     """q float32, keys and values of `dtype`, of a whole prompt: every slot is some token's."""
     heads, kv_heads, dim = shape
     q = 3 * seeded(batch, PROMPT, heads, dim)  # scores that tell slots apart
-    keys, values = (seeded(batch, kv_heads, PROMPT, dim, seed=s).to(dtype) for s in (1, 2))
+    keys, values = (kept_as(dtype, seeded(batch, kv_heads, PROMPT, dim, seed=s)) for s in (1, 2))
     return q, keys, values
 
 
@@ -43,7 +43,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_widths() -> None:
-    for shape, dtype, rule in itertools.product(SHAPES, (torch.float32, torch.bfloat16), RULES):
+    for shape, dtype, rule in itertools.product(SHAPES, CACHE_DTYPES, RULES):
         q, keys, values = prompt(shape, dtype)
         rule = (shape[2] ** -0.5, *rule)
         whole = ops.ragged_attention(q, keys, values, [0], *rule)
@@ -54,7 +54,7 @@ def check_widths() -> None:
 
 def check_batches_and_threads() -> None:
     """Rows of different lengths in one call, on any number of threads, are rows alone on one thread."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in CACHE_DTYPES:
         q, keys, values = prompt((6, 2, 64), dtype, batch=4)
         starts, width = [0, 291, 77, 128], 9
         torch.set_num_threads(1)
@@ -69,15 +69,13 @@ def check_batches_and_threads() -> None:
 
 def check_later_tokens_that_are_not_finite() -> None:
     """What stands in a later token's slot, were it Inf or NaN, reaches no earlier token of the same call."""
-    for shape, dtype, bad in itertools.product(
-        SHAPES, (torch.float32, torch.bfloat16), (torch.inf, -torch.inf, torch.nan)
-    ):
+    for shape, dtype, bad in itertools.product(SHAPES, CACHE_DTYPES, (torch.inf, -torch.inf, torch.nan)):
         q, keys, values = prompt(shape, dtype)
         clean = ops.ragged_attention(q, keys, values, [0], 0.1)
         for token in (1, 63, 64, 170, 299):
             for cache in (keys, values):
                 dirty = cache.clone()
-                dirty[:, :, token] = bad
+                dirty[:, :, token] = kept_as(dtype, torch.full((shape[2],), bad))
                 lanes = (dirty, values) if cache is keys else (keys, dirty)
                 y = ops.ragged_attention(q, *lanes, [0], 0.1)
                 assert same_bits(y[:, :token], clean[:, :token]), (shape, dtype, bad, token)

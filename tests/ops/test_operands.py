@@ -69,6 +69,7 @@ def good(op: str) -> dict:
 
 OPS = ("mxfp4_linear", "int4_linear", "int4_dequantize", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm",
        "silu_mul", "rope_write", "ragged_attention", "nested_linear", "nested_rows", "bitplane_linear")  # fmt: skip
+I8_LANES = torch.zeros(3, 2, 150, 44, dtype=torch.int8)
 BAD = [
     (
         "mxfp4_linear",
@@ -189,7 +190,26 @@ BAD = [
         ValueError,
         "row 1 reaches position 149, cos has positions 0 to 8",
     ),
-    ("rope_write", {"keys": torch.zeros(3, 2, 150, 40, dtype=F16)}, TypeError, "a cache is float32 or bfloat16"),
+    ("rope_write", {"keys": torch.zeros(3, 2, 150, 40, dtype=F16)}, TypeError, "a cache is float32, bfloat16 or int8"),
+    (
+        "rope_write",
+        {"keys": I8_LANES[..., :40], "values": I8_LANES[..., :40]},
+        ValueError,
+        r"keys of shape \[3, 2, 150, 40\] is not contiguous",
+    ),
+    (
+        "rope_write",
+        {"keys": torch.zeros(3, 2, 150, 40, dtype=torch.int8), "values": torch.zeros(3, 2, 150, 40, dtype=torch.int8)},
+        ValueError,
+        r"q has shape \[3, 5, 6, 40\], the cache takes \[3, tokens, a multiple of 2 heads, 36\]",
+    ),
+    ("rope_write", {"values": I8_LANES}, TypeError, "values is .*, keys is"),
+    (
+        "ragged_attention",
+        {"keys": torch.zeros(3, 2, 150, 4, dtype=torch.int8), "values": torch.zeros(3, 2, 150, 4, dtype=torch.int8)},
+        ValueError,
+        r"keys has shape \[3, 2, 150, 4\], rows of an int8 cache are head_dim codes and the 4 bytes of a scale",
+    ),
     (
         "rope_write",
         {"keys": torch.zeros(3, 2, 40, 150).transpose(2, 3)},

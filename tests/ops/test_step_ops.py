@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_mlspec import ops
+from hf_mlspec.formats.cache import dequantize, quantize
 from hf_mlspec.ops import choose, library
 from hf_mlspec.ops.rows import ACTIVATIONS
 
@@ -112,6 +113,25 @@ def test_rope_write_rows(dtype, norms):
     assert q[3].eq(0).all()
     for lanes in (case["keys"], case["values"]):
         assert torch.equal(lanes.ne(7).any(dim=3).any(dim=1), written)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_codes(dtype):
+    """What is written is the codes of what a plain cache would hold; what is read is what they stand for."""
+    plain, case = rotation(dtype), rotation(dtype)
+    plain |= {name: torch.full((4, 2, SLOTS, 16), 7.0) for name in ("keys", "values")}
+    case |= {name: torch.full((4, 2, SLOTS, 20), 7, dtype=torch.int8) for name in ("keys", "values")}
+    assert torch.equal(ops.rope_write_rows(*case.values()), ops.rope_write_rows(*plain.values()))
+    for name in ("keys", "values"):
+        written = plain[name].ne(7).any(dim=3)
+        assert torch.equal(case[name][written], quantize(plain[name][written]))
+        assert case[name][~written].eq(7).all()
+    case = attention(dtype)
+    lanes = {name: quantize(case[name]) for name in ("keys", "values")}
+    y = ops.ragged_attention_rows(*(case | lanes).values())
+    read = ops.ragged_attention_rows(*(case | {name: dequantize(lanes[name]) for name in lanes}).values())
+    assert torch.allclose(y.float(), read.float(), rtol=0.02, atol=0.02)  # a kernel may round to bfloat16
+    assert not torch.equal(y, ops.ragged_attention_rows(*case.values()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

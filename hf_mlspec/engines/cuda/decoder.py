@@ -23,6 +23,7 @@ from ...precision import OWN_BITS, Bits
 from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
+from ..rows import cache_format_of
 from .weights import JoinedLinear, joined, require_unordered
 
 _ROW_BYTES = 16  # what the kernels load at once
@@ -71,6 +72,10 @@ class CudaDecoder:
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
+        if (kept := cache_format_of(model)) is not None:
+            raise UnknownArchitecture(
+                f"its keys and values are kept as {kept.word}, which the CUDA decoder does not read"
+            )
         architecture.require_known(model, device)
         if device.type != "cpu":
             require_bfloat16(model, device)

@@ -16,20 +16,22 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ...formats import CacheFormat
 from .attention import ATTENTION, Plan, attend, planned, running_plan
 
 _GROWTH = 256  # slots; a lane grows by half, to a multiple of this
 
 
 class _Lane(CacheLayerMixin):
-    """Keys and values of one decoder layer: `[batch, kv_heads, capacity, head_dim]` each."""
+    """Keys and values of one decoder layer: `[batch, kv_heads, capacity, head_dim]` each, or codes of them."""
 
     is_compileable = False
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, cache_format: CacheFormat | None = None):
         super().__init__()
+        self.format = cache_format
         self.capacity = capacity  # a number and not the cache: a cycle would keep its memory until the next gc
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -41,6 +43,9 @@ class _Lane(CacheLayerMixin):
 
     def _zeros(self, states: Tensor) -> Tensor:
         batch, heads, _, dim = states.shape
+        if self.format is not None:
+            rows = batch, heads, self.capacity, self.format.width(dim)
+            return states.new_zeros(rows, dtype=self.format.dtype)
         return states.new_zeros(batch, heads, self.capacity, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -48,9 +53,17 @@ class _Lane(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.resize(plan.end)
-        self.keys = _write(self.keys, key_states, plan)
-        self.values = _write(self.values, value_states, plan)
-        return self.keys[:, :, : plan.end], self.values[:, :, : plan.end]
+        self.keys = _write(self.keys, self._kept(key_states), plan)
+        self.values = _write(self.values, self._kept(value_states), plan)
+        lanes = self.keys[:, :, : plan.end], self.values[:, :, : plan.end]
+        return lanes if self.format is None else tuple(self.states(lane, key_states.dtype) for lane in lanes)
+
+    def _kept(self, states: Tensor) -> Tensor:
+        return states if self.format is None else self.format.quantize(states)
+
+    def states(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values, of a dtype where they are kept as codes."""
+        return kept if self.format is None else self.format.dequantize(kept, dtype)
 
     def resize(self, slots: int) -> None:
         """Make room for `slots` slots a row."""
@@ -84,12 +97,13 @@ def _write(lane: Tensor, states: Tensor, plan: Plan) -> Tensor:
 class RaggedCache(Cache):
     """KV storage for a batch of rows of different lengths; see the module's docstring.
 
-    num_layers: decoder layers of the model. capacity: slots a row has at first; lanes grow as needed.
+    num_layers: decoder layers of the model. capacity: slots a row has at first; lanes grow as needed. cache_format:
+    None for keys and values as they come; codes become keys and values of a layer again in every call.
     """
 
-    def __init__(self, num_layers: int, capacity: int = _GROWTH):
+    def __init__(self, num_layers: int, capacity: int = _GROWTH, cache_format: CacheFormat | None = None):
         capacity += -capacity % _GROWTH
-        super().__init__(layers=[_Lane(capacity) for _ in range(num_layers)])
+        super().__init__(layers=[_Lane(capacity, cache_format) for _ in range(num_layers)])
 
     def select(self, keep: list[int]) -> None:
         """Keep the rows of these indices only, in this order."""
@@ -121,8 +135,11 @@ class RaggedCache(Cache):
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""
-        lines = [(lane.keys[index], lane.values[index]) for lane in self.layers]
-        return [(keys[:, start:end].clone(), values[:, start:end].clone()) for keys, values in lines]
+        found = []
+        for lane in self.layers:
+            kept = (states[index, :, start:end].clone() for states in (lane.keys, lane.values))
+            found.append(tuple(lane.states(one, lane.dtype) for one in kept))
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from ...nn.switch import precision_switch
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
-from ..rows import CachedRows, first_capacity
+from ..rows import CachedRows, cache_format_of, first_capacity, row_bytes
 from .attention import Plan, planned
 from .cache import RaggedCache
 
@@ -42,7 +42,7 @@ class ModuleEngine(CachedRows):
     """
 
     name = "modules"
-    can = Capabilities(by_module=True)
+    can = Capabilities(by_module=True, cache_formats=True)
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class ModuleEngine(CachedRows):
         self.model, self.follow, self.capacity = model, follow, first_capacity(capacity, num_positions)
         self.num_embeddings, self.num_positions = num_embeddings, num_positions
         self.forward, self.bits = forward or _own_forward(model), bits
+        self.cache_format = cache_format_of(model)
         self.cache: RaggedCache | None = None
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
@@ -86,7 +87,7 @@ class ModuleEngine(CachedRows):
         if not isinstance(heads, int) or spread or torch.is_autocast_enabled(self.model.device.type):
             return 0
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_hidden_layers * 2 * heads * head_dim * self.dtype.itemsize
+        return config.num_hidden_layers * 2 * heads * row_bytes(head_dim, self.dtype, self.cache_format)
 
     @property
     def bits(self) -> Bits:
@@ -102,7 +103,9 @@ class ModuleEngine(CachedRows):
         self.device = device
         self.lengths = [0] * batch
         num_layers = self.model.config.get_text_config().num_hidden_layers
-        self.cache = self.follow.cache if self.follow else RaggedCache(num_layers, self.capacity)
+        self.cache = self.follow.cache if self.follow else None
+        if not self.follow:
+            self.cache = RaggedCache(num_layers, self.capacity, self.cache_format)
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """Score rows and guesses as `Engine.feed` does: logits `[batch, k + 1, vocab]`.

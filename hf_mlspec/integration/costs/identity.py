@@ -30,12 +30,13 @@ def machine_of(engine: Engine) -> dict[str, str]:
 
 
 def model_of(engine: Engine, replayed: bool = False) -> str:
-    """A hash of what the engine computes: the modules of its model with their sizes, dtypes, bits, its name, and the
-    version of transformers where that runs them. replayed: inside captured rounds."""
+    """A hash of what the engine computes: the modules of its model with their sizes, dtypes, bits, its name, the
+    format of its cache, and the version of transformers where that runs them. replayed: inside captured rounds."""
     modules = str(engine.model)
     attention = getattr(engine.model.config, "_attn_implementation", "")
     code = transformers.__version__ if engine.can.by_module else ""
     said = [engine.name, str(engine.dtype), list(engine.bits), attention, code, modules]
+    said += [] if engine.kept_in is None else [f"keys and values in {engine.kept_in.word}"]
     return _hash([*said, "replayed"] if replayed else said)
 
 

@@ -66,7 +66,7 @@ def measured(
     """
     options = {"name": engine.name, "prepare": prepare, "num_positions": engine.max_positions}
     own = engine_of(engine.model, **options, required=False)
-    own.bits = engine.bits
+    own.bits, own.cache_format = engine.bits, engine.kept_in
     models = [own.model] if own.can.by_module else []
     device = device_of(own.model)
 
@@ -112,7 +112,8 @@ def keep(engine: Engine, found: PassCosts, target: Engine, replayed: bool = Fals
 
 
 def _state_key(engine: Engine, replayed: bool) -> tuple:
-    return replayed, engine.name, engine.bits, engine.dtype, str(device_of(engine.model)), torch.get_num_threads()
+    where = str(device_of(engine.model)), torch.get_num_threads()
+    return replayed, engine.name, engine.bits, engine.dtype, engine.kept_in, *where
 
 
 def _kept(engine: Engine, replayed: bool) -> PassCosts | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...formats import FORMATS, Format, format_named, options
+from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits
 from ...nn.transforms import NONE, transform_named
 from .source_config import SourceConfig
@@ -33,7 +33,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         which are a draft; as ``hf_mlspec.nest`` after loading, output head and tied embedding included) or
         ``"bitplanes"`` (one bit per plane, and a float16 scale per group; any number of the first planes is a draft).
         docs/formats.md shows the bits. ``"nested"`` and ``"planes"`` are other words for the last two. Registered
-        formats have words of their own.
+        formats have words of their own. None, with ``kv_cache``: no weight is packed.
     group_size: int4 and bitplanes: 32, 64 or 128 weights along in_features share a scale. It must divide the
         in_features of every packed layer (for mxfp4: 32); otherwise an error names the layer before a tensor is read.
         In nested-bf16 layers that 32 does not divide stay BF16, with a warning.
@@ -49,6 +49,9 @@ class MLSpecConfig(QuantizationConfigMixin):
         it, and the last module (``hf_mlspec.direct_cast`` can cast the head). A pattern that matches no module is an
         error.
     rule: mxfp4 only: the rounding rule, ``"ocp_floor"``, ``"even_bump"`` or ``"ceil"`` (formats/mxfp4.py).
+    kv_cache: ``"int8"``: keys and values are kept as int8 codes with a scale per token and key head
+        (formats/cache.py), in half the memory. This changes what the model computes, in every generate call, stream
+        and score; chains over it still write what it writes alone. None: as the model computes them.
 
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.
@@ -63,7 +66,7 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        format: str = "mxfp4",
+        format: str | None = "mxfp4",
         group_size: int = 128,
         symmetric: bool = True,
         activation_bits: int = 16,
@@ -75,17 +78,24 @@ class MLSpecConfig(QuantizationConfigMixin):
         format_version: int = FORMAT_VERSION,
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word,
+        kv_cache: str | None = None,
         **others: Any,
     ) -> None:
         unknown = set(others) - set(options())
         record = _require_known(quant_method, format, format_version, unknown)
+        self.kv_cache = kv_cache if kv_cache is None else cache_format(kv_cache, "MLSpecConfig: kv_cache").word
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
         given |= {"num_planes": num_planes, **others}
-        _require_own(record, given)
-        self.quant_method, self.format, self.format_version = quant_method, record.written, format_version
+        if record is None:
+            alone = {"activation_bits": (activation_bits, 16), "skip_modules": (skip_modules, None)}
+            _require_nothing(kv_cache, alone | {name: (own, options()[name].default) for name, own in given.items()})
+        else:
+            _require_own(record, given)
+        self.quant_method, self.format_version = quant_method, format_version
+        self.format = None if record is None else record.written
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
-        self.activation_bits = _require_activations(activation_bits, record)
+        self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
         self.transform = transform_named(transform).word
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
@@ -101,9 +111,9 @@ class MLSpecConfig(QuantizationConfigMixin):
         return SourceConfig.of(name, **options)
 
     @property
-    def record(self) -> Format:
-        """What the format is."""
-        return format_named(self.format)
+    def record(self) -> Format | None:
+        """What the format is; None where no weight is packed."""
+        return None if self.format is None else format_named(self.format)
 
     @property
     def format_settings(self) -> dict[str, Any]:
@@ -122,13 +132,16 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: without the settings that the format does not have, and those left out."""
-        omitted = set(options()) - set(self.record.option_names)
+        packs = self.record is not None
+        omitted = set(options()) - set(self.record.option_names if packs else ())
+        omitted |= set() if packs else {"activation_bits", "modules_to_not_convert"}
+        omitted |= {"kv_cache"} if self.kv_cache is None else set()
         omitted |= {"skip_modules"} if self.skip_modules is None else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in omitted}
 
 
-def _require_known(quant_method: str, format: str, version: int, unknown: set[str]) -> Format:
+def _require_known(quant_method: str, format: str | None, version: int, unknown: set[str]) -> Format | None:
     if quant_method != QUANT_METHOD:
         raise ValueError(f"MLSpecConfig: quant_method is {quant_method!r}, expected {QUANT_METHOD!r}")
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
@@ -139,12 +152,26 @@ def _require_known(quant_method: str, format: str, version: int, unknown: set[st
             "written by a newer one, upgrade hf_mlspec"
         )
     record = format_named(format)
-    if record is None:
+    if record is None and format is not None:
         known = _listed([record.written for record in FORMATS.values()])
         raise ValueError(f"MLSpecConfig: format {format!r} is unknown to this version, it has {known}")
     if unknown:
         raise ValueError(f"MLSpecConfig: unknown settings {sorted(unknown)}; the model may need a newer hf_mlspec")
     return record
+
+
+def _require_nothing(kv_cache: str | None, given: dict[str, tuple[Any, Any]]) -> None:
+    """given: settings of packed weights, and what each is where it is left out."""
+    if kv_cache is None:
+        raise ValueError(
+            "MLSpecConfig: format is None and kv_cache is None: nothing is to be quantized; choose a format, a "
+            "kv_cache, or load the model without quantization_config"
+        )
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ValueError(
+                f"MLSpecConfig: {name} is {value!r}, but format=None packs no weights; leave it out, or name a format"
+            )
 
 
 def _require_own(record: Format, given: dict[str, Any]) -> None:

@@ -68,6 +68,12 @@ def convert_folder(
         raise ValueError(f"{source!r} is a GGUF file already; copy it")
     if method == to == QUANT_METHOD:
         raise ValueError(f"{source!r} is in the format of this package already; copy the folder")
+    kept_in = quantization_of(source).get("kv_cache") if method == QUANT_METHOD else None
+    if kept_in is not None:
+        raise ValueError(
+            f"{source!r} keeps keys and values as {kept_in} (kv_cache), which a {to} checkpoint cannot say: take "
+            "kv_cache out of the quantization_config in its config.json, and it is written without"
+        )
     begin = time.perf_counter()
     model = read_model(source, "auto")
     loaded, found = time.perf_counter(), measure(model)

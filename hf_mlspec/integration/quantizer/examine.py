@@ -64,7 +64,8 @@ class Layers:
 @dataclass(frozen=True)
 class Examined:
     """A checkpoint. method: its quant_method, "" for none. title: what people call that. dtype: of what is not packed,
-    once it is loaded by `hf_mlspec.load`. dense: linear layers that stay dense. engines: what runs it on a CPU and on
+    once it is loaded by `hf_mlspec.load`. kv_cache: in which format keys and values are kept, "" for as they are
+    computed. dense: linear layers that stay dense. engines: what runs it on a CPU and on
     a GPU of this machine. kernels: op -> kernel on this CPU. stock: whether transformers alone would load it. levels:
     words for levels below it."""
 
@@ -73,6 +74,7 @@ class Examined:
     title: str
     model_class: str
     dtype: str
+    kv_cache: str
     files: int
     stored_bytes: int
     weights: int
@@ -91,20 +93,24 @@ def examine(folder: str) -> Examined:
     if not Path(folder).is_dir() and not is_gguf(folder):
         raise ValueError(f"{folder!r} is no folder: give that of a checkpoint, or a GGUF file")
     found = quantization_of(folder)
-    method = method_of(found)
+    method, kept = method_of(found), ""
     reader = None if found is None or method == QUANT_METHOD else reader_for(found)
     checkpoint = read_checkpoint(folder, reader)
     if found is None:
         model, layers, title = *_unquantized(folder, checkpoint), "not quantized"
     elif method == QUANT_METHOD:
-        model, layers, title = *_ours(folder, found, checkpoint), "hf_mlspec"
+        config, title = MLSpecConfig(**found), "hf_mlspec"
+        kept = config.kv_cache or ""
+        examined = _unquantized(folder, checkpoint) if config.record is None else _ours(folder, config, checkpoint)
+        model, layers = examined
+        model.config.quantization_config = config
     else:
         title = reader.title
         model, layers = _foreign(folder, reader, checkpoint)
     engines = {word: _engine(model, word) for word in ("cpu", "cuda") if word == "cpu" or torch.cuda.is_available()}
     return Examined(
         folder=folder, method=method, title=title, model_class=type(model).__name__,
-        dtype=str(model.dtype).removeprefix("torch."), files=len(checkpoint.checksums),
+        dtype=str(model.dtype).removeprefix("torch."), kv_cache=kept, files=len(checkpoint.checksums),
         stored_bytes=sum(tensor.end - tensor.begin for tensor in checkpoint.tensors.values()),
         weights=_weights(model), layers=layers,
         dense=sorted(name for name, module in model.named_modules() if is_dense(module)),
@@ -179,8 +185,8 @@ def _order(plan: LayerPlan) -> torch.Tensor:
     return torch.argsort(index.load().long(), stable=True).to(torch.int32)
 
 
-def _ours(folder: str, found: dict[str, Any], checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
-    config, model = MLSpecConfig(**found), blank_model(folder, _dtype(folder, checkpoint))
+def _ours(folder: str, config: MLSpecConfig, checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
+    model = blank_model(folder, _dtype(folder, checkpoint))
     require_plain(checkpoint, model)
     kept = set(config.modules_to_not_convert) | (tied_to_tables(model) if config.record.in_place else set())
     put_packed(model, config, kept, with_sources=False, escapes=escapes_of(checkpoint))

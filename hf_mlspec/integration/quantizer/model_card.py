@@ -68,6 +68,7 @@ def _format_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
         *settings,
         ("bits per packed weight", f"{config.bits_per_weight:.4g}"),
         ("activation bits (default)", str(config.activation_bits)),
+        *([("keys and values in the cache", config.kv_cache)] if config.kv_cache else []),
         ("packed modules", str(len(packed))),
         ("kept wide", ", ".join(f"`{name}`" for name in config.modules_to_not_convert) or "none of the linear layers"),
     ]

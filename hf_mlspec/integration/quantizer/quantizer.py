@@ -74,6 +74,8 @@ class MLSpecQuantizer(PackedQuantizer):
     ) -> PreTrainedModel:
         if checkpoint_files:
             require_own_shards(model.name_or_path, *(Path(file).parent for file in checkpoint_files))
+        if self.quantization_config.record is None:
+            return model
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
         transform = self.quantization_config.transform
@@ -90,7 +92,8 @@ class MLSpecQuantizer(PackedQuantizer):
     @property
     def _nests(self) -> bool:
         """Whether the format is one that a model takes on in place, after it was loaded."""
-        return self.quantization_config.record.in_place
+        record = self.quantization_config.record
+        return record is not None and record.in_place
 
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
@@ -122,6 +125,8 @@ class MLSpecQuantizer(PackedQuantizer):
         self._quantize = QuantizeTensor(config, len(sources))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if self.quantization_config.record is None:
+            return model
         if self._quantize is not None:
             self._quantize.close()
             self._quantize = None
@@ -148,18 +153,22 @@ class MLSpecQuantizer(PackedQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What save_pretrained writes: the model's tensors under their names in the model, one guard byte, and in the
-        metadata of every file the CRC-32 of all tensors.
+        metadata of every file the CRC-32 of all tensors. Of a model without packed weights what stock code writes.
 
         Where hf_mlspec is not imported, transformers skips an unknown quantization and would run the model with random
         weights. The guard carries the name of a weight that stock code expects and a shape it cannot have, so that
         this load stops with a size mismatch.
         """
+        if self.quantization_config.record is None:
+            return super().get_state_dict_and_metadata(model)
         model._weight_conversions = []  # a packed tensor has no older name, and cannot be split as a wide one
         state = with_plain_tables(model, model.state_dict(), self.quantization_config)
         state[_guard_name(model)] = torch.zeros(1, dtype=torch.uint8)
         return state, {CHECKSUMS_KEY: json.dumps(checksums(state))}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str) -> PreTrainedModel:
+        if self.quantization_config.record is None:
+            return model
         require_plain_inputs(model, "dequantize", or_dense=True)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word in the config once it was saved
         if self._nests:

@@ -52,7 +52,8 @@ def disable() -> None:
 def _staged_save(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def save_pretrained(self, save_directory, *args, **kwargs):
-        ours = isinstance(getattr(self, "hf_quantizer", None), MLSpecQuantizer)
+        quantizer = getattr(self, "hf_quantizer", None)
+        ours = isinstance(quantizer, MLSpecQuantizer) and quantizer.quantization_config.record is not None
         if not ours or _hooked is not save_pretrained or kwargs.get("distributed_checkpoint"):
             return stock(self, save_directory, *args, **kwargs)
         folder = Path(save_directory)

@@ -37,7 +37,8 @@ inline void check_able(const Decoder& decoder, Bits bits) {
                     ", and the decoder holds no packed weights; pass 0 and 0");
 }
 
-// A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim].
+// A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim] of what the
+// model writes, or int8 [.., head_dim + 4], rows of codes and scale.
 inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::vector<int64_t>& lengths, Bits bits,
                            int64_t draft_window) {
   TORCH_CHECK_VALUE(draft_window >= 0, "draft_window is ", draft_window, ", 0 (none) or a number of slots is meant");
@@ -45,13 +46,15 @@ inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::ve
   check_able(decoder, bits);
   const DecoderShape& s = decoder.shape;
   const int64_t layers = decoder.layers.size();
+  const mlspec_dtype dtype = kv.scalar_type() == at::kChar ? MLSPEC_INT8_ROWS : storage_dtype(kv, "the cache");
+  const int64_t width = mlspec_cache_row_bytes(dtype, s.head_dim) / mlspec_element_bytes(dtype);
   TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
-                        kv.size(5) == s.head_dim && kv.is_contiguous() && kv.is_cpu(),
+                        kv.size(5) == width && kv.is_contiguous() && kv.is_cpu(),
                     "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
-                    ", slots, ", s.head_dim, "] on the CPU");
-  TORCH_CHECK_TYPE(storage_dtype(kv, "the cache") == s.kv_dtype, "the cache is ", kv.scalar_type(),
+                    ", slots, ", width, "] on the CPU");
+  TORCH_CHECK_TYPE(dtype == s.kv_dtype || dtype == MLSPEC_INT8_ROWS, "the cache is ", kv.scalar_type(),
                    ", which is not what the model writes");
-  return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4)}, lengths, bits, draft_window};
+  return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype}, lengths, bits, draft_window};
 }
 
 }  // namespace mlspec

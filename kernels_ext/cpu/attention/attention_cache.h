@@ -1,4 +1,4 @@
-// How are the slots of a chunk read out of the cache? Whole rows of elements, zeros where nobody may look.
+// How are the slots of a chunk read out of the cache? Whole rows of elements, codes widened, zeros where nobody may look.
 //
 // Included inside the anonymous namespaces of attention_<isa>.cpp, after Vec.
 
@@ -16,12 +16,14 @@ struct CacheRows {
   const char* first;
   int64_t stride;  // bytes from row to row
   int64_t end;     // behind the last slot that the block reads
-  alignas(64) char padded[kLanes][kMaxHeadDim * sizeof(float)];
+  alignas(64) char padded[kLanes][kMaxHeadDim * sizeof(float) + 64];
 
-  // Of slots [slot, slot + 16) of lanes[slots][head_dim]; rows of zeros outside `seen`.
+  // Of slots [slot, slot + 16) of lanes[slots][head_dim]; rows of zeros outside `seen`. Rows of codes become Terms' elements.
+  template <class Terms>
   void find(const mlspec_attention_args& args, const void* lanes, int64_t slot, SlotRange seen) {
     const int64_t bytes = row_bytes(args);
     first = static_cast<const char*>(lanes) + slot * bytes;
+    if (args.kv_dtype == MLSPEC_INT8_ROWS) return widen<Terms>(args.head_dim, slot, seen);
     stride = bytes;
     const bool whole = seen.begin <= slot && slot + kLanes <= seen.end;
     if (whole && args.head_dim % kStep == 0) return;
@@ -35,6 +37,33 @@ struct CacheRows {
     stride = sizeof padded[0];
   }
 
+  // The 16 rows of codes at `first` as elements, whole steps, zeros behind the last and outside `seen`.
+  template <class Terms>
+  void widen(int64_t head_dim, int64_t slot, SlotRange seen) {
+    using Element = typename Terms::Element;
+    const int64_t steps = (head_dim + kStep - 1) / kStep * kStep, whole = head_dim / kStep * kStep;
+    const int64_t bytes = mlspec_cache_row_bytes(MLSPEC_INT8_ROWS, head_dim);
+    const int64_t to_stride = steps * static_cast<int64_t>(sizeof(Element)) + 64;  // rows fall into different sets of the L1 cache
+    for (int s = 0; s < kLanes; ++s) {
+      char* const to = padded[0] + s * to_stride;
+      if (slot + s < seen.begin || slot + s >= seen.end) {
+        std::memset(to, 0, steps * sizeof(Element));
+        continue;
+      }
+      const int8_t* const codes = reinterpret_cast<const int8_t*>(first) + s * bytes;
+      float scale;
+      std::memcpy(&scale, codes + head_dim, sizeof scale);
+      for (int64_t d = 0; d < whole; d += kStep) Terms::widen(codes + d, scale, to + d * sizeof(Element));
+      if (whole == steps) continue;
+      int8_t rest[kStep] = {};
+      std::memcpy(rest, codes + whole, head_dim - whole);
+      Terms::widen(rest, scale, to + whole * sizeof(Element));
+      std::memset(to + head_dim * sizeof(Element), 0, (steps - head_dim) * sizeof(Element));  // zero times NaN is NaN
+    }
+    first = padded[0];
+    stride = to_stride;
+  }
+
   // Slots [slot, until) that are read next: rows side by side are no stream that processors follow by themselves.
   void prefetch(const mlspec_attention_args& args, const void* lanes, int64_t slot, int64_t until) const {
     const int64_t bytes = row_bytes(args), stop = std::min(until, end) * bytes;
@@ -42,7 +71,7 @@ struct CacheRows {
   }
 
   static int64_t row_bytes(const mlspec_attention_args& args) {
-    return args.head_dim * (args.kv_dtype == MLSPEC_FLOAT32 ? 4 : 2);
+    return mlspec_cache_row_bytes(args.kv_dtype, args.head_dim);
   }
 };
 
@@ -51,7 +80,7 @@ template <class Terms, class Block>
 inline void load_keys(const mlspec_attention_args& args, int64_t chunk, SlotRange seen, SlotRange steps, Block& block) {
   for (int64_t slot = steps.begin; slot < steps.end; slot += kLanes) {
     if (seen.within(chunk + slot, chunk + slot + kLanes).empty()) continue;
-    block.rows.find(args, args.keys, chunk + slot, seen);
+    block.rows.template find<Terms>(args, args.keys, chunk + slot, seen);
     block.rows.prefetch(args, args.values, chunk + slot, chunk + slot + kLanes);
     Terms::load_keys(args, block.rows, block.padded, block.keys + slot * Terms::kPair, kChunk);
   }
@@ -62,7 +91,7 @@ template <class Terms, bool kAsk, class Block>
 inline bool load_values(const mlspec_attention_args& args, int64_t chunk, SlotRange seen, SlotRange steps, Block& block) {
   Vec products = Vec::zero();  // of values and zero: NaN where one is not finite
   for (int64_t slot = steps.begin; slot < steps.end; slot += kLanes) {
-    block.rows.find(args, args.values, chunk + slot, seen);
+    block.rows.template find<Terms>(args, args.values, chunk + slot, seen);
     const int64_t next = block.next_chunk + slot;
     if (!block.spreads()) block.rows.prefetch(args, args.keys, next, next + kLanes);
     products = Terms::template load_values<kAsk>(args, block.rows, block.padded, block.values + slot * block.padded, products);

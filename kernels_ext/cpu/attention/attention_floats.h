@@ -51,7 +51,7 @@ inline void multiply_tiles(const Factors<typename Terms::Element>& f, int rows) 
   multiply_rest<Terms, Vec::kTile - 1>(f, row, rows - row);
 }
 
-// Keys and values of either dtype, widened.
+// Keys and values of any dtype, widened; what CacheRows widened are floats.
 struct FloatTerms {
   using Element = float;
   using Operand = Vec;
@@ -66,6 +66,14 @@ struct FloatTerms {
 
   static void restore_order(float*, int64_t) {}
 
+  // kStep codes times their scale, as elements
+  static void widen(const int8_t* codes, float scale, char* to) {
+    float values[kStep];
+    (Vec::load_int8(codes) * Vec::all(scale)).store(values);
+    (Vec::load_int8(codes + kLanes) * Vec::all(scale)).store(values + kLanes);
+    std::memcpy(to, values, sizeof values);
+  }
+
   // kStep weights; -> sum plus the weights, lane by lane
   static Vec store_weights(const Vec* from, float* to, Vec sum) {
     from[0].store(to);
@@ -75,7 +83,7 @@ struct FloatTerms {
 
   // to[element][stride], of 16 slots
   static void load_keys(const mlspec_attention_args& args, const CacheRows& rows, int64_t padded, float* to, int64_t stride) {
-    if (args.kv_dtype == MLSPEC_FLOAT32) {
+    if (args.kv_dtype != MLSPEC_BFLOAT16) {
       for (int64_t d = 0; d < padded; d += kLanes)
         transpose_words(rows.first + d * 4, rows.stride, reinterpret_cast<uint32_t*>(to + d * stride), stride);
       return;
@@ -99,7 +107,7 @@ struct FloatTerms {
     for (int s = 0; s < kLanes; ++s) {
       const char* const row = rows.first + s * rows.stride;
       for (int64_t d = 0; d < padded; d += kLanes) {
-        const bool wide = args.kv_dtype == MLSPEC_FLOAT32;
+        const bool wide = args.kv_dtype != MLSPEC_BFLOAT16;
         const Vec value = wide ? Vec::load(reinterpret_cast<const float*>(row) + d)
                                : Vec::load_bfloat16(reinterpret_cast<const uint16_t*>(row) + d);
         value.store(to + s * padded + d);

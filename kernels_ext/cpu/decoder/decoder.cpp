@@ -108,11 +108,11 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
   const DecoderLayer& layer = layers[index];
   const int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * dim;
   const int64_t stride = width + 2 * shape.kv_heads * dim, tokens = pass.tokens.size();
-  const int64_t element = shape.kv_dtype == MLSPEC_FLOAT32 ? 4 : 2;
+  const int64_t slot_bytes = mlspec_cache_row_bytes(pass.kv.dtype, dim);
   Workspace& w = *work_;
   char* const kv = static_cast<char*>(pass.kv.data);
   const auto lane = [&](int64_t which, int64_t row, int64_t head) {
-    return kv + (((index * 2 + which) * pass.kv.batch + row) * shape.kv_heads + head) * pass.kv.slots * dim * element;
+    return kv + (((index * 2 + which) * pass.kv.batch + row) * shape.kv_heads + head) * pass.kv.slots * slot_bytes;
   };
   const RopeTable& rope = ropes[layer.rope_table];
   const int64_t half = shape.rotary_dim / 2;
@@ -126,8 +126,8 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
         kernels.row.rope(row + h * dim, rope.cos + position * half, rope.sin + position * half, shape.rotary_dim);
       }
       for (int64_t h = 0; h < 2 * shape.kv_heads; ++h) {
-        char* const slot = lane(h / shape.kv_heads, pass.rows[n], h % shape.kv_heads) + position * dim * element;
-        kernels.row.narrow(row + width + h * dim, shape.kv_dtype, dim, slot);
+        char* const slot = lane(h / shape.kv_heads, pass.rows[n], h % shape.kv_heads) + position * slot_bytes;
+        kernels.row.narrow(row + width + h * dim, pass.kv.dtype, dim, slot);
       }
     }
   });
@@ -143,7 +143,7 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
       const float* const q = w.qkv.data() + block.first * stride + head * share;
       float* const out = w.context.data() + block.first * width + head * share;
       const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
-                                       lane(1, block.row, head), shape.kv_dtype, dim, layer.window,
+                                       lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
                                        pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width};
       kernels.attention(&args);
       const mlspec_pack_args pack{w.context.data(), width, &acts};

@@ -36,10 +36,11 @@ struct DecoderShape {
   mlspec_dtype embedding_dtype, kv_dtype;
 };
 
-// Keys and values of a batch: [layers][2][batch][kv_heads][slots][head_dim], rows of different lengths.
+// Keys and values of a batch: [layers][2][batch][kv_heads][slots] rows of mlspec_cache_row_bytes, of different lengths.
 struct RaggedKv {
   void* data = nullptr;
   int64_t layers = 0, batch = 0, slots = 0;
+  mlspec_dtype dtype = MLSPEC_FLOAT32;  // the decoder's kv_dtype, or INT8_ROWS
 };
 
 class Decoder;

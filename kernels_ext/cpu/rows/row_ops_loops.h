@@ -85,7 +85,41 @@ void widen(const void* x, mlspec_dtype dtype, float multiplier, int64_t n, float
   map(static_cast<const float*>(x), n, y, [&](Vec v) { return v * factor; });
 }
 
+// The largest magnitude of a row, rounded to bfloat16; not finite where one of its elements is not.
+inline float largest_magnitude(const float* x, int64_t n) {
+  Vec most = Vec::zero(), products = Vec::zero();  // of elements and zero: NaN where one is not finite
+  for_each_vec(n, [&](int64_t i, auto lanes) {
+    const Vec v = load(x + i, lanes);
+    most = max(abs(v), most);
+    products = fma(v, Vec::zero(), products);
+  });
+  if (bits(is_nan(products))) return NAN;
+  uint16_t rounded[kLanes];
+  Vec::all(Vec::largest(most)).store_bfloat16(rounded);
+  return Vec::first(Vec::load_bfloat16(rounded));
+}
+
+// hf_mlspec/formats/cache.py: codes and scale of a row, the scale NaN where an element is not finite.
+inline void narrow_to_codes(const float* x, int64_t n, int8_t* codes) {
+  const float largest = largest_magnitude(x, n);
+  const bool finite = std::isfinite(largest), coded = finite && largest >= 0x1p-100f;
+  const float scale = coded ? largest / 127.f : finite ? 0.f : NAN;
+  std::memcpy(codes + n, &scale, sizeof scale);
+  if (!coded) {
+    std::memset(codes, 0, n);
+    return;
+  }
+  const Vec factor = Vec::all(127.f / largest);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) (Vec::load(x + i) * factor).store_int8(codes + i);
+  if (i == n) return;
+  int8_t padded[kLanes];
+  (Vec::load_first(x + i, n - i) * factor).store_int8(padded);
+  std::memcpy(codes + i, padded, n - i);
+}
+
 void narrow(const float* x, mlspec_dtype dtype, int64_t n, void* y) {
+  if (dtype == MLSPEC_INT8_ROWS) return narrow_to_codes(x, n, static_cast<int8_t*>(y));
   if (dtype == MLSPEC_BFLOAT16) return narrow_row<Bfloat16>(x, n, static_cast<uint16_t*>(y));
   if (dtype == MLSPEC_FLOAT16) return narrow_row<Float16>(x, n, static_cast<uint16_t*>(y));
   std::memmove(y, x, 4 * n);

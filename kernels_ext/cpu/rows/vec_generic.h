@@ -27,6 +27,14 @@ inline uint16_t float_to_bfloat16(float x) {
   return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
+// The sum is in double so that no compiler may fuse it with the float product in front of it.
+inline int8_t float_to_int8(float x) {  // of -127.5 to 127.5, to nearest even
+  const double shifted = static_cast<double>(x) + 6755399441055744.0;  // 1.5 * 2^52: the unit of its last place is one
+  uint64_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  return static_cast<int8_t>(bits);
+}
+
 struct Mask {
   bool lane[kLanes];
 };
@@ -56,6 +64,9 @@ struct Vec {
   static Vec load_float16(const uint16_t* p) {
     return of([&](int i) { return float16_to_float(p[i]); });
   }
+  static Vec load_int8(const int8_t* p) {
+    return of([&](int i) { return static_cast<float>(p[i]); });
+  }
   void store(float* p) const { std::memcpy(p, lane, sizeof lane); }
   void store_first(float* p, int n) const { std::memcpy(p, lane, 4 * n); }
   void store_bfloat16(uint16_t* p) const {
@@ -63,6 +74,9 @@ struct Vec {
   }
   void store_float16(uint16_t* p) const {
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_float16(lane[i]);
+  }
+  void store_int8(int8_t* p) const {
+    for (int i = 0; i < kLanes; ++i) p[i] = float_to_int8(lane[i]);
   }
   static float first(const Vec& v) { return v.lane[0]; }
   static float sum(Vec v) {

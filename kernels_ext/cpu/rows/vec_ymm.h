@@ -44,6 +44,10 @@ struct Vec {
   }
   static Vec load_bfloat16(const uint16_t* p) { return {from_bfloat16(load_half(p)), from_bfloat16(load_half(p + 8))}; }
   static Vec load_float16(const uint16_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 8))}; }
+  static Vec load_int8(const int8_t* p) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
+  }
   void store(float* p) const {
     _mm256_storeu_ps(p, low);
     _mm256_storeu_ps(p + 8, high);
@@ -59,6 +63,13 @@ struct Vec {
   void store_float16(uint16_t* p) const {
     store_half(p, _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
     store_half(p + 8, _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT));
+  }
+  void store_int8(int8_t* p) const {  // of -127.5 to 127.5, to nearest even
+    const auto words = [](__m256 v) {
+      const __m256i codes = _mm256_cvtps_epi32(v);
+      return _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+    };
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words(low), words(high)));
   }
   static float first(Vec a) { return _mm256_cvtss_f32(a.low); }
   static float sum(Vec a) {

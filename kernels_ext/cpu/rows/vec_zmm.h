@@ -24,6 +24,9 @@ struct Vec {
   static Vec load_float16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
   }
+  static Vec load_int8(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+  }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store_first(float* p, int n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
   void store_bfloat16(uint16_t* p) const {
@@ -37,6 +40,9 @@ struct Vec {
   }
   void store_float16(uint16_t* p) const {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  void store_int8(int8_t* p) const {  // of -127.5 to 127.5, to nearest even
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
   }
   static float first(Vec a) { return _mm512_cvtss_f32(a.v); }
   static __m256 upper_half(__m512 v) { return _mm512_castps512_ps256(_mm512_shuffle_f32x4(v, v, 0x0E)); }

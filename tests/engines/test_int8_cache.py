@@ -1,0 +1,238 @@
+"""Do engines compute what int8 keys and values say, row by row as if alone, and hold half the bytes?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import near, tiny
+from warned import forget_warnings
+
+from hf_mlspec.engines.choose import decoder_of, engine_of, engines_of, required_decoder, why_by_module
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.engine import Guess
+from hf_mlspec.engines.modules.attention import ragged_attention_on
+from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
+from hf_mlspec.engines.rows import DecoderCache, require_memory
+from hf_mlspec.formats.cache import INT8, dequantize, quantize
+from hf_mlspec.nn.replace import direct_cast
+from hf_mlspec.nn.state import state_of
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.checker import Checker, roll_back
+from hf_mlspec.speculation.drafters.checked import CheckedDrafter
+from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.sampling import Sampler
+
+compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+CPU = torch.device("cpu")
+ROWS = [torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (70, 5, 131)]
+INT8_CONFIG = {"quant_method": "mlspec", "format": None, "kv_cache": "int8"}
+
+
+def with_word(model):
+    model.config.quantization_config = dict(INT8_CONFIG)
+    return model
+
+
+def started(model, batch: int, engine: str = "cpu", **options):
+    if engine == "cpu":
+        one = CpuEngine(model, CpuDecoder(model), **options)
+    else:
+        one = ModuleEngine(model, forward=bare_forward(model), **options)
+    one.start(batch, CPU)
+    return one
+
+
+def fed(one, rows, guess=None):
+    with torch.no_grad(), ragged_attention_on([one.model] if one.can.by_module else []):
+        return one.feed(rows, guess)
+
+
+@pytest.mark.parametrize("engine", [pytest.param("cpu", marks=compiled), "modules"])
+def test_half_the_bytes(engine):
+    model = with_word(tiny(dtype=torch.bfloat16, head_dim=32))
+    one = started(model, 3, engine)
+    fed(one, ROWS)
+    assert one.cache_format is INT8 is one.kept_in
+    assert one.bytes_per_token == 2 * 2 * 2 * 36  # layers, keys and values, heads, codes and scale
+    assert one.cache_bytes == one.bytes_per_token * 3 * 256
+    del model.config.quantization_config
+    assert started(model, 3, engine).bytes_per_token == 2 * 2 * 2 * 64
+
+
+def test_memory_is_asked_for_rows_of_codes(monkeypatch):
+    monkeypatch.setattr("hf_mlspec.engines.memory.available", lambda device: 2**27)
+    model = tiny(dtype=torch.bfloat16, head_dim=512)
+    slots = int(1.5 * 2**27 / ModuleEngine(model).bytes_per_token)
+    with pytest.raises(torch.OutOfMemoryError):
+        require_memory([ModuleEngine(model)], 1, CPU, longest=slots)
+    assert require_memory([ModuleEngine(with_word(model))], 1, CPU, longest=slots) == ""
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_layer_holds_the_codes_of_what_a_plain_cache_holds(kind, dtype):
+    model = tiny(kind, dtype=dtype)
+    plain = started(model, 3)
+    fed(plain, ROWS)
+    coded = started(with_word(model), 3)
+    fed(coded, ROWS)
+    for row, tokens in enumerate(ROWS):
+        kept, seen = (one.cache.kv[0, :, row, :, : len(tokens)] for one in (coded, plain))
+        if dtype == torch.float32:
+            assert torch.equal(kept, quantize(seen))
+        half_a_code = seen.float().abs().amax(-1, keepdim=True) / 254
+        assert ((dequantize(kept) - seen.float()).abs() <= 2 * half_a_code).all()
+    assert not coded.cache.kv[..., 131:, :].any()  # nothing behind the rows
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma3"])
+def test_compiled_steps_compute_what_modules_compute(kind):
+    """Up to what instruction sets round over codes, which is far less than what codes change."""
+    model = tiny(kind, dtype=torch.float32)
+    plain = fed(started(model, 3), ROWS)[:, -1]
+    with_word(model)
+    ours, theirs = (fed(started(model, 3, engine), ROWS)[:, -1] for engine in ("cpu", "modules"))
+    assert (ours - plain).norm() > 0
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
+    assert (ours - theirs).norm() < (ours - plain).norm() * 2
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_token_has_the_same_bits_in_any_batch_and_any_width(kind):
+    model = with_word(tiny(kind, dtype=torch.bfloat16))
+    together = fed(started(model, 3), ROWS)[:, -1]
+    for row, whole in zip(ROWS, together, strict=True):
+        steps = started(model, 1)
+        for end in range(1, len(row) + 1):
+            last = fed(steps, [row[:end]])
+        assert torch.equal(last[0, -1], whole)
+        guessed = started(model, 1)
+        fed(guessed, [row[:-4]])
+        lines = fed(guessed, [row[:-3]], Guess(torch.tensor([row[-3:]]), [3]))
+        assert torch.equal(lines[0, -1], whole)
+
+
+@compiled
+def test_a_rollback_and_a_level_in_the_targets_cache_leave_its_bits():
+    """The level computes with bfloat16 weights of its own and writes codes; the check writes its own over them."""
+    model = with_word(tiny(seed=2, dtype=torch.bfloat16))
+    cast = direct_cast(model)
+    above = CpuEngine(model, CpuDecoder(model))
+    below = CpuEngine(cast, CpuDecoder(cast), follow=above)
+    checker = Checker(above, Sampler(64), "target", keep_logits=False)
+    level = CheckedDrafter(checker, ModelDrafter(below, Sampler(64), "cast"), num_draft_tokens=3, threshold=0.0)
+    level.start(2, CPU)
+    assert below.cache is above.cache
+    assert below.kept_in is INT8
+    assert below.cache_bytes == 0
+    rows = [list(ROWS[0]), list(ROWS[1])]
+    settled = level.propose(rows, [6, 6])
+    alone = started(model, 2)
+    for row, tokens, count in zip(range(2), settled.tokens.tolist(), settled.lengths, strict=True):
+        written, one = list(rows[row]), CpuEngine(model, alone.decoder)
+        one.start(1, CPU)
+        for token in tokens[:count]:
+            best = one.score([written], [[]]).best[0][0]
+            assert token == best
+            written.append(token)
+        end = len(written) - 1
+        assert torch.equal(above.cache.kv[:, :, row, :, :end], one.cache.kv[:, :, 0, :, :end])
+
+
+@compiled
+def test_rows_move_grow_and_leave_as_plain_keys_and_values():
+    model = with_word(tiny(dtype=torch.bfloat16))
+    one = started(model, 3)
+    fed(one, ROWS)
+    before = one.cache.kv.clone()
+    one.cache.reserve(600)
+    assert one.cache.kv.dtype == torch.int8
+    assert torch.equal(one.cache.kv[..., :256, :], before)
+    one.select([2, 0])
+    assert torch.equal(one.cache.kv[:, :, 0, :, :131], before[:, :, 2, :, :131])
+    one.admit(1)
+    one.shrink(200)
+    layers = one.cache.row(0, 0, 131)
+    assert layers[0][0].dtype == torch.bfloat16
+    other = DecoderCache.new(one.decoder, 1, 256, INT8)
+    other.load([(keys[None], values[None]) for keys, values in layers], 131)
+    assert torch.equal(other.kv[:, :, 0, :, :131], before[:, :, 2, :, :131])
+
+
+def test_modules_hold_codes_and_give_them_back():
+    model = with_word(tiny("qwen3"))
+    one = started(model, 2, "modules")
+    fed(one, ROWS[:2])
+    lane = one.cache.layers[1]
+    assert lane.keys.dtype == torch.int8
+    layers = one.cache.row(0, 0, 70)
+    assert layers[0][0].dtype == torch.float64
+    again = started(model, 1, "modules")
+    again.cache.load([(keys[None], values[None]) for keys, values in layers], 70)
+    for ours, theirs in zip(again.cache.layers, one.cache.layers, strict=True):
+        assert torch.equal(ours.keys[0, :, :70], theirs.keys[0, :, :70])
+        assert torch.equal(ours.values[0, :, :70], theirs.values[0, :, :70])
+    one.select([1])
+    one.admit(1)
+    logits = fed(one, [ROWS[1] + [9], [4, 5]])
+    roll_back(one, [3, 2])
+    torch.testing.assert_close(fed(started(model, 1, "modules"), [ROWS[1] + [9]])[0, -1], logits[0, -1])
+
+
+@compiled
+@pytest.mark.parametrize(("change", "error", "said"), [
+    (lambda kv: kv[..., :8].contiguous(), ValueError, r"the cache has shape .* 256, 8\], expected .* slots, 12\]"),
+    (lambda kv: torch.zeros((*kv.shape[:5], 13), dtype=torch.int8), ValueError, r"slots, 12\]"),
+    (lambda kv: kv.to(torch.uint8), TypeError, "the cache is Byte"),
+    (lambda kv: kv.float(), (ValueError, TypeError), "the cache"),
+])  # fmt: skip
+def test_a_cache_of_another_kind_is_refused(change, error, said):
+    one = started(with_word(tiny(dtype=torch.bfloat16)), 1)
+    one.cache.kv = change(one.cache.kv)
+    with pytest.raises(error, match=said):
+        one.score([[5]], [[]])
+
+
+def test_steps_of_a_gpu_do_not_read_codes(caplog):
+    forget_warnings()
+    model = with_word(tiny(dtype=torch.float32))
+    assert engine_of(model, name="cuda", required=False).name == "modules"
+    assert engines_of([model], [None], name="cuda")[0].name == "modules"
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["LlamaForCausalLM runs module by module: its keys and values are kept as int8, which the CUDA "
+                    "decoder does not read"]  # fmt: skip
+    with pytest.raises(ValueError, match="engine 'cuda' cannot run this LlamaForCausalLM: its keys and values are"):
+        required_decoder(model, "cuda")
+    assert "kept as int8" in why_by_module(model, name="cuda", prepare=True)
+
+
+def test_a_decoder_does_not_outlive_the_word():
+    model = tiny(dtype=torch.float32)
+    assert decoder_of(model, "cuda") is not None
+    with_word(model)
+    assert decoder_of(model, "cuda") is None
+    assert CudaDecoder not in state_of(model).decoders
+    del model.config.quantization_config
+    assert decoder_of(model, "cuda") is not None
+
+
+@pytest.mark.parametrize(("config", "error"), [
+    ({**INT8_CONFIG, "kv_cache": "int5"}, ValueError),
+    ({**INT8_CONFIG, "kv_cache": 8}, TypeError),
+])  # fmt: skip
+def test_a_word_that_is_none(config, error):
+    model = tiny(dtype=torch.float32)
+    model.config.quantization_config = config
+    with pytest.raises(error, match="kv_cache of the model's quantization_config is"):
+        engine_of(model)
+
+
+def test_the_quantization_of_others_says_nothing():
+    model = near(tiny(dtype=torch.float32), 0.05)
+    model.config.quantization_config = {"quant_method": "quark", "kv_cache": {"anything": 1}}
+    assert engine_of(model).cache_format is None
