@@ -180,6 +180,9 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
                         help="a level stops drafting after a token whose probability is below P: one number, or one "
                              "a level (default: 0.4, or the level's own; 0: never). Given, it fixes the draft "
                              "lengths too")
+    parser.add_argument("--draft-window", type=int, metavar="N",
+                        help="levels see the first 64 and the last N tokens of a row, the target sees all; 0: levels "
+                             "see all, too (default: chosen with the draft lengths)")
     parser.add_argument("--profile", metavar="FILE",
                         help="what mlspec tune --output wrote (default: what earlier calls measured)")
     _add_json(parser)

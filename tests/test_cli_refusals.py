@@ -42,6 +42,7 @@ def test_a_bad_prompts_file_is_refused(capsys, tmp_path, saved_model, name, cont
     (["--level", "mxfp4", "--num-draft-tokens", "4,2"], "num_draft_tokens has 2 entries for 1 levels"),
     (["--level", "mxfp4", "--num-draft-tokens", "many"], "--num-draft-tokens"),
     (["--level", "mxfp4", "--confidence-threshold", "2"], "confidence_threshold"),
+    (["--level", "mxfp4", "--draft-window", "-4"], "draft_window is -4"),
     (["--level", "mxfp4", "--dtype", "int8"], "int8"), (["--level", "mxfp4", "--device", "abacus"], "device 'abacus'"),
     *[(["--level", "mxfp4", "--tolerate-ties", gap], f"{gap} is no distance") for gap in ("nan", "inf", "-1")],
     (["--level", "mxfp4", "--dtype", "bfloat16", "--tolerate-ties", "1e-5"], "not bfloat16")])

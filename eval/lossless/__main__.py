@@ -10,6 +10,9 @@ In the plan (eval/configs/lossless.toml; Python 3.11 or later) {models} and {dat
 for the demo target; a table [quantize] holds settings of MLSpecConfig, and the target is quantized while it loads (a
 kv_cache without a format: the cache alone);
 with reference = "plain" the ids are held against those of the model as it is in its folder, another object in memory.
+A table [[data]] with `tokens` asks for `count` texts of that length, cut from the file's prompts; with stream = true
+they are one stream of as many slots as the batch size, whose requests begin with `shared` equal tokens, held against
+the target alone with each of them. `--caches` compares what prompts leave in the target's cache alone and in batches.
 Each finished batch is one JSON line under `results/`; a run that is started again goes on where it stopped. What the
 target alone wrote is kept there too and decoded once per batch, however many chains follow.
 """
@@ -29,6 +32,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
+from eval.lossless.contexts import caches, differing, streamed, texts_of
 from eval.plans.places import Places
 from eval.records.progress import Bars
 from eval.records.writer import OTHER_RESULTS
@@ -62,13 +66,15 @@ def read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def prompts_of(data: dict[str, Any], places: Places) -> list[str]:
+def prompts_of(data: dict[str, Any], places: Places, tokenizer: Any) -> list[str]:
     """The prompts of a data set of the plan; exits where its file is not what it must be."""
     file = places.fill(data["file"])
     try:
-        found = read_prompts(file, data["count"])
+        found = read_prompts(file, None if "tokens" in data else data["count"])
     except ValueError as error:
         sys.exit(str(error))
+    if "tokens" in data:
+        found = texts_of(found, tokenizer, data["tokens"], data["count"], data.get("shared", 0))
     if len(found) < data["count"]:
         sys.exit(f"{file} holds {len(found)} prompts, the plan asks for {data['count']}")
     return found
@@ -79,7 +85,7 @@ def units(plan: dict[str, Any], shard: int, shards: int) -> Iterator[Unit]:
     number = 0
     for batch_size in plan["batch_sizes"]:
         for data in plan["data"]:
-            for batch in range(-(-data["count"] // batch_size)):
+            for batch in range(1 if data.get("stream") else -(-data["count"] // batch_size)):
                 if number % shards == shard:
                     for chain in plan["chains"]:
                         yield Unit(data["name"], batch_size, batch, tuple(chain))
@@ -91,12 +97,12 @@ class Store:
 
     def __init__(self, folder: Path, plan: dict[str, Any], shard: str) -> None:
         self.file = folder / f"{plan['name']}-{shard.replace('/', '-of-')}.jsonl"
-        names = ("target", "dtype", "max_new_tokens", "quantize", "reference")
+        names = ("target", "dtype", "max_new_tokens", "quantize", "reference", "speculation")
         self.asked = {name: plan[name] for name in names if name in plan}
         self.done: dict[Unit, dict[str, Any]] = {}
         self.references: dict[tuple[str, int, int], list[list[int]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(folder.glob(f"{plan['name']}-*.jsonl")):
+        for file in sorted(folder.glob(f"{plan['name']}-[0-9]*-of-*.jsonl")):  # not of NAME-more
             text = file.read_text(encoding="utf-8")
             if text and not text.endswith("\n"):
                 sys.exit(f"{file} ends in the middle of a line, as an interrupted write leaves it: remove that line")
@@ -154,28 +160,70 @@ def run(plan: dict[str, Any], places: Places, store: Store, shard: int, shards: 
     left = [unit for unit in units(plan, shard, shards) if unit not in store.done]
     if not left:
         return
-    prompts = {data["name"]: prompts_of(data, places) for data in plan["data"]}
     target = places.fill(plan["target"])
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = {data["name"]: prompts_of(data, places, tokenizer) for data in plan["data"]}
     model, plain = load(plan, target, device), None
     if plan.get("reference") == "plain":
         plain = load(plan, target, device, plain=True)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    streams = {data["name"] for data in plan["data"] if data.get("stream")}
     with Bars() as progress:
         task = progress.add_task(plan["name"], total=len(left))
         for unit in left:
-            batch = prompts[unit.data][unit.batch * unit.batch_size :][: unit.batch_size]
             levels = [places.fill(level) for level in unit.chain]
-            reference = store.references.get(unit.reference_key)
-            if reference is None and plain is not None:
-                reference = written_alone(plain, tokenizer, batch, plan)
-            found = hf_mlspec.compare(
-                model, tokenizer, batch, levels, max_new_tokens=plan["max_new_tokens"], batch_size=unit.batch_size,
-                speculation_config={"prepare": plan.get("prepare", True)}, warm_up=False,
-                reference_ids=reference)
-            store.add(unit, found.to_dict())
-            if found.differences:
-                print(f"{unit}: {found.differences}", flush=True)
+            decode = _as_stream if unit.data in streams else _in_batch
+            found = decode(unit, model, plain, tokenizer, prompts[unit.data], levels, plan, store)
+            store.add(unit, found)
+            if different := store.done[unit]["differences"]:
+                print(f"{unit}: {different}", flush=True)
             progress.advance(task)
+
+
+def _settings(plan: dict[str, Any]) -> dict[str, Any]:
+    return {"prepare": plan.get("prepare", True), **plan.get("speculation", {})}
+
+
+def _in_batch(unit: Unit, model: PreTrainedModel, plain: PreTrainedModel | None, tokenizer: Any, prompts: list[str],
+              levels: list[str], plan: dict[str, Any], store: Store) -> dict[str, Any]:
+    """One batch by generate, held against the target alone in the same batch."""
+    batch = prompts[unit.batch * unit.batch_size :][: unit.batch_size]
+    reference = store.references.get(unit.reference_key)
+    if reference is None and plain is not None:
+        reference = written_alone(plain, tokenizer, batch, plan)
+    return hf_mlspec.compare(
+        model, tokenizer, batch, levels, max_new_tokens=plan["max_new_tokens"], batch_size=unit.batch_size,
+        speculation_config=_settings(plan), warm_up=False, reference_ids=reference).to_dict()
+
+
+def _as_stream(unit: Unit, model: PreTrainedModel, plain: PreTrainedModel | None, tokenizer: Any, prompts: list[str],
+               levels: list[str], plan: dict[str, Any], store: Store) -> dict[str, Any]:
+    """All prompts as one stream, held against the target alone with each of them."""
+    reference = next((ids for (data, *_), ids in store.references.items() if data == unit.data), None)
+    if reference is None:
+        reference = [written_alone(plain or model, tokenizer, [prompt], plan)[0] for prompt in prompts]
+    return streamed(model, tokenizer, prompts, levels, max_new_tokens=plan["max_new_tokens"], slots=unit.batch_size,
+                    speculation_config=_settings(plan), reference_ids=reference)
+
+
+def compare_caches(plan: dict[str, Any], places: Places, device: str) -> int:
+    """Print, a line per data set, chain and batch size, how many numbers of prompts' caches differ from those of the
+    same prompts alone; -> how many do in all."""
+    target = places.fill(plan["target"])
+    model, tokenizer, total = load(plan, target, device), AutoTokenizer.from_pretrained(target), 0
+    print("| chain | data | batch | prompts | numbers compared | differ |\n|---|---|--:|--:|--:|--:|")
+    for data in (data for data in plan["data"] if not data.get("stream")):
+        texts = prompts_of(data, places, tokenizer)
+        rows = [list(tokenizer(text).input_ids[number % 8 :]) for number, text in enumerate(texts)]  # of many lengths
+        alone = list(caches(model, rows, 1, [], _settings(plan)))
+        for chain in ([], *plan["chains"]):
+            for batch_size in plan["batch_sizes"]:
+                levels = [places.fill(level) for level in chain]
+                found = caches(model, rows, batch_size, levels, _settings(plan))
+                compared, differ = map(sum, zip(*map(differing, alone, found), strict=True))
+                print(f"| {_names(chain)} | {data['name']} | {batch_size} | {len(rows)} | {compared} | {differ} |",
+                      flush=True)
+                total += differ
+    return total
 
 
 def report(plan: dict[str, Any], store: Store) -> Iterator[str]:
@@ -231,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the JSON lines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="threads of this process; with N shards: cores / N")
+    parser.add_argument("--caches", action="store_true", help="compare what prompts leave in caches, and stop")
     parser.add_argument("--report", action="store_true", help="print the Markdown table and stop")
     args = parser.parse_args(argv)
     plan = read_plan(args.plan)
@@ -241,6 +290,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.caches:
+        return 1 if compare_caches(plan, places, args.device) else 0
     shard, shards = map(int, args.shard.split("/"))
     run(plan, places, store, shard, shards, args.device)
     return 1 if any(d["gap_float64"] >= TIE for entry in store.done.values() for d in entry["differences"]) else 0

@@ -26,7 +26,8 @@ from torch import Tensor
 from ..formats.packing import unpack_nibbles
 from .codes import ROWS, as_bytes
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
-from .scales import SCALES, Choice, Groups, choose_format, column_scales, packed_layer, planned, require_scales
+from .scales import SCALES, Groups, choose_format, column_scales, packed_layer, planned, require_scales
+from .transposing import packed_columns
 
 COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _VERSIONS = ("gemm", "gemv")
@@ -69,7 +70,8 @@ class AwqReader:
         choice = choose_format(layer, groups)
 
         def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
-            return packed_layer(layer, groups, choice, _codes(tensors["qweight"], choice))
+            codes = (packed_columns if choice.format == "int4" else _codes)(tensors["qweight"])
+            return packed_layer(layer, groups, choice, codes)
 
         return planned(layer, self.title, groups, choice, {"qweight": words}, read)
 
@@ -113,27 +115,12 @@ def _columns(words: Tensor) -> Tensor:
     return nibbles[..., _NIBBLE_OF_COLUMN].transpose(1, 2).flatten(0, 1)
 
 
-def _codes(words: Tensor, choice: Choice) -> Tensor:
-    """Codes as `packed_layer` takes them, a few columns at a time."""
+def _codes(words: Tensor) -> Tensor:
+    """uint8 ``[out, in]``, a few columns at a time."""
     in_features, num_words = words.shape
-    packs = choice.format == "int4"
-    out = torch.empty(num_words * 8, in_features // 2 if packs else in_features, dtype=torch.uint8)
+    out = torch.empty(num_words * 8, in_features, dtype=torch.uint8)
     step = max(1, ROWS // (8 * in_features))
     for first in range(0, num_words, step):
-        part = words[:, first : first + step].t()
-        rows = _packed_columns(part) if packs else _columns(part)
+        rows = _columns(words[:, first : first + step].t())
         out[first * 8 : first * 8 + rows.shape[0]] = rows
     return out
-
-
-def _packed_columns(words: Tensor) -> Tensor:
-    """int32 ``[n, in]`` -> uint8 ``[8 n, in / 2]``, two inputs a byte. Byte b of a word holds two columns; of two
-    neighbouring inputs it makes the bytes of both."""
-    stream = as_bytes(words).unflatten(-1, (-1, 4))
-    out = torch.empty(words.shape[0], 8, words.shape[1] // 2, dtype=torch.uint8)
-    for byte in range(4):
-        pairs = stream[..., byte].contiguous().view(torch.int16)
-        low, high = COLUMN_OF_NIBBLE[2 * byte], COLUMN_OF_NIBBLE[2 * byte + 1]
-        out[:, low] = (pairs & 0x0F) | (pairs >> 4 & 0xF0)
-        out[:, high] = (pairs >> 4 & 0x0F) | (pairs >> 8 & 0xF0)
-    return out.flatten(0, 1)

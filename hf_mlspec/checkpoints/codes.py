@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..formats.damage import misplaced
 from ..formats.packing import pack_nibbles, unpack_nibbles
 
 ROWS = 1 << 22  # codes in flight: what is unpacked for a moment stays small beside the tensor
@@ -69,12 +70,12 @@ def require_order(order: Tensor, in_features: int, what: str) -> None:
     """ValueError, which begins with ``what``, unless ``order`` is a permutation of the inputs."""
     if order.ndim != 1 or order.numel() != in_features:
         raise ValueError(f"{what} has shape {list(order.shape)}, expected [{in_features}]")
-    seen = torch.zeros(in_features, dtype=torch.bool)
-    inside = (order >= 0) & (order < in_features)
-    seen[order[inside].long()] = True
-    if not bool(inside.all()) or not bool(seen.all()):
-        missing = int((~seen).sum())
-        raise ValueError(f"{what} is no permutation of {in_features} inputs: {missing} of them do not occur in it")
+    wrong = int(misplaced(order).sum())
+    if wrong:
+        raise ValueError(
+            f"{what} is no permutation of {in_features} inputs: {wrong} entries are none of them or there more than "
+            "once; write or download the checkpoint again"
+        )
 
 
 def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None:
@@ -101,26 +102,6 @@ def order_of_groups(groups: Tensor, group_size: int, what: str) -> Tensor | None
         )
     order = torch.argsort(wide, stable=True)
     return None if torch.equal(order, torch.arange(order.numel())) else order
-
-
-def ordered_words(words: Tensor, order: Tensor) -> Tensor:
-    """int32 ``[in / 8, out]``, eight 4-bit codes of a column a word -> the same with input ``order[i]`` at place i.
-
-    Rows of inputs are moved whole, a few columns at a time: a tenth of the time of moving nibbles within rows.
-    """
-    result = torch.empty_like(words)
-    step = max(1, ROWS // order.numel())
-    for first in range(0, words.shape[1], step):
-        stream = words[:, first : first + step].contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-        codes = torch.empty(order.numel(), stream.shape[1], dtype=torch.uint8)  # [in, columns]
-        for byte in range(4):
-            codes[2 * byte :: 8], codes[2 * byte + 1 :: 8] = stream[..., byte] & 0x0F, stream[..., byte] >> 4
-        codes = codes.index_select(0, order)
-        packed = torch.empty_like(stream)
-        for byte in range(4):
-            packed[..., byte] = codes[2 * byte :: 8] | (codes[2 * byte + 1 :: 8] << 4)
-        result[:, first : first + step] = packed.view(torch.int32)[..., 0]
-    return result
 
 
 def gathered_nibbles(packed: Tensor, order: Tensor) -> Tensor:

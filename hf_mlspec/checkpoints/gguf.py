@@ -2,9 +2,11 @@
 
     Q4_0    int4 in groups of 32, asymmetric where a block's scale is negative     MXFP4   MXFP4
     Q8_0    bit-planes, 8 of them, in groups of 32                                 Q5_0    bit-planes, 6 of them
+    Q4_1    int4 in groups of 32 with zero points, where every minimum is -0 to -15 times its block's scale
 
-Q4_1, Q5_1, Q4_K, Q5_K and Q6_K have minima, or scales of 16 values, that no format here holds: they become dense, as
-does Q8_0 with a negative scale, which only other tools write.
+The minima of other Q4_1 files are float16 numbers of their own, and our zero points integers: those become dense.
+So do Q5_1, Q4_K, Q5_K and Q6_K, for minima or scales of 16 values, and Q8_0 with a negative scale, which only other
+tools write.
 """
 
 from __future__ import annotations
@@ -19,8 +21,18 @@ from torch import Tensor
 
 from ..formats import Int4Weight, Mxfp4Weight, PlanesWeight
 from ..formats.damage import NAN_SCALE
-from .gguf_blocks import SCALE_BYTES, VALUES, eight_planes, halves, int4_parts, mxfp4_parts, six_planes
-from .gguf_file import GGML_TYPES, GgufTensor
+from .gguf_blocks import (
+    SCALE_BYTES,
+    VALUES,
+    eight_planes,
+    halves,
+    int4_parts,
+    int4_parts_of_minima,
+    mxfp4_parts,
+    six_planes,
+    zero_points,
+)
+from .gguf_file import GGML_TYPES, GgufFile, GgufTensor
 from .layer import LayerPlan, ReadLayer, StoredLayer
 from .safetensors_file import mapped
 
@@ -30,7 +42,7 @@ _CHUNK = 1 << 20  # bytes in flight; unpacked they are up to ten times as many
 _TYPES = {ggml.name: ggml for ggml in GGML_TYPES.values()}
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "MXFP4": 4, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 _WHY_DENSE = {
-    "Q4_1": "Q4_1 has a minimum for every block",
+    "Q4_1": "the minima of Q4_1 are no whole zero points",
     "Q5_1": "Q5_1 has a minimum for every block",
     "Q4_K": "Q4_K has a minimum for every 32 values",
     "Q5_K": "Q5_K has a minimum for every 32 values",
@@ -63,9 +75,11 @@ def dense(tensor: GgufTensor, dtype: torch.dtype | None = None, rows: Tensor | N
 @dataclass(frozen=True)
 class GgufReader:
     """A `layer.Reader`. rows: layer name -> int64 ``[out]`` for layers whose rows lie in another order in the file:
-    row i of the layer is the stored row ``rows[i]`` (gguf_names.row_orders)."""
+    row i of the layer is the stored row ``rows[i]`` (gguf_names.row_orders). file: whose layers it reads, None where
+    nobody asks."""
 
     rows: Mapping[str, Tensor] = field(default_factory=dict)
+    file: GgufFile | None = None
     method = "gguf"
     title = "GGUF"
 
@@ -99,16 +113,18 @@ class _Chosen(NamedTuple):
     why_dense: str = ""
 
 
-def _chosen(ggml_type: str, negative: bool) -> _Chosen:
-    """negative: whether a block's scale is."""
+def _chosen(ggml_type: str, odd: bool) -> _Chosen:
+    """odd: whether a block's scale is negative; of Q4_1, whether its minimum is no whole zero point."""
     group = {"group_size": GROUP}
     if ggml_type == "Q4_0":
-        return _Chosen(partial(_int4, not negative), "int4", {**group, "symmetric": not negative})
+        return _Chosen(partial(_int4, ggml_type, not odd), "int4", {**group, "symmetric": not odd})
+    if ggml_type == "Q4_1" and not odd:
+        return _Chosen(partial(_int4, ggml_type, False), "int4", {**group, "symmetric": False})
     if ggml_type == "MXFP4":
         return _Chosen(_mxfp4, "mxfp4")
     if ggml_type == "Q5_0":
         return _Chosen(partial(_planes, six_planes, 6), "planes", {"num_planes": 6, **group})
-    if ggml_type == "Q8_0" and not negative:
+    if ggml_type == "Q8_0" and not odd:
         return _Chosen(partial(_planes, eight_planes, 8), "planes", {"num_planes": 8, **group})
     why = _WHY_DENSE.get(ggml_type, f"a scale of {ggml_type} is negative")
     packed = lambda raw, rows, name: _dense(raw, ggml_type, torch.float32, rows)  # noqa: E731
@@ -147,32 +163,34 @@ def _require_weight(layer: StoredLayer) -> GgufTensor:
 
 
 def _require_scales(tensor: GgufTensor) -> bool:
-    """Whether a block's first number is negative; ValueError for one that is NaN or Inf, naming row and block."""
+    """Whether some block is odd, as `_chosen` has it; ValueError for a number that is NaN or Inf, naming row and
+    block."""
     _require_read(tensor)
-    size, negative = _TYPES[tensor.ggml_type].size, False
+    size, odd = _TYPES[tensor.ggml_type].size, False
     per_row = tensor.shape[-1]
     with mapped(tensor.file) as contents:
         for part in _chunks(tensor.end - tensor.begin, per_row):
             stored = bytearray(contents[tensor.begin + part.start : tensor.begin + part.stop])
             blocks = torch.frombuffer(stored, dtype=torch.uint8).view(-1, size)
-            wrong, below = _looked_at(tensor.ggml_type, blocks)
-            negative = negative or bool(below)
+            wrong, unlike = _looked_at(tensor.ggml_type, blocks)
+            odd = odd or bool(unlike)
             if bool(wrong.any()):
                 row, block = divmod(part.start // size + int(wrong.nonzero()[0]), per_row // size)
                 raise ValueError(
                     f"{tensor.place} is damaged: the scale of row {row}, block {block} is NaN or Inf; download or "
                     "write the checkpoint again"
                 )
-    return negative
+    return odd
 
 
 def _looked_at(ggml_type: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 ``[blocks, size]`` -> which have a scale that is no number, and whether one is negative."""
+    """uint8 ``[blocks, size]`` -> which have a scale that is no number, and whether one is odd."""
     if ggml_type == "MXFP4":
         return blocks[:, 0] == NAN_SCALE, torch.tensor(False)
     first, last = SCALE_BYTES[ggml_type]
     numbers = halves(blocks[:, first:last])
-    return ~numbers.isfinite().all(-1), (numbers[:, 0] < 0).any()
+    odd = zero_points(numbers) < 0 if ggml_type == "Q4_1" else numbers[:, 0] < 0
+    return ~numbers.isfinite().all(-1), odd.any()
 
 
 def _chunks(total: int, per_row: int) -> Iterator[slice]:
@@ -199,13 +217,14 @@ def _dense(raw: Tensor, ggml_type: str, dtype: torch.dtype, rows: Tensor | None)
     return out.view(*outer, out.shape[-1])
 
 
-def _int4(symmetric: bool, raw: Tensor, rows: Tensor | None, name: str) -> Int4Weight:
-    groups = raw.shape[1] // _TYPES["Q4_0"].size
+def _int4(ggml_type: str, symmetric: bool, raw: Tensor, rows: Tensor | None, name: str) -> Int4Weight:
+    size, parts = _TYPES[ggml_type].size, int4_parts if ggml_type == "Q4_0" else int4_parts_of_minima
+    groups = raw.shape[1] // size
     packed = torch.empty(raw.shape[0], groups * GROUP // 2, dtype=torch.uint8)
     scale = torch.empty(raw.shape[0], groups, dtype=torch.float16)
     zero = torch.empty(raw.shape[0], 0 if symmetric else groups, dtype=torch.uint8)
-    for part, blocks in _blocks(raw, _TYPES["Q4_0"].size, rows):
-        packed[part], scale[part], zeros = int4_parts(blocks)
+    for part, blocks in _blocks(raw, size, rows):
+        packed[part], scale[part], zeros = parts(blocks)
         if not symmetric:
             zero[part] = zeros
     return Int4Weight(packed, scale, None if symmetric else zero, name)

@@ -153,6 +153,21 @@ def int4_parts(blocks: Tensor) -> Int4Parts:
     return Int4Parts(pack_nibbles(codes.flatten(-2)), _positive(d).squeeze(-1), zeros.squeeze(-1))
 
 
+def zero_points(numbers: Tensor) -> Tensor:
+    """float16 d and m ``[..., 2]`` of Q4_1 -> int8 ``[...]``: z where m = -z * d for an integer z from 0 to 15 and
+    d > 0, or both are 0; else -1. Then d * q + m is (q - z) * d, exactly: float32 holds 15 bits of either."""
+    d, m = numbers.float().unbind(-1)
+    z = torch.where(d > 0, -m / d, 0.0).round().clamp(0, 15)  # NaN and Inf stay what they are, and fit nowhere
+    return torch.where((d >= 0) & (z * d == -m), z, -1.0).to(torch.int8)
+
+
+def int4_parts_of_minima(blocks: Tensor) -> Int4Parts:
+    """Blocks of Q4_1 that all have zero points, uint8 ``[rows, groups, 20]`` -> int4 in groups of 32."""
+    d, zeros = halves(blocks[..., :2]), zero_points(halves(blocks[..., :4])).to(torch.uint8)
+    codes = torch.where(d == 0, zeros.unsqueeze(-1), _split_nibbles(blocks[..., 4:]))
+    return Int4Parts(pack_nibbles(codes.flatten(-2)), _positive(d).squeeze(-1), zeros)
+
+
 def mxfp4_parts(blocks: Tensor) -> Mxfp4Parts:
     """Blocks of MXFP4, uint8 ``[rows, groups, 17]`` -> the same codes in this package's order."""
     return Mxfp4Parts(pack_nibbles(_split_nibbles(blocks[..., 1:]).flatten(-2)), blocks[..., 0].clone())

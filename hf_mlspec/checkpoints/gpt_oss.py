@@ -29,6 +29,7 @@ class GptOssReader:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: ``quantization_config`` of config.json; it says nothing that the tensors do not say."""
+        self.tensors: Mapping[str, Stored] | None = None  # by transformers' names, where the files have others
 
     def holds(self, layer: StoredLayer) -> bool:
         """No linear layer is quantized."""

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codes import as_bytes, order_of_groups, ordered_words, unpack_words
+from .codes import as_bytes, order_of_groups, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
 from .scales import Groups, choose_format, column_scales, packed_layer, planned
+from .transposing import packed_in_order
 
 BITS = (2, 3, 4, 8)
 _V1, _V2 = "gptq", "gptq_v2"
@@ -69,8 +70,8 @@ class GptqReader:
             words = tensors["qweight"]
             if bits != 4 or choice.format != "int4":
                 return packed_layer(layer, groups, choice, unpack_words(words.t(), bits, layer.in_features))
-            words = words if groups.order is None else ordered_words(words, groups.order)
-            return packed_layer(layer, groups, choice, as_bytes(words.t()), ordered=True)
+            packed = as_bytes(words.t()) if groups.order is None else packed_in_order(words, groups.order)
+            return packed_layer(layer, groups, choice, packed, ordered=True)
 
         return planned(layer, self.title, groups, choice, {"qweight": words}, read)
 
@@ -109,7 +110,8 @@ class GptqReader:
         all are the middle, or all are one less. The first version was made by taking 1 from every code of a whole
         word at once, so that 0 borrows from its neighbour; it is undone the same way."""
         stored, middle = unpack_words(words, bits, out_features), 1 << (bits - 1)
-        if bool((stored == middle - 1).all()) or bool((stored == middle).all()):
+        low, high = (int(number) for number in stored.aminmax())
+        if low == high and low in (middle - 1, middle):
             return torch.full_like(stored, middle)
         if not self._first_version:
             return stored

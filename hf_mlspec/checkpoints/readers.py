@@ -17,8 +17,9 @@ from .layer import Reader
 
 
 def _gguf(config: Mapping[str, Any]) -> GgufReader:
-    """Of a config that names its file."""
-    return GgufReader(row_orders(open_gguf(config["file"])))
+    """Of a config that names its file, which is opened here and nowhere else."""
+    file = open_gguf(config["file"])
+    return GgufReader(row_orders(file), file)
 
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {

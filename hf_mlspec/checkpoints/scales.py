@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats import Int4Weight, PackedWeight, PlanesWeight
+from ..formats.damage import all_positive
 from ..formats.int4 import GROUP_SIZES
 from ..formats.packing import pack_nibbles
 from ..formats.planes import pack_planes
@@ -41,15 +43,15 @@ class Groups:
     @classmethod
     def of(cls, bits: int, size: int, scale: Tensor, zero: Tensor, order: Tensor | None = None) -> Groups:
         """As they are on disk, with scales of any sign."""
-        turned, dead = scale < 0, scale == 0
-        largest = (1 << bits) - 1
-        turned = turned if bool(turned.any()) else None
-        dead = dead if bool(dead.any()) else None
+        largest, turned, dead = (1 << bits) - 1, None, None
+        if not all_positive(scale):
+            turned, dead = scale < 0, scale == 0
+            turned, dead = turned if bool(turned.any()) else None, dead if bool(dead.any()) else None
         if turned is not None:
             scale, zero = scale.abs(), torch.where(turned, largest - zero, zero)
         if dead is not None:
             scale = torch.where(dead, torch.ones_like(scale), scale)
-        if bool((zero == 1 << (bits - 1)).all()):
+        if _all_are(zero, 1 << (bits - 1)):
             zero = zero[:1, :1].clone().expand(zero.shape)  # one number, whatever the layer's size
         return cls(bits, size, scale, zero, order, turned, dead)
 
@@ -58,9 +60,9 @@ class Groups:
         """The zero point of symmetric codes."""
         return 1 << (self.bits - 1)
 
-    @property
+    @cached_property
     def symmetric(self) -> bool:
-        return bool((self.zero == self.middle).all())
+        return _all_are(self.zero, self.middle)
 
     def told(self, title: str, in_features: int) -> str:
         """The layer for people: "GPTQ, 4 bits, groups of 128, symmetric, act-order"."""
@@ -78,6 +80,11 @@ class Choice:
     options: Mapping[str, Any]
     times: int = 1
     why: str = ""
+
+
+def _all_are(codes: Tensor, value: int) -> bool:
+    low, high = codes.aminmax()
+    return int(low) == int(high) == value
 
 
 def choose_format(layer: StoredLayer, groups: Groups) -> Choice:
@@ -118,6 +125,8 @@ def column_scales(layer: StoredLayer, told: object) -> tuple[int, Tensor]:
 
 def require_scales(tensor: Stored, scale: Tensor) -> Tensor:
     """``scale``; ValueError naming the tensor for one that is NaN or Inf, with its place."""
+    if all_positive(scale):
+        return scale
     wrong = ~scale.isfinite()
     if wrong.any():
         place = wrong.nonzero()[0].tolist()

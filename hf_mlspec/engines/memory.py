@@ -53,7 +53,7 @@ def grown(kv: Tensor, rows: int, sizes: list[tuple[int, int]], *, spend: bool) -
 
 
 def require_free(needed: int, most: int, device: torch.device, kept: int, what: str) -> int | None:
-    """torch.OutOfMemoryError where less than `needed` bytes are free for `what`; how many are free, where that is
+    """torch.OutOfMemoryError where less than `needed` bytes more are free for `what`; how many are free, where that is
     less than `most`, else None.
 
     kept: bytes that can be freed as soon as they are asked for. Where nobody knows what is free, all is well.
@@ -67,9 +67,9 @@ def require_free(needed: int, most: int, device: torch.device, kept: int, what: 
         free = available(device) + kept
     if free < needed:
         raise torch.OutOfMemoryError(
-            f"{what} needs {needed / _GIB:.2f} GiB for keys and values before its first token, and {free / _GIB:.2f} "
-            f"GiB are free on {device}: shorten the prompts, pass fewer rows at a time, leave out levels with caches "
-            "of their own, or free what else is there"
+            f"{what} needs {needed / _GIB:.2f} GiB more for keys and values before its first token, and "
+            f"{free / _GIB:.2f} GiB are free on {device}: shorten the prompts, pass fewer rows at a time, leave out "
+            "levels with caches of their own, or free what else is there"
         )
     return free if free < most else None
 

@@ -9,6 +9,11 @@ import torch
 from .packing import LARGEST_CODE
 
 NAN_SCALE = 255  # of E8M0
+# The bits of Inf, and an integer of that size. Numbers above 0 are below it and in the order of their bits.
+_INFINITIES = {
+    torch.float16: (0x7C00, torch.int16), torch.bfloat16: (0x7F80, torch.int16),
+    torch.float32: (0x7F800000, torch.int32),
+}  # fmt: skip
 
 
 # What a part may hold: ``(name, tensor_name, tensor)`` -> ValueError for numbers that no quantizer writes: damage.
@@ -21,8 +26,22 @@ def require_finite(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
     _require(lambda: ~tensor.float().isfinite(), name, tensor_name, tensor, "values that are NaN or Inf")
 
 
+def all_positive(numbers: torch.Tensor) -> bool:
+    """Whether every number is finite and above 0. Of float16, bfloat16 and float32 it is one pass over their bits, in
+    a tenth of the time of comparisons."""
+    if not numbers.numel():
+        return True
+    if numbers.dtype not in _INFINITIES:
+        return bool((numbers.isfinite() & (numbers > 0)).all())
+    infinity, word = _INFINITIES[numbers.dtype]
+    low, high = numbers.view(word).aminmax()
+    return int(low) > 0 and int(high) < infinity
+
+
 def require_positive(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
     """A `ValueCheck` of float16 scales: finite and above 0."""
+    if not tensor.is_meta and all_positive(tensor):
+        return
     what = "values that are NaN, Inf, zero or negative"
     _require(lambda: ~(tensor.isfinite() & (tensor > 0)), name, tensor_name, tensor, what)
 
@@ -34,6 +53,8 @@ def require_exponents(name: str, tensor_name: str, tensor: torch.Tensor) -> None
 
 def require_zero_points(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
     """A `ValueCheck` of the zero points of 4-bit codes, uint8: 0 to 15."""
+    if not tensor.is_meta and (not tensor.numel() or int(tensor.amax()) <= LARGEST_CODE):
+        return
     _require(lambda: tensor > LARGEST_CODE, name, tensor_name, tensor, f"zero points above {LARGEST_CODE}")
 
 
@@ -41,12 +62,16 @@ def require_permutation(name: str, tensor_name: str, tensor: torch.Tensor) -> No
     """A `ValueCheck` of an order, integers ``[n]``: every one of 0 to n - 1, once."""
     if tensor.is_meta:
         return
-    count = tensor.numel()
-    inside = (tensor >= 0) & (tensor < count)
-    times = torch.bincount(tensor[inside].long(), minlength=count)
-    wrong = ~inside | (times[tensor.clamp(0, count - 1).long()] > 1)
-    what = f"entries that are none of its {count} inputs or there more than once"
-    require_none(wrong, name, tensor_name, tensor, what, "its order is no permutation")
+    what = f"entries that are none of its {tensor.numel()} inputs or there more than once"
+    require_none(misplaced(tensor), name, tensor_name, tensor, what, "its order is no permutation")
+
+
+def misplaced(order: torch.Tensor) -> torch.Tensor:
+    """bool ``[n]``: entries of integers ``[n]`` that are none of 0 to n - 1, or there more than once."""
+    count = order.numel()
+    inside = (order >= 0) & (order < count)
+    times = torch.bincount(order[inside].long(), minlength=count)
+    return ~inside | (times[order.clamp(0, count - 1).long()] > 1)
 
 
 def _require(

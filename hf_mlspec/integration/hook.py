@@ -29,7 +29,7 @@ from ..engines.rows import cache_format_of
 from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
-from .quantizer import saving, source
+from .quantizer import gguf_quantizer, saving, source  # noqa: F401 (the first registers itself)
 from .request import check_streamer, check_target, unserved
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .quantizer.checkpoint import stored_dtype
 from .quantizer.gguf_loading import load_gguf
-from .quantizer.source_config import is_gguf, loading_options, read_config
+from .quantizer.gpt_oss_loading import is_original_folder, load_original
+from .quantizer.source_config import find_gguf, loading_options, read_config
 
 
 def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **options: Any) -> PreTrainedModel:
@@ -18,13 +19,17 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
     a checkpoint of GPTQ, AWQ or compressed-tensors, which this package reads whatever else is installed.
 
     dtype: of what is not packed; None: the checkpoint's own, but bfloat16 for a GGUF file and where it is float16,
-    which no compiled decoder takes. options: of from_pretrained. Raises ValueError or TypeError, naming file and
-    tensor, for a checkpoint that is damaged or not read.
+    which no compiled decoder takes. options: of from_pretrained, also ``gguf_file`` in a folder. Raises ValueError or
+    TypeError, naming file and tensor, for a checkpoint that is damaged or not read.
     """
     path, given = os.fspath(name), options.pop("torch_dtype", None)
     dtype = given if dtype is None else dtype
-    if is_gguf(path):
-        return _ready(load_gguf(path, dtype=dtype, **options))
+    file = find_gguf(path, options)
+    if file is not None:
+        options.pop("gguf_file", None)
+        return _ready(load_gguf(file, dtype=dtype, **options))
+    if is_original_folder(path):
+        return _ready(load_original(path, dtype=dtype, **options))
     reading = loading_options(path, options)
     if dtype is None:
         config = reading.get("config") or read_config(path, options)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
+from ..engines.architecture.rotary import known_positions
 from .processing import Prompts, check_mask
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -231,15 +232,8 @@ def vocab_size(model: nn.Module) -> int:
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Number of positions of the model, None if its config has no limit.
-
-    YaRN's are its original ones times its factor, where a config still has the number from before it was extended.
-    """
-    config = model.config.get_text_config()
-    most, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
-    if most and rope.get("rope_type") == "yarn":
-        return max(most, int(rope["original_max_position_embeddings"] * (rope.get("factor") or 1)))
-    return most
+    """Number of positions of the model, None if its config has no limit."""
+    return known_positions(model.config.get_text_config())
 
 
 def sliding_window(model: nn.Module) -> int | None:

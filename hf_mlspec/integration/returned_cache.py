@@ -136,10 +136,15 @@ class ReturnedCache:
         prompts = self.prompts
         new = min(len(row) - length for row, length in zip(prompts.grown, prompts.lengths, strict=True))
         count = prompts.input_ids.shape[1] + new - 1 - self.begin
-        for layer in range(len(self._taken[0])):
-            self.given.update(self._columns(layer, 0, count), self._columns(layer, 1, count), layer)
-            for layers in self._taken.values():
-                layers[layer] = ()  # they are in the cache now: what was copied of rows is not there twice
+        try:
+            for layer in range(len(self._taken[0])):
+                self.given.update(self._columns(layer, 0, count), self._columns(layer, 1, count), layer)
+                for layers in self._taken.values():
+                    layers[layer] = ()  # they are in the cache now: what was copied of rows is not there twice
+        except BaseException:  # no memory, an interrupt: the caller's cache is as it was
+            for layer in self.given.layers if self.begin else ():
+                layer.keys, layer.values = layer.keys[:, :, : self.begin], layer.values[:, :, : self.begin]
+            raise
         return self.given
 
     def _columns(self, layer: int, which: int, count: int) -> Tensor:

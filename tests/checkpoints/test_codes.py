@@ -65,7 +65,8 @@ def test_groups_that_are_none(groups, said):
 
 @pytest.mark.parametrize(
     ("order", "said"),
-    [([0, 1, 1, 3], "1 of them do not occur"), ([0, 1, 2, 4], "1 of them"), ([0, 1, 2], r"shape \[3\], expected")],
+    [([0, 1, 1, 3], "4 inputs: 2 entries"), ([0, 1, 2, 4], "1 entries"), ([0, -1, 2, 3], "1 entries are none"),
+     ([0, 1, 2], r"shape \[3\], expected")],
 )
 def test_orders_that_are_none(order, said):
     with pytest.raises(ValueError, match=said):

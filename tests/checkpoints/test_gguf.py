@@ -22,6 +22,7 @@ PACKED = {  # type and scales -> format, its options, bits of a weight on disk
     ("Q8_0", "not negative"): ("planes", {"num_planes": 8, "group_size": 32}, 8.5),
     ("MXFP4", "any"): ("mxfp4", {}, 4.25),
 }
+WHOLE = {"Q4_1": ("int4", {"group_size": 32, "symmetric": False}, 5.0)}  # where minima are whole zero points
 DENSE = [("Q4_1", "any"), ("Q5_1", "any"), ("Q8_0", "any"), ("Q4_K", "any"), ("Q5_K", "any"), ("Q6_K", "any")]
 
 
@@ -103,6 +104,42 @@ def test_what_the_gguf_package_quantizes(tmp_path, kind):
     assert torch.equal(weight.dequantize(torch.float32), values_of(raw, kind))
     assert plan.options.get("symmetric", False) is False
     assert (weight.dequantize(torch.float32) - dense_weight).norm() < 0.2 * dense_weight.norm()
+
+
+def whole_minima() -> np.ndarray:
+    """Random blocks of Q4_1, m = -z * d for every z; d has few bits, so that float16 holds the product. Some are 0."""
+    raw = blocks_of("Q4_1", "positive")
+    rng, count = np.random.default_rng(5), ROWS * COLS // 32
+    d = (rng.integers(1, 128, count) * 2.0 ** rng.integers(-20, -9, count)).astype(np.float16)
+    d[::9] = 0
+    z = np.arange(len(d)) % 16
+    m = (-z * d).astype(np.float16)
+    assert (m.astype(np.float64) == -z * d.astype(np.float64)).all()
+    raw.reshape(-1, 20)[:, :4] = np.stack((d, m), axis=1).view(np.uint8)
+    return raw
+
+
+@pytest.mark.usefixtures("chunked")
+def test_q4_1_with_whole_zero_points_is_packed(tmp_path):
+    raw, rows = whole_minima(), torch.randperm(ROWS)
+    layer = layer_of(tmp_path, "Q4_1", raw)
+    plan = GgufReader({layer.name: rows}).plan(layer)
+    assert (plan.format, plan.options, plan.bits_per_weight) == WHOLE["Q4_1"]
+    weight = plan.read({"weight": layer.tensors["weight"].load()}).weight.validate(ROWS, COLS)
+    assert torch.equal(weight.dequantize(torch.float32), values_of(raw, "Q4_1")[rows])
+    assert set(weight.weight_zero.flatten().tolist()) == {*range(16)}
+
+
+@pytest.mark.parametrize(("d", "m"), [(0.5, -0.4998), (0.5, 0.5), (0.5, -8.0), (-0.5, 2.0), (0.0, 0.1), (0.1, -0.3)])
+def test_one_other_minimum_makes_q4_1_dense(tmp_path, d, m):
+    """-0.3 is not the float16 nearest to three times the one nearest to .1."""
+    raw = whole_minima()
+    raw[7, 40:44] = np.array([d, m], dtype=np.float16).view(np.uint8)
+    layer = layer_of(tmp_path, "Q4_1", raw)
+    plan = GgufReader().plan(layer)
+    assert (plan.format, "no whole zero points" in plan.why_dense) == ("", True)
+    weight = plan.read({"weight": layer.tensors["weight"].load()}).weight
+    assert torch.equal(weight.view(torch.int32), values_of(raw, "Q4_1").view(torch.int32))
 
 
 def test_every_code_of_q4_0_with_either_sign(tmp_path):

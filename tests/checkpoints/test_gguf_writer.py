@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_mlspec.checkpoints.gguf_blocks import VALUES, int4_parts
+from hf_mlspec.checkpoints.gguf_blocks import VALUES, int4_parts, int4_parts_of_minima
 from hf_mlspec.checkpoints.gguf_writer import SIZES, block_rows, ggml_type_of
 from hf_mlspec.formats import Int4Weight, Mxfp4Weight, PlanesWeight
 from hf_mlspec.formats.packing import pack_nibbles
@@ -78,6 +78,17 @@ def test_blocks_of_ggml_come_back_as_they_were():
     assert torch.equal(values_of(again.numpy(), kind), values_of(raw, "Q4_0"))
     live = raw.reshape(-1, 18)[:, :2].copy().view(np.float16).ravel() != 0
     assert (again.numpy().reshape(-1, 18)[live] == raw.reshape(-1, 18)[live]).all()
+
+
+@pytest.mark.parametrize("name", ["zeros of few bits", "groups of 64 with zeros"])
+def test_zero_points_come_back(name):
+    weight, _ = WEIGHTS[name]
+    _, raw = written(weight)
+    again = Int4Weight(*int4_parts_of_minima(raw.unflatten(-1, (-1, 20))), "layer").validate(6, weight.in_features)
+    assert torch.equal(again.weight_packed, weight.weight_packed)
+    repeats = weight.group_size // 32
+    assert torch.equal(again.weight_zero, weight.weight_zero.repeat_interleave(repeats, -1))
+    assert torch.equal(again.weight_scale, weight.weight_scale.repeat_interleave(repeats, -1))
 
 
 @pytest.mark.parametrize(("scale", "zero"), [(0.1, 3), (60000.0, 15), (2.0**-3 + 2.0**-13, 5)])

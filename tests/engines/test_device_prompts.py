@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from decoders import random_model
@@ -83,6 +85,22 @@ def test_steps_are_shorter_where_memory_is_short(decoder, monkeypatch):
     monkeypatch.setattr(engine, "_LEAST_CHUNK", 32)
     with pytest.raises(torch.OutOfMemoryError):
         cache_of(Small(decoder), rows)
+
+
+def test_what_a_step_without_memory_computed_is_freed_before_the_next(decoder, monkeypatch):
+    alive, seen = [], []
+
+    class Full(Counted):
+        def forward(self, ids, *operands, **options):
+            if not alive:
+                computed = torch.zeros(8)
+                alive.append(weakref.ref(computed))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(ids, *operands, **options)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(alive[0]()))
+    cache_of(Full(decoder), prompts(LENGTHS))
+    assert seen == [None]
 
 
 def test_rows_that_lack_nothing_take_no_part_behind_the_last_that_does():

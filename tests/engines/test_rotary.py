@@ -7,7 +7,9 @@ import torch
 from models import tiny
 
 from hf_mlspec.engines.architecture import rotary
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 MANY = 262_144
 ROPES = {
@@ -86,3 +88,16 @@ def test_a_decoder_has_no_tables_beyond_its_positions_but_where_it_must():
     assert decoder.positions == 1500
     decoder.reserve_positions(1501)
     assert decoder.positions == 1501
+
+
+def test_tables_of_yarn_double_beyond_the_positions_from_before_it_was_extended():
+    """Else each token behind them would have tables of its own, and a GPU keeps those that graphs may read."""
+    rope = {**ROPES["yarn"], "factor": 4.0, "original_max_position_embeddings": 1024}
+    target = tiny(dtype=torch.bfloat16, rope_parameters=rope, max_position_embeddings=1024)
+    decoders = [CudaDecoder(target)]
+    if has_compiled_decoder():
+        decoders.append(CpuDecoder(target))
+    for decoder in decoders:
+        for count, positions in ((1025, 2048), (2000, 2048), (2049, 4096), (4096, 4096)):
+            decoder.reserve_positions(count)
+            assert decoder.positions == positions

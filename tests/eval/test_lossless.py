@@ -75,6 +75,17 @@ def test_results_of_another_run_are_not_mixed_in(lossless, tmp_path):
         lossless()
 
 
+def test_results_of_a_plan_whose_name_goes_on_lie_beside(lossless, tmp_path):
+    lossless()
+    plan = tmp_path / "plan.toml"
+    more = plan.read_text().replace('"toy"', '"toy-bf16"').replace("max_new_tokens = 6", "max_new_tokens = 7")
+    text = plan.read_text()
+    plan.write_text(more, encoding="utf-8")
+    assert lossless()[0] == 0
+    plan.write_text(text, encoding="utf-8")
+    assert "| mxfp4 | words | 1 | 3 | 18 | 0 |" in lossless("--report")[1]
+
+
 def test_an_interrupted_write_is_noticed(lossless):
     lossless()
     file = next(lossless.results.glob("*.jsonl"))

@@ -12,6 +12,7 @@ from hf_mlspec.engines.cpu import engine as cpu_engine
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.modules.cache import _Lane
+from hf_mlspec.integration.returned_cache import ReturnedCache
 from hf_mlspec.integration.scoring import token_logprobs
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -97,6 +98,29 @@ def test_a_cache_that_was_given_can_be_given_again(engine, interrupted):
     interrupted(engine, 1, KeyboardInterrupt(), call)
     assert cache.get_seq_length() == 1301
     assert torch.equal(call(), expected)
+
+
+def test_a_cache_that_was_given_is_as_before_where_filling_it_fails(monkeypatch):
+    model, inputs, cache = model_for("modules"), prompts([40]), DynamicCache()
+    out = model.generate(**inputs, **OPTIONS, assistant_models=[], past_key_values=cache)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    whole = {"input_ids": out, "attention_mask": torch.ones_like(out), **OPTIONS, "past_key_values": cache}
+    own = ReturnedCache._columns
+
+    def full(self, layer, which, count):
+        if layer:
+            raise torch.OutOfMemoryError("no room")
+        return own(self, layer, which, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReturnedCache, "_columns", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            model.generate(**whole, assistant_models=[])
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+    expected = model.generate(**whole | {"past_key_values": None}, assistant_models=[])
+    assert torch.equal(model.generate(**whole, assistant_models=[]), expected)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

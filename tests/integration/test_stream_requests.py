@@ -180,6 +180,21 @@ def test_a_bad_request_fails_alone(what, levels):
         assert sequences[request.id] == expected[0].tolist()
 
 
+def test_a_streamer_ends_with_its_request_also_where_that_never_began(monkeypatch):
+    """Else whoever reads from it in another thread waits forever."""
+    invalid, cancelled, large = (Request([5, 6], streamer=FailingStreamer(), id=i) for i in range(3))
+    invalid.options["max_new_tokens"] = 600
+    cancelled.cancel()
+    assert [one(request).finish_reason for request in (invalid, cancelled)] == ["error", "cancelled"]
+
+    def full(*_, **options):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("hf_mlspec.integration.stream.stream.require_memory", full)
+    assert str(one(large).error) == "no room"
+    assert [request.streamer.ended for request in (invalid, cancelled, large)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["modules", "compiled where built"])
 @pytest.mark.parametrize("levels", [[], ["prompt_lookup"]], ids=["alone", "chain"])
 @pytest.mark.parametrize("sampled", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,17 @@ def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> l
     if device.type == "cuda":  # calls on other streams will read them
         torch.cuda.current_stream(device).synchronize()
     return tables
+
+
+def known_positions(config: Any) -> int | None:
+    """Number of positions that a text model's config says it has, None if it sets no limit.
+
+    YaRN's are its original ones times its factor, where a config still has the number from before it was extended.
+    """
+    most, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if most and rope.get("rope_type") == "yarn":
+        return max(most, int(rope["original_max_position_embeddings"] * (rope.get("factor") or 1)))
+    return most
 
 
 def rotary_border(model: nn.Module) -> int | None:

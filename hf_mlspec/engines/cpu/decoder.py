@@ -28,7 +28,7 @@ class CpuDecoder:
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
         self.max_positions, self.positions = rotary.rotary_border(model), 0
-        self._known = getattr(model.config, "max_position_embeddings", None)
+        self._known = rotary.known_positions(model.config)
         self._growing = threading.Lock()
         self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm)
         self.reserve_positions(rotary.FIRST_POSITIONS)

@@ -89,7 +89,7 @@ class CudaDecoder:
         self.logit_softcap = found.sizes.logit_softcap
         self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
         self.max_positions, self.positions = rotary.rotary_border(model), 0
-        self._known = getattr(model.config, "max_position_embeddings", None)
+        self._known = rotary.known_positions(model.config)
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
         self.reserve_positions(rotary.FIRST_POSITIONS)

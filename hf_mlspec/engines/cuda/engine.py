@@ -133,11 +133,12 @@ def prefill(decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bit
         except RuntimeError as error:
             if most <= _LEAST_CHUNK or not out_of_memory(error):
                 raise
-            most //= 2  # what was written is written again, with the same bits
-            torch.cuda.empty_cache()
+        else:
+            done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]
+            steps += 1
             continue
-        done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]
-        steps += 1
+        most //= 2  # what was written is written again, with the same bits
+        torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
     return steps
 
 

@@ -18,6 +18,7 @@ from ...checkpoints.gguf_file import open_gguf
 from ...nn.replace import direct_cast
 from ..quantizer.checkpoint import require_own_shards
 from ..quantizer.gguf_loading import load_gguf
+from ..quantizer.gpt_oss_loading import is_original_folder, load_original
 from ..quantizer.source_config import is_gguf, loading_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,6 +62,8 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
     try:
         if is_gguf(path):
             return load_gguf(path, dtype=dtype, **options)
+        if is_original_folder(path):
+            return load_original(path, dtype=dtype, **options)
         options = loading_options(path, options) | options
         # Without ignore_mismatched_sizes transformers stops too, but its error names neither weight nor shape.
         with _one_bar(packing="quantization_config" in options):

@@ -104,8 +104,9 @@ class MLSpecConfig(QuantizationConfigMixin):
     def for_checkpoint(name: str, **options: Any) -> QuantizationConfigMixin:
         """What reads a checkpoint of another library (GPTQ, AWQ, compressed-tensors ...) with this package:
         ``from_pretrained(name, quantization_config=MLSpecConfig.for_checkpoint(name))``. name: a folder or hub name.
-        options: of AutoConfig.from_pretrained, such as revision. ValueError where it is not quantized, or in a way
-        that is not read. `hf_mlspec.load` does both in one call.
+        options: of AutoConfig.from_pretrained, such as revision; ``gguf_file``, for a GGUF file in the folder, is
+        given to both. ValueError where it is not quantized, or in a way that is not read. `hf_mlspec.load` does both
+        in one call.
         """
         return SourceConfig.of(name, **options)
 

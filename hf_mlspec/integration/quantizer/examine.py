@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ... import ops
-from ...checkpoints.layer import LayerPlan
+from ...checkpoints.layer import LayerPlan, Reader
 from ...checkpoints.readers import PACKAGES, method_of, reader_for
 from ...checkpoints.safetensors_file import StoredTensor
 from ...engines.foreseen import why_not_decoded
@@ -93,7 +92,9 @@ def examine(folder: str) -> Examined:
     if not Path(folder).is_dir() and not is_gguf(folder):
         raise ValueError(f"{folder!r} is no folder: give that of a checkpoint, or a GGUF file")
     found = quantization_of(folder)
-    method, checkpoint, kept = method_of(found), read_checkpoint(folder), ""
+    method, kept = method_of(found), ""
+    reader = None if found is None or method == QUANT_METHOD else reader_for(found)
+    checkpoint = read_checkpoint(folder, reader)
     if found is None:
         model, layers, title = *_unquantized(folder, checkpoint), "not quantized"
     elif method == QUANT_METHOD:
@@ -103,8 +104,8 @@ def examine(folder: str) -> Examined:
         model, layers = examined
         model.config.quantization_config = config
     else:
-        title = reader_for(found).title
-        model, layers = _foreign(folder, found, checkpoint)
+        title = reader.title
+        model, layers = _foreign(folder, reader, checkpoint)
     engines = {word: _engine(model, word) for word in ("cpu", "cuda") if word == "cpu" or torch.cuda.is_available()}
     return Examined(
         folder=folder, method=method, title=title, model_class=type(model).__name__,
@@ -140,9 +141,9 @@ def _unquantized(folder: str, checkpoint: Checkpoint) -> tuple[PreTrainedModel, 
     return model, _grouped(plans)
 
 
-def _foreign(folder: str, config: dict[str, Any], checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
-    experts = {name: m for name, m in blank_model(folder).named_modules() if is_experts(m)}
-    model, plans = plan_folder(folder, config, _dtype(folder, checkpoint))
+def _foreign(folder: str, reader: Reader, checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
+    experts = {name: m for name, m in blank_model(folder, reader=reader).named_modules() if is_experts(m)}
+    model, plans = plan_folder(folder, reader, _dtype(folder, checkpoint))
     found = [
         (plan.stored_as, plan.layer.in_features * plan.layer.out_features, plan.stored_bytes, plan.read_as,
          plan.why_dense) for plan in plans

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...checkpoints.readers import reader_for
 from ...checkpoints.writers import written
 from ...checkpoints.writing import Kind, Writer
 from ...formats import PackedWeight
@@ -47,7 +48,7 @@ def save_as(
     model.config.quantization_config = config
     with staging(folder, bytes_needed(state.values())) as staged:
         model.save_pretrained(staged, state_dict=state, max_shard_size=max_shard_size)
-        plan_folder(str(staged), config)
+        plan_folder(str(staged), reader_for(config))
         beside(staged)
     return kinds, kept
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +10,57 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from ...checkpoints.gguf import GgufReader, dense, stored_layer
-from ...checkpoints.gguf_file import GgufTensor, open_gguf
-from ...checkpoints.gguf_names import config_of, parameters, row_orders
+from ...checkpoints.gguf_names import config_of, parameters
+from ...checkpoints.layer import Reader
 from .checkpoint import Checkpoint
-from .source_config import SOURCE_METHOD
+from .source_config import SourceConfig, require_no_other
 
 
 def load_gguf(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **options: Any) -> PreTrainedModel:
     """The causal language model of a GGUF file. dtype: of what is not packed; None and "auto": bfloat16. options: of
     from_pretrained. ValueError naming the file for one that is damaged, or of an architecture that is not read."""
-    dtype = torch.bfloat16 if dtype in (None, "auto") else dtype
-    file = open_gguf(name)
-    source = {"quant_method": "gguf", "file": os.fspath(name)}
-    config = AutoConfig.for_model(**config_of(file))
-    found, orders = parameters(file), row_orders(file)
-    quantized = _quantized(found, GgufReader(orders))
-    if quantized:
-        config.quantization_config = {"quant_method": SOURCE_METHOD, "source": source}
-    plain = {
-        key: dense(tensor, dtype, orders.get(key.rpartition(".")[0]))
-        for key, tensor in found.items()
-        if key not in quantized
-    }
+    require_no_other(options.pop("quantization_config", None), name)
+    dtype = torch.bfloat16 if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    reading = source_of(name)
+    config, plain = AutoConfig.for_model(**config_of(reading.reader.file)), plain_parameters(reading.reader, dtype)
+    if quantized(reading.reader):
+        options["quantization_config"] = reading
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     loaded = kind.from_pretrained(None, config=config, state_dict=plain, dtype=dtype, **options)
     (loaded[0] if isinstance(loaded, tuple) else loaded).config._name_or_path = os.fspath(name)
     return loaded
 
 
-def _quantized(found: Mapping[str, GgufTensor], reader: GgufReader) -> set[str]:
+def source_of(name: str | os.PathLike) -> SourceConfig:
+    """What reads a GGUF file. ValueError naming the file for one that is damaged, or of a model that is not read."""
+    return SourceConfig({"quant_method": GgufReader.method, "file": os.fspath(name)})
+
+
+def plain_parameters(reader: GgufReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All parameters in ``dtype`` but those that are read as packed layers."""
+    packed = quantized(reader)
+    return {
+        key: dense(tensor, dtype, reader.rows.get(key.rpartition(".")[0]))
+        for key, tensor in parameters(reader.file).items()
+        if key not in packed
+    }
+
+
+def quantized(reader: GgufReader) -> set[str]:
     """Names of the parameters that are read as packed layers: linear weights in blocks. Tables are dequantized."""
     return {
         name
-        for name, tensor in found.items()
+        for name, tensor in parameters(reader.file).items()
         if name.endswith("_proj.weight") or name == "lm_head.weight"
         if reader.holds(stored_layer(name.removesuffix(".weight"), tensor))
     }
 
 
-def checkpoint_of(source: dict[str, Any]) -> Checkpoint | None:
-    """The tensors of the file that a ``source`` of this kind names, by the model's names; None for another kind."""
-    if source.get("quant_method") != "gguf":
+def checkpoint_of(reader: Reader) -> Checkpoint | None:
+    """The tensors of a checkpoint whose files name them otherwise, by the model's names; None where they do not."""
+    own = getattr(reader, "tensors", None)
+    if own is not None:
+        return Checkpoint(dict(own), {Path(tensor.file): {} for tensor in own.values()})
+    if not isinstance(reader, GgufReader):
         return None
-    file = open_gguf(source["file"])
-    return Checkpoint(dict(parameters(file)), {Path(source["file"]): {}})
+    return Checkpoint(dict(parameters(reader.file)), {reader.file.path: {}})

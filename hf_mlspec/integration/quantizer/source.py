@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ...checkpoints.readers import PACKAGES, is_readable, method_of, reader_for
+from ...checkpoints.readers import PACKAGES, is_readable, method_of
 from ...nn.replace import attach_quantizer, detach_quantizer
 from .checkpoint import Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
@@ -36,13 +36,13 @@ class SourceQuantizer(PackedQuantizer):
 
     def __init__(self, quantization_config: SourceConfig, **kwargs: Any) -> None:
         super().__init__(copy.deepcopy(quantization_config), **kwargs | {"pre_quantized": True})
-        self._reader = reader_for(self.quantization_config.source)
+        self._reader = self.quantization_config.reader
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
         with torch.device("cpu"):  # transformers builds the model in a context of the meta device
-            in_file = checkpoint_of(self.quantization_config.source)
+            in_file = checkpoint_of(self._reader)
             checkpoint = in_file or self._read_headers(model, checkpoint_files or ())
             plans = put_sources(model, self._reader, checkpoint, in_file=in_file is not None)
             warn_of_dense(plans, model)

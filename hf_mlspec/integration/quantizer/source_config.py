@@ -13,9 +13,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ...checkpoints.gguf import GgufReader
 from ...checkpoints.readers import is_readable, reader_for
 
 SOURCE_METHOD = "mlspec-source"
+GGUF_SOURCE_METHOD = "mlspec-gguf"
 # Options of from_pretrained that say where a file is found.
 _WHERE = (
     "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -27,18 +29,32 @@ _OLD_CONFIG = "quantize_config.json"  # of GPTQ folders whose config.json says n
 class SourceConfig(QuantizationConfigMixin):
     """A checkpoint of another library, to be read into the formats of this one.
 
-    source: its ``quantization_config``. ValueError, naming the kind, for one that is not read.
+    source: its ``quantization_config``. ValueError, naming the kind, for one that is not read. reader: reads it.
     """
 
     def __init__(self, source: Mapping[str, Any], **ignored: Any) -> None:
         source = source.to_dict() if isinstance(source, QuantizationConfigMixin) else source
-        reader_for(source)
         self.quant_method, self.source = SOURCE_METHOD, copy.deepcopy(dict(source))
+        self.reader = reader_for(self.source)
+
+    def __deepcopy__(self, memo: dict) -> SourceConfig:
+        """transformers copies configs often; a reader, which may hold the header of a file, has no state."""
+        made = copy.copy(self)
+        made.source = copy.deepcopy(self.source, memo)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the reader."""
+        return {"quant_method": self.quant_method, "source": copy.deepcopy(self.source)}
 
     @classmethod
     def of(cls, name: str, **options: Any) -> SourceConfig:
-        """That of a folder or hub name. options: of AutoConfig.from_pretrained, such as revision. ValueError where it
-        is not quantized, or by something that is not read."""
+        """That of a folder or hub name, or of a GGUF file: its path, or ``gguf_file`` in the folder. options: of
+        AutoConfig.from_pretrained, such as revision. ValueError where it is not quantized, or by something that is not
+        read."""
+        file = find_gguf(name, options)
+        if file is not None:
+            return GgufSourceConfig({"quant_method": GgufReader.method, "file": file})
         found = source_in(read_config(name, options), name)
         if found is None and not Path(name).is_dir():
             asked = {key: options[key] for key in _WHERE if key in options and key != "trust_remote_code"}
@@ -49,6 +65,39 @@ class SourceConfig(QuantizationConfigMixin):
                 "load it as it is"
             )
         return cls(found)
+
+
+class GgufSourceConfig(SourceConfig):
+    """A GGUF file that from_pretrained is given as ``gguf_file``."""
+
+    def __init__(self, source: Mapping[str, Any], **ignored: Any) -> None:
+        super().__init__(source)
+        self.quant_method = GGUF_SOURCE_METHOD
+
+
+def find_gguf(name: str, options: Mapping[str, Any]) -> str | None:
+    """The path of a GGUF file: ``name``, or the option ``gguf_file`` in that folder or hub name; None where neither is
+    one. ValueError for a file that is not there."""
+    file = options.get("gguf_file")
+    if file is None:
+        return name if is_gguf(name) else None
+    if Path(name).is_dir():
+        places = Path(name, options.get("subfolder") or "", file), Path(file)
+        found = next((place for place in places if place.is_file()), None)
+    else:
+        asked = {key: options[key] for key in _WHERE if key in options and key != "trust_remote_code"}
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **asked)
+    if found is None:
+        raise ValueError(f"{name!r} holds no {file}: name a GGUF file that is there as gguf_file")
+    return os.fspath(found)
+
+
+def require_no_other(asked: object, name: str | os.PathLike) -> None:
+    """ValueError where a quantization_config is asked for beside that of a GGUF file."""
+    if asked is not None:
+        raise ValueError(
+            f"{os.fspath(name)!r} is quantized already: leave quantization_config, {type(asked).__name__}, out"
+        )
 
 
 def read_config(name: str, options: Mapping[str, Any]) -> PreTrainedConfig:

@@ -60,6 +60,15 @@ class Request:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
+    def end_stream(self) -> Exception | None:
+        """Tell the streamer that no more tokens come; what the caller's own code raises then."""
+        try:
+            if self.streamer is not None:
+                self.streamer.end()
+        except Exception as error:  # whatever it is
+            return error
+        return None
+
     def __repr__(self) -> str:
         return f"Request(id={self.id!r}, {', '.join(self.options) or 'no options'})"
 
@@ -136,11 +145,8 @@ class Admitted:
 
     def end_stream(self) -> None:
         """Tell the request's streamer that no more tokens come."""
-        if self.request.streamer is not None:
-            try:
-                self.request.streamer.end()
-            except Exception as error:  # as above
-                self.fail(error)
+        if (error := self.request.end_stream()) is not None:
+            self.fail(error)
 
 
 class Preparation:

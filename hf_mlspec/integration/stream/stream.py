@@ -169,10 +169,13 @@ class _Stream:
         try:
             request = Request.of(item)
             if request.cancelled:
+                request.end_stream()
                 return Completion(request, [], [], "cancelled")
             one = self.prepare(request, time.perf_counter())
             self._require_memory(one)
         except Exception as error:  # whatever is wrong with one request, the others go on
+            if isinstance(request, Request):
+                request.end_stream()
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
         if one.error is not None:
