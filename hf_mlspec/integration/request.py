@@ -233,7 +233,9 @@ def vocab_size(model: nn.Module) -> int:
 
 def max_positions(model: nn.Module) -> int | None:
     """Number of positions of the model, None if its config has no limit."""
-    return known_positions(model.config.get_text_config())
+    config = model.config.get_text_config()
+    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "yarn"
+    return known_positions(config) if scaled else getattr(config, "max_position_embeddings", None)
 
 
 def sliding_window(model: nn.Module) -> int | None:
