@@ -20,6 +20,7 @@ target alone wrote is kept there too and decoded once per batch, however many ch
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -219,7 +220,8 @@ def compare_caches(plan: dict[str, Any], places: Places, device: str) -> int:
             for batch_size in plan["batch_sizes"]:
                 levels = [places.fill(level) for level in chain]
                 found = caches(model, rows, batch_size, levels, _settings(plan))
-                compared, differ = map(sum, zip(*map(differing, alone, found), strict=True))
+                pairs = itertools.starmap(differing, zip(alone, found, strict=True))
+                compared, differ = map(sum, zip(*pairs, strict=True))
                 print(f"| {_names(chain)} | {data['name']} | {batch_size} | {len(rows)} | {compared} | {differ} |",
                       flush=True)
                 total += differ

@@ -96,7 +96,7 @@ class SpeculationConfig:
             value = getattr(self, name)
             if not _is_count(value, least):
                 raise ValueError(f"{name} is {value!r}, it must be an integer of at least {least}")
-        if self.draft_window is not None and not _is_count(self.draft_window, 0):
+        if self.draft_window is not None and not (_is_count(self.draft_window, 0) and self.draft_window < 1 << 31):
             raise ValueError(
                 f"draft_window is {self.draft_window!r}, it must be an integer: the last tokens levels see, 0 for all"
             )

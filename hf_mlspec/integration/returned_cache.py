@@ -142,8 +142,12 @@ class ReturnedCache:
                 for layers in self._taken.values():
                     layers[layer] = ()  # they are in the cache now: what was copied of rows is not there twice
         except BaseException:  # no memory, an interrupt: the caller's cache is as it was
-            for layer in self.given.layers if self.begin else ():
-                layer.keys, layer.values = layer.keys[:, :, : self.begin], layer.values[:, :, : self.begin]
+            for layer in self.given.layers:
+                if self.begin:
+                    layer.keys, layer.values = layer.keys[:, :, : self.begin], layer.values[:, :, : self.begin]
+                else:
+                    layer.keys = layer.values = None
+                    layer.is_initialized = False
             raise
         return self.given
 

@@ -87,8 +87,7 @@ class Controller:
         self.memory = memory or Memory()
         self.rows = RowEstimates()
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
-        own = self.levels[: len(self.levels) // 2] if seen else self.levels
-        self._choices = Choices([level.joined for level in own], seen)
+        self._choices = Choices(self.levels, seen)
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = 0

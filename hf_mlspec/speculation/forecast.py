@@ -72,15 +72,12 @@ class Memory:
         are known under a third level, what that says; else the prior of the level's kind. A level with a draft window
         is thought to draft as it does without, until rounds have shown something else; of a level without one, what it
         does with it is the least."""
-        found, prior = self.pairs.get((proposer, checker)), levels[proposer].prior
-        twin = levels[proposer].twin
-        twins = self.pairs.get((twin, checker if checker == TARGET else levels[checker].twin))
-        if twins is not None and twin < proposer:  # those with the window come last
-            found = found or PairEstimate(prior)
-            found.prior, found.prior_weight = twins.mean, _LIKE_ITS_TWIN
+        found = self.pairs.get((proposer, checker))
         if found is not None:
             return found
-        if twins is not None and twins.mean > prior:
+        twin, prior = levels[proposer].twin, levels[proposer].prior
+        twins = self.pairs.get((twin, checker if checker == TARGET else levels[checker].twin))
+        if twins is not None and (twin < proposer or twins.mean > prior):  # those with the window come last
             return PairEstimate(twins.mean, _LIKE_ITS_TWIN)
         for middle in range(checker + 1, proposer):
             parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]

@@ -8,6 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .forecast import LevelCosts
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of a draft that are tried
 MOST_LEVELS = 5  # of which all combinations are tried; of longer chains those of the first ones
@@ -93,14 +97,17 @@ def off(count: int) -> Plan:
 class Choices:
     """The levels that may take part together.
 
-    joined: per level whether it speaks the vocabulary of the level above it; if not, no level below it can draft for
-    one above. seen: slots that a draft window leaves in view, 0: there is none. With one every level is there twice:
-    as it is, and in the same order again with the window, which all levels of a plan share.
+    levels: from the one below the target down. seen: slots that a draft window leaves in view, 0: there is none. With
+    one every level is there twice: as it is, and in the same order again with the window, which all levels of a plan
+    share. Levels of which none can have it are weighed once.
     """
 
-    def __init__(self, joined: Sequence[bool], seen: int = 0):
-        self.whole = list(_combined(joined))
-        self.all = self.whole + [tuple(index + len(joined) for index in active) for active in self.whole if seen]
+    def __init__(self, levels: Sequence[LevelCosts], seen: int = 0):
+        count = len(levels) // 2 if seen else len(levels)
+        self.whole = list(_combined([level.joined for level in levels[:count]]))
+        parts = {index for index, one in enumerate(levels) if one.costs is not None and one.costs.most_slots}
+        shifted = [tuple(index + count for index in active) for active in self.whole if seen]
+        self.all = self.whole + [active for active in shifted if parts.intersection(active)]
         self.border = _WORTH_A_WINDOW * seen
 
     def at(self, slots: float) -> list[tuple[int, ...]]:
@@ -109,6 +116,8 @@ class Choices:
 
 
 def _combined(joined: Sequence[bool]) -> Iterator[tuple[int, ...]]:
+    """joined: per level whether it speaks the vocabulary of the level above it; if not, no level below it can draft
+    for one above."""
     count = min(len(joined), MOST_LEVELS)
     for size in range(1, count + 1):
         for active in combinations(range(count), size):

@@ -121,6 +121,14 @@ def test_a_cache_that_was_given_is_as_before_where_filling_it_fails(monkeypatch)
         assert torch.equal(layer.values, values)
     expected = model.generate(**whole | {"past_key_values": None}, assistant_models=[])
     assert torch.equal(model.generate(**whole, assistant_models=[]), expected)
+    empty = DynamicCache()
+    with monkeypatch.context() as patch:
+        patch.setattr(ReturnedCache, "_columns", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            model.generate(**inputs, **OPTIONS, assistant_models=[], past_key_values=empty)
+    assert empty.get_seq_length() == 0
+    again = model.generate(**inputs, **OPTIONS, assistant_models=[], past_key_values=empty)
+    assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -124,7 +124,8 @@ class Survey:
     def example(self, rows: int, acceptance: float) -> Example:
         """What would be chosen in the middle of a long text, of which the levels have read all."""
         known = self._controller()
-        levels = [replace(level, prior=acceptance) for level in known.levels]
+        # A text of SLOTS tokens is no longer than a draft window: no level is there twice.
+        levels = [replace(level, prior=acceptance, twin=None) for level in known.levels[: len(self.names)]]
         pairs = [(below, above) for below in range(len(levels)) for above in (TARGET, *range(below))]
         memory = Memory({pair: PairEstimate(acceptance, _CERTAIN) for pair in pairs})
         if self.replayed:
