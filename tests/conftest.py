@@ -50,6 +50,8 @@ def chosen_lengths(request, monkeypatch):
 
         for module in (call, stream):
             monkeypatch.setattr(module, "let_choose", adaptive.let_choose)
+        # What one test learned is not another's; tests/integration/test_learned_files.py has the files.
+        monkeypatch.setattr(adaptive, "learned_of", lambda *_: None)
 
 
 @pytest.fixture

@@ -12,9 +12,12 @@ from refused_command import refusal
 import hf_mlspec
 from hf_mlspec.cli import main, tune
 from hf_mlspec.cli.tables import show_plans
-from hf_mlspec.integration.costs import probe
+from hf_mlspec.integration import adaptive
+from hf_mlspec.integration.costs import learned, probe
 from hf_mlspec.integration.levels.load import load_causal_lm
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.costs import TOKENS, PassCosts
+from hf_mlspec.speculation.forecast import TARGET
 from hf_mlspec.speculation.stats import PlanStats, SpeculationStats
 
 pytestmark = pytest.mark.plans
@@ -132,6 +135,35 @@ def test_the_lines_of_the_picture_are_the_speeds_of_the_paper():
     left, right = curves(target, {"draft": 0.1}).axes
     assert [line.get_label() for line in left.lines][-2:] == ["draft: cost 0.1", "_child6"]
     assert [list(line.get_xdata()) for line in right.lines if line.get_label() == "draft"] == [[0.1, 0.1]]
+
+
+def test_what_was_accepted_so_far_is_a_point_of_the_picture():
+    pytest.importorskip("matplotlib")
+    from hf_mlspec.cli.tune_plot import curves, speedup
+
+    target = PassCosts((1, 64), (1e-3, 1e-3), (0.0, 0.0))
+    left, right = curves(target, {"draft": 0.1}, {"draft": 0.7, "a lookup, which costs nothing": 0.5}).axes
+    points = [[line.get_xydata().tolist() for line in axes.get_lines() if line.get_marker() == "o"]
+              for axes in (left, right)]
+    speed = speedup(target, 0.1, 0.7)
+    assert points == [[[[0.7, speed]]], [[[0.1, speed]]]]
+    assert "draft: 70% kept so far" in [text.get_text() for text in left.get_legend().get_texts()]
+
+
+def test_what_earlier_calls_accepted_is_told(capsys, cache, saved_model, monkeypatch):
+    monkeypatch.setattr(adaptive, "learned_of", learned.learned_of)
+    monkeypatch.setattr(learned, "_open", {})
+    asked = "tune", saved_model, "--level", "prompt_lookup", "--repeats", "1", "--dtype", "bfloat16"
+    assert told(capsys, *asked)["accepted"] == {}
+    model, _ = load_causal_lm(str(saved_model), dtype="bfloat16")
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7, 5]])
+    model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, assistant_models=["prompt_lookup"])
+    learned.write_what_is_due(0.0)
+    learned._open.clear()
+    (memory,) = state_of(model).memories.values()
+    assert told(capsys, *asked)["accepted"] == {"prompt_lookup": pytest.approx(memory.pairs[0, TARGET].mean)}
+    assert main([str(word) for word in asked]) == 0
+    assert "in earlier calls so many were kept: prompt_lookup" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -41,6 +41,7 @@ def run_info(args: argparse.Namespace) -> int:
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
+             "learned_folder": str(cache_folder() / "learned"),
              **{name: os.environ.get(name, "not set") for name in VARIABLES}}
     if args.json:
         print(json.dumps(found))
@@ -58,6 +59,7 @@ def run_info(args: argparse.Namespace) -> int:
     state = [("whole decoders compiled", decoder or "none"),
              ("generate takes assistant_models", found["hook"]),
              ("costs of forward passes are kept in", found["costs_folder"]),
+             ("what calls learned is kept in", found["learned_folder"]),
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
     return 0

@@ -39,7 +39,8 @@ def run_tune(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from .tune_plot import draw  # matplotlib is optional
 
-        draw(survey.costs[0], dict(zip(survey.names, survey.costs[1:], strict=True)), args.plot)
+        costs = dict(zip(survey.names, survey.costs[1:], strict=True))
+        draw(survey.costs[0], costs, args.plot, survey.accepted)
     where = str(cache_folder() / "costs") if kept else None
     if args.json:
         print(json.dumps(_told(args, survey, examples, where)))
@@ -71,8 +72,8 @@ def _told(args: argparse.Namespace, survey: Survey, examples: list[Example], kep
     return {
         "asked": asked, "machine": survey.machine, "target": costs[0],
         "levels": [{"name": name, "costs": one} for name, one in zip(survey.names, costs[1:], strict=True)],
-        "plans": [dataclasses.asdict(one) for one in examples], "chooses": survey.chooses, "kept_in": kept,
-        "profile": args.output, "plot": args.plot,
+        "plans": [dataclasses.asdict(one) for one in examples], "accepted": survey.accepted, "chooses": survey.chooses,
+        "kept_in": kept, "profile": args.output, "plot": args.plot,
     }
 
 
@@ -90,6 +91,9 @@ def _show(args: argparse.Namespace, survey: Survey, examples: list[Example], kep
     show(console, "plan, and expected speed over the target alone, if of all drafted tokens so many are kept "
                   f"({SLOTS} tokens before them, {ROOM} to come)",
          ("rows", *(f"{acceptance:.0%}" for acceptance in ACCEPTANCES)), rows)
+    if accepted := survey.accepted:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in accepted.items())
+        say(console, f"of the tokens drafted for the target in earlier calls so many were kept: {shares}")
     if not survey.chooses:
         say(console, "a level's generation_config names its draft length or threshold: calls keep to that")
     if survey.replayed:

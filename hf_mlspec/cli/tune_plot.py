@@ -23,9 +23,14 @@ _FLAT = 1024  # tokens up to which a pass of an imagined draft costs the same
 _CERTAIN = 1e9
 
 
-def draw(target: PassCosts, levels: Mapping[str, PassCosts | None], path: str) -> None:
-    """Write the picture, in the format that the suffix of `path` names; OSError where that cannot be done."""
-    figure = curves(target, ratios_of(target, levels))
+def draw(
+    target: PassCosts, levels: Mapping[str, PassCosts | None], path: str, accepted: Mapping[str, float] | None = None
+) -> None:
+    """Write the picture, in the format that the suffix of `path` names; OSError where that cannot be done.
+
+    accepted: as of `curves`.
+    """
+    figure = curves(target, ratios_of(target, levels), accepted)
     figure.savefig(path, dpi=150, facecolor="white", format=Path(path).suffix[1:].lower())
 
 
@@ -45,9 +50,10 @@ def speedup(target: PassCosts, ratio: float, acceptance: float) -> float:
     return max(known.of(Plan((length,)), 1, 1, 0.0).speed for length in LENGTHS) / alone
 
 
-def curves(target: PassCosts, measured: Mapping[str, float]) -> Figure:
+def curves(target: PassCosts, measured: Mapping[str, float], accepted: Mapping[str, float] | None = None) -> Figure:
     """Speedup over acceptance, a line for each cost ratio, and over the cost ratio, a line for each acceptance; the
-    ratios of the given levels are marked in both. measured: by the levels' names."""
+    ratios of the given levels are marked in both. measured: by the levels' names. accepted: by the names of levels
+    that drafted before, the share of their tokens that was kept: a point in both."""
     figure = Figure(figsize=(10.4, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     rates = [0.98 * i / _POINTS for i in range(_POINTS + 1)]
@@ -63,6 +69,11 @@ def curves(target: PassCosts, measured: Mapping[str, float]) -> Figure:
                    label=f"acceptance {rate:g}")
     for at, (name, ratio) in enumerate(measured.items()):
         right.axvline(ratio, color=_INK, linestyle=_dash(at), linewidth=1.4, label=name)
+    for name, rate in (accepted or {}).items():
+        if name in measured:
+            speed = speedup(target, measured[name], rate)
+            left.plot([rate], [speed], "o", color=_INK, label=f"{name}: {rate:.0%} kept so far")
+            right.plot([measured[name]], [speed], "o", color=_INK)
     right.set_xscale("log")
     _finish(left, "by acceptance", "chance that a drafted token is kept")
     _finish(right, "by cost", "pass of the draft / pass of the target")

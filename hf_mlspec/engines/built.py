@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -55,10 +58,63 @@ def up_to_date(
             return state.decoders[kind][1]
         if not may_build():
             return None
-        with capturing:
+        with capturing, walking_anew():
             decoder = kind(model)
         state.decoders[kind] = standing(model), decoder  # building may move weights
         return decoder
+
+
+class Walk:
+    """The modules and parameters of a model as somebody found them; what is not asked for is not found out."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.modules = model, modules_of(model)
+        own = [p for module in self.modules for p in module._parameters.values() if p is not None]
+        self.parameters: list[nn.Parameter] = list({id(p): p for p in own}.values())
+
+    @cached_property
+    def weights(self) -> tuple:
+        """Where each parameter lies and how often it changed.
+
+        What was made in inference mode counts no changes; assigning to `.data` does not change that.
+        """
+        return tuple([(p.data_ptr(), changes_of(p)) for p in self.parameters])
+
+
+_walks: ContextVar[dict[int, Walk] | None] = ContextVar("walks", default=None)
+
+
+def walk_of(model: nn.Module) -> Walk:
+    """A walk over the model: of just now, or inside of `walking_once` that of the first time."""
+    kept = _walks.get()
+    if kept is None:
+        return Walk(model)
+    if id(model) not in kept:
+        kept[id(model)] = Walk(model)  # it holds the model, so that no other one gets its id
+    return kept[id(model)]
+
+
+@contextmanager
+def walking_once() -> Iterator[None]:
+    """Inside, the models that this thread asks for stay as they are, but for what happens inside of `walking_anew`."""
+    token = _walks.set({})
+    try:
+        yield
+    finally:
+        _walks.reset(token)
+
+
+@contextmanager
+def walking_anew() -> Iterator[None]:
+    """Inside, weights may be moved and modules replaced: every walk is new, and what was found before is forgotten."""
+    kept = _walks.get()
+    token = _walks.set(None)
+    try:
+        yield
+    finally:
+        _walks.reset(token)
+        if kept is not None:
+            kept.clear()
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -68,14 +124,18 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+            children = module._modules
+            if children:
+                waiting += [child for child in reversed(children.values()) if child is not None]
     return list(found.values())
 
 
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """`list(model.parameters())`, faster."""
-    own = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
-    return list({id(p): p for p in own}.values())
+def changes_of(parameter: Tensor) -> int:
+    """How often a tensor was written to; 0 for one of inference mode, which does not count."""
+    try:
+        return 0 if parameter.is_inference() else parameter._version
+    except RuntimeError:  # it was moved in inference mode, and its data is a view of a joined weight since
+        return 0
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -84,18 +144,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def fingerprint(model: nn.Module) -> tuple:
-    """Where a model's weights lie and how often they changed: another one means that what was built is out of date.
-
-    What was made in inference mode counts no changes; assigning to `.data` does not change that.
-    """
-    return tuple([(p.data_ptr(), _changes(p)) for p in parameters_of(model)])
-
-
-def _changes(parameter: Tensor) -> int:
-    try:
-        return 0 if parameter.is_inference() else parameter._version
-    except RuntimeError:  # it was moved in inference mode, and its data is a view of a joined weight since
-        return 0
+    """Where a model's weights lie and how often they changed: another one means that what was built is out of date."""
+    return walk_of(model).weights
 
 
 def standing(model: nn.Module) -> tuple:
@@ -106,30 +156,33 @@ def standing(model: nn.Module) -> tuple:
 
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
-    modules, parameters, packed, transforms = [], [], {}, []
-    for module in modules_of(model):
-        own = vars(module)
-        hooked = bool(own["_forward_hooks"]), bool(own["_forward_pre_hooks"])
-        modules.append((type(module), own["training"], *hooked, "forward" in own))
-        parameters += [p for p in own["_parameters"].values() if p is not None]
-        if isinstance(module, PackedLinear):
-            packed[id(module.switch)] = module.switch
-            if module.transform is not NONE:
-                held = module.transform_tensors().values()
-                transforms.append((module.transform, *[(tensor.data_ptr(), _changes(tensor)) for tensor in held]))
-    weights = [(p.device, p.data_ptr(), _changes(p)) for p in parameters]
-    vectors = [
-        p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in parameters if p.ndim == 1 and p.is_cpu
+    walk = walk_of(model)
+    modules = [
+        (type(m), (own := vars(m))["training"], not own["_forward_hooks"], not own["_forward_pre_hooks"],
+         "forward" in own)
+        for m in walk.modules
+    ]  # fmt: skip
+    packed = [m for m in walk.modules if isinstance(m, PackedLinear)]
+    multiply = [switch.in_force for switch in {id(m.switch): m.switch for m in packed}.values()]
+    transforms = [
+        (m.transform, *[(tensor.data_ptr(), changes_of(tensor)) for tensor in m.transform_tensors().values()])
+        for m in packed
+        if m.transform is not NONE
     ]
+    places = [p.device for p in walk.parameters]
+    vectors: dict[torch.dtype, list[torch.Tensor]] = {}
+    for p, place in zip(walk.parameters, places, strict=True):
+        if place.type == "cpu" and p.ndim == 1:
+            vectors.setdefault(p.dtype, []).append(p.data)
+    held = [torch.cat(some).view(torch.uint8).numpy().tobytes() for some in vectors.values()]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
-    multiply = [switch.in_force for switch in packed.values()]
-    said = directed, cache_format_of(model)
-    return *said, tuple(modules), tuple(weights), hash(tuple(vectors)), tuple(multiply), tuple(transforms)
+    said = directed, cache_format_of(model), *multiply
+    return said, tuple(modules), tuple(places), walk.weights, hash(tuple(held)), tuple(transforms)
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:
     """Those of a model's packed layers, each once."""
-    return list({id(m.switch): m.switch for m in modules_of(model) if isinstance(m, PackedLinear)}.values())
+    return list({id(m.switch): m.switch for m in walk_of(model).modules if isinstance(m, PackedLinear)}.values())
 
 
 def bit_choices(model: nn.Module) -> tuple[Bits, ...]:

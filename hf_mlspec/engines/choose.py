@@ -14,7 +14,7 @@ from .. import ops
 from ..nn.state import ModelState, is_prepared, say_once, state_of, states_of
 from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture
-from .built import device_of, parameters_of, up_to_date
+from .built import device_of, up_to_date, walk_of
 from .cpu.decoder import CpuDecoder
 from .cpu.engine import CpuEngine
 from .cuda.decoder import CudaDecoder
@@ -198,4 +198,4 @@ def _unserved(model: nn.Module, state: ModelState, word: str) -> UnknownArchitec
 
 def _is_whole(model: nn.Module) -> bool:
     """Whether all of a model is on the CPU; a decoder elsewhere is built for those only who asked."""
-    return all(parameter.is_cpu for parameter in parameters_of(model))
+    return all(parameter.is_cpu for parameter in walk_of(model).parameters)

@@ -21,6 +21,7 @@ from ..speculation.rounds.steering import inside
 from ..speculation.shelf import Outlook, Shelf, Shelving
 from ..speculation.stats import SpeculationStats
 from .config import DRAFT_WINDOW, SpeculationConfig
+from .costs.learned import learned_of, write_what_is_due
 from .costs.probe import costs_of
 from .levels.resolve import Level
 from .levels.wiring import Wiring
@@ -29,6 +30,7 @@ from .levels.wiring import Wiring
 _LOWER_PRECISION, _SAME_WEIGHTS, _EARLY_EXIT, _OTHER_MODEL, _FOREIGN, _LOOKUP = 0.85, 0.92, 0.4, 0.65, 0.45, 0.35
 _ROUNDS_TO_JUDGE = 64  # of a call, before a level that never pays is named
 _RARELY = 0.05
+_TWINS = 2  # times the levels, at most, that a controller knows of: without a draft window and with it
 
 
 def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
@@ -57,8 +59,11 @@ def controller_of(
     own, told = _costs(wiring, levels, chain, captures is not None)
     key = (*_key(wiring, levels, chain, settings), captures is not None)
     exact = target.can.bit_exact
+    if exact and key not in wiring.state.learned:
+        wiring.state.learned[key] = learned_of(target, captures is not None, key, _TWINS * len(told))
+    learned = wiring.state.learned[key] if exact else None
     memory = memories.get(key) if exact else None
-    memory = memory and memory.kept()
+    memory = memory.kept() if memory is not None else learned and learned.read()
     if captures is None:
         told, seen = _windowed(wiring, told, chain)
         made = Controller(own, told, by_clock=exact, memory=memory, seen=seen)
@@ -66,6 +71,8 @@ def controller_of(
         made = FixedController(own, told, by_clock=exact, memory=memory, captures=captures)
         chain.waiting = made.waiting
     memories[key] = made.memory
+    if learned is not None:
+        learned.memory = made.memory
     return made
 
 
@@ -155,7 +162,10 @@ def prior(level: Level, target: PreTrainedModel, joined: bool) -> float:
 
 
 def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: SpeculationStats) -> None:
-    """Name each level that hardly took part in a long call, once, with the speeds that spoke against it."""
+    """Name each level that hardly took part in a long call, once, with the speeds that spoke against it. What calls
+    learned is written for other processes, where that is due."""
+    if stats.plans:
+        write_what_is_due()
     if chain.shelving is not None and chain.shelving.left_out:
         names = " + ".join(level.name for level in chain.levels)
         say_once(

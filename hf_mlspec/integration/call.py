@@ -17,6 +17,7 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 
+from ..engines.built import walking_once
 from ..engines.modules.attention import ragged_attention_on
 from ..engines.rows import require_memory
 from ..nn.state import ModelState, say_once, state_of
@@ -133,7 +134,8 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     prompts = check(model, call)
     stop = Stopping(call.criteria, prompts)
     state = state_of(model)
-    chain = _chain(model, call, prompts, stop, state)
+    with walking_once():
+        chain = _chain(model, call, prompts, stop, state)
     _require_memory(model, call, chain, prompts, state)
     record = Record(call.settings, call.streamer, len(prompts.rows))
     state.last_stats = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch them grow

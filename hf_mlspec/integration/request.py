@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ..engines.architecture.rotary import known_positions
+from ..engines.built import walk_of
 from .processing import Prompts, check_mask
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -184,8 +185,8 @@ def check_model(model: nn.Module, name: str) -> None:
     if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
         raise TypeError(f"{name} ({kind}) is no causal language model: load it with AutoModelForCausalLM")
     config = model.config.get_text_config()
-    modules = list(model.modules())
-    if config is model.config and any(vars(module).get("is_causal") is False for module in modules):
+    walk = walk_of(model)
+    if config is model.config and any([vars(module).get("is_causal") is False for module in walk.modules]):
         raise TypeError(
             f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language model"
         )
@@ -201,7 +202,7 @@ def check_model(model: nn.Module, name: str) -> None:
             f"{name} ({kind}) has an attention of its own, without transformers' attention interface and "
             "position ids, so rows of different lengths cannot share a batch"
         )
-    if any(p is not None and p.is_meta for module in modules for p in module._parameters.values()):
+    if any([parameter.is_meta for parameter in walk.parameters]):
         raise ValueError(
             f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "
             "a device that holds it whole"

@@ -21,7 +21,8 @@ class ModelState:
     decoders: by class, the decoder and the weights' fingerprint that it was built over.
     levels: by word and options, what was built from level words for this target and the fingerprint it was built over.
     costs: by engine, bits and threads, what a forward pass costs. memories: by a chain's levels, what its controller
-        learned in earlier calls. shelved: by the same, what is known of calls that left the levels out.
+        learned in earlier calls. learned: by the same, the file that keeps this for other processes. shelved: by the
+        same, what is known of calls that left the levels out.
     chains: captured rounds of this target, the one used last behind the others.
     last_stats: the counts of its last call of generate with levels.
     warnings: those already given.
@@ -34,6 +35,7 @@ class ModelState:
     levels: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     costs: dict[tuple, Any] = field(default_factory=dict)
     memories: dict[tuple, Any] = field(default_factory=dict)
+    learned: dict[tuple, Any] = field(default_factory=dict)
     shelved: dict[tuple, Any] = field(default_factory=dict)
     chains: list[Any] = field(default_factory=list)
     last_stats: Any = None
@@ -51,6 +53,7 @@ class ModelState:
         self.levels.clear()
         self.costs.clear()
         self.memories.clear()
+        self.learned.clear()
         self.shelved.clear()
         self.chains.clear()
         self.last_stats = None

@@ -46,6 +46,12 @@ class Counted:
         """The chance of success, with a prior worth `weight` trials."""
         return (self.kept + weight * prior) / (self.tried + weight)
 
+    def set(self, tried: float, kept: float, most: float = 1.0) -> None:
+        """What was counted elsewhere; ValueError unless a trial's mean is 0 to `most`."""
+        if not (math.isfinite(tried) and 0 <= tried <= self.window and 0 <= kept <= most * tried):
+            raise ValueError(f"{kept!r} of {tried!r} trials")
+        self.tried, self.kept = tried, kept
+
 
 def _positions() -> list[Counted]:
     return [Counted(_WINDOW) for _ in range(MOST)]
@@ -123,6 +129,25 @@ class PairEstimate:
                 share = min(1.0, _REMEMBERED / source.tried) if source.tried else 0.0
                 copy.tried, copy.kept = source.tried * share, source.kept * share
         return new
+
+    def to_dict(self) -> dict:
+        """Plain numbers, for JSON: what `remembered` keeps."""
+        kept = self.remembered()
+        lines = {"kept": kept.kept, "reached": kept.reached}
+        told = {name: [[one.tried, one.kept] for one in line] for name, line in lines.items()}
+        return {"mean": kept.prior, "weight": kept.prior_weight, **told}
+
+    @classmethod
+    def from_dict(cls, given: dict) -> PairEstimate:
+        """What `to_dict` wrote, as the prior of another call; ValueError, KeyError or TypeError for anything else."""
+        mean, weight = float(given["mean"]), float(given["weight"])
+        if not (0 <= mean <= 1 and 0 < weight <= _REMEMBERED):
+            raise ValueError(f"mean {mean}, weight {weight}")
+        found = cls(mean, weight)
+        for line, own in ((given["kept"], found.kept), (given["reached"], found.reached)):
+            for (tried, kept), one in zip(line, own, strict=True):
+                one.set(float(tried), float(kept))
+        return found
 
 
 def reach(chances: Sequence[float], odds: float = 1.0) -> list[float]:

@@ -21,6 +21,7 @@ _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
+_MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _AT = np.array(LENGTHS) - 1  # where the lengths are in a list by positions
 _PLACE = {length: place for place, length in enumerate(LENGTHS)}
@@ -66,6 +67,31 @@ class Memory:
         remembered = {key: one.remembered() for key, one in pairs}
         copied = {key: replace(one) for key, one in ratios}
         return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing)
+
+    def to_dict(self) -> dict:
+        """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
+        pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
+        return {
+            "pairs": [{"levels": list(key), **one.to_dict()} for key, one in pairs],
+            "ratios": [{"rounds": [list(key[0]), *key[1:]], "counted": [one.tried, one.kept]} for key, one in ratios],
+        }
+
+    @classmethod
+    def from_dict(cls, given: dict, levels: int) -> Memory:
+        """What `to_dict` wrote of a chain of so many levels; ValueError for anything else."""
+        memory = cls()
+        try:
+            for one in given["pairs"]:
+                proposer, checker = (_index(at, levels) for at in one["levels"])
+                memory.pairs[proposer, checker] = PairEstimate.from_dict(one)
+            for one in given["ratios"]:
+                active, most, batch = one["rounds"]
+                key = tuple([_index(at, levels) for at in active]), int(most), int(batch)
+                memory.ratios[key] = Counted(_FACTOR_WINDOW)
+                memory.ratios[key].set(*map(float, one["counted"]), most=_MOST_RATIO)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
+        return memory
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
         """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
@@ -275,3 +301,9 @@ def _slope(costs: PassCosts, few: float, many: float, slots: float) -> float:
 def _alike(active: tuple[int, ...], most: int, batch: int) -> tuple:
     """Rounds that are corrected alike: of the same levels, and as many tokens and rows up to a factor of two."""
     return active, most.bit_length(), batch.bit_length()
+
+
+def _index(at: int, levels: int) -> int:
+    if type(at) is not int or not TARGET <= at < levels:
+        raise ValueError(f"level {at!r} of {levels}")
+    return at

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from models import near, prompts, tiny
@@ -10,7 +12,7 @@ from warned import forget_warnings
 
 import hf_mlspec
 from hf_mlspec.engines import choose
-from hf_mlspec.engines.built import modules_of, parameters_of
+from hf_mlspec.engines.built import Walk, modules_of, standing, up_to_date, walk_of, walking_anew, walking_once
 from hf_mlspec.engines.choose import decoder_of, engine_of, required_decoder, why_by_module, word_of
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.engine import CudaEngine
@@ -180,7 +182,7 @@ def test_modules_and_parameters_are_those_that_torch_counts(model):
     shared.register_module("none", None)
     for one in (model, nn.ModuleList([nn.Sequential(shared, nn.ReLU()), shared, model]), nn.Identity()):
         assert modules_of(one) == list(one.modules())
-        assert list(map(id, parameters_of(one))) == list(map(id, one.parameters()))
+        assert list(map(id, Walk(one).parameters)) == list(map(id, one.parameters()))
 
 
 def test_a_model_that_decoded_and_left_for_the_meta_device_is_refused_as_any_other():
@@ -206,3 +208,45 @@ def test_a_model_that_becomes_an_encoder_is_refused_although_a_decoder_is_kept(b
     assert torch.equal(target.generate(**prompts([5]), **options), stock)
     with pytest.raises(TypeError, match=r"the target .* is an encoder"):
         target.generate(**prompts([5]), **options, assistant_models=["prompt_lookup"])
+
+
+def test_a_call_walks_once_over_each_model_until_it_builds_something():
+    model, other = tiny(seed=1), tiny(seed=2)
+    assert walk_of(model) is not walk_of(model)
+    with walking_once():
+        first = walk_of(model)
+        assert walk_of(model) is first
+        assert walk_of(other).model is other
+        weight = model.model.layers[0].mlp.up_proj
+        with walking_anew():
+            assert walk_of(model) is not first
+            model.model.layers[0].mlp.up_proj = torch.nn.Linear(weight.in_features, weight.out_features, bias=False)
+        assert walk_of(model) is not first
+        assert weight not in walk_of(model).modules
+    assert walk_of(model) is not walk_of(model)
+
+
+def test_walks_of_a_call_are_not_those_of_another_thread():
+    model, seen = tiny(seed=1), []
+    with walking_once():
+        here = walk_of(model)
+        other = threading.Thread(target=lambda: seen.append(walk_of(model) is here))
+        other.start()
+        other.join()
+    assert seen == [False]
+
+
+def test_what_building_a_decoder_moves_is_seen_in_the_same_call():
+    model, built = tiny(seed=1), []
+
+    def build(found):
+        found.lm_head.weight = nn.Parameter(found.lm_head.weight.detach().clone())
+        built.append(found)
+        return "a decoder"
+
+    with walking_once():
+        before = standing(model)
+        assert up_to_date(model, build) == "a decoder"
+        assert standing(model) != before
+        assert up_to_date(model, build) == "a decoder"
+    assert built == [model]

@@ -38,10 +38,15 @@ def cache_file(key: str) -> Path:
 def write(path: Path, machine: dict[str, str], models: dict[str, tuple[str, PassCosts]]) -> None:
     """Write costs under their models' hashes, each with the model's name. OSError where the folder cannot be written.
 
-    The file is written beside its place and renamed: of two processes the later one wins, and nobody reads half.
+    Of two processes the later one wins, and nobody reads half a file.
     """
     costs = {model: {"name": name, **found.to_dict()} for model, (name, found) in models.items()}
-    text = json.dumps({"mlspec_profile": _VERSION, "machine": machine, "models": costs}, indent=1)
+    write_json(path, {"mlspec_profile": _VERSION, "machine": machine, "models": costs})
+
+
+def write_json(path: Path, said: dict[str, Any]) -> None:
+    """Write a file beside its place and rename it. OSError where the folder cannot be written."""
+    text = json.dumps(said, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
@@ -64,7 +69,7 @@ def read(path: Path, machine: dict[str, str]) -> dict[str, PassCosts]:
         raise NotAProfile(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict) or found.get("mlspec_profile") != _VERSION:
         raise NotAProfile(f"{path} is no profile of `mlspec tune` (version {_VERSION})")
-    differs = _differences(found.get("machine"), machine)
+    differs = differences(found.get("machine"), machine)
     if differs:
         raise NotAProfile(f"{path} was measured elsewhere: {'; '.join(differs)}")
     models = found.get("models")
@@ -76,7 +81,8 @@ def read(path: Path, machine: dict[str, str]) -> dict[str, PassCosts]:
         raise NotAProfile(f"{path} is damaged: {error}") from error
 
 
-def _differences(given: Any, machine: dict[str, str]) -> list[str]:
+def differences(given: Any, machine: dict[str, str]) -> list[str]:
+    """What of a file's machine is not this one's, in words."""
     if not isinstance(given, dict):
         return ["it does not say where"]
     return [f"{name} {given.get(name)!r}, here {own!r}" for name, own in machine.items() if given.get(name) != own]

@@ -45,6 +45,11 @@ def key_of(engine: Engine, replayed: bool = False) -> str:
     return _hash([machine_of(engine), model_of(engine, replayed)])
 
 
+def chain_of(target: Engine, replayed: bool, said: object) -> str:
+    """A name for what is learned of a chain on this machine. said: what tells it from other chains of the target."""
+    return _hash([machine_of(target), model_of(target, replayed), replayed, repr(said)])
+
+
 def _hash(said: object) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
 

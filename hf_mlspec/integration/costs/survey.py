@@ -99,6 +99,14 @@ class Survey:
             kept &= also
         return kept
 
+    @property
+    def accepted(self) -> dict[str, float]:
+        """Per level that drafted for the target in earlier calls, greedy ones: the share of its tokens that was kept,
+        as far as it is remembered."""
+        known = self._controller()
+        pairs = {name: known.memory.pairs.get((at, TARGET)) for at, name in enumerate(self.names)}
+        return {name: pair.mean for name, pair in pairs.items() if pair is not None and pair.known}
+
     def _measured(
         self, engines: list[Engine | None], how: dict[str, Any], replayed: bool
     ) -> tuple[list[PassCosts | None], bool]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...engines.built import device_of, drop_outdated, fingerprint
+from ...engines.built import device_of, drop_outdated, fingerprint, walking_anew
 from ...engines.choose import move_weights
 from ...formats import FORMATS, casts
 from ...nn.castable import is_nested
@@ -294,7 +294,8 @@ def _keep(state: ModelState, key, fingerprint: Callable[[], object], build: Call
     """Build once per target; again only where the fingerprint of what it was built from is another one."""
     kept = state.levels.get(key)
     if kept is None or kept[0] != fingerprint():
-        built = build()
+        with walking_anew():
+            built = build()
         kept = state.levels[key] = fingerprint(), built  # building may move weights
     return kept[1]
 
