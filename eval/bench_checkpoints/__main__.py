@@ -43,16 +43,16 @@ def decoded(model: PreTrainedModel, rows: list[list[int]], levels: list[str], ba
     """The new ids of every prompt; no end of sequence ends a row."""
     found = []
     for first in range(0, len(rows), batch):
-        inputs = padded(rows[first : first + batch])
+        inputs = {name: value.to(model.device) for name, value in padded(rows[first : first + batch]).items()}
         out = model.generate(**inputs, assistant_models=levels, max_new_tokens=NEW_TOKENS, do_sample=False,
                              speculation_config=LENGTHS)  # fmt: skip
         found += out[:, inputs["input_ids"].shape[1] :].tolist()
     return found
 
 
-def load(folder: Path) -> PreTrainedModel:
+def load(folder: Path, device: str) -> PreTrainedModel:
     """Ready to decode."""
-    model = hf_mlspec.load(folder, dtype=torch.bfloat16)
+    model = hf_mlspec.load(folder, dtype=torch.bfloat16).to(device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
@@ -63,7 +63,7 @@ def differing_values(model: PreTrainedModel, values: Values) -> int:
     for name, expected in values.items():
         layer = model.get_submodule(name.removesuffix(".weight"))
         read = layer.dequantized_plain(torch.float32) if hasattr(layer, "dequantized_plain") else layer.weight
-        different += int((read.float() != expected).sum())
+        different += int((read.float().cpu() != expected).sum())
     return different
 
 
@@ -76,7 +76,7 @@ def logit_error(model: PreTrainedModel, source: Path, values: Values, row: list[
     ids = torch.tensor([row])
     with torch.inference_mode():
         expected = wide(ids).logits
-        errors = [(other(ids).logits.double() - expected).norm() for other in (model, stock)]
+        errors = [(other(ids.to(other.device)).logits.cpu().double() - expected).norm() for other in (model, stock)]
     return float(errors[0] / errors[1])
 
 
@@ -106,7 +106,7 @@ def load_seconds(folder: Path, repeats: int) -> float:
 def measure(kind: str, args: argparse.Namespace, folder: Path, rows: list[list[int]], ours: Path) -> dict[str, Any]:
     """One line."""
     values = write(Path(args.model), folder, kind)
-    model = load(folder)
+    model = load(folder, args.device)
     differing, total = 0, 0
     for batch in (1, 8):
         alone, chain = (decoded(model, rows, levels, batch) for levels in ([], LEVELS))
@@ -119,7 +119,8 @@ def measure(kind: str, args: argparse.Namespace, folder: Path, rows: list[list[i
         "values": sum(value.numel() for value in values.values()), "ids_differing": differing, "ids": total,
         "logit_error": logit_error(model, Path(args.model), values, rows[0]), "load_seconds": seconds,
         "load_bytes_a_second": size / seconds, "load_over_ours": seconds / load_seconds(ours, args.repeats),
-        "step_over_ours": steps(model, load(ours), rows[0], args.repeats), "machine": machine.card(),
+        "step_over_ours": steps(model, load(ours, args.device), rows[0], args.repeats),
+        "machine": machine.card(args.device),
     }  # fmt: skip
 
 
@@ -141,6 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help="only the first prompts")
     parser.add_argument("--kind", action="append", choices=KINDS, help="repeat it for more (default: all)")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", default="cpu", help="where models decode (%(default)s); files are read on the CPU")
     parser.add_argument("--json", metavar="FILE", help="append the lines")
     args = parser.parse_args(argv)
     logging.disable_progress_bar()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import ops
 from ..nn.packed import PackedLinear
@@ -15,7 +15,7 @@ from .architecture import UnknownArchitecture, outline, require_format
 from .cpu import weights as cpu
 from .cuda import weights as cuda
 from .rows import cache_format_of
-from .slots import slot_of
+from .slots import order_of, require_one_order, slot_of
 
 _SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}
 _READ_TOGETHER = (("q", "k", "v"), ("gate", "up"))
@@ -34,8 +34,6 @@ def why_not_decoded(model: nn.Module, word: str) -> str | None:
         found = outline(model, torch.device("meta"))
         for modules in (*(block.modules for block in found.blocks), {"lm_head": found.head}):
             _require_read(modules, word)
-            if word == "cuda":
-                cuda.require_unordered(modules.items())
     except UnknownArchitecture as error:
         return str(error)
     return None
@@ -50,18 +48,14 @@ def _require_read(modules: Mapping[str, nn.Module], word: str) -> None:
     for group in _READ_TOGETHER:
         if len({_stored(modules[name]) for name in group if name in modules}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
-        if len({_order(modules[name]) for name in group if name in modules}) > 1:
-            raise UnknownArchitecture(
-                f"its {', '.join(group)} projections order their inputs in different ways, and they share them"
-            )
+        if group[0] in modules:
+            require_one_order([_order(modules[name]) for name in group], ", ".join(group))
 
 
-def _order(module: nn.Module) -> tuple[int, ...] | None:
+def _order(module: nn.Module) -> Tensor | None:
     """Of a module that orders its inputs, where the order is known; None for inputs as they come."""
-    if not isinstance(module, PackedLinear) or module.transform is not ORDER or module.transform_order.is_meta:
-        return None
-    order = tuple(module.transform_order.tolist())
-    return None if order == tuple(range(len(order))) else order
+    known = isinstance(module, PackedLinear) and module.transform is ORDER and not module.transform_order.is_meta
+    return order_of(module) if known else None
 
 
 def _stored(module: nn.Module) -> tuple:

@@ -17,7 +17,7 @@ from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, prepack_planes, unprepack_planes
 from .round import round_lookup, round_open, round_push, round_settle, round_window
-from .rows import embed_rows, gated, quantize_rows, rms_norm, silu_mul
+from .rows import embed_rows, gated, ordered_rows, quantize_rows, rms_norm, silu_mul
 
 __all__ = [
     "KernelError",
@@ -33,6 +33,7 @@ __all__ = [
     "mxfp4_linear",
     "nested_linear",
     "nested_rows",
+    "ordered_rows",
     "prepack_int4",
     "prepack_mxfp4",
     "prepack_nested",

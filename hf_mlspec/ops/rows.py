@@ -1,4 +1,4 @@
-"""What is computed on every row by itself: codes, norm, gate, and rows of a table."""
+"""What is computed on every row by itself: codes, norm, gate, order, and rows of a table."""
 
 from __future__ import annotations
 
@@ -126,3 +126,17 @@ def gated(gate_up: Tensor, activation: int) -> Tensor:
     elements of a tensor in another way than those before, so an element's bits would depend on the number of rows."""
     gate, up = gate_up.double().chunk(2, dim=1)
     return (_ACTIVATIONS[activation](gate) * up).float().to(gate_up.dtype)
+
+
+def _check_ordered_rows(given: Operands) -> None:
+    given.require_float("x", CACHE_FLOATS)
+    if given.x.ndim != 2:
+        raise ValueError(f"{given.op}: x has shape {list(given.x.shape)}, expected [n, width]")
+    given.require_numbers("order", given.x.shape[1])
+
+
+@operator(_check_ordered_rows, lambda given: given.x.new_empty(given.x.shape), composed_on_cpu=True)
+def ordered_rows(x: Tensor, order: Tensor) -> Tensor:
+    """x float32 or bfloat16 ``[n, width]``, order int32 ``[width]``: a permutation -> column i is x's column order[i].
+    A number outside of x counts as the nearest one inside. On a GPU x is bfloat16."""
+    return x.index_select(1, order.long().clamp(0, max(x.shape[1] - 1, 0)))

@@ -68,6 +68,21 @@ def test_gated(n, width, activation):
         assert torch.equal(ops.silu_mul(*(t.contiguous() for t in gate_up.chunk(2, dim=1))), y)
 
 
+@pytest.mark.parametrize("n", [1, 5, 300])
+@pytest.mark.parametrize("width", [1, 8, 1001, 4096, 14336])
+def test_ordered_rows(n, width):
+    x, order = seeded(n, width), torch.randperm(width, generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
+    poison((n, width))
+    assert torch.equal(ops.ordered_rows(x, order), x[:, order.long()])
+    wide = torch.full((n, width + 3), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    wide[:, 3:] = x
+    assert torch.equal(ops.ordered_rows(wide[:, 3:], order), x[:, order.long()])
+    beyond = order.clone()
+    beyond[0] = 2**31 - 1
+    poison((n, width))
+    assert torch.equal(ops.ordered_rows(x, beyond)[:, 0], x[:, width - 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [7, 64, 4096, 5000])
 def test_embed_rows(width, dtype):

@@ -1,4 +1,4 @@
-"""Does the compiled decoder of a CPU gather the inputs of layers that order them, wherever it packs activations?"""
+"""Do the compiled decoders gather the inputs of layers that order them, wherever they pack activations?"""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import nn
 from warned import forget_warnings
 
 import hf_mlspec
+from hf_mlspec import ops
 from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of, required_decoder
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.switch import precision_switch
@@ -77,8 +79,12 @@ def in_float64(model: nn.Module) -> nn.Module:
     return wide.double()
 
 
-def scored(model: nn.Module, ids: torch.Tensor, bits: Bits = OWN_BITS, decoder: CpuDecoder | None = None):
-    engine = CpuEngine(model, decoder or CpuDecoder(model), capacity=ids.shape[1], bits=bits)
+def scored(
+    model: nn.Module, ids: torch.Tensor, bits: Bits = OWN_BITS, decoder: CpuDecoder | CudaDecoder | None = None
+) -> torch.Tensor:
+    decoder = decoder or CpuDecoder(model)
+    kind = CudaEngine if isinstance(decoder, CudaDecoder) else CpuEngine
+    engine = kind(model, decoder, capacity=ids.shape[1], bits=bits)
     engine.start(len(ids), torch.device("cpu"))
     return engine.feed([row[:1] for row in ids.tolist()], Guess(ids[:, 1:], [ids.shape[1] - 1] * len(ids)))
 
@@ -87,16 +93,18 @@ def some_ids(rows: int = 2) -> torch.Tensor:
     return torch.randint(1, 199, (rows, LENGTH), generator=torch.Generator().manual_seed(7))
 
 
+@pytest.mark.parametrize("kind", [CpuDecoder, CudaDecoder])
 @pytest.mark.parametrize("name", ["llama", "qwen2-windows", "gemma2", "phi3"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_near_the_modules_and_float64_at_every_precision(name, format):
+def test_near_the_modules_and_float64_at_every_precision(name, format, kind):
     weights, settings, words = FORMATS[format]
     model, ids = ordered(name, weights, **settings), some_ids()
     with torch.no_grad():
         exact = in_float64(model)(ids).logits
         for word in words:
             with precision_switch(model).at(word):
-                out, modules = scored(model, ids), model(ids).logits
+                modules = model(ids).logits
+                out = scored(model, ids, decoder=kind(model))
             largest = modules.abs().max()
             assert (out - modules).abs().max() < LIKE_MODULES.get(word, 0.02) * largest, word
             if word in ("w4a16", "mxfp4", "planes8"):
@@ -222,15 +230,71 @@ def test_copies_and_shorter_models_keep_the_order():
     assert (scored(short, ids) - exact).abs().max() < 0.05 * exact.abs().max()
 
 
-def test_the_decoder_for_gpus_says_that_it_does_not_order_inputs(caplog):
+def test_the_decoder_for_gpus_gathers_where_something_is_ordered_and_nowhere_else(monkeypatch):
+    gathered, gather = [], ops.ordered_rows
+    monkeypatch.setattr(ops, "ordered_rows", lambda x, order: gathered.append(len(order)) or gather(x, order))
+    plain = packed(random_model("llama", torch.float32, **SHAPE, tie_word_embeddings=False), "int4", keep_head=False)
+    scored(plain, some_ids(1), decoder=CudaDecoder(plain))
+    assert not gathered
+    for _, module in packed_layers(plain):
+        module.transform_(ORDER)
+    scored(plain, some_ids(1), decoder=CudaDecoder(plain))  # identities
+    assert not gathered
     model = ordered()
-    words = r"its q orders its inputs \(order\), and the compiled decoder for GPUs does not order inputs yet"
+    scored(model, some_ids(1), decoder=CudaDecoder(model))
+    hidden, inner, heads = SHAPE["hidden_size"], SHAPE["intermediate_size"], 4 * SHAPE["head_dim"]
+    layers = model.config.num_hidden_layers
+    assert sorted(set(gathered)) == sorted({hidden, inner, heads})
+    assert gathered.count(inner) == gathered.count(heads) == layers
+    assert gathered.count(hidden) == 2 * layers + 1  # q, k, v; gate, up; the head
+
+
+def test_in_captured_rounds_bits_do_not_depend_on_the_grouping():
+    model, ids = ordered(dtype=torch.bfloat16), some_ids()
+    decoder = CudaDecoder(model)
+    for bits in decoder.bit_choices:
+        together = scored(model, ids, bits, decoder)
+        engine = CudaEngine(model, decoder, capacity=LENGTH, bits=bits)
+        engine.start(2, torch.device("cpu"))
+        steps = [engine.feed([row[: i + 1] for row in ids.tolist()])[:, 0] for i in range(LENGTH)]
+        assert torch.equal(together, torch.stack(steps, dim=1))
+
+
+@pytest.mark.parametrize("levels", [["w4a8"], ["w4a4"], ["w4a8", "w4a4"], ["early_exit:1"]], ids=str)
+def test_a_captured_chain_writes_what_the_target_alone_writes(levels):
+    model, inputs = hf_mlspec.prepare(ordered(dtype=torch.bfloat16), engine="cuda"), prompts([5, 9])
+    options = {"do_sample": False, "max_new_tokens": 24}
+    alone = model.generate(**inputs, **options, assistant_models=[])
+    assert torch.equal(model.generate(**inputs, **options, assistant_models=levels), alone)
+    assert hf_mlspec.last_stats(model).levels[0].drafted > 0
+    assert isinstance(decoder_of(model, "cuda"), CudaDecoder)
+
+
+@pytest.mark.parametrize(("leaf", "group"), [("k_proj", "q, k, v"), ("up_proj", "gate, up")])
+def test_the_decoder_for_gpus_wants_one_order_of_shared_inputs(leaf, group):
+    model = ordered()
+    (layer,) = [module for path, module in packed_layers(model) if "layers.1." in path and path.endswith(leaf)]
+    layer.transform_(ORDER, {"order": order_of("else", layer.in_features)})
+    words = f"{group} projections order their inputs in different ways, and they share them"
     with pytest.raises(UnknownArchitecture, match=words):
         CudaDecoder(model)
     with pytest.raises(ValueError, match=words):
         required_decoder(model, "cuda")
-    assert decoder_of(model, "cuda") is None
-    assert "module by module" in caplog.text
+
+
+def test_nested_weights_are_ordered_by_the_decoder_for_gpus():
+    model, ids = packed(random_model("llama", torch.bfloat16, **SHAPE), "nested"), some_ids()
+    down = model.model.layers[1].mlp.down_proj
+    plain = scored(model, ids, decoder=CudaDecoder(model))
+    order = order_of("down", SHAPE["intermediate_size"])
+    down.transform_(ORDER, {"order": order})
+    assert not torch.equal(scored(model, ids, decoder=CudaDecoder(model)), plain)
+    for layer in (model.model.layers[1].mlp.gate_proj, model.model.layers[1].mlp.up_proj):
+        layer.transform_(ORDER)  # identities change nothing
+    with torch.no_grad():
+        exact = in_float64(model)(ids).logits
+    out = scored(model, ids, decoder=CudaDecoder(model))
+    assert (out - exact).abs().max() < 0.05 * exact.abs().max()
 
 
 def test_nested_weights_are_not_ordered():

@@ -50,6 +50,7 @@ def good(op: str) -> dict:
     return {
         "embed_rows": {"ids": int32(1, 2), "table": torch.ones(5, 8), "scale": 2.0},
         "gated": {"gate_up": torch.ones(3, 8), "activation": 0},
+        "ordered_rows": {"x": seeded(3, 8), "order": int32(*range(7, -1, -1))},
         "rope_write_rows": rotation(),
         "ragged_attention_rows": attention(),
         "choose_rows": {"logits": seeded(2, 9), "softcap": 3.0, "seed": torch.tensor([5]), "streams": int32(0, 1),
@@ -57,7 +58,7 @@ def good(op: str) -> dict:
     }[op]  # fmt: skip
 
 
-OPS = ("embed_rows", "gated", "rope_write_rows", "ragged_attention_rows", "choose_rows")
+OPS = ("embed_rows", "gated", "ordered_rows", "rope_write_rows", "ragged_attention_rows", "choose_rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,6 +91,15 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None) -> Ten
     turned, rest = heads[:, :size], heads[:, size:]
     half = torch.cat([-turned[:, size // 2 :], turned[:, : size // 2]], dim=-1)
     return torch.cat([turned * cos.double().repeat(2) + half * sin.double().repeat(2), rest], dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordered_rows(dtype):
+    x, order = seeded(3, 40).to(dtype), torch.randperm(40, generator=torch.Generator().manual_seed(1)).int()
+    assert torch.equal(ops.ordered_rows(x, order), x[:, order.long()])
+    beyond = torch.tensor([-1, 40, *range(38)], dtype=torch.int32)
+    assert torch.equal(ops.ordered_rows(x, beyond)[:, :2], x[:, [0, 39]])
+    assert ops.ordered_rows(x[:0], order).shape == (0, 40)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -238,6 +248,11 @@ BAD = [
     ("embed_rows", {"scale": float("inf")}, ValueError, "scale is inf"),
     ("gated", {"gate_up": torch.ones(3, 7)}, ValueError, r"gate_up has shape \[3, 7\]"),
     ("gated", {"gate_up": torch.ones(3, 8, dtype=torch.float16)}, TypeError, "gate_up is torch.float16"),
+    ("ordered_rows", {"x": torch.ones(2, 3, 8)}, ValueError, r"x has shape \[2, 3, 8\], expected \[n, width\]"),
+    ("ordered_rows", {"x": torch.ones(3, 8, dtype=torch.float16)}, TypeError, "x is torch.float16"),
+    ("ordered_rows", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[8\]"),
+    ("ordered_rows", {"order": torch.arange(8)}, TypeError, "order is torch.int64, expected torch.int32"),
+    ("ordered_rows", {"order": torch.zeros(16, dtype=torch.int32)[::2]}, ValueError, "not contiguous"),
     ("gated", {"activation": 4}, ValueError, "activation is 4, choose one of .*'silu': 0"),
     ("rope_write_rows", {"heads": 5}, ValueError, r"qkv has shape \[4, 4, 128\], .*\[4, width, 144\] for 5 heads"),
     ("rope_write_rows", {"qkv": torch.ones(3, 4, 128)}, ValueError, r"qkv has shape \[3, 4, 128\]"),

@@ -18,11 +18,10 @@ from ...nn.linear import Int4Linear, Mxfp4Linear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.planes import PlanesLinear
-from ...nn.transforms import ORDER
 from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
 from ...ops.tiles import TILE_OUTPUTS
 from ..architecture import UnknownArchitecture, linear_shape, outline, require_format
-from ..slots import slot_of
+from ..slots import order_of, require_one_order, slot_of
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 
@@ -75,10 +74,7 @@ def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
     for group in (("q", "k", "v"), ("gate", "up")):
         if len({(linears[n].format, linears[n].group_size, linears[n].bits) for n in group}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
-        if not all(_same(linears[name].order, linears[group[0]].order) for name in group):
-            raise UnknownArchitecture(
-                f"its {', '.join(group)} projections order their inputs in different ways, and they share them"
-            )
+        require_one_order([linears[name].order for name in group], ", ".join(group))
     return linears
 
 
@@ -101,22 +97,10 @@ def read_table(table: NestedEmbedding) -> NestedTable:
 def _packed(linear: PackedLinear, bias: Tensor | None, name: str) -> Weight:
     slot = slot_of(SLOTS, linear, name, "CPU")
     shape = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": bias}
-    shape["order"] = _order(linear)
+    shape["order"] = order_of(linear)
     if shape["order"] is not None and linear.format == "nested":
         raise UnknownArchitecture(f"its {name} orders the inputs of a nested weight")
     return slot(linear, linear.prepack_().parts("weight"), {**shape, "bits": linear.switch.bits})
-
-
-def _order(linear: PackedLinear) -> Tensor | None:
-    """int32 ``[in]``, None where inputs are read as they come."""
-    if linear.transform is not ORDER:
-        return None
-    order = linear.transform_order.detach().contiguous()
-    return None if torch.equal(order, torch.arange(len(order), dtype=order.dtype)) else order
-
-
-def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
 def _nested(linear: NestedLinear, parts: NestedParts, shape: dict[str, Any]) -> Weight:

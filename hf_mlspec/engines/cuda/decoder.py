@@ -24,7 +24,7 @@ from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .weights import JoinedLinear, joined, require_unordered
+from .weights import JoinedLinear, joined
 
 _ROW_BYTES = 16  # what the kernels load at once
 
@@ -80,7 +80,6 @@ class CudaDecoder:
         if device.type != "cpu":
             require_bfloat16(model, device)
         found = architecture.outline(model, device)
-        require_unordered([*(named for b in found.blocks for named in b.modules.items()), ("lm_head", found.head)])
         if device.type != "cpu":
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them

@@ -7,7 +7,7 @@ tiles. Where it does not, the group keeps tiles of its own beside the modules' w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,10 @@ from ...nn.packed import PackedLinear
 from ...nn.packed_formats import as_one
 from ...nn.planes import PlanesLinear
 from ...nn.switch import filled
-from ...nn.transforms import NONE
 from ...ops.tiles import cut, is_tiles
 from ...precision import Bits
 from ..architecture import UnknownArchitecture, linear_shape, require_format
-from ..slots import slot_of
+from ..slots import order_of, require_one_order, slot_of
 
 
 class DenseLinear:
@@ -117,24 +116,33 @@ class PlanesTilesLinear:
         return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how, num_planes=count)
 
 
-JoinedLinear = DenseLinear | FourBitLinear | NestedTilesLinear | PlanesTilesLinear
+class OrderedLinear:
+    """A linear whose weight was made for inputs in another order: int32 ``[in]``, as in nn/transforms.py."""
+
+    __slots__ = ("linear", "order")
+
+    def __init__(self, linear: PackedTilesLinear, order: Tensor):
+        self.linear, self.order = linear, order
+
+    @property
+    def extra_bytes(self) -> int:
+        """Of the linear."""
+        return self.linear.extra_bytes
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]``, as the linear does."""
+        return self.linear(ops.ordered_rows(x, self.order), bits)
+
+
+PackedTilesLinear = FourBitLinear | NestedTilesLinear | PlanesTilesLinear
+JoinedLinear = DenseLinear | PackedTilesLinear | OrderedLinear
 # Of each format: (one of the modules, tiles of all of them, their outputs, bias) -> how the CUDA decoder calls them.
-SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], JoinedLinear]] = {
+SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], PackedTilesLinear]] = {
     "mxfp4": FourBitLinear,
     "int4": FourBitLinear,
     "nested": NestedTilesLinear,
     "planes": PlanesTilesLinear,
 }
-
-
-def require_unordered(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """UnknownArchitecture naming a linear, of (name, linear), that orders its inputs."""
-    for name, module in modules:
-        if isinstance(module, PackedLinear) and module.transform is not NONE:
-            raise UnknownArchitecture(
-                f"its {name} orders its inputs ({module.transform.word}), and the compiled decoder for GPUs does not "
-                "order inputs yet"
-            )
 
 
 @torch.no_grad()
@@ -149,7 +157,10 @@ def joined(modules: Sequence[nn.Module], name: str) -> JoinedLinear:
     with torch.inference_mode(False):  # a tensor made in that mode could not be used outside of it
         if any(isinstance(module, PackedLinear) for module in modules):
             _require_one_format(modules, name)
-            return _joined_packed(modules, slot_of(SLOTS, modules[0], name, "CUDA"), bias)
+            orders = [order_of(module) for module in modules]
+            require_one_order(orders, name)
+            linear = _joined_packed(modules, slot_of(SLOTS, modules[0], name, "CUDA"), bias)
+            return linear if orders[0] is None else OrderedLinear(linear, orders[0])
         for module in modules:
             require_format(module.weight, name)
         return DenseLinear(_joined_dense([module.weight for module in modules], name), bias)
@@ -208,8 +219,8 @@ def _neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _joined_packed(
-    modules: Sequence[PackedLinear], slot: Callable[..., JoinedLinear], bias: Tensor | None
-) -> JoinedLinear:
+    modules: Sequence[PackedLinear], slot: Callable[..., PackedTilesLinear], bias: Tensor | None
+) -> PackedTilesLinear:
     out_features, extra_bytes = sum(module.out_features for module in modules), 0
     tiles = modules[0].prepack_().parts("weight") if len(modules) == 1 else _tiles_as_one(modules)
     if tiles is None:

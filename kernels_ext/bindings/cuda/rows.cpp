@@ -132,6 +132,21 @@ Tensor gated(const Tensor& gate_up, int64_t activation) {
   return out;
 }
 
+Tensor ordered_rows(const Tensor& x, const Tensor& order) {
+  constexpr const char* op = "ordered_rows";
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, width]");
+  check_vector(op, "order", order, x.size(1), "x", x);
+  const CudaCall call(op, x);
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (out.numel() == 0) return out;
+  const Tensor rows = dense(x);
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_ordered_rows(rows.const_data_ptr(), order.const_data_ptr<int32_t>(), x.size(0), x.size(1),
+                                      out.mutable_data_ptr(), &launch));
+  return out;
+}
+
 Tensor embed_rows(const Tensor& ids, const Tensor& table, double scale) {
   constexpr const char* op = "embed_rows";
   check_dtype(op, "ids", ids, at::kInt);
@@ -285,6 +300,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
   m.impl("gated", gated);
+  m.impl("ordered_rows", ordered_rows);
   m.impl("embed_rows", embed_rows);
   m.impl("rope_write_rows", rope_write_rows);
   m.impl("ragged_attention_rows", ragged_attention_rows);

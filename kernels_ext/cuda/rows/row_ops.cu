@@ -1,4 +1,4 @@
-// How are rows normed, gated and looked up? One block a row where a row is summed; elements of 16 bytes at a time.
+// How are rows normed, gated, ordered and looked up? One block a row where a row is summed; elements of 16 bytes at a time.
 #include "row_launch.cuh"
 
 namespace mlspec {
@@ -124,6 +124,34 @@ __global__ void __launch_bounds__(kElementThreads)
   }
 }
 
+// A thread gathers kVector columns of every row of its part, which lie in the cache after the first reads of a row.
+__global__ void __launch_bounds__(kElementThreads)
+    ordered_kernel(const uint16_t* x, const int32_t* order, int64_t n, int64_t width, uint16_t* out) {
+  launch_dependents();
+  const int64_t at = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kVector;
+  if (at >= width) return;
+  int64_t from[kVector];
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    const int64_t column = at + e < width ? order[at + e] : 0;
+    from[e] = column < 0 ? 0 : column < width ? column : width - 1;
+  }
+  wait_for_previous_kernel();
+  for (int64_t row = blockIdx.y; row < n; row += gridDim.y) {
+    const uint16_t* line = x + row * width;
+    uint16_t* to = out + row * width + at;
+    uint32_t column[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) column[e] = line[from[e]];
+    if (width % kVector == 0) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(column[0] | column[1] << 16, column[2] | column[3] << 16,
+                                                 column[4] | column[5] << 16, column[6] | column[7] << 16);
+    } else {
+      for (int e = 0; e < kVector && at + e < width; ++e) to[e] = static_cast<uint16_t>(column[e]);
+    }
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kElementThreads)
     embed_kernel(const int32_t* ids, const T* table, int64_t vocab, int64_t width, float scale, T* out) {
@@ -183,6 +211,13 @@ const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, 
     case kRelu: return launch(gated_kernel<kRelu>);
     default: return "no such activation";
   }
+}
+
+const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,
+                                     const mlspec_cuda_row_launch* how) {
+  const int64_t rows = n < kMaxGridRows ? n : kMaxGridRows;
+  return launch_rows(*how, {dim3(blocks_for(width, kElementThreads * kVector), unsigned(rows)), kElementThreads}, ordered_kernel,
+                     static_cast<const uint16_t*>(x), order, n, width, static_cast<uint16_t*>(out));
 }
 
 const char* mlspec_cuda_embed_rows(const int32_t* ids, const void* table, int32_t table_is_bf16, int64_t vocab, int64_t n,

@@ -38,6 +38,10 @@ const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void
 const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
                               void* out, const mlspec_cuda_row_launch* how);
 
+// x bfloat16 [n, width], order int32 [width] -> out [n, width]: its column i is column order[i] of x, the nearest one there is.
+const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,
+                                     const mlspec_cuda_row_launch* how);
+
 // ids int32 [n]; table [vocab, width], float32 or bfloat16 -> out [n, width].
 const char* mlspec_cuda_embed_rows(const int32_t* ids, const void* table, int32_t table_is_bf16, int64_t vocab, int64_t n,
                                    int64_t width, float scale, void* out, const mlspec_cuda_row_launch* how);
