@@ -43,7 +43,7 @@ def decoded(model: PreTrainedModel, rows: list[list[int]], levels: list[str], ba
     """The new ids of every prompt; no end of sequence ends a row."""
     found = []
     for first in range(0, len(rows), batch):
-        inputs = {name: value.to(model.device) for name, value in padded(rows[first : first + batch]).items()}
+        inputs = padded(rows[first : first + batch], model.device)
         out = model.generate(**inputs, assistant_models=levels, max_new_tokens=NEW_TOKENS, do_sample=False,
                              speculation_config=LENGTHS)  # fmt: skip
         found += out[:, inputs["input_ids"].shape[1] :].tolist()
