@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from models import alone, letters, near, prompts, tiny, together
@@ -37,6 +39,41 @@ def test_two_tokenizers_are_compared_once(monkeypatch):
         monkeypatch.setattr(one, "get_vocab", lambda: reads.append(1) or {"a": 0})
     assert [same_vocabulary("level", 64, tokenizer, 64, other) for _ in range(3)] == [True] * 3
     assert len(reads) == 2
+
+
+def with_added(count: int = 1):
+    """The target's tokenizer with tokens added that it has no rows for, as transformers adds them to some families."""
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|added {number}|>" for number in range(count)]})
+    assert len(tokenizer) == 64 + count
+    return tokenizer
+
+
+def test_added_tokens_without_rows_make_no_other_vocabulary():
+    assert same_vocabulary("level", 64, with_added(), 64, TOKENIZER)
+    assert same_vocabulary("level", 64, TOKENIZER, 64, with_added(3))
+    assert not same_vocabulary("level", 65, with_added(), 64, TOKENIZER)
+    assert not same_vocabulary("level", 64, with_added(), 64, OTHER)
+
+
+def test_a_target_whose_tokenizer_has_added_tokens_without_rows_decodes():
+    draft, how = near(TARGET, 0.05), {"tokenizer": with_added(), "assistant_tokenizers": [letters()]}
+    expected = alone(TARGET, INPUTS, max_new_tokens=12)
+    assert together(TARGET, INPUTS, [draft], max_new_tokens=12, **how) == expected
+    require_target_tokenizer(with_added(), 64)
+    with pytest.raises(ValueError, match=r"65 tokens and the target's embedding 63 rows"):
+        require_target_tokenizer(with_added(), 63)
+
+
+def test_a_prompt_with_an_added_token_without_a_row_is_refused():
+    tokenizer = with_added()
+    ids = torch.tensor([[*tokenizer.convert_tokens_to_ids(["<|added 0|>"]), 5, 6]])
+    levels, words = ["early_exit:1"], r"prompt 0 holds token 64, and LlamaForCausalLM embeds 0 to 63"
+    with pytest.raises(ValueError, match=words):
+        TARGET.generate(ids, max_new_tokens=3, assistant_models=levels, tokenizer=tokenizer)
+    stream = hf_mlspec.generate_stream(TARGET, ["<|added 0|>"], assistant_models=levels, tokenizer=tokenizer)
+    (completion,) = stream
+    assert re.search(words, str(completion.error))
 
 
 def test_sizes_decide_where_one_is_unknown():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -234,15 +234,16 @@ def require_target_tokenizer(tokenizer, size: int) -> None:
     """Raise ValueError for a tokenizer that cannot be the target's; warn about one that probably is not.
 
     size: rows of the target's embedding. A tokenizer with more tokens than rows has ids that cannot be embedded: an
-    error. Fewer tokens are normal, since rows are rounded up to a multiple of 64 or more; fewer than half of the rows
-    give a warning. A tokenizer that is None or has no length passes. Tokenizers of levels are not tested: drafts are
-    checked, and ids beyond a level's rows are read as padding. Without levels the target's tokenizer only serves stop
-    strings, as in stock generate, and is not tested either.
+    error, unless they are added tokens (transformers adds some to whole families of tokenizers): then a prompt that
+    holds one is refused. Fewer tokens are normal, since rows are rounded up to a multiple of 64 or more; fewer than
+    half of the rows give a warning. A tokenizer that is None or has no length passes. Tokenizers of levels are not
+    tested: drafts are checked, and ids beyond a level's rows are read as padding. Without levels the target's
+    tokenizer only serves stop strings, as in stock generate, and is not tested either.
     """
     if not isinstance(tokenizer, Sized):
         return
     tokens = len(tokenizer)
-    if tokens > size:
+    if tokens > size and not all(index in _added(tokenizer) for index in range(size, tokens)):
         extra = getattr(tokenizer, "convert_ids_to_tokens", lambda ids: [])(list(range(size, min(tokens, size + 3))))
         such_as = f" ({', '.join(map(repr, extra))})" if extra else ""
         raise ValueError(
@@ -268,7 +269,7 @@ def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_
     """
     if tokenizer is not None and checker_tokenizer is not None:
         sizes = len(tokenizer), len(checker_tokenizer)
-        return tokenizer is checker_tokenizer or _equal(tokenizer, checker_tokenizer, *sizes)
+        return tokenizer is checker_tokenizer or _equal(tokenizer, checker_tokenizer, *sizes, size, checker_size)
     if padding_apart(size, checker_size):
         return True
     missing = []
@@ -283,9 +284,22 @@ def same_vocabulary(name: str, size: int, tokenizer, checker_size: int, checker_
 
 
 @lru_cache(maxsize=16)
-def _equal(tokenizer, other, _tokens: int, _others: int) -> bool:
+def _equal(tokenizer, other, _tokens: int, _others: int, size: int, other_size: int) -> bool:
     """Kept for the next call: reading 150,000 tokens twice takes longer than drafting a sentence."""
-    return tokenizer.get_vocab() == other.get_vocab()
+    return _embedded(tokenizer, size) == _embedded(other, other_size)
+
+
+def _embedded(tokenizer, size: int) -> dict[str, int]:
+    """The vocabulary without added tokens for which a model of so many rows has none."""
+    vocabulary = tokenizer.get_vocab()
+    if len(vocabulary) <= size:
+        return vocabulary
+    added = _added(tokenizer)
+    return {token: index for token, index in vocabulary.items() if index < size or index not in added}
+
+
+def _added(tokenizer) -> Mapping[int, object]:
+    return getattr(tokenizer, "added_tokens_decoder", {})
 
 
 def padding_apart(size: int, other: int) -> bool:
