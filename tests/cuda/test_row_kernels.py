@@ -64,6 +64,9 @@ def test_gated(n, width, activation):
     y = ops.gated(gate_up, activation)
     close(y, REFERENCES["gated"](gate_up.cpu().float(), activation), floor=1e-4)
     assert torch.equal(ops.gated(gate_up[n - 1 :], activation), y[n - 1 :])
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
+    poison((n, width))
+    assert torch.equal(ops.gated_in_order(gate_up, activation, order), y[:, order.long()])
     if activation == 0:
         assert torch.equal(ops.silu_mul(*(t.contiguous() for t in gate_up.chunk(2, dim=1))), y)
 

@@ -231,8 +231,13 @@ def test_copies_and_shorter_models_keep_the_order():
 
 
 def test_the_decoder_for_gpus_gathers_where_something_is_ordered_and_nowhere_else(monkeypatch):
-    gathered, gather = [], ops.ordered_rows
-    monkeypatch.setattr(ops, "ordered_rows", lambda x, order: gathered.append(len(order)) or gather(x, order))
+    gathered = []
+
+    def counted(op):
+        return lambda *operands: gathered.append(len(operands[-1])) or op(*operands)
+
+    for name in ("ordered_rows", "gated_in_order"):
+        monkeypatch.setattr(ops, name, counted(getattr(ops, name)))
     plain = packed(random_model("llama", torch.float32, **SHAPE, tie_word_embeddings=False), "int4", keep_head=False)
     scored(plain, some_ids(1), decoder=CudaDecoder(plain))
     assert not gathered

@@ -20,6 +20,7 @@ SCHEMAS = [
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
     "f32_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated(Tensor gate_up, int activation) -> Tensor",
+    "gated_in_order(Tensor gate_up, int activation, Tensor order) -> Tensor",
     "ordered_rows(Tensor x, Tensor order) -> Tensor",
     "int4_dequantize(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "
     "group_size) -> Tensor",

@@ -50,6 +50,7 @@ def good(op: str) -> dict:
     return {
         "embed_rows": {"ids": int32(1, 2), "table": torch.ones(5, 8), "scale": 2.0},
         "gated": {"gate_up": torch.ones(3, 8), "activation": 0},
+        "gated_in_order": {"gate_up": seeded(3, 8), "activation": 0, "order": int32(3, 2, 1, 0)},
         "ordered_rows": {"x": seeded(3, 8), "order": int32(*range(7, -1, -1))},
         "rope_write_rows": rotation(),
         "ragged_attention_rows": attention(),
@@ -58,7 +59,8 @@ def good(op: str) -> dict:
     }[op]  # fmt: skip
 
 
-OPS = ("embed_rows", "gated", "ordered_rows", "rope_write_rows", "ragged_attention_rows", "choose_rows")
+OPS = ("embed_rows", "gated", "gated_in_order", "ordered_rows", "rope_write_rows", "ragged_attention_rows",
+       "choose_rows")  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,6 +102,8 @@ def test_ordered_rows(dtype):
     beyond = torch.tensor([-1, 40, *range(38)], dtype=torch.int32)
     assert torch.equal(ops.ordered_rows(x, beyond)[:, :2], x[:, [0, 39]])
     assert ops.ordered_rows(x[:0], order).shape == (0, 40)
+    half = torch.randperm(20, generator=torch.Generator().manual_seed(2)).int()
+    assert torch.equal(ops.gated_in_order(x, 1, half), ops.gated(x, 1)[:, half.long()])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,6 +252,8 @@ BAD = [
     ("embed_rows", {"scale": float("inf")}, ValueError, "scale is inf"),
     ("gated", {"gate_up": torch.ones(3, 7)}, ValueError, r"gate_up has shape \[3, 7\]"),
     ("gated", {"gate_up": torch.ones(3, 8, dtype=torch.float16)}, TypeError, "gate_up is torch.float16"),
+    ("gated_in_order", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[4\]"),
+    ("gated_in_order", {"activation": 4}, ValueError, "activation is 4, choose one of"),
     ("ordered_rows", {"x": torch.ones(2, 3, 8)}, ValueError, r"x has shape \[2, 3, 8\], expected \[n, width\]"),
     ("ordered_rows", {"x": torch.ones(3, 8, dtype=torch.float16)}, TypeError, "x is torch.float16"),
     ("ordered_rows", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[8\]"),

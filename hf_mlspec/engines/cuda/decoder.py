@@ -24,19 +24,21 @@ from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .weights import JoinedLinear, joined
+from .weights import JoinedLinear, OrderedLinear, joined
 
 _ROW_BYTES = 16  # what the kernels load at once
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table."""
+    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table. down_order: of
+    the inputs of `down`, int32 ``[intermediate]``, None for inputs as they come."""
 
     qkv: JoinedLinear
     o: JoinedLinear
     gate_up: JoinedLinear
     down: JoinedLinear
+    down_order: Tensor | None
     attention_norm: Tensor
     mlp_norm: Tensor
     attention_out: Tensor | None
@@ -156,11 +158,16 @@ class CudaDecoder:
             if layer.attention_out is not None:
                 added, _ = ops.rms_norm(added, layer.attention_out, eps)
             normed, total = ops.rms_norm(added, layer.mlp_norm, eps, total)
-            added = layer.down(ops.gated(layer.gate_up(normed, bits), self._activation), bits)
+            added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
             if layer.mlp_out is not None:
                 added, _ = ops.rms_norm(added, layer.mlp_out, eps)
         normed, _ = _norm(total, added, self._final_norm, eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+
+    def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
+        if layer.down_order is None:
+            return ops.gated(gate_up, self._activation)
+        return ops.gated_in_order(gate_up, self._activation, layer.down_order)
 
     def _embed(self, ids: Tensor) -> Tensor:
         if isinstance(self._embedding, Tensor):
@@ -234,11 +241,14 @@ def _layer(block: Block) -> Layer:
     qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
     gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
     attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
+    down = joined([modules["down"]], "down")
+    ordered = isinstance(down, OrderedLinear)  # in the kernel in front of it, which costs nothing
     return Layer(
         qkv=joined(qkv, "q, k, v"),
         o=joined([modules["o"]], "o"),
         gate_up=joined(gate_up, "gate, up"),
-        down=joined([modules["down"]], "down"),
+        down=down.linear if ordered else down,
+        down_order=down.order if ordered else None,
         attention_norm=attention,
         mlp_norm=mlp,
         attention_out=attention_out,

@@ -109,27 +109,33 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   if (out.numel() == 0) return out;
   const Tensor flat_gate = dense(gate), flat_up = dense(up);
   const mlspec_cuda_row_launch launch = how(call);
-  call.check(mlspec_cuda_gated(flat_gate.const_data_ptr(), flat_up.const_data_ptr(), out.numel(), 1, out.numel(), 0,
+  call.check(mlspec_cuda_gated(flat_gate.const_data_ptr(), flat_up.const_data_ptr(), out.numel(), 1, out.numel(), 0, nullptr,
                                out.mutable_data_ptr(), &launch));
   return out;
 }
 
-Tensor gated(const Tensor& gate_up, int64_t activation) {
-  constexpr const char* op = "gated";
+Tensor gated_by(const char* op, const Tensor& gate_up, int64_t activation, const Tensor* order) {
   check_bf16(op, "gate_up", gate_up);
   TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
                     ", expected [n, 2 * intermediate]");
   TORCH_CHECK_VALUE(activation >= 0 && activation <= 3, op, ": activation is ", activation, ", choose one of ", kActivationNames);
-  const CudaCall call(op, gate_up);
   const int64_t n = gate_up.size(0), width = gate_up.size(1) / 2;
+  if (order) check_vector(op, "order", *order, width, "gate_up", gate_up);
+  const CudaCall call(op, gate_up);
   Tensor out = at::empty({n, width}, gate_up.options());
   if (out.numel() == 0) return out;
   const Tensor rows = dense(gate_up);
   const auto* gate = static_cast<const char*>(rows.const_data_ptr());
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_gated(gate, gate + width * 2, 2 * width, n, width, static_cast<int32_t>(activation),
-                               out.mutable_data_ptr(), &launch));
+                               order ? order->const_data_ptr<int32_t>() : nullptr, out.mutable_data_ptr(), &launch));
   return out;
+}
+
+Tensor gated(const Tensor& gate_up, int64_t activation) { return gated_by("gated", gate_up, activation, nullptr); }
+
+Tensor gated_in_order(const Tensor& gate_up, int64_t activation, const Tensor& order) {
+  return gated_by("gated_in_order", gate_up, activation, &order);
 }
 
 Tensor ordered_rows(const Tensor& x, const Tensor& order) {
@@ -300,6 +306,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
   m.impl("gated", gated);
+  m.impl("gated_in_order", gated_in_order);
   m.impl("ordered_rows", ordered_rows);
   m.impl("embed_rows", embed_rows);
   m.impl("rope_write_rows", rope_write_rows);

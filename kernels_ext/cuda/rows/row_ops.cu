@@ -89,6 +89,15 @@ const char* rms_norm(const NormRows& rows, const Weight* weight, int64_t n, cons
   return launch_rows(how, grid, rms_norm_kernel<Weight, kNormVectors>, rows, weight);
 }
 
+// Which columns of a row the kVector places from `at` on take; the nearest ones there are, and 0 beyond the row.
+__device__ __forceinline__ void columns_of(const int32_t* order, int64_t at, int64_t width, int64_t (&column)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    const int64_t from = at + e < width ? order[at + e] : 0;
+    column[e] = from < 0 ? 0 : from < width ? from : width - 1;
+  }
+}
+
 enum Activation { kSilu, kGeluTanh, kGelu, kRelu };  // mlspec_activation
 
 template <int kActivation>
@@ -102,15 +111,27 @@ __device__ __forceinline__ float activate(float x) {
 template <int kActivation>
 __global__ void __launch_bounds__(kElementThreads)
     gated_kernel(const __nv_bfloat16* gate, const __nv_bfloat16* up, int64_t stride, int64_t n, int64_t width,
-                 __nv_bfloat16* out) {
+                 const int32_t* order, __nv_bfloat16* out) {
   launch_dependents();
   const int64_t at = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kVector;
   if (at >= width) return;
+  int64_t column[kVector] = {};
+  if (order) columns_of(order, at, width, column);
   wait_for_previous_kernel();
   for (int64_t row = blockIdx.y; row < n; row += gridDim.y) {
     const __nv_bfloat16 *from = gate + row * stride + at, *other = up + row * stride + at;
     __nv_bfloat16* to = out + row * width + at;
-    if (width % kVector == 0) {
+    if (order) {
+      float a[kVector];
+#pragma unroll
+      for (int e = 0; e < kVector; ++e)
+        a[e] = activate<kActivation>(load_one(from - at + column[e])) * load_one(other - at + column[e]);
+      if (width % kVector == 0) {
+        store_vector(to, a);
+      } else {
+        for (int e = 0; e < kVector && at + e < width; ++e) store_one(to + e, a[e]);
+      }
+    } else if (width % kVector == 0) {
       float a[kVector], b[kVector];
       load_vector(from, a);
       load_vector(other, b);
@@ -131,11 +152,7 @@ __global__ void __launch_bounds__(kElementThreads)
   const int64_t at = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kVector;
   if (at >= width) return;
   int64_t from[kVector];
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) {
-    const int64_t column = at + e < width ? order[at + e] : 0;
-    from[e] = column < 0 ? 0 : column < width ? column : width - 1;
-  }
+  columns_of(order, at, width, from);
   wait_for_previous_kernel();
   for (int64_t row = blockIdx.y; row < n; row += gridDim.y) {
     const uint16_t* line = x + row * width;
@@ -197,11 +214,11 @@ const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void
 }
 
 const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
-                              void* out, const mlspec_cuda_row_launch* how) {
+                              const int32_t* order, void* out, const mlspec_cuda_row_launch* how) {
   const auto launch = [&](auto kernel) {
     const int64_t rows = n < kMaxGridRows ? n : kMaxGridRows;
     return launch_rows(*how, {dim3(blocks_for(width, kElementThreads * kVector), unsigned(rows)), kElementThreads}, kernel,
-                       static_cast<const __nv_bfloat16*>(gate), static_cast<const __nv_bfloat16*>(up), stride, n, width,
+                       static_cast<const __nv_bfloat16*>(gate), static_cast<const __nv_bfloat16*>(up), stride, n, width, order,
                        static_cast<__nv_bfloat16*>(out));
   };
   switch (activation) {

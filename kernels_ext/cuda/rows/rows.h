@@ -35,8 +35,9 @@ const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void
                                  int64_t n, int64_t width, void* normed, void* total, const mlspec_cuda_row_launch* how);
 
 // gate, up: rows of `width` bfloat16, `stride` elements from row to row -> out [n, width]; mlspec_activation of cpu/kernels.h.
+// order: null, or int32 [width]: column i of out is what stands in column order[i], as of mlspec_cuda_ordered_rows.
 const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
-                              void* out, const mlspec_cuda_row_launch* how);
+                              const int32_t* order, void* out, const mlspec_cuda_row_launch* how);
 
 // x bfloat16 [n, width], order int32 [width] -> out [n, width]: its column i is column order[i] of x, the nearest one there is.
 const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,
