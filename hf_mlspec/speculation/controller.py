@@ -147,17 +147,14 @@ class Controller:
         search, self._lost = self._search(situation, 0.0), 0.0
         self._grant(situation, search.off_speed)
         best, drafting = search.best(self._choices.at(situation.slots), self._margin)
-        trial = self._worth_a_trial(search, best, drafting)
-        self._stay_with(best, trial)
+        self._stay_with(best, trial := self._worth_a_trial(search, best, drafting))
         self.choice = self._decided(search, best, drafting, trial)
         self._spend(search, best, drafting, trial)
         self._chosen += 1
         if not any(situation.rooms):
             self._left = 0  # nothing could be drafted: that says nothing of the next round
-        elif self.by_clock and trial is None:  # what choosing takes shall be little beside the rounds until the next
-            share = self.CHOOSING if self._chosen > _FIRST_CHOICES else self.FIRST_CHOOSING
-            rounds = (perf_counter() - begin) / (share * self.forecast.seconds)
-            self._left = max(self._left, min(int(rounds), self._longest(best)))
+        elif self.by_clock and trial is None:
+            self._left = max(self._left, self._rounds_for(perf_counter() - begin, best))
         return self.plan
 
     def best_of(self, situation: Situation) -> Choice:
@@ -231,6 +228,11 @@ class Controller:
         if trial is not None:
             self._left = (self.TRIAL if trial.active else self.OFF_TRIAL) - 1
 
+    def _rounds_for(self, seconds: float, plan: Plan) -> int:
+        """Rounds beside which a choice that took so long is little."""
+        share = self.CHOOSING if self._chosen > _FIRST_CHOICES else self.FIRST_CHOOSING
+        return min(int(seconds / (share * self.forecast.seconds)), self._longest(plan))
+
     def _longest(self, plan: Plan) -> int:
         return _LONGEST_STAY if plan.active else self.LONGEST_OFF
 
@@ -238,9 +240,8 @@ class Controller:
         """The best plan, or the trial of another, with what is expected of it."""
         batch, slots, known = search.batch, search.situation.slots, search.known
         plan, reading = best if trial is None else trial, 0.0
-        if trial is None:
-            limits = self._shared(search, best, drafting)
-        else:
+        limits = self._shared(search, best, drafting) if trial is None else []
+        if trial is not None:
             few = self._few(batch)
             limits = [trial.most if r in few.rows else 0 for r in range(batch)]
             reading = search.to_read(trial.active, few)

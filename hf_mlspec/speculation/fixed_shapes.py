@@ -203,6 +203,8 @@ class FixedController(Controller):
     FIRST_OFF, LONGEST_OFF = 1, 8
     OFF_TRIAL = 1
     TRIAL = 4  # the levels of one have read the rows then
+    WAITING = 0.01  # of the time, for what is left of a choice when the device has ended the round
+    LONGEST_WAITING = 128  # rounds until a plan is questioned, however short they are
 
     def __init__(self, *given, captures: Captures, **options):
         super().__init__(*given, **options)
@@ -211,6 +213,10 @@ class FixedController(Controller):
             self.memory.capturing = _FIRST_CAPTURING
         self._wish: tuple[tuple[int, ...], float] | None = None  # levels, seconds lost a token for want of a plan
         self.waiting: set[int] = set()  # levels that may pay, and have no captured round yet
+
+    def _rounds_for(self, seconds: float, plan: Plan) -> int:
+        waited = max(seconds - self.forecast.seconds, 0.0) / (self.WAITING * self.forecast.seconds)
+        return max(super()._rounds_for(seconds, plan), min(int(waited), self.LONGEST_WAITING))
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
         affordable = super()._affordable(search, plan, usual)

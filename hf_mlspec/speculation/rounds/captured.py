@@ -143,13 +143,13 @@ class CapturedRounds:
 
     def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:
         """The device works on while the host streams what was accepted."""
-        if not self.program.active:
-            self._count_steps(gained, stats)
+        alone, direct = not self.program.active, self._direct  # of the round that ended
         self._rooms = [end - len(row) for row, end in zip(rows, self._ends, strict=True)]
         self._gained = max(gained, default=0)
-        direct = self._direct
         if len(going) == len(rows) and not self._lacks_room(rows) and self._is_ready(rows):
             self._launch(rows, behind=True)
+        if alone:
+            self._count_steps(gained, stats)
         if self._observed is not None:
             self.planning.observe(stats, self._observed, direct)
             self._observed = None

@@ -15,7 +15,9 @@ from .chain import CapturedChain, bucket_of
 from .program import UNROLLED, RoundProgram
 
 _CHOOSING_SHARE = 0.2  # of the time of the rounds before the first choice of a call
-_MOST_WAITED = 8  # rounds until it, and calls without one
+_WAITING_SHARE = 0.02  # of that time, for what is left of it when the device has ended a round
+_MOST_WAITED = 24  # rounds until it
+_MOST_CALLS = 8  # without one
 _WORTH_CAPTURING = 4.0  # times the seconds of capturing rounds of fewer rows: what they take with more
 _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind another
 
@@ -128,8 +130,9 @@ class Planning:
         """Whether the rounds so far have taken so long that choosing takes little beside them, or many calls have
         ended before that."""
         self._rounds += 1
-        waits = self.chain.choosing_seconds / (_CHOOSING_SHARE * self._first.forecast.seconds)
-        return self._rounds > waits or self._rounds > _MOST_WAITED or self.chain.unquestioned >= _MOST_WAITED
+        taken, round_ = self.chain.choosing_seconds, self._first.forecast.seconds
+        waits = max(taken / (_CHOOSING_SHARE * round_), (taken - round_) / (_WAITING_SHARE * round_))
+        return self._rounds > min(waits, _MOST_WAITED) or self.chain.unquestioned >= _MOST_CALLS
 
     def program(self, situation: Callable[[], Situation], rows: int) -> RoundProgram:
         """What the coming round is to run."""
