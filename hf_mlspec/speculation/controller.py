@@ -175,15 +175,8 @@ class Controller:
         self._left -= stays
         return stays
 
-    def observe(
-        self,
-        limits: list[int],
-        drafted: list[int],
-        accepted: list[int],
-        seconds: float,
-        usual: bool = True,
-        choice: Choice | None = None,
-    ) -> None:
+    def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float, usual: bool = True,
+                choice: Choice | None = None) -> None:
         """What a round did, row by row: asked for, drafted, accepted. seconds: its wall time; usual: False where it
         did what other rounds do not, such as reading a prompt. choice: whose round it was, None for the last one's."""
         choice = choice or self.choice
@@ -201,7 +194,7 @@ class Controller:
         expected = choice.forecast
         self._lost = max(self._lost + took - _SLACK * expected.seconds - committed / expected.speed, 0.0)
         if self._lost > _SURPRISE * expected.seconds:
-            self._question()
+            self._surprised()
         self.memory.spare += _TRIAL_SHARE * took
         if choice.trial:
             spent = min(seconds, _JUMP * took) if self.by_clock else took + choice.reading
@@ -273,6 +266,10 @@ class Controller:
     def _question(self) -> None:
         """Rows, or what is kept of their drafts, have changed: choose anew."""
         self._left, self._stay = 0, min(self._stay, 2)
+
+    def _surprised(self) -> None:
+        """Rounds bring less than expected."""
+        self._question()
 
     def _search(self, situation: Situation, doubts: float) -> Search:
         """Plans as they are expected to do; doubts: as of `Expectations`."""

@@ -205,6 +205,7 @@ class FixedController(Controller):
     TRIAL = 4  # the levels of one have read the rows then
     WAITING = 0.01  # of the time, for what is left of a choice when the device has ended the round
     LONGEST_WAITING = 128  # rounds until a plan is questioned, however short they are
+    WAITING_AFTER_ALL = 0.05  # of the time, where rounds bring less than expected
 
     def __init__(self, *given, captures: Captures, **options):
         super().__init__(*given, **options)
@@ -212,11 +213,17 @@ class FixedController(Controller):
         if not self._remembers:
             self.memory.capturing = _FIRST_CAPTURING
         self._wish: tuple[tuple[int, ...], float] | None = None  # levels, seconds lost a token for want of a plan
+        self._settled = 0  # rounds until the plan may be questioned because they bring less than expected
         self.waiting: set[int] = set()  # levels that may pay, and have no captured round yet
 
     def _rounds_for(self, seconds: float, plan: Plan) -> int:
-        waited = max(seconds - self.forecast.seconds, 0.0) / (self.WAITING * self.forecast.seconds)
-        return max(super()._rounds_for(seconds, plan), min(int(waited), self.LONGEST_WAITING))
+        waited = max(seconds / self.forecast.seconds - 1.0, 0.0)  # in rounds: by the device, for the choice
+        self._settled = min(int(waited / self.WAITING_AFTER_ALL), self.LONGEST_WAITING)
+        return max(super()._rounds_for(seconds, plan), min(int(waited / self.WAITING), self.LONGEST_WAITING))
+
+    def _surprised(self) -> None:
+        if self._settled <= 0:
+            super()._surprised()
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
         affordable = super()._affordable(search, plan, usual)
@@ -227,6 +234,7 @@ class FixedController(Controller):
     def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float, usual: bool = True,
                 choice: Choice | None = None) -> None:
         """As `Controller.observe`; what is lost for want of a captured round is added up."""
+        self._settled -= 1
         super().observe(limits, drafted, accepted, seconds, usual, choice)
         self.memory.capturing += _CAPTURING_SHARE * seconds
         if self._wish is not None:

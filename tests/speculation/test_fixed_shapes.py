@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -171,3 +171,28 @@ def test_the_slowest_row_ends_a_call(batch, room, length, chance):
     plan = Plan((length,))
     expected = found.time(plan) / found.known.of(plan, batch, batch, 50.0).seconds
     assert expected == pytest.approx(mean, rel=0.1)
+
+
+@pytest.mark.parametrize("pause", [0, 40])
+def test_choices_that_a_device_waits_for_are_rare(monkeypatch, pause):
+    """A choice takes as long as ten rounds or more. Rounds that take twice as long for a while are no reason to choose
+    at every one of them: that would take longer yet."""
+    made, now, chosen = controller(Graphs(1.0), chance=0.05), [0.0], []
+    monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: now[0])
+    search = made._search
+
+    def slow(*given):
+        now[0] += 11 * made.forecast.seconds
+        return search(*given)
+
+    monkeypatch.setattr(made, "_search", slow)
+    for number in range(2000):
+        if not made.stay(1):
+            chosen.append(number)
+            made.choose(situation())
+        drafted = made.plan.most
+        seconds = made.forecast.seconds * (2.0 if number % 400 < pause else 1.0)
+        made.observe([drafted], [drafted], [0], seconds)
+    apart = [after - before for before, after in pairwise(chosen[10:])]
+    assert len(apart) > 3
+    assert min(apart) >= 100

@@ -331,7 +331,7 @@ class CapturedRounds:
             self.drafters[index].stats.rounds += program.drafts(place)
             self.drafters[index].stats.forwards += program.forwards(place)
         if self._planned:
-            took = self.chain.graphs.round_seconds, self.chain.graphs.idle, program.steps
+            took = self.chain.graphs.round_seconds, self.planning.own_idle(self.chain.graphs.idle), program.steps
             gained = [len(line) - 1 for line in report.tokens]
             self._observed = Observed(self.planning.running, self.bucket, asked, self.drafted, gained, inner, *took)
         return Verdict(report.tokens, accepted, None, None)

@@ -86,6 +86,7 @@ class Planning:
         self.failed = False
         self.running: Choice | None = None
         self._ahead = False  # whether the plan of the next round is chosen already
+        self._chose = self._waited = False  # since the last launch; the device may have waited for it
         self._rows, self._like = 0, None  # rows of the call, and what tells it from others
         self._beginning: Situation | None = None  # of the call, until it has chosen
         self._first: Choice | None = None
@@ -121,8 +122,10 @@ class Planning:
         if self.controller is None and self._first is not None and not self._is_time():
             return
         begin, first, controller = perf_counter(), self.controller is None, self._made()
-        if not controller.stay(rows):
+        stays = controller.stay(rows)
+        if not stays:
             controller.choose(situation())
+        self._chose |= first or not stays
         if first:
             self.chain.choosing_seconds = perf_counter() - begin
 
@@ -147,6 +150,7 @@ class Planning:
 
     def launched(self) -> None:
         """The coming round has become the one under way."""
+        self._waited, self._chose = self._chose, False
         self._ahead, self.running = False, self._first if self.controller is None else self.controller.choice
 
     def _made(self) -> FixedController:
@@ -187,6 +191,11 @@ class Planning:
             self._early.append((round_, seconds))
         else:
             self._learn(round_, seconds)
+
+    def own_idle(self, idle: float) -> float:
+        """Seconds without work in front of the round under way; where it waited for a choice, those of an earlier one.
+        """
+        return self._idle if self._waited else idle
 
     def _learn(self, round_: Observed, seconds: float) -> None:
         for inner in round_.inner:
