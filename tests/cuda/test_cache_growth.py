@@ -25,9 +25,9 @@ def cache():
 
 
 def leave(count: int) -> None:
-    """Let so many bytes be free for torch."""
+    """Let so many bytes be free for torch, and one more MiB: shares of a device are rounded down."""
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + count) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + count + 2**20) / total)
 
 
 def test_through_the_host(cache):

@@ -224,6 +224,31 @@ def test_where_choosing_takes_long_the_first_rounds_are_those_of_the_last_call(t
     assert len(made) == before + 1
 
 
+def test_first_choices_that_the_device_waits_for_take_a_share_of_the_time(target, draft, monkeypatch):
+    """A choice takes .1 s, rounds take milliseconds: where nothing is saved for it, every eighth call has one."""
+    asked = {**OPTIONS, "max_new_tokens": 60, "assistant_models": [draft]}
+    for _ in range(3):
+        target.generate(**prompts([9]), **asked)
+    (chain,) = (one for one in state_of(target).chains if one.planned)
+    made, calls, make = [], [], FixedController.start
+
+    def start(self, rows):
+        made.append(calls[-1])
+        make(self, rows)
+
+    monkeypatch.setattr(FixedController, "start", start)
+    chain.may_wait, chain.unquestioned = 0.0, 0
+    for number in range(16):
+        calls.append(number)
+        chain.choosing_seconds, chain.may_wait = 0.1, min(chain.may_wait, 0.01)
+        target.generate(**prompts([9]), **asked)
+    assert made == [7, 15]
+    chain.may_wait, chain.unquestioned, chain.choosing_seconds = 0.05, 0, 0.0
+    calls.append("with time to spare")
+    target.generate(**prompts([9]), **asked)
+    assert made[2:] == calls[16:]
+
+
 @pytest.mark.parametrize("chain", ["draft", "mxfp4, draft"])
 @pytest.mark.parametrize("lengths", [[3, 17, 1], [3, 17, 1, 9, 9, 2, 30, 5]], ids=["three", "eight"])
 def test_rows_may_end_before_a_call_has_chosen(rounds, target, draft, chain, lengths):

@@ -49,6 +49,7 @@ class CapturedChain:
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
+        self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py
         self.program = self.program_of(off(len(levels) - 1)) if planned else RoundProgram(levels, sampled, warp)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it

@@ -15,8 +15,9 @@ from .chain import CapturedChain, bucket_of
 from .program import UNROLLED, RoundProgram
 
 _CHOOSING_SHARE = 0.2  # of the time of the rounds before the first choice of a call
-_WAITING_SHARE = 0.02  # of that time, for what is left of it when the device has ended a round
-_MOST_WAITED = 24  # rounds until it
+_WAITING_SHARE = 0.02  # of the time of all rounds: the device may wait for first choices
+_MOST_SAVED = 0.05  # seconds of it
+_MOST_WAITED = 8  # rounds until the first choice, where the device may wait for it
 _MOST_CALLS = 8  # without one
 _WORTH_CAPTURING = 4.0  # times the seconds of capturing rounds of fewer rows: what they take with more
 _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind another
@@ -128,14 +129,17 @@ class Planning:
         self._chose |= first or not stays
         if first:
             self.chain.choosing_seconds = perf_counter() - begin
+            self.chain.may_wait -= max(self.chain.choosing_seconds - controller.forecast.seconds, 0.0)
 
     def _is_time(self) -> bool:
         """Whether the rounds so far have taken so long that choosing takes little beside them, or many calls have
         ended before that."""
         self._rounds += 1
-        taken, round_ = self.chain.choosing_seconds, self._first.forecast.seconds
-        waits = max(taken / (_CHOOSING_SHARE * round_), (taken - round_) / (_WAITING_SHARE * round_))
-        return self._rounds > min(waits, _MOST_WAITED) or self.chain.unquestioned >= _MOST_CALLS
+        chain, round_ = self.chain, self._first.forecast.seconds
+        if chain.unquestioned >= _MOST_CALLS:
+            return True
+        waits = min(chain.choosing_seconds / (_CHOOSING_SHARE * round_), _MOST_WAITED)
+        return self._rounds > waits and chain.choosing_seconds - round_ <= chain.may_wait
 
     def program(self, situation: Callable[[], Situation], rows: int) -> RoundProgram:
         """What the coming round is to run."""
@@ -180,6 +184,7 @@ class Planning:
         choice = round_.choice
         self._idle = round_.idle if direct else self._idle
         seconds = round_.seconds + self._idle
+        self.chain.may_wait = min(self.chain.may_wait + _WAITING_SHARE * seconds, _MOST_SAVED)
         tokens = len(round_.accepted) + sum(round_.accepted)
         told = stats.of_plan(choice.plan.told(self.names))
         share = 1.0 if choice.plan.active else round_.steps / UNROLLED
