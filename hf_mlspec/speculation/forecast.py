@@ -70,11 +70,11 @@ class Memory:
 
     def to_dict(self) -> dict:
         """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
-        pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
-        return {
-            "pairs": [{"levels": list(key), **one.to_dict()} for key, one in pairs],
-            "ratios": [{"rounds": [list(key[0]), *key[1:]], "counted": [one.tried, one.kept]} for key, one in ratios],
-        }
+        pairs, ratios = list(self.pairs.items()), []
+        for (active, most, batch), one in list(self.ratios.items()):  # another thread may have the memory
+            share = min(1.0, _FACTOR_WEIGHT / one.tried) if one.tried else 0.0  # the machine may have been busy
+            ratios.append({"rounds": [list(active), most, batch], "counted": [one.tried * share, one.kept * share]})
+        return {"pairs": [{"levels": list(key), **one.to_dict()} for key, one in pairs], "ratios": ratios}
 
     @classmethod
     def from_dict(cls, given: dict, levels: int) -> Memory:

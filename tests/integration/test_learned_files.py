@@ -15,6 +15,7 @@ from hf_mlspec.integration.costs import learned, probe
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.forecast import TARGET, Memory
+from hf_mlspec.speculation.plans import Plan
 
 pytestmark = pytest.mark.plans
 FAST_DRAFTS = PassCosts((1, 64), (1e-3, 1.1e-3), (0.0, 0.0))  # of target and level: the draft is the target itself
@@ -70,6 +71,17 @@ def test_what_is_kept_is_what_a_later_call_of_the_process_would_begin_with(files
     decode(model)
     memory = memory_of(model)
     assert Memory.from_dict(json.loads(json.dumps(memory.to_dict())), 1).to_dict() == memory.kept().to_dict()
+
+
+def test_how_long_rounds_took_is_worth_little_in_another_process():
+    memory = Memory()
+    for _ in range(50):
+        memory.correct(Plan((4,)), 1, 2.0)
+    found = Memory.from_dict(memory.to_dict(), 1)
+    ((key, told),), ((own, seen),) = found.ratios.items(), memory.ratios.items()
+    assert key == own
+    assert (seen.tried, seen.kept) == (50, 100)
+    assert (told.tried, told.kept) == (6, 12)
 
 
 def test_nothing_is_written_before_it_is_due_and_nothing_twice(files, load, monkeypatch):
