@@ -241,12 +241,13 @@ def _layer(block: Block) -> Layer:
     qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
     gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
     attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
-    down = joined([modules["down"]], "down")
-    ordered = isinstance(down, OrderedLinear)  # in the kernel in front of it, which costs nothing
+    joined_qkv, o = joined(qkv, "q, k, v"), joined([modules["o"]], "o")
+    joined_gate_up, down = joined(gate_up, "gate, up"), joined([modules["down"]], "down")
+    ordered = isinstance(down, OrderedLinear)  # by the kernel in front of it
     return Layer(
-        qkv=joined(qkv, "q, k, v"),
-        o=joined([modules["o"]], "o"),
-        gate_up=joined(gate_up, "gate, up"),
+        qkv=joined_qkv,
+        o=o,
+        gate_up=joined_gate_up,
         down=down.linear if ordered else down,
         down_order=down.order if ordered else None,
         attention_norm=attention,
