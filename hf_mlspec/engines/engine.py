@@ -34,8 +34,7 @@ class Capabilities:
         (modules/attention.py). greedy_rounds: it has `score`, `draft` and `draft_checked`, whole greedy rounds in one
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
-        beginning. draft_window: it can read a part of the cache only. cache_formats: it can keep keys and values in a
-        CacheFormat.
+        beginning. draft_window: it can read a part of the cache only.
     """
 
     by_module: bool = False
@@ -43,7 +42,6 @@ class Capabilities:
     capturable: bool = False
     bit_exact: bool = False
     draft_window: bool = False
-    cache_formats: bool = False
 
 
 @dataclass

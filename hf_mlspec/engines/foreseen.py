@@ -14,7 +14,6 @@ from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture, outline, require_format
 from .cpu import weights as cpu
 from .cuda import weights as cuda
-from .rows import cache_format_of
 from .slots import order_of, require_one_order, slot_of
 
 _SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}
@@ -28,8 +27,6 @@ def why_not_decoded(model: nn.Module, word: str) -> str | None:
         return f"no compiled kernels: {ops.why_not_compiled()}"
     if word == "cuda" and (reason := ops.why_no_cuda_kernels()) is not None:
         return reason
-    if word == "cuda" and (kept := cache_format_of(model)) is not None:
-        return f"its keys and values are kept as {kept.word}, which the CUDA decoder does not read"
     try:
         found = outline(model, torch.device("meta"))
         for modules in (*(block.modules for block in found.blocks), {"lm_head": found.head}):

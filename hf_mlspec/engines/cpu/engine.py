@@ -19,7 +19,7 @@ class CpuEngine(DecoderRows):
     """A CPU decoder over its rows. See `Engine`."""
 
     name = "cpu"
-    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, cache_formats=True)
+    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True)
     decoder: CpuDecoder
     device = torch.device("cpu")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...formats import stored_format
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
@@ -23,7 +24,6 @@ from ...precision import OWN_BITS, Bits
 from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
-from ..rows import cache_format_of
 from .weights import JoinedLinear, OrderedLinear, joined
 
 _ROW_BYTES = 16  # what the kernels load at once
@@ -74,10 +74,6 @@ class CudaDecoder:
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
-        if (kept := cache_format_of(model)) is not None:
-            raise UnknownArchitecture(
-                f"its keys and values are kept as {kept.word}, which the CUDA decoder does not read"
-            )
         architecture.require_known(model, device)
         if device.type != "cpu":
             require_bfloat16(model, device)
@@ -142,7 +138,7 @@ class CudaDecoder:
 
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
-        rows. pick: int64 ``[m]``, indices into the flattened ids (into packing.take where that is given), None: all.
+        rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into packing.take where that is given), None: all.
         bits: one of bit_choices, 0: what the model's switch says. packing: of ids with padding. Only enqueues.
         ValueError for operands that do not fit.
         """
@@ -196,11 +192,12 @@ class CudaDecoder:
         if ids.ndim != 2:
             raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
         expected = (self.num_layers, 2, len(ids), sizes.kv_heads, kv.shape[4] if kv.ndim == 6 else "slots")
-        expected += (sizes.head_dim,)
+        kept = stored_format(kv.dtype)
+        if kv.device != self.device or (kept is None and kv.dtype != self.dtype):
+            raise ValueError(f"kv is {kv.dtype} on {kv.device}, the model is {self.dtype} on {self.device}")
+        expected += (sizes.head_dim if kept is None else kept.width(sizes.head_dim),)
         if tuple(kv.shape) != expected:
             raise ValueError(f"kv has shape {list(kv.shape)}, {len(ids)} rows of this model take {list(expected)}")
-        if kv.dtype != self.dtype or kv.device != self.device:
-            raise ValueError(f"kv is {kv.dtype} on {kv.device}, the model is {self.dtype} on {self.device}")
         if bits != OWN_BITS and not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
             choices = ", ".join(map(str, map(tuple, self.bit_choices)))
             way = f"choose one of {choices}, or 0 for the layers' own" if choices else "and no weights are packed"

@@ -42,7 +42,7 @@ class ModuleEngine(CachedRows):
     """
 
     name = "modules"
-    can = Capabilities(by_module=True, cache_formats=True)
+    can = Capabilities(by_module=True)
 
     def __init__(
         self,

@@ -24,7 +24,8 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
     """
     decoder, bits = engine.decoder, engine.bits
     decoder.reserve_positions(POSITIONS)
-    kv = new_kv(decoder, 1, up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS)))
+    slots = up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS))
+    kv = new_kv(decoder, 1, slots, engine.kept_in)
     graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Callable[[], None]]] = {}
 
     def passes(count: int, slots: int) -> Callable[[], None]:

@@ -116,22 +116,11 @@ class Wiring:
         if level.bits is not None:
             engine = at_lower_precision(engine, level.bits)
         if leader is None or not (level.shape_of_target and self.config.shared_cache and engine.name == leader.name):
-            self._keep_own(level, engine)
+            if self.config.draft_cache is not None:
+                engine.cache_format = cache_format(self.config.draft_cache, "draft_cache")
             return None
         engine.follow = leader
         return engine
-
-    def _keep_own(self, level: Level, engine: Engine) -> None:
-        """The format of a level's own cache, where the call says one."""
-        if self.config.draft_cache is None:
-            return
-        asked = cache_format(self.config.draft_cache, "draft_cache")
-        if not engine.can.cache_formats:
-            raise ValueError(
-                f"draft_cache is {asked.word!r}, and level {level.name} runs on the {engine.name!r} engine, which "
-                "keeps keys and values as they are computed: leave draft_cache out, or pass engine='modules'"
-            )
-        engine.cache_format = asked
 
     def _set_window(self, level: Level, engine: Engine) -> None:
         """Let a level see only a part of the cache, where that is asked for."""

@@ -13,7 +13,8 @@ from .chain import CapturedChain
 def adopt(chain: CapturedChain, target: Checker, drafter: Drafter | None, rows: int) -> None:
     """The chain's caches become those of its runners for a call of so many rows."""
     for runner, level in zip(_runners(target, drafter), chain.with_models, strict=True):
-        runner.cache, runner.lengths = DecoderCache(level.kv, rows), [0] * rows
+        how = {"cache_format": level.cache_format, "dtype": level.decoder.dtype}
+        runner.cache, runner.lengths = DecoderCache(level.kv, rows, **how), [0] * rows
 
 
 def disown(target: Checker, drafter: Drafter | None) -> None:

@@ -136,7 +136,7 @@ class CapturedChain:
     def _larger(self, level: RoundLevel) -> Tensor:
         """Keys and values for all rows and slots, those that there are moved."""
         if level.kv is None:
-            return new_kv(level.decoder, self.batch, self.slots)
+            return new_kv(level.decoder, self.batch, self.slots, level.cache_format)
         return moved(level.kv, level.kv.shape[2], self.batch, self.slots, spend=True)
 
 
@@ -289,7 +289,7 @@ def _forget(target: weakref.ref) -> None:
 def _key(level: Level) -> tuple:
     if not isinstance(level, RoundLevel):
         return (level.name, level.min_ngram, level.max_ngram, level.most)
-    own = level.own_cache, level.bits, level.vocab_size, level.threshold, level.most
+    own = level.own_cache, level.cache_format, level.bits, level.vocab_size, level.threshold, level.most
     return (id(level.decoder), level.name, *own)
 
 

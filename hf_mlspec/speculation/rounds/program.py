@@ -16,6 +16,7 @@ from torch import Tensor
 from ... import ops
 from ...engines.cuda.decoder import CudaDecoder
 from ...engines.cuda.engine import soft_capped
+from ...formats import CacheFormat
 from ...precision import Bits
 from .state import RoundState
 
@@ -29,7 +30,8 @@ NOT_CHECKED = -1  # in both of them: the row took no part
 class RoundLevel:
     """A level of a captured chain.
 
-    kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own. most: where nothing else is said, steps
+    kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own; cache_format: of that
+    cache, None for keys and values as they are computed. most: where nothing else is said, steps
     of the last level's draft; of a level in the middle the rounds that make one. vocab_size: tokens the level above
     knows.
     """
@@ -41,6 +43,7 @@ class RoundLevel:
     vocab_size: int
     threshold: float = 0.0
     most: int = 1
+    cache_format: CacheFormat | None = None
     kv: Tensor | None = None
 
 

@@ -16,7 +16,8 @@ using namespace mlspec;
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-constexpr int64_t kHeadDimStep = 16, kMaxHeadDim = 256, kVector = 8, kVectorBytes = 16;
+constexpr int64_t kHeadDimStep = 16, kMaxHeadDim = 256, kVectorBytes = 16;
+constexpr int64_t kScaleBytes = 4;  // behind the codes of a key or value
 const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3}";
 
 mlspec_cuda_row_launch how(const CudaCall& call) { return {call.stream(), call.overlap(), call.capability() >= 90}; }
@@ -44,16 +45,22 @@ void check_softcap(const char* op, double softcap) {
   TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), op, ": softcap is ", softcap, ", expected 0 (none) or a positive number");
 }
 
+bool is_coded(const Tensor& lanes) { return lanes.scalar_type() == at::kChar; }
+
+int64_t head_dim_of(const Tensor& lanes) { return lanes.size(3) - (is_coded(lanes) ? kScaleBytes : 0); }
+
 void check_lanes(const char* op, const char* name, const Tensor& t, const char* first_name, const Tensor& first) {
-  check_bf16(op, name, t);
+  TORCH_CHECK_TYPE(is_coded(t) || t.scalar_type() == at::kBFloat16, op, ": ", name, " is ", t.scalar_type(),
+                   ", the CUDA kernels take bfloat16 and rows of int8 codes: load the model in bfloat16");
   check_device(op, name, t, first_name, first);
   TORCH_CHECK_VALUE(t.dim() == 4, op, ": ", name, " has shape ", t.sizes(), ", expected [batch, kv_heads, slots, head_dim]");
-  TORCH_CHECK_VALUE(t.size(3) > 0 && t.size(3) <= kMaxHeadDim && t.size(3) % kHeadDimStep == 0, op, ": head_dim is ", t.size(3),
+  const int64_t dim = head_dim_of(t), step = kVectorBytes / t.element_size();
+  TORCH_CHECK_VALUE(dim > 0 && dim <= kMaxHeadDim && dim % kHeadDimStep == 0, op, ": head_dim is ", dim,
                     ", the CUDA kernels take multiples of ", kHeadDimStep, " up to ", kMaxHeadDim);
   TORCH_CHECK_VALUE(t.numel() == 0 || (t.stride(3) == 1 && t.stride(2) == t.size(3)), op, ": ", name, " of shape ", t.sizes(),
                     " is not contiguous in its last two axes (strides ", t.strides(), ")");
-  TORCH_CHECK_VALUE(t.stride(0) % kVector == 0 && t.stride(1) % kVector == 0, op, ": ", name, " has strides ", t.strides(),
-                    ", those of rows and heads must be multiples of ", kVector);
+  TORCH_CHECK_VALUE(t.stride(0) % step == 0 && t.stride(1) % step == 0, op, ": ", name, " has strides ", t.strides(),
+                    ", those of rows and heads must be multiples of ", step);
   if (t.numel() > 0) check_aligned(op, name, t, kVectorBytes);
 }
 
@@ -61,9 +68,10 @@ mlspec_cuda_cache cache_of(const char* op, const Tensor& keys, const Tensor& val
   check_lanes(op, "keys", keys, first_name, first);
   check_lanes(op, "values", values, first_name, first);
   check_shape(op, "values", values, keys.sizes());
+  check_dtype(op, "values", values, keys.scalar_type());
   return {const_cast<void*>(keys.const_data_ptr()), const_cast<void*>(values.const_data_ptr()),
-          keys.size(0),   keys.size(1),   keys.size(2),     keys.size(3),
-          keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)};
+          keys.size(0),   keys.size(1),   keys.size(2),     head_dim_of(keys),
+          keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), is_coded(keys)};
 }
 
 mlspec_cuda_tokens tokens_of(const char* op, const Tensor& starts, const Tensor& counts, int64_t batch, int64_t width,

@@ -1,4 +1,6 @@
 // How do the heads of a step get their norms, their rotation and their place in the cache? One warp a head and token.
+#include <type_traits>
+
 #include "row_launch.cuh"
 
 namespace mlspec {
@@ -71,6 +73,29 @@ struct HeadPart {
     });
   }
 
+  // Codes and scale of hf_mlspec/formats/cache.py, bit for bit. to: int8 [dim + 4], at a multiple of 4 bytes.
+  __device__ __forceinline__ void store_codes(int lane, int half, int dim, int8_t* to) {
+    constexpr uint32_t kInfinite = 0x7F800000;
+    uint32_t most = 0;  // of magnitudes as bits: what is not finite is larger than all that is
+    for_each(lane, half, dim, [&](int, float (&v)[kStep]) {
+      for (int e = 0; e < kStep; ++e) most = max(most, __float_as_uint(v[e]) & 0x7FFFFFFF);
+    });
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+    const float largest = most < kInfinite ? rounded(__uint_as_float(most)) : __uint_as_float(kInfinite);
+    const bool finite = __float_as_uint(largest) < kInfinite, coded = finite && largest >= 0x1p-100f;
+    const float factor = coded ? __fdiv_rn(127.f, largest) : 0.f;
+    if (lane == 0)
+      *reinterpret_cast<float*>(to + dim) = coded ? __fdiv_rn(largest, 127.f) : finite ? 0.f : __uint_as_float(0x7FC00000);
+    for_each(lane, half, dim, [&](int at, float (&v)[kStep]) {
+      int8_t codes[kStep];
+      for (int e = 0; e < kStep; ++e) codes[e] = coded ? int8_t(__float2int_rn(__fmul_rn(v[e], factor))) : int8_t(0);
+      if constexpr (kStep == 2)
+        *reinterpret_cast<char2*>(to + at) = make_char2(codes[0], codes[1]);
+      else
+        to[at] = codes[0];
+    });
+  }
+
   __device__ __forceinline__ void rotate(int lane, int half, const float* cos, const float* sin) {
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
@@ -86,7 +111,7 @@ struct HeadPart {
   }
 };
 
-template <int kStep>
+template <int kStep, bool kCoded>
 __global__ void __launch_bounds__(kRopeWarps* kWarp) rope_write_kernel(const RopeArgs a) {
   launch_dependents();
   const int kv_heads = int(a.cache.kv_heads), dim = int(a.cache.dim), all_heads = a.heads + 2 * kv_heads;
@@ -104,23 +129,31 @@ __global__ void __launch_bounds__(kRopeWarps* kWarp) rope_write_kernel(const Rop
   const bool real = t < a.tokens.counts[row] && position >= 0 && position < a.cache.slots && position < a.positions;
   const __nv_bfloat16* from = a.qkv + index * dim;  // read before it is known to be real: one wait less
   part.for_each(lane, a.half, dim, [&](int at, float (&v)[kStep]) { HeadPart<kStep>::load_some(from + at, v); });
-  __nv_bfloat16* to;
-  if (is_query)
-    to = a.q + (int64_t(token) * a.heads + head) * dim;
-  else if (is_value)
-    to = static_cast<__nv_bfloat16*>(a.cache.values) + row * a.cache.value_batch_stride + kv * a.cache.value_head_stride +
-         position * dim;
-  else
-    to = static_cast<__nv_bfloat16*>(a.cache.keys) + row * a.cache.key_batch_stride + kv * a.cache.key_head_stride +
-         position * dim;
   if (real) {
     const float* norm = is_query ? a.q_norm : is_value ? nullptr : a.k_norm;
     if (norm) part.normalize(lane, a.half, dim, norm, a.eps);
     if (!is_value) part.rotate(lane, a.half, a.cos + position * a.half, a.sin + position * a.half);
   }
   if (!real) part = {};
-  if (real || is_query)  // zeros for queries of padding
+  const auto store = [&](__nv_bfloat16* to) {
     part.for_each(lane, a.half, dim, [&](int at, float (&v)[kStep]) { HeadPart<kStep>::store_some(to + at, v); });
+  };
+  if (is_query) return store(a.q + (int64_t(token) * a.heads + head) * dim);  // zeros for padding
+  if (!real) return;
+  using Element = std::conditional_t<kCoded, int8_t, __nv_bfloat16>;
+  const int64_t at = is_value ? row * a.cache.value_batch_stride + kv * a.cache.value_head_stride
+                              : row * a.cache.key_batch_stride + kv * a.cache.key_head_stride;
+  Element* const lane_of_head = static_cast<Element*>(is_value ? a.cache.values : a.cache.keys) + at;
+  if constexpr (kCoded)
+    part.store_codes(lane, a.half, dim, lane_of_head + position * (dim + kScaleBytes));
+  else
+    store(lane_of_head + position * dim);
+}
+
+template <int kStep>
+const char* launch_rope(const RopeArgs& args, const RowGrid& grid, const mlspec_cuda_row_launch& how) {
+  return args.cache.coded ? launch_rows(how, grid, rope_write_kernel<kStep, true>, args)
+                          : launch_rows(how, grid, rope_write_kernel<kStep, false>, args);
 }
 
 }  // namespace
@@ -137,5 +170,5 @@ const char* mlspec_cuda_rope_write_rows(const mlspec_cuda_rotation* rotation, co
   const int64_t heads = cache->batch * tokens->width * (rotation->heads + 2 * cache->kv_heads);
   if (heads > INT32_MAX - kRopeWarps) return "a call takes up to 2^31 - 5 heads of all tokens";
   const RowGrid grid{dim3(blocks_for(heads, kRopeWarps)), kRopeWarps * kWarp};
-  return args.half % 2 ? launch_rows(*how, grid, rope_write_kernel<1>, args) : launch_rows(*how, grid, rope_write_kernel<2>, args);
+  return args.half % 2 ? launch_rope<1>(args, grid, *how) : launch_rope<2>(args, grid, *how);
 }

@@ -15,11 +15,13 @@ typedef struct {
   int32_t clusters;  // blocks may share their memory (sm_90 and later); results have the same bits without
 } mlspec_cuda_row_launch;
 
-// Keys and values bfloat16 [batch, kv_heads, slots, dim], dense in the last two axes; strides in elements, multiples of 8.
+// Keys and values bfloat16 [batch, kv_heads, slots, dim], dense in the last two axes; strides in elements, multiples of 8. coded:
+// rows are int8 codes [dim] and a float32 scale behind them (hf_mlspec/formats/cache.py); strides in bytes, multiples of 16.
 typedef struct {
   void *keys, *values;
   int64_t batch, kv_heads, slots, dim;
   int64_t key_batch_stride, key_head_stride, value_batch_stride, value_head_stride;
+  int32_t coded;
 } mlspec_cuda_cache;
 
 // Token t of row r has position and slot starts[r] + t and is real where t < counts[r].
