@@ -24,6 +24,16 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t low, uint32_t high) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // The two halves of a barrier of the cluster; what was written in front of the first is visible behind the second. Nothing on

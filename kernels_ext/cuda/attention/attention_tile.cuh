@@ -18,18 +18,24 @@ namespace mlspec {
 constexpr int kChunk = 64, kAttendWarps = 4, kAttendThreads = kAttendWarps * kWarp;
 constexpr int kPad = 8;  // elements behind a row in shared memory: rows of a matrix load lie in different banks
 
-// kDim: elements of a head, rounded up; what is behind its own is zero. kTiles: of 16 query rows.
-template <int kDim_, int kTiles_>
+// kDim: elements of a head, rounded up; what is behind its own is zero. kTiles: of 16 query rows. kCoded: keys and values are rows
+// of int8 codes, which stages hold as they are; one lane holds those that are multiplied.
+template <int kDim_, int kTiles_, bool kCoded_>
 struct AttentionShape {
   static constexpr int kDim = kDim_, kTiles = kTiles_, kRows = 16 * kTiles;
+  static constexpr bool kCoded = kCoded_;
   static constexpr int kStride = kDim + kPad, kWeightStride = kChunk + kPad;  // elements
   static constexpr int kOutTiles = kDim / kAttendWarps / 8;                   // of 8 elements, of one warp
-  static constexpr int kQueryBytes = kRows * kStride * 2, kLaneBytes = kChunk * kStride * 2, kStageBytes = 2 * kLaneBytes;
+  static constexpr int kQueryBytes = kRows * kStride * 2, kWideBytes = kChunk * kStride * 2;
+  static constexpr int kLaneBytes = kCoded ? kChunk * (kDim + kScaleBytes) : kWideBytes, kStageBytes = 2 * kLaneBytes;
   static constexpr int kWeightBytes = kRows * kWeightStride * 2, kWarpBytes = kAttendWarps * kRows * 4;
-  static constexpr int kOutStride = kDim + kPad;  // floats: what a group has found takes the place of its first stage
+  static constexpr int kOutStride = kDim + kPad;  // floats: what a group has found takes the place of its lanes
+  static constexpr int kFoundBytes = kRows * kOutStride * 4, kMissing = kFoundBytes - kStageBytes;  // in a single stage
+  static constexpr int kApartBytes = !kCoded ? 0 : kMissing > kWideBytes ? kMissing : kWideBytes;   // of the lane apart
   static constexpr int kStatBytes = kRows * 16, kFrontBytes = kWeightBytes + 2 * kWarpBytes + kStatBytes;  // of a group
-  static_assert(kRows * kOutStride * 4 <= kStageBytes, "sums must fit into the first stage");
-  __host__ __device__ static constexpr int group_bytes(int stages) { return kFrontBytes + stages * kStageBytes; }
+  static_assert(kFoundBytes <= kApartBytes + kStageBytes, "sums must fit into the lanes");
+  static_assert(kApartBytes % 16 == 0 && kLaneBytes % 16 == 0, "lanes begin at multiples of 16 bytes");
+  __host__ __device__ static constexpr int group_bytes(int stages) { return kFrontBytes + kApartBytes + stages * kStageBytes; }
   static constexpr int shared_bytes(int groups, int stages) { return kQueryBytes + groups * group_bytes(stages); }
 };
 
@@ -95,6 +101,10 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
   return __fadd_rn(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
+struct AsTheyAre {
+  __device__ __forceinline__ uint32_t operator()(int, float low, float high) const { return narrowed(low, high); }
+};
+
 template <class Shape>
 struct AttentionGroup {
   uint32_t queries, weights;  // shared memory addresses
@@ -158,9 +168,11 @@ struct AttentionGroup {
     }
   }
 
-  // Values -> weights in shared memory; what was attended so far comes to the new maximum. factor: by how much.
+  // Values -> weights in shared memory; what was attended so far comes to the new maximum. factor: by how much. narrow: two
+  // weights of slots 8 n + lane % 4 * 2 of the warp's, as they are multiplied.
+  template <class Narrow>
   __device__ __forceinline__ void weigh(const ScoreRule& rule, const float (&scores)[Shape::kTiles][2][4], Attended<Shape>& state,
-                                        float (&factor)[Shape::kTiles][2]) const {
+                                        float (&factor)[Shape::kTiles][2], const Narrow& narrow) const {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps;
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
@@ -180,7 +192,7 @@ struct AttentionGroup {
           const float high = weight_of(scores[i][n][2 * r + 1], most, rule.slope);
           sum[n] = __fadd_rn(low, high);
           const uint32_t to = lane_address(weights, Shape::kWeightStride, row, warp * 16 + n * 8 + lane % 4 * 2);
-          store_shared(to, narrowed(low, high));
+          store_shared(to, narrow(n, low, high));
         }
         state.sum[i][r] = fmaf(state.sum[i][r], factor[i][r], __fadd_rn(sum[0], sum[1]));
       }
