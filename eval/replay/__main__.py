@@ -94,8 +94,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--trace is missing: name a file of eval/traces")
     if args.model and args.shape:
         parser.error("--model and --shape: give one of them")
-    if args.captured and args.draft_window != [None]:
-        parser.error("--draft-window and --captured: captured rounds have no windows")
     for name in ("rows", "repeats", "threads", "prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}, it must be at least 1")

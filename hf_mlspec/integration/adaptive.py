@@ -42,6 +42,7 @@ def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
     chain = wiring.build(levels)
     if wiring.chooses:
         chain.controller = partial(controller_of, wiring, levels, chain, settings)
+        chain.seen = _seen_by_choice(wiring, chain)
         if chain.target.runner.can.capturable:
             shelf = wiring.state.shelved.setdefault(_key(wiring, levels, chain, settings), Shelf())
             chain.shelving = Shelving(shelf, partial(_outlook, wiring, levels, chain, settings))
@@ -64,11 +65,12 @@ def controller_of(
     learned = wiring.state.learned[key] if exact else None
     memory = memories.get(key) if exact else None
     memory = memory.kept() if memory is not None else learned and learned.read()
+    how = {"by_clock": exact, "memory": memory, "seen": chain.seen}
+    told = _windowed(told, chain) if chain.seen else told
     if captures is None:
-        told, seen = _windowed(wiring, told, chain)
-        made = Controller(own, told, by_clock=exact, memory=memory, seen=seen)
+        made = Controller(own, told, **how)
     else:
-        made = FixedController(own, told, by_clock=exact, memory=memory, captures=captures)
+        made = FixedController(own, told, captures=captures, **how)
         chain.waiting = made.waiting
     memories[key] = made.memory
     if learned is not None:
@@ -95,18 +97,22 @@ def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) ->
     return own, told
 
 
-def _windowed(wiring: Wiring, told: list[LevelCosts], chain: Chain) -> tuple[list[LevelCosts], int]:
-    """Levels for a controller, and the slots that a draft window leaves in view where it may choose one, or 0."""
-    can = [runner is not None and runner.can.draft_window for runner in chain.runners]
-    if wiring.config.draft_window is not None or not any(can):
-        return told, 0
+def _seen_by_choice(wiring: Wiring, chain: Chain) -> int:
+    """Slots that a draft window leaves in view where a controller may choose one, or 0."""
+    can = any(runner is not None and runner.can.draft_window for runner in chain.runners)
+    return FIRST_SLOTS + DRAFT_WINDOW if can and wiring.config.draft_window is None else 0
+
+
+def _windowed(told: list[LevelCosts], chain: Chain) -> list[LevelCosts]:
+    """Levels for a controller that may choose a draft window: as they are, and again with it."""
     count = len(told)
+    can = [runner is not None and runner.can.draft_window for runner in chain.runners]
     whole = [replace(level, twin=index + count) for index, level in enumerate(told)]
     windowed = [
         replace(level, twin=index, costs=_seen(level.costs, DRAFT_WINDOW) if can[index] else level.costs)
         for index, level in enumerate(told)
     ]
-    return whole + windowed, FIRST_SLOTS + DRAFT_WINDOW
+    return whole + windowed
 
 
 def _seen(costs: PassCosts, draft_window: int) -> PassCosts:

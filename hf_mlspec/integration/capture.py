@@ -52,6 +52,7 @@ def captured(
         warp=sampler.warp,
         warp_key=_in_words(processors),
         planned=chain.controller is not None and not alone,
+        seen=0 if alone else chain.seen,
     ) as found:
         if found is not None:
             if alone:

@@ -149,6 +149,10 @@ def _check_ragged_attention(given: Operands) -> None:
         raise ValueError(
             f"{given.op}: window is {given.window} and softcap {given.softcap}, both are 0 (none) or positive"
         )
+    _check_draft_window(given)
+
+
+def _check_draft_window(given: Operands) -> None:
     if given.draft_window < 0:
         raise ValueError(f"{given.op}: draft_window is {given.draft_window}, expected 0 (none) or a number of slots")
 
@@ -247,20 +251,29 @@ def _check_ragged_attention_rows(given: Operands) -> None:
         raise ValueError(f"{given.op}: window is {given.window}, expected 0 (none) or a number of slots")
     if not 0 <= given.softcap < math.inf:
         raise ValueError(f"{given.op}: softcap is {given.softcap}, expected 0 (none) or a positive number")
+    _check_draft_window(given)
 
 
 @operator(_check_ragged_attention_rows, lambda given: given.q.new_empty(given.q.shape), composed_on_cpu=True)
-def ragged_attention_rows(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, counts: Tensor, scale: float, window: int, softcap: float
-) -> Tensor:
-    """``ragged_attention`` of q float32 or bfloat16 ``[batch, width, heads, dim]`` where tokens are real, zeros for
-    padding. On a GPU q is bfloat16."""
+def _ragged_attention_rows(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, counts: Tensor, scale: float, window: int,
+    softcap: float, draft_window: int,
+) -> Tensor:  # fmt: skip
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, start, count in _real_rows("ragged_attention_rows", starts, counts, q.shape[1], keys.shape[2]):
         one, tokens = slice(row, row + 1), slice(0, count)
         lanes = keys[one], values[one]
-        out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], scale, window, softcap, 0)
+        out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], scale, window, softcap, draft_window)
     return out
+
+
+def ragged_attention_rows(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, counts: Tensor, scale: float, window: int,
+    softcap: float, draft_window: int = 0,
+) -> Tensor:  # fmt: skip
+    """``ragged_attention`` of q float32 or bfloat16 ``[batch, width, heads, dim]`` where tokens are real, zeros for
+    padding. On a GPU q is bfloat16."""
+    return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -50,9 +50,10 @@ class Chain:
     models: those whose attention has to be switched while target and levels run. samplers: of the target and of every
     level with a model. joined: per level whether it speaks the vocabulary of the level above. controller: makes what
     chooses the lengths of drafts, for captured rounds if it is given their graphs; None: they are always the most
-    there may be. steering: that controller at work, in the rounds of the host that were made last. waiting: levels of
-    which nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out
-    levels that cannot be captured, where lengths are chosen and the target alone can.
+    there may be. seen: slots that a draft window leaves in view where the controller may choose one, 0: it may not.
+    steering: that controller at work, in the rounds of the host that were made last. waiting: levels of which
+    nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out levels
+    that cannot be captured, where lengths are chosen and the target alone can.
     """
 
     target: Checker
@@ -65,6 +66,7 @@ class Chain:
     joined: list[bool] = field(default_factory=list)
     controller: Callable[..., Controller] | None = None
     steering: Steering | None = field(default=None, init=False)
+    seen: int = field(default=0, init=False)
     waiting: set[int] = field(default_factory=set, init=False)
     shelving: Shelving | None = field(default=None, init=False)
 

@@ -228,7 +228,7 @@ class FixedController(Controller):
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
         affordable = super()._affordable(search, plan, usual)
         if not affordable and search.to_prepare(plan):
-            self.waiting.update(plan.active)
+            self._wait_for(plan)
         return affordable
 
     def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float, usual: bool = True,
@@ -257,7 +257,12 @@ class FixedController(Controller):
         if wished != best and search.to_prepare(wished):
             have, want = (search.usual(plan, drafting).speed for plan in (best, wished))
             self._wish = (wished.active, 1.0 / have - 1.0 / want) if want > have else None
-            self.waiting.update(wished.active)
+            self._wait_for(wished)
+
+    def _wait_for(self, plan: Plan) -> None:
+        """Its levels may pay once a round of it is captured."""
+        own, _ = plan.split() if self.seen else (plan, False)
+        self.waiting.update(own.active)
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
         return [plan.most] * search.batch

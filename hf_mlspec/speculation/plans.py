@@ -94,6 +94,11 @@ def off(count: int) -> Plan:
     return plan_of((0,) * count)
 
 
+def worth_a_window(seen: int, slots: float) -> bool:
+    """Whether plans that see so many slots only may pay for rows that have `slots`; seen: 0 where there are none."""
+    return 0 < _WORTH_A_WINDOW * seen < slots
+
+
 class Choices:
     """The levels that may take part together.
 
@@ -108,11 +113,11 @@ class Choices:
         parts = {index for index, one in enumerate(levels) if one.costs is not None and one.costs.most_slots}
         shifted = [tuple(index + count for index in active) for active in self.whole if seen]
         self.all = self.whole + [active for active in shifted if parts.intersection(active)]
-        self.border = _WORTH_A_WINDOW * seen
+        self.seen = seen
 
     def at(self, slots: float) -> list[tuple[int, ...]]:
         """For rows of so many slots, the fewest levels first."""
-        return self.all if slots > self.border else self.whole
+        return self.all if worth_a_window(self.seen, slots) else self.whole
 
 
 def _combined(joined: Sequence[bool]) -> Iterator[tuple[int, ...]]:

@@ -2,89 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
-from hf_mlspec import ops
-
-DEVICE = "cuda"
-
-
-@dataclass(frozen=True)
-class Case:
-    """Queries `[batch, width, heads, dim]` over a cache whose slots behind a row's end are NaN."""
-
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    starts: list[int]
-    counts: list[int]
-    window: int = 0
-    softcap: float = 0.0
-
-    def lengths(self) -> tuple[Tensor, Tensor]:
-        return tuple(torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in (self.starts, self.counts))
-
-    def attend(self) -> Tensor:
-        poisoned = torch.full_like(self.q, torch.nan)  # the allocator hands its memory to the result
-        del poisoned
-        scale = self.q.shape[-1] ** -0.5
-        lanes = self.keys, self.values
-        return ops.ragged_attention_rows(self.q, *lanes, *self.lengths(), scale, self.window, self.softcap)
-
-
-def make(
-    starts: list[int],
-    counts: list[int],
-    width: int,
-    heads: int = 8,
-    kv_heads: int = 2,
-    dim: int = 128,
-    slots: int = 640,
-    **rule,
-) -> Case:
-    random = torch.Generator().manual_seed(len(starts) * 1000 + dim)
-    q = torch.randn(len(starts), width, heads, dim, generator=random) * 1.5
-    keys, values = torch.randn(2, len(starts), kv_heads, slots, dim, generator=random) * 1.5
-    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        end = start + min(count, width) if count > 0 else 0
-        keys[row, :, end:], values[row, :, end:] = torch.nan, torch.nan
-        q[row, max(count, 0) :] = torch.nan
-    return Case(*(t.bfloat16().to(DEVICE) for t in (q, keys, values)), starts, counts, **rule)
-
-
-def exact(case: Case) -> tuple[Tensor, Tensor]:
-    """Float64 result, zeros for padding; and the mean of |values| under the same weights, which scales the errors."""
-    q, keys, values = (t.double().cpu() for t in (case.q, case.keys, case.values))
-    out, size = torch.zeros_like(q), torch.zeros_like(q)
-    group = q.shape[2] // keys.shape[1]
-    for row, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
-        for t in range(min(count, q.shape[1])):
-            first = max(0, start + t - case.window + 1) if case.window else 0
-            k, v = (x[row, :, first : start + t + 1].repeat_interleave(group, 0) for x in (keys, values))
-            scores = torch.einsum("hd,hsd->hs", q[row, t], k) * q.shape[3] ** -0.5
-            if case.softcap:
-                scores = torch.tanh(scores / case.softcap) * case.softcap
-            weights = scores.softmax(-1)
-            out[row, t] = torch.einsum("hs,hsd->hd", weights, v)
-            size[row, t] = torch.einsum("hs,hsd->hd", weights, v.abs())
-    return out, size
-
-
-def check(case: Case) -> Tensor:
-    """Within the rounding of the result, of the weights (both bfloat16) and a little for exp2 and tanh."""
-    y = case.attend()
-    expected, size = exact(case)
-    error = (y.double().cpu() - expected).abs()
-    bound = 2.0**-8 * expected.abs() + 2.0**-7 * size + 1e-6
-    assert (error <= bound).all(), (error / bound).max()
-    for row, count in enumerate(case.counts):
-        assert y[row, max(count, 0) :].eq(0).all()
-    return y
-
+from ragged_cases import DEVICE, Case, check, make
 
 RULES = [{}, {"window": 5}, {"window": 70}, {"softcap": 5.0}, {"window": 300, "softcap": 20.0}]
 

@@ -36,7 +36,7 @@ SCHEMAS = [
     "ragged_attention(Tensor q, Tensor keys, Tensor values, int[] starts, float scale, int window, float softcap, "
     "int draft_window) -> Tensor",
     "ragged_attention_rows(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor counts, float scale, int "
-    "window, float softcap) -> Tensor",
+    "window, float softcap, int draft_window) -> Tensor",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
     "rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, int[] starts, Tensor(a!) keys, Tensor(b!) "
     "values) -> Tensor",

@@ -42,7 +42,7 @@ def attention(dtype: torch.dtype = torch.float32, width: int = 4, **rule) -> dic
     lanes = seeded(2, 4, 2, SLOTS, 16, seed=1).to(dtype)
     return {"q": seeded(4, width, 4, 16).to(dtype), "keys": lanes[0], "values": lanes[1],
             "starts": int32(0, 20, 46, 99), "counts": int32(width, 2, width, 0), "scale": 0.3,
-            "window": 0, "softcap": 0.0, **rule}  # fmt: skip
+            "window": 0, "softcap": 0.0, "draft_window": 0, **rule}  # fmt: skip
 
 
 def good(op: str) -> dict:
@@ -169,6 +169,26 @@ def test_ragged_attention_rows(dtype, rule):
     assert y[3].eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "draft_window"), [(0, 1), (0, 64), (90, 5), (5, 90), (0, 1000)])
+def test_a_draft_window_leaves_the_first_slots_and_the_last(dtype, window, draft_window):
+    lanes = [seeded(3, 2, 300, 16, seed=seed).to(dtype) for seed in (1, 2)]
+    rule = {"starts": int32(0, 150, 296), "counts": int32(3, 2, 3), "window": window, "draft_window": draft_window}
+    case = attention(dtype, 3) | {"q": seeded(3, 3, 4, 16).to(dtype), "keys": lanes[0], "values": lanes[1]} | rule
+    y = ops.ragged_attention_rows(*case.values())
+    alone = [
+        ops.ragged_attention(case["q"][one, :count].float(), lanes[0][one], lanes[1][one], [start], 0.3, window, 0.0,
+                             draft_window)
+        for one, start, count in ((slice(0, 1), 0, 3), (slice(1, 2), 150, 2), (slice(2, 3), 296, 3))
+    ]  # fmt: skip
+    for row, expected in enumerate(alone):
+        assert torch.allclose(y[row, : expected.shape[1]].float(), expected[0], rtol=0.02, atol=0.02)
+    hidden = [lane.clone() for lane in lanes]
+    for lane in hidden:  # of the last row, what none of its tokens sees
+        lane[2, :, 64 : max(64, 296 - draft_window + 1)] = 9
+    assert torch.equal(ops.ragged_attention_rows(*(case | {"keys": hidden[0], "values": hidden[1]}).values())[2], y[2])
+
+
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_alone_has_the_same_bits(dtype):
@@ -279,6 +299,7 @@ BAD = [
     ("ragged_attention_rows", {"scale": float("nan")}, ValueError, "scale is nan"),
     ("ragged_attention_rows", {"window": -1}, ValueError, "window is -1"),
     ("ragged_attention_rows", {"softcap": -2.0}, ValueError, "softcap is -2.0"),
+    ("ragged_attention_rows", {"draft_window": -1}, ValueError, "draft_window is -1"),
     ("ragged_attention_rows", {"starts": int32(0, 49, 40, 99)}, ValueError, "row 1 has its 2 tokens from slot 49 on"),
     ("choose_rows", {"logits": torch.ones(2, 0)}, ValueError, r"logits has shape \[2, 0\]"),
     ("choose_rows", {"logits": torch.ones(2, 9).half()}, TypeError, "logits is (torch.float16|Half)"),

@@ -133,17 +133,19 @@ class CudaDecoder:
         pick: Tensor | None = None,
         bits: Bits = OWN_BITS,
         packing: Packing | None = None,
+        draft_window: int = 0,
     ) -> Tensor:
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
 
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
-        rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into packing.take where that is given), None: all.
-        bits: one of bit_choices, 0: what the model's switch says. packing: of ids with padding. Only enqueues.
+        rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into
+        packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says.
+        packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`. Only enqueues.
         ValueError for operands that do not fit.
         """
         self._require(ids, kv, bits)
-        eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing)
+        eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
         flat = ids.reshape(-1)
         total = self._embed(flat if packing is None else flat.index_select(0, packing.take))
@@ -175,15 +177,16 @@ class CudaDecoder:
         self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
     ) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
-        the tokens are packed."""
-        batch, width, starts, counts, packing = lanes
+        the tokens are packed, the draft window."""
+        batch, width, starts, counts, packing, draft_window = lanes
         sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
         qkv = layer.qkv(normed, bits)
         qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
-        mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, scale, layer.window, softcap)
+        rule = scale, layer.window, softcap, draft_window
+        mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule)
         mixed = mixed.view(batch * width, -1)
         return layer.o(mixed if packing is None else mixed.index_select(0, packing.take), bits)
 

@@ -31,7 +31,7 @@ class CudaEngine(DecoderRows):
     """
 
     name = "cuda"
-    can = Capabilities(capturable=True, bit_exact=True)
+    can = Capabilities(capturable=True, bit_exact=True, draft_window=True)
     decoder: CudaDecoder
 
     def __init__(self, model: nn.Module, decoder: CudaDecoder, **options: Any):
@@ -82,7 +82,8 @@ class CudaEngine(DecoderRows):
             return most
         begin = time.perf_counter()
         lines = [row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)]
-        self.forwards += prefill(self.decoder, self._kv(len(rows)), lines, self.lengths, self.bits)
+        view = self.bits, self.draft_window
+        self.forwards += prefill(self.decoder, self._kv(len(rows)), lines, self.lengths, *view)
         self.seconds += time.perf_counter() - begin
         return 1
 
@@ -96,7 +97,8 @@ class CudaEngine(DecoderRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
-        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, bits=self.bits)
+        view = {"bits": self.bits, "draft_window": self.draft_window}
+        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
         self.forwards += 1
         self.seconds += time.perf_counter() - begin
         return soft_capped(logits.float(), self.decoder.logit_softcap).view(batch, kept, -1)
@@ -111,11 +113,13 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
-def prefill(decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits = OWN_BITS) -> int:
+def prefill(
+    decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits = OWN_BITS, draft_window: int = 0
+) -> int:
     """Write keys and values of tokens starts[r] .. of every row into `kv`, whose first rows are these; -> steps run.
 
     Only the rows' own tokens are computed. Rows in order of falling length need the fewest steps. The caller has
-    reserved slots and positions. Only enqueues.
+    reserved slots and positions. draft_window: what is written is what levels with one write. Only enqueues.
     """
     done, steps, most = list(starts), 0, CHUNK
     while busy := [r for r, row in enumerate(rows) if done[r] < len(row)]:
@@ -129,7 +133,8 @@ def prefill(decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bit
         operands = int32(padded(ids, width), decoder), int32(begins, decoder), int32(counts, decoder)
         packing = None if min(counts) == width else _packing(counts, width, decoder.device)
         try:
-            decoder.forward(*operands, kv[:, :, first:end], pick=pick, bits=bits, packing=packing)
+            how = {"pick": pick, "bits": bits, "packing": packing, "draft_window": draft_window}
+            decoder.forward(*operands, kv[:, :, first:end], **how)
         except RuntimeError as error:
             if most <= _LEAST_CHUNK or not out_of_memory(error):
                 raise

@@ -47,14 +47,15 @@ class CudaSteps:
         self._captures = decoder.device.type == "cuda"
 
     def forward(
-        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, bits: Bits
-    ) -> Tensor:
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, bits: Bits,
+        draft_window: int = 0,
+    ) -> Tensor:  # fmt: skip
         """As `CudaDecoder.forward`; the logits hold until the next step."""
         operands = (ids, starts, counts, *(() if pick is None else (pick,)))
-        shape = (*ids.shape, None if pick is None else len(pick))
+        shape = (*ids.shape, None if pick is None else len(pick), draft_window)
         step = self._step(shape, operands, kv, bits)
         if step is None:
-            return self.decoder.forward(ids, starts, counts, kv, pick=pick, bits=bits)
+            return self.decoder.forward(ids, starts, counts, kv, pick=pick, bits=bits, draft_window=draft_window)
         for fixed, given in zip(step.operands, operands, strict=True):
             fixed.copy_(given)
         step.graph.replay()
@@ -85,7 +86,8 @@ class CudaSteps:
         results: list[Tensor] = []
 
         def run() -> None:
-            results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, bits=bits))
+            how = {"pick": pick, "bits": bits, "draft_window": shape[-1]}
+            results.append(self.decoder.forward(*fixed[:3], kv, **how))
 
         try:
             self._steps[shape] = _Step(recorded(run, self.decoder.device), fixed, results[0])

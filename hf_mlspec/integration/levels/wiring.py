@@ -126,7 +126,7 @@ class Wiring:
         """Let a level see only a part of the cache, where that is asked for."""
         window = self.config.draft_window or 0
         if window and not engine.can.draft_window:
-            why = "it runs on a GPU" if engine.name == "cuda" else "it runs module by module"
+            why = "it runs module by module"
             say_once(self.model, f"draft_window is {window}, and level {level.name} sees all tokens: {why}")
             window = 0
         engine.draft_window = window

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
 from ...engines.rows import GROWTH, new_kv, up_to_growth
 from ...nn.state import say_once, state_of
+from ...ops.attention import FIRST_SLOTS
 from ..controller import Choice
 from ..plans import Plan, off
 from .graphs import RoundGraphs
@@ -34,14 +35,16 @@ _keeping = threading.RLock()
 class CapturedChain:
     """Levels with their caches, and rounds over them, for up to `batch` rows of `slots` tokens.
 
-    planned: a controller chooses the program of every round; `program` is then that of the target alone. single: one
-    step of the target, for the last tokens of a call.
+    planned: a controller chooses the program of every round; `program` is then that of the target alone. seen: slots
+    that a draft window leaves in view, and plans have every level twice (`plans.Choices`); 0: there is none. single:
+    one step of the target, for the last tokens of a call.
     """
 
     def __init__(self, levels: list[Level], key: tuple, batch: int, slots: int, *, sampled: bool = False,
-                 warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0, planned: bool = False):
+                 warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0, planned: bool = False,
+                 seen: int = 0):
         self.levels, self.key, self.batch, self.slots = levels, key, batch, slots
-        self.script_rounds, self.planned = script_rounds, planned
+        self.script_rounds, self.planned, self.seen = script_rounds, planned, seen
         self._sampling = sampled, warp
         self._programs: dict[Plan, RoundProgram] = {}
         self.single = RoundProgram(levels[:1], sampled, warp, active=(), steps=1)
@@ -50,7 +53,8 @@ class CapturedChain:
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
         self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py
-        self.program = self.program_of(off(len(levels) - 1)) if planned else RoundProgram(levels, sampled, warp)
+        alone = off((len(levels) - 1) * (2 if seen else 1))
+        self.program = self.program_of(alone) if planned else RoundProgram(levels, sampled, warp)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
@@ -74,12 +78,18 @@ class CapturedChain:
         """The rounds of a plan. Where a level in the middle drafts for one above, so many of its rounds as give at
         least the tokens that the plan names."""
         if plan not in self._programs:
-            levels = [self.levels[0], *(self.levels[index + 1] for index in plan.active)]
-            lengths = [plan.lengths[index] for index in plan.active]
+            own, windowed = self.split(plan)
+            levels = [self.levels[0], *(self.levels[index + 1] for index in own.active)]
+            lengths = [own.lengths[index] for index in own.active]
             self._programs[plan] = RoundProgram(
-                levels, *self._sampling, most=repeats_of(lengths), active=plan.active
-            )
+                levels, *self._sampling, most=repeats_of(lengths), active=own.active,
+                draft_window=self.seen - FIRST_SLOTS if windowed else 0,
+            )  # fmt: skip
         return self._programs[plan]
+
+    def split(self, plan: Plan) -> tuple[Plan, bool]:
+        """The plan of this chain's levels, and whether they have the draft window."""
+        return plan.split() if self.seen else (plan, False)
 
     def captured_plans(self, batch: int) -> list[Plan]:
         """Plans whose rounds of so many rows can be launched at once."""
@@ -156,18 +166,19 @@ def borrowed(
     warp: Callable[[Tensor], Tensor] | None = None,
     warp_key: str = "",
     planned: bool = False,
+    seen: int = 0,
 ) -> Iterator[CapturedChain | None]:
     """A chain for one call, its first graph captured; None, with one warning, if there is not enough memory for it, or
     if the call was made inside another one on the same chain.
 
     models: those of the levels, the target first; kept chains of any of them are freed. warp_key: what `warp`
-    does, in words. planned: as of `CapturedChain`.
+    does, in words. planned, seen: as of `CapturedChain`.
     """
-    key = (id(levels[0].decoder), sampled, warp_key, planned, *(_key(level) for level in levels))
+    key = (id(levels[0].decoder), sampled, warp_key, planned, seen, *(_key(level) for level in levels))
 
     def build(batch: int, slots: int) -> CapturedChain:
         own = [replace(level) for level in levels]  # the caches of a failed attempt go with it
-        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp, planned=planned)
+        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp, planned=planned, seen=seen)
 
     chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build)
     if chain is None:
@@ -290,7 +301,7 @@ def _key(level: Level) -> tuple:
     if not isinstance(level, RoundLevel):
         return (level.name, level.min_ngram, level.max_ngram, level.most)
     own = level.own_cache, level.cache_format, level.bits, level.vocab_size, level.threshold, level.most
-    return (id(level.decoder), level.name, *own)
+    return (id(level.decoder), level.name, *own, level.draft_window)
 
 
 def _fingerprints(levels: list[Level]) -> list[tuple]:

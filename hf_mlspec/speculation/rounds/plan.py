@@ -99,4 +99,5 @@ def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
     if sampler.reads_tokens:
         raise NotCaptured("logits processors read the tokens before a position")
     own = runner.follow is None
-    return RoundLevel(name, runner.decoder, own, runner.bits, sampler.vocab_size, cache_format=runner.kept_in)
+    how = {"cache_format": runner.kept_in, "draft_window": runner.draft_window}
+    return RoundLevel(name, runner.decoder, own, runner.bits, sampler.vocab_size, **how)

@@ -9,7 +9,7 @@ from time import perf_counter
 from ..controller import Choice
 from ..draft import Drafter
 from ..fixed_shapes import Captures, FixedController
-from ..plans import Plan, Situation
+from ..plans import Plan, Situation, worth_a_window
 from ..stats import SpeculationStats
 from .chain import CapturedChain, bucket_of
 from .program import UNROLLED, RoundProgram
@@ -145,7 +145,8 @@ class Planning:
         """What the coming round is to run."""
         if self.controller is None and self._like is None:
             self._beginning = situation()
-            self._like = rows, max(self._beginning.rooms, default=0).bit_length()
+            longest, slots = max(self._beginning.rooms, default=0), self._beginning.slots
+            self._like = rows, longest.bit_length(), worth_a_window(self.chain.seen, slots)
             self._first = self.chain.first_choices.get(self._like)
         if self.controller is None and self._first is not None:
             return self.chain.program_of(self._first.plan)
@@ -186,7 +187,8 @@ class Planning:
         seconds = round_.seconds + self._idle
         self.chain.may_wait = min(self.chain.may_wait + _WAITING_SHARE * seconds, _MOST_SAVED)
         tokens = len(round_.accepted) + sum(round_.accepted)
-        told = stats.of_plan(choice.plan.told(self.names))
+        plan, windowed = self.chain.split(choice.plan)
+        told = stats.of_plan(plan.told(self.names, self.chain.seen if windowed else 0))
         share = 1.0 if choice.plan.active else round_.steps / UNROLLED
         told.count(tokens, seconds, share * choice.forecast.tokens, share * choice.forecast.seconds,
                    tokens / choice.off_speed, rounds=round_.steps)
@@ -203,7 +205,8 @@ class Planning:
         return self._idle if self._waited else idle
 
     def _learn(self, round_: Observed, seconds: float) -> None:
-        for inner in round_.inner:
-            self.controller.observe_inner(*inner, choice=round_.choice)
+        behind = len(self.names) if self.chain.split(round_.choice.plan)[1] else 0  # where twins of the levels stand
+        for checker, *counts in round_.inner:
+            self.controller.observe_inner(checker + behind, *counts, choice=round_.choice)
         usual = round_.bucket == bucket_of(len(round_.accepted))  # else it was launched for more rows than there are
         self.controller.observe(round_.asked, round_.drafted, round_.accepted, seconds, usual, round_.choice)

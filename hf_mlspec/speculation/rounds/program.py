@@ -30,10 +30,10 @@ NOT_CHECKED = -1  # in both of them: the row took no part
 class RoundLevel:
     """A level of a captured chain.
 
-    kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own; cache_format: of that
-    cache, None for keys and values as they are computed. most: where nothing else is said, steps
-    of the last level's draft; of a level in the middle the rounds that make one. vocab_size: tokens the level above
-    knows.
+    kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own, in cache_format, None for
+    keys and values as they are computed. most: where nothing else is said, steps of the last level's draft; of a level
+    in the middle the rounds that make one. vocab_size: tokens the level above knows. draft_window: as
+    `Engine.draft_window`.
     """
 
     name: str
@@ -43,6 +43,7 @@ class RoundLevel:
     vocab_size: int
     threshold: float = 0.0
     most: int = 1
+    draft_window: int = 0
     cache_format: CacheFormat | None = None
     kv: Tensor | None = None
 
@@ -77,7 +78,8 @@ class RoundProgram:
     sampled: tokens are those of logits plus the noise that all levels share (sampling.py); warp: what is done to
     float32 logits ``[n, vocab]`` before, None for nothing. most: for each level below the target what its own `most`
     says otherwise. active: the numbers of those levels in their chain, 0 for the one below the
-    target. steps: tokens of a round of the target alone.
+    target. steps: tokens of a round of the target alone. draft_window: of all levels below the target, where they have
+    none of their own.
     """
 
     def __init__(
@@ -89,10 +91,13 @@ class RoundProgram:
         most: Sequence[int] | None = None,
         active: Sequence[int] | None = None,
         steps: int = UNROLLED,
+        draft_window: int = 0,
     ):
         self.levels, self.sampled, self.warp = levels, sampled, warp
         self.most = [1, *([level.most for level in levels[1:]] if most is None else most)]
         self.active = tuple(range(len(levels) - 1) if active is None else active)
+        # Of each level; a lookup reads no cache.
+        self.windows = [0, *(getattr(level, "draft_window", 0) or draft_window for level in levels[1:])]
         self.checks: list[Check] = []
         self.fields, self.steps = 1, steps if len(levels) == 1 else 1
         if len(levels) == 1:
@@ -169,7 +174,7 @@ class RoundProgram:
         lead = self._lead(index, since)
         ids, starts, counts, pick, _ = ops.round_window(state.tokens, lengths, lengths, active, lead, 1)
         for step in range(self.most[index]):
-            logits = self._forward(level, ids, starts, counts, pick if step == 0 and lead > 1 else None)
+            logits = self._forward(index, ids, starts, counts, pick if step == 0 and lead > 1 else None)
             chosen, confidence = self._choose(level, state, logits, lengths)
             operands = state.tokens, lengths, active, ends, chosen, confidence, level.threshold, state.failed
             ids, starts, counts = ops.round_push(*operands, index + 1)
@@ -181,7 +186,7 @@ class RoundProgram:
         lead = self._lead(index, since)
         window = ops.round_window(state.tokens, base, lengths, active, lead, check.judged)
         ids, starts, counts, pick, positions = window
-        logits = self._forward(level, ids, starts, counts, pick if lead > 1 else None)
+        logits = self._forward(index, ids, starts, counts, pick if lead > 1 else None)
         chosen, confidence = self._choose(level, state, logits, positions)
         scripted = state.script is not None and len(self.levels) > 1
         width = CHECK_FIELDS + (check.judged if index == 0 else 0)
@@ -195,9 +200,10 @@ class RoundProgram:
         """Accepted tokens a level is fed: the last, and one more for each level that checked it since."""
         return index - since + 1 if self.levels[index].own_cache else 1
 
-    def _forward(self, level: RoundLevel, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None) -> Tensor:
+    def _forward(self, index: int, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None) -> Tensor:
+        level, view = self.levels[index], {"bits": self.levels[index].bits, "draft_window": self.windows[index]}
         kv = level.kv[: level.decoder.num_layers, :, : len(ids)]
-        logits = level.decoder.forward(ids, starts, counts, kv, pick=pick, bits=level.bits)
+        logits = level.decoder.forward(ids, starts, counts, kv, pick=pick, **view)
         return logits if logits.shape[1] <= level.vocab_size else logits[:, : level.vocab_size].contiguous()
 
     def _choose(

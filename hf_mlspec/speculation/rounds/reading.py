@@ -48,13 +48,15 @@ class Reading:
         self._last = [None] * len(self._last)
 
     def missing(self, lengths: list[int], program: RoundProgram) -> list[list[int]]:
-        """Per level the tokens of each row that it would have to read; program: of the round under way."""
+        """Per level that plans have the tokens of each row that it would have to read; program: of the round under
+        way."""
         nothing = [0] * len(lengths)
-        return [
+        found = [
             [n - have for n, have in zip(lengths, self._held[index], strict=True)]
             if level.own_cache and index not in program.active else nothing
             for index, level in enumerate(self.chain.levels[1:])
         ]  # fmt: skip
+        return found * 2 if self.chain.seen else found
 
     def catch_up(self, program: RoundProgram, rows: Rows, places: Sequence[int]) -> bool:
         """Let the levels of the coming round read what it does not feed them; whether any had to."""
@@ -68,7 +70,8 @@ class Reading:
             if behind:
                 behind.sort(key=lambda r: places[r])
                 lines, cached = [rows[r][:-1] for r in behind], [held[r] for r in behind]
-                self.drafters[index].stats.forwards += read(level, [places[r] for r in behind], lines, cached)
+                view = [places[r] for r in behind], lines, cached, program.windows[depth]
+                self.drafters[index].stats.forwards += read(level, *view)
                 late = True
         return late
 
@@ -82,14 +85,15 @@ class Reading:
         self._last = [program.active] * len(rows)
 
 
-def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int]) -> int:
-    """Write keys and values of the rows, but the first cached[r] tokens of each, into rising places; -> steps run."""
+def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int], draft_window: int = 0) -> int:
+    """Write keys and values of the rows, but the first cached[r] tokens of each, into rising places, tokens seeing
+    what the window leaves; -> steps run."""
     steps, first = 0, 0
     while first < len(rows):
         last = first + 1
         while last < len(rows) and places[last] == places[last - 1] + 1:
             last += 1
         kv = level.kv[:, :, places[first] : places[last - 1] + 1]
-        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits)
+        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window)
         first = last
     return steps

@@ -241,7 +241,7 @@ const DeviceLimits& limits_of(const CudaCall& call, c10::DeviceIndex device) {
 }
 
 Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& starts, const Tensor& counts,
-                             double scale, int64_t window, double softcap) {
+                             double scale, int64_t window, double softcap, int64_t draft_window) {
   constexpr const char* op = "ragged_attention_rows";
   check_bf16(op, "q", q);
   const mlspec_cuda_cache cache = cache_of(op, keys, values, "q", q);
@@ -253,12 +253,13 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   TORCH_CHECK_VALUE(std::isfinite(scale), op, ": scale is ", scale, ", expected a finite number");
   TORCH_CHECK_VALUE(window >= 0, op, ": window is ", window, ", expected 0 (none) or a number of slots");
   check_softcap(op, softcap);
+  TORCH_CHECK_VALUE(draft_window >= 0, op, ": draft_window is ", draft_window, ", expected 0 (none) or a number of slots");
   const CudaCall call(op, q);
   Tensor out = at::empty(q.sizes(), q.options());
   if (out.numel() == 0) return out;
   const Tensor rows = dense(q);
   const DeviceLimits& limits = limits_of(call, q.device().index());
-  const mlspec_cuda_attention attention{rows.const_data_ptr(),     out.mutable_data_ptr(), q.size(2), window,
+  const mlspec_cuda_attention attention{rows.const_data_ptr(),     out.mutable_data_ptr(), q.size(2), window, draft_window,
                                         static_cast<float>(scale), static_cast<float>(softcap), limits.shared_bytes,
                                         limits.multiprocessors,    0,        0};
   const mlspec_cuda_row_launch launch = how(call);

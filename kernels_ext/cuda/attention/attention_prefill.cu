@@ -101,7 +101,7 @@ struct Group {
     }
     const int last_token = min((first + 63) / a.group, tile.end_token - 1);
     open_until = min(tile.start + first / a.group + 1, tile.end_slot());
-    open_from = a.rule.window == 0 ? 0 : tile.start + last_token - a.rule.window + 1;
+    open_from = a.rule.recent == 0 ? 0 : tile.start + last_token - a.rule.recent + 1;
   }
   __device__ __forceinline__ void release(bool values, int stage) const {
     if (lane == 0) barrier_arrive(ring.empty(values, stage));
@@ -152,7 +152,7 @@ struct Group {
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[j][e] = a.rule.shape(scores[j][e]);
     }
-    if (first + kChunk > open_until || first < open_from) hide(first + lane % 4 * 2, limit, a.rule.window, scores);
+    if (first + kChunk > open_until || first < open_from) hide(first + lane % 4 * 2, limit, a.rule.window_at(first), scores);
     weigh<Shape>(a.rule.slope, scores, state, factor);
   }
   __device__ __forceinline__ void write(const Merged<Shape>& merged) const {
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   __syncthreads();
   wait_for_previous_kernel();
   const Tile tile(a, kPrefillRows);
-  const Walk walk(tile.first_chunk(a.rule.window), (tile.end_slot() - 1) / kChunk, 0, kRanks);
+  const Walk walk(Seen(a.rule, tile), 0, kRanks);
   if (threadIdx.x >= 128 * kGroups) {
     release_registers<24>();
     if (!tile.is_padding() && threadIdx.x / kWarp == 4 * kGroups && elect_lane()) produce<Shape>(maps, ring, tile, walk);

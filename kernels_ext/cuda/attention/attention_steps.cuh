@@ -64,9 +64,9 @@ struct Share {
   __device__ __forceinline__ Share(const AttentionArgs& a, const Tile& tile, int group)
       : first(tile.team * kTeamRanks + group * kCount),
         rounds(kSpread ? kTeamRanks / kGroups : a.teams == kTeams ? 1 : kTeams / kGroups) {}
-  __device__ __forceinline__ Walk walk(int low, int high, int round) const {
+  __device__ __forceinline__ Walk walk(const Seen& seen, int round) const {
     const int rank = first + round * kGroups * kCount;
-    return Walk(low, high, rank, rank + kCount);
+    return Walk(seen, rank, rank + kCount);
   }
 };
 
@@ -78,7 +78,7 @@ __device__ __forceinline__ void prefetch(const AttentionArgs& a) {
   if (guess.is_padding()) return;
   const Lanes<Shape> lanes(a, guess);
   const ShareOf share(a, guess, threadIdx.x / kAttendThreads);
-  const Walk walk = share.walk(guess.first_chunk(a.rule.window), (guess.end_slot() - 1) / kChunk, 0);
+  const Walk walk = share.walk(Seen(a.rule, guess), 0);
   if (walk.done()) return;
   const int bytes = min(kChunk, lanes.end - walk.chunk * kChunk) * lanes.pitch;
   const int64_t from = int64_t(walk.chunk) * kChunk * lanes.pitch;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kGroups* kAttendThreads) attention_kernel(cons
   const Tile tile(a, Shape::kRows);
   if (tile.is_padding()) return write_padding<Shape>(a, tile);  // every block of the cluster
   const Lanes<Shape> lanes(a, tile);
-  const int low = tile.first_chunk(a.rule.window), high = (tile.end_slot() - 1) / kChunk;
+  const Seen seen(a.rule, tile);
   const Share<kGroups, kSpread> share(a, tile, number);
   const Found<Shape> first = found_at(shared + Shape::kQueryBytes);
   int limit[Shape::kTiles][2];
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kGroups* kAttendThreads) attention_kernel(cons
   Shared<Shape, kGroups> merged;
 #pragma unroll 1
   for (int round = 0; round < share.rounds; ++round) {
-    const Walk walk = share.walk(low, high, round);
+    const Walk walk = share.walk(seen, round);
     Chunks<Shape> chunks{a, group, lanes, shared_address(front + Shape::kFrontBytes), walk, walk};
     chunks.begin();
     if (round == 0) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kGroups* kAttendThreads) attention_kernel(cons
 
 template <class Shape, int kGroups, bool kSpread>
 const char* launch_groups(AttentionArgs args, const mlspec_cuda_attention& attention, const mlspec_cuda_row_launch& how) {
-  const int64_t chunks = (args.cache.slots + kChunk - 1) / kChunk;
+  const int64_t chunks = most_chunks(args);
   args.stages = chunks <= args.teams || Shape::shared_bytes(kGroups, 2) > attention.shared_bytes ? 1 : 2;
   if (Shape::shared_bytes(kGroups, args.stages) > attention.shared_bytes) return "a block needs more shared memory than this GPU has";
   const RowGrid grid{dim3(unsigned(args.tiles * args.teams), unsigned(args.cache.kv_heads), unsigned(args.cache.batch)),
@@ -269,7 +269,7 @@ const char* launch_attention(AttentionArgs args, int64_t rows, const mlspec_cuda
                              const mlspec_cuda_row_launch& how) {
   constexpr int kOfTeams = Shape::kDim > 128 || Shape::kTiles > 2 ? 2 : 4, kOfRanks = Shape::kDim > 128 || Shape::kTiles > 3 ? 2 : 4;
   args.tiles = int((rows + Shape::kRows - 1) / Shape::kRows);
-  const int64_t units = args.tiles * args.cache.batch * args.cache.kv_heads, chunks = (args.cache.slots + kChunk - 1) / kChunk;
+  const int64_t units = args.tiles * args.cache.batch * args.cache.kv_heads, chunks = most_chunks(args);
   const int64_t places = attention.multiprocessors;
   args.teams = !how.clusters ? 1 : attention.teams ? attention.teams : units < places * 9 / 20 ? kTeams : 1;
   bool several = args.teams == 1 ? units <= places || chunks > kTeams : chunks > (units * kTeams <= places ? 1 : 16) * kTeams;

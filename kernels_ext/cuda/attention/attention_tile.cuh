@@ -49,7 +49,9 @@ __device__ __forceinline__ float weight_of(float value, float most, float slope 
 struct ScoreRule {
   float slope, inner, outer;
   bool shaped, capped;
-  int window;
+  int window, recent;  // how many slots up to its own a token sees, of the first chunk and of those behind it; 0: all
+
+  __device__ __forceinline__ int window_at(int first_slot) const { return first_slot == 0 ? window : recent; }
 
   __device__ __forceinline__ float shape(float product) const {
     const float value = __fmul_rn(product, inner);
@@ -143,7 +145,7 @@ struct AttentionGroup {
   // Products -> values, -inf where the row (at position limit, -1: none) may not see the slot; maxima of rows.
   __device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[Shape::kTiles][2],
                                         float (&products)[Shape::kTiles][2][4]) const {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps, window = rule.window_at(first_slot);
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
@@ -155,7 +157,7 @@ struct AttentionGroup {
           for (int e = 0; e < 2; ++e) {
             float& value = products[i][n][2 * r + e];
             const int slot = first_slot + warp * 16 + n * 8 + lane % 4 * 2 + e;
-            const bool seen = slot <= limit[i][r] && (rule.window == 0 || slot > limit[i][r] - rule.window);
+            const bool seen = slot <= limit[i][r] && (window == 0 || slot > limit[i][r] - window);
             if (rule.shaped) value = rule.shape(value);
             value = seen ? value : -CUDART_INF_F;
             most = fmaxf(most, value);

@@ -2,12 +2,15 @@
 //
 // The slots of a row are chunks of 64 at absolute positions, c = 0, 1 .. Chunk c belongs to team c mod 8, and there to rank
 // c / 8 mod 4. A rank goes through its chunks in ascending order; the results of a team's ranks are merged in the order 0 to 3,
-// those of the teams in the order 0 to 7.
+// those of the teams in the order 0 to 7. A draft window leaves chunk 0, the first slots, and the last ones: those between are
+// skipped, and all others stay where they are.
 #pragma once
 
 #include "attention_tile.cuh"
 
 namespace mlspec {
+
+static_assert(kChunk == 64, "FIRST_SLOTS of hf_mlspec/ops/attention.py");
 
 constexpr int kTeams = 8, kTeamRanks = 4, kRanks = kTeams * kTeamRanks;  // ranks in one line: team by team
 
@@ -31,11 +34,21 @@ inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attenti
   const bool capped = attention.softcap > 0.f;
   const float inner = capped ? attention.scale / attention.softcap : attention.scale * kLog2E;
   const bool shaped = capped || !(inner > 0.f);  // a maximum of products is none of scores then
+  const int64_t window = attention.window < INT32_MAX ? attention.window : 0;
+  const int64_t draft = attention.draft_window < INT32_MAX ? attention.draft_window : 0;
   const ScoreRule rule{shaped ? 1.f : inner, inner, attention.softcap * kLog2E, shaped, capped,
-                       int(attention.window < INT32_MAX ? attention.window : 0)};
+                       int(window), int(window == 0 ? draft : draft == 0 ? window : window < draft ? window : draft)};
   *args = {static_cast<const __nv_bfloat16*>(attention.q), static_cast<__nv_bfloat16*>(attention.out), tokens, cache, rule,
            int(attention.heads), int(attention.heads / cache.kv_heads), 0, 0, 0};
   return nullptr;
+}
+
+// The chunks that a row sees at most, in slots of which so many are allocated.
+inline int64_t most_chunks(const AttentionArgs& args) {
+  const int64_t all = (args.cache.slots + kChunk - 1) / kChunk;
+  if (args.rule.recent == args.rule.window) return all;
+  const int64_t seen = 2 + (args.rule.recent + args.tokens.width + kChunk - 1) / kChunk;  // chunk 0, and one cut by an edge
+  return seen < all ? seen : all;
 }
 
 // The tile of one block: rows [first_row, + kRows) of tokens x group, of one key head of one row of the batch.
@@ -70,25 +83,39 @@ struct Tile {
   }
 };
 
+// The chunks that some token of a tile may see: low to high, and chunk 0 where `skips`: it lies in front of a hole.
+struct Seen {
+  int low, high;
+  bool skips;
+
+  __device__ Seen(const ScoreRule& rule, const Tile& tile)
+      : low(tile.first_chunk(rule.recent)),
+        high((tile.end_slot() - 1) / kChunk),
+        skips(low > 0 && tile.first_chunk(rule.window) == 0) {}
+};
+
 // The chunks of ranks [rank, end), rank by rank.
 struct Walk {
-  int low, high, rank, end, chunk;
+  Seen seen;
+  int rank, end, chunk;
 
-  __device__ Walk(int low_, int high_, int rank_, int end_) : low(low_), high(high_), rank(rank_), end(end_) {
+  __device__ Walk(const Seen& seen_, int rank_, int end_) : seen(seen_), rank(rank_), end(end_) {
     chunk = first();
     settle();
   }
   __device__ int first() const {
     const int place = rank / kTeamRanks + rank % kTeamRanks * kTeams;  // the rank's first chunk
-    return low + ((place - low) & (kRanks - 1));
+    return seen.skips && place == 0 ? 0 : behind_hole(place);
   }
+  // The first chunk of those from `low` on that is a chunk of this place.
+  __device__ int behind_hole(int place) const { return seen.low + ((place - seen.low) & (kRanks - 1)); }
   __device__ void settle() {
-    while (chunk > high && ++rank < end) chunk = first();
+    while (chunk > seen.high && ++rank < end) chunk = first();
   }
   __device__ bool done() const { return rank >= end; }
   __device__ int team() const { return rank / kTeamRanks; }
   __device__ void next() {
-    chunk += kRanks;
+    chunk = seen.skips && chunk == 0 ? behind_hole(0) : chunk + kRanks;
     settle();
   }
   __device__ void next_if() {

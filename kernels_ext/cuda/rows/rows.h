@@ -65,6 +65,7 @@ typedef struct {
   const void* q;  // bfloat16 [batch, width, heads, dim]
   void* out;      // the same
   int64_t heads, window;
+  int64_t draft_window;  // 0, or: of these, token at p sees the first 64 slots and those > p - draft_window
   float scale, softcap;
   int32_t shared_bytes;     // a block may have
   int32_t multiprocessors;  // of the GPU
