@@ -18,6 +18,7 @@ TITLES = {
     "planes": "A target in 8 bit-planes, batch 1",
     "nested_exact": "A nested target against the plain one: prompts that differ",
     "startup": "Start-up",
+    "attention": "A layer's attention, 8B shape: rows x tokens at slots (share of the read bandwidth)",
 }
 
 

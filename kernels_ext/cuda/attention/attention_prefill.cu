@@ -300,7 +300,7 @@ using namespace mlspec;
 int32_t mlspec_cuda_attention_prefill_serves(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                              const mlspec_cuda_cache* cache) {
   const int64_t rows = tokens->width * (attention->heads / cache->kv_heads), tiles = (rows + kPrefillRows - 1) / kPrefillRows;
-  return cache->dim <= 128 && rows >= kPrefillRows && tiles * cache->kv_heads * cache->batch >= attention->multiprocessors / 4;
+  return !cache->coded && cache->dim <= 128 && rows >= kPrefillRows && tiles * cache->kv_heads * cache->batch >= attention->multiprocessors / 4;
 }
 
 const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
@@ -308,5 +308,6 @@ const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* at
   AttentionArgs args;
   if (const char* problem = read_arguments(&args, *attention, *tokens, *cache)) return problem;
   if (cache->dim > 128) return "head_dim must be at most 128";
+  if (cache->coded) return "the kernel for prompts reads no codes";
   return cache->dim <= 64 ? launch<PrefillShape<64>>(args, *how) : launch<PrefillShape<128>>(args, *how);
 }

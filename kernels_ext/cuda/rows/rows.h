@@ -77,7 +77,7 @@ typedef struct {
 const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                               const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 
-// The same bits for many tokens, head_dim up to 128, compute capability 9.0; whether these shapes are faster there.
+// The same bits for many tokens, head_dim up to 128, no codes, compute capability 9.0; whether these shapes are faster there.
 const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                                  const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 int32_t mlspec_cuda_attention_prefill_serves(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
