@@ -11,7 +11,7 @@ likeliest token is the target's, in the second half of each text, or with --unti
 tokens; the first 64 and the last N (SpeculationConfig(draft_window=N)); and all tokens in fewer bits: "int8" with a
 scale a token and head, "4.25 bits" as in the draft of a nested weight (blocks of 32 along the head, a power of two
 each, eight magnitudes). "The text" says how often the target's token is the text's next one: how well it reads there.
-A text is a piece of a file, or of a folder's sources in order. Nothing is timed: it tells which view is worth a kernel.
+A text is a piece of a file, or of a folder's sources in order. Nothing is timed: it says which view is worth a kernel.
 """
 
 from __future__ import annotations
