@@ -28,9 +28,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from eval.extend_context.tokens import Texts, pack, read, unpack
+from eval.extend_context.tokens import Texts, fingerprint, pack, read, unpack
 from eval.extend_context.training import Recipe, by_position, extend, load, train
 
 RANGES = 8  # of positions, of equal length; the first is halved
@@ -71,7 +77,7 @@ def gather(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Text
     """The texts of --tokens, --text and --held-out; ValueError where there are too few to train."""
     began, texts = time.monotonic(), read(tokenizer, args.text, args.held_out, args.without)
     if args.tokens:
-        texts = unpack(args.tokens, len(tokenizer)).joined(texts)
+        texts = unpack(args.tokens, fingerprint(tokenizer)).joined(texts)
     held = ", ".join(f"{len(ids):,} of {name}" for name, ids in texts.held_out.items())
     seconds = time.monotonic() - began
     print(f"{len(texts.trained):,} tokens train; held out: {held or 'none'}; read in {seconds:.0f} s", flush=True)
@@ -143,10 +149,11 @@ def main(argv: list[str] | None = None) -> int:
             from hf_mlspec import demo_pair  # its tokenizer; nothing else here needs the package
 
             args.model = demo_pair()[0]
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        # tokenizer.json as it is: for some model classes AutoTokenizer splits numbers in its own way.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
         texts = gather(args, tokenizer)
         if args.prepare:
-            pack(texts, len(tokenizer), args.prepare)
+            pack(texts, fingerprint(tokenizer), args.prepare)
             print(f"{args.prepare}: {args.prepare.stat().st_size / 1e6:.1f} MB")
             return 0
         make(args, model or load(args.model, args.device), tokenizer, texts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import lzma
 import os
 from collections.abc import Collection, Iterator
@@ -47,8 +49,13 @@ def read(tokenizer: PreTrainedTokenizerBase, trained: Collection[Path], held_out
                  {path.resolve().name: encode(tokenizer, [path], without) for path in held_out})
 
 
-def pack(texts: Texts, vocabulary: int, file: Path) -> None:
-    """Writes the texts: LZMA takes about 0.7 bytes a token of code."""
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the vocabulary: equal ids mean equal tokens where it is equal."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def pack(texts: Texts, vocabulary: str, file: Path) -> None:
+    """Writes the texts, with the fingerprint of their vocabulary: LZMA takes about 0.7 bytes a token of code."""
     arrays = {"vocabulary": np.array(vocabulary), "kind": np.array(texts.trained.dtype.str)}
     for name, ids in {"trained": texts.trained, **{f"held_out/{n}": ids for n, ids in texts.held_out.items()}}.items():
         arrays[name] = np.frombuffer(lzma.compress(ids.tobytes(), lzma.FORMAT_XZ, filters=FILTERS), np.uint8)
@@ -58,12 +65,11 @@ def pack(texts: Texts, vocabulary: int, file: Path) -> None:
     os.replace(beside, file)
 
 
-def unpack(file: Path, vocabulary: int) -> Texts:
+def unpack(file: Path, vocabulary: str) -> Texts:
     """The texts of a file that `pack` wrote; ValueError where they are tokens of another vocabulary."""
     with np.load(file) as arrays:
-        if (found := int(arrays["vocabulary"])) != vocabulary:
-            raise ValueError(f"--tokens {file} has tokens of a vocabulary of {found:,}, the model's has "
-                             f"{vocabulary:,}: prepare them with this model")
+        if str(arrays["vocabulary"]) != vocabulary:
+            raise ValueError(f"--tokens {file} has tokens of another vocabulary: prepare them with this model")
         kind = np.dtype(str(arrays["kind"]))
         streams = {name: np.frombuffer(lzma.decompress(arrays[name].tobytes()), kind)
                    for name in arrays.files if name not in ("vocabulary", "kind")}
