@@ -11,7 +11,6 @@ import ast
 import hashlib
 import importlib.metadata
 import inspect
-import re
 import sysconfig
 import warnings
 from collections import Counter
@@ -19,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+
+from eval.sources import PROSE_SUFFIXES, SKIPPED_FOLDERS, is_language, without_licence_header
 
 # Import name -> licence, permissive ones only; what a package bundles from elsewhere is left out (SKIPPED_FOLDERS).
 LICENCES = {
@@ -47,12 +48,8 @@ LICENCES = {
 }
 HELD_OUT_PACKAGES = frozenset({"click", "jinja2", "joblib", "sortedcontainers", "tabulate"})
 HELD_OUT_SHARE = 0.02
-SKIPPED_FOLDERS = frozenset({"_vendor", "vendored", "vendor", "_vendored", "externals", "extern", "external",
-                             "third_party", "thirdparty", "_external", "site-packages", "dist-packages", "__pycache__",
-                             "encodings"})
 PACKAGE_BYTES = 14_000_000  # of one package at most, so that the largest do not drown the others
 FILE_BYTES = (200, 300_000)
-PROSE_SUFFIXES = frozenset({".md", ".rst", ".txt"})
 
 
 @dataclass(frozen=True)
@@ -113,18 +110,6 @@ def read_documents(named: tuple[str, Path]) -> list[Document]:
     found = [Document(name, "code", text)] if is_language(text, 0.6) else []
     prose = "\n\n".join(long_strings(text))
     return [*found, Document(name, "prose", prose)] if len(prose) >= FILE_BYTES[0] else found
-
-
-def without_licence_header(code: str) -> str:
-    """``code`` without the comment block at its top, where that names a licence."""
-    header = re.match(r"(?:[ \t]*#[^\n]*\n|\s*\n)*", code).group()
-    return code[len(header):] if re.search(r"copyright|licen[sc]e|SPDX", header, re.IGNORECASE) else code
-
-
-def is_language(text: str, least: float) -> bool:
-    """Whether at least this share of the characters are ASCII letters, spaces and newlines."""
-    letters = sum(map(text.count, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \n"))
-    return letters >= least * max(len(text), 1)
 
 
 def long_strings(code: str) -> list[str]:

@@ -7,7 +7,6 @@ often. The draft is distilled from the target's probabilities, half on the same 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eval.progress import Progress
 from eval.train_demo_pair.tokens import Streams, windows
 
 NOISE_FROM = 0.65  # of the target's training; from here on every second step reads rounded weights
@@ -54,21 +54,6 @@ def smoke_recipe() -> Recipe:
     return Recipe(target=shape | {"hidden_size": 64, "num_hidden_layers": 2}, draft=shape, vocab_size=600, window=1024,
                   rows=2, written_rows=4, max_bytes=8_000_000, target_steps=20, written_batches=1, draft_steps=10,
                   prompts=2)
-
-
-class Progress:
-    """Shares of a training in [0, 1), step by step: by their number where it is given, else by the clock."""
-
-    def __init__(self, steps: int | None, seconds: float):
-        self.steps, self.seconds, self.done, self.began = steps, seconds, 0, time.monotonic()
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.began
-
-    def __iter__(self) -> Iterator[float]:
-        while (share := self.done / self.steps if self.steps else self.elapsed() / self.seconds) < 1:
-            yield share
-            self.done += 1
 
 
 def new_model(shape: dict, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, device: str) -> LlamaForCausalLM:
