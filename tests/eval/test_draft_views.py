@@ -39,12 +39,13 @@ def test_ranges_of_positions_and_a_draft_of_its_own_cache(tmp_path, capsys):
     program, out = importlib.import_module("eval.draft_views.__main__"), tmp_path / "out.jsonl"
     target, draft = hf_mlspec.demo_pair()
     assert program.main(["--model", str(target), "--draft", str(draft), "--text", "hf_mlspec/formats",
-                         "--tokens", "160", "--until", "80", "160", "--count", "1", "--window", "16", "--json", str(out)]) == 0
+                         "--tokens", "160",
+                         "--until", "80", "160", "--count", "1", "--window", "16", "--json", str(out)]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     found = {(line["draft"], line["view"], line["to"]): line for line in lines}
     assert {(line["from"], line["to"], line["positions"]) for line in lines} == {(0, 80, 80), (80, 160, 80)}
     name = "draft"
-    # The first 64 tokens and the last 16 are all there are up to 80. A draft's own keys and values are seen in ways, too.
+    # Up to 80, the first 64 tokens and the last 16 are all there are. Ways change a draft's own keys and values, too.
     assert found[name, "window 16", 80]["agreement"] == found[name, "all tokens", 80]["agreement"] > 0
     assert found["the target itself", "window 16", 160]["agreement"] < 1
     assert found[name, "all, 4.25 bits", 80]["agreement"] != found[name, "all tokens", 80]["agreement"]
