@@ -6,6 +6,9 @@ import importlib
 import json
 
 import pytest
+import torch
+
+import hf_mlspec
 
 pytestmark = pytest.mark.usefixtures("from_the_root")
 
@@ -30,3 +33,30 @@ def test_a_text_that_is_too_short(tmp_path, capsys):
     assert "tokens, 1 texts of 200 are asked for" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         program.main(["--model", str(tmp_path)])
+
+
+def test_ranges_of_positions_and_a_draft_of_its_own_cache(tmp_path, capsys):
+    program, out = importlib.import_module("eval.draft_views.__main__"), tmp_path / "out.jsonl"
+    target, draft = hf_mlspec.demo_pair()
+    assert program.main(["--model", str(target), "--draft", str(draft), "--text", "hf_mlspec/formats",
+                         "--tokens", "160",
+                         "--until", "80", "160", "--count", "1", "--window", "16", "--json", str(out)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {(line["draft"], line["view"], line["to"]): line for line in lines}
+    assert {(line["from"], line["to"], line["positions"]) for line in lines} == {(0, 80, 80), (80, 160, 80)}
+    name = "draft"
+    # Up to 80, the first 64 tokens and the last 16 are all there are. Ways change a draft's own keys and values, too.
+    assert found[name, "window 16", 80]["agreement"] == found[name, "all tokens", 80]["agreement"] > 0
+    assert found["the target itself", "window 16", 160]["agreement"] < 1
+    assert found[name, "all, 4.25 bits", 80]["agreement"] != found[name, "all tokens", 80]["agreement"]
+    assert 0 < found["the text", "all tokens", 160]["agreement"] < 1
+    with pytest.raises(SystemExit):
+        program.main(["--quick", "--until", "100", "50"])
+    assert "--until 100 50: positions rise" in capsys.readouterr().err
+
+
+def test_chunks_see_what_the_whole_sees():
+    views = importlib.import_module("eval.draft_views.views").Views(window=16)
+    whole = views.seen(0, 200, torch.device("cpu"))
+    assert torch.equal(views.seen(120, 200, torch.device("cpu")), whole[120:])
+    assert whole[150].nonzero().flatten().tolist() == [*range(64), *range(135, 151)]
