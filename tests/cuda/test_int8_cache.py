@@ -103,6 +103,17 @@ def test_normed_and_rotated_keys_are_within_a_code():
     assert written[0][~inside.expand_as(written[0])].eq(UNTOUCHED).all()
 
 
+def test_the_reference_gives_the_same_codes_here():
+    """What is given back as plain keys and values is quantized by torch, on this device."""
+    x = random_states(64, 9, 2, 128).float() * torch.rand(64, 9, 2, 2, 128)
+    for one in (x, x.bfloat16()):
+        here = quantize(one.to(DEVICE))
+        assert torch.equal(here.cpu(), quantize(one))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(dequantize(here, dtype).cpu(), dequantize(quantize(one), dtype))
+            assert torch.equal(quantize(dequantize(here, dtype)), here)
+
+
 def coded(case: Case) -> Case:
     """The same over codes: rows that were NaN get a scale of NaN, and codes that are none."""
     lanes = []
