@@ -62,9 +62,10 @@ def quantize(x: Tensor) -> Tensor:
     largest = x.abs().amax(-1, keepdim=True).bfloat16().float()
     finite = largest.isfinite()
     coded = finite & (largest >= _LEAST)
-    factor = torch.full_like(largest, _LARGEST_CODE) / largest  # number / tensor would multiply by a reciprocal
+    most = torch.full_like(largest, _LARGEST_CODE)  # by a number, or of one, torch may multiply by a reciprocal
+    factor = most / largest
     codes = torch.where(coded, x * factor, 0.0).round().to(torch.int8)
-    scale = torch.where(coded, largest / _LARGEST_CODE, torch.where(finite, 0.0, torch.nan))
+    scale = torch.where(coded, largest / most, torch.where(finite, 0.0, torch.nan))
     return torch.cat([codes, scale.contiguous().view(torch.int8)], dim=-1)
 
 

@@ -272,7 +272,13 @@ def ragged_attention_rows(
     softcap: float, draft_window: int = 0,
 ) -> Tensor:  # fmt: skip
     """``ragged_attention`` of q float32 or bfloat16 ``[batch, width, heads, dim]`` where tokens are real, zeros for
-    padding. On a GPU q is bfloat16."""
+    padding. On a GPU q is bfloat16, and a softmax weight is rounded to bfloat16 before it is multiplied.
+
+    Over int8 rows a GPU multiplies codes, each of which a bfloat16 holds: a score is the product of query and codes,
+    summed in float32, times the key's scale in float32; a softmax weight times the value's scale is rounded to
+    bfloat16 and multiplies the value's codes. What the weights are divided by is the sum of the weights without
+    scales. Slots are summed in the order of a bfloat16 cache.
+    """
     return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window)
 
 

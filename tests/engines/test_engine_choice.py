@@ -28,7 +28,7 @@ CLASSES = {"modules": ModuleEngine, "cpu": CpuEngine, "cuda": CudaEngine}
 ABLE = {
     "modules": Capabilities(by_module=True),
     "cpu": Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True),
-    "cuda": Capabilities(capturable=True, bit_exact=True),
+    "cuda": Capabilities(capturable=True, bit_exact=True, draft_window=True),
 }
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from models import near, tiny
-from warned import forget_warnings
 
-from hf_mlspec.engines.choose import decoder_of, engine_of, engines_of, required_decoder, why_by_module
+from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.engines.modules.engine import ModuleEngine, bare_forward
 from hf_mlspec.engines.rows import DecoderCache, require_memory
 from hf_mlspec.formats.cache import INT8, dequantize, quantize
 from hf_mlspec.nn.replace import direct_cast
-from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.checker import Checker, roll_back
 from hf_mlspec.speculation.drafters.checked import CheckedDrafter
 from hf_mlspec.speculation.drafters.model import ModelDrafter
+from hf_mlspec.speculation.rounds.caches import adopt
+from hf_mlspec.speculation.rounds.chain import borrowed
+from hf_mlspec.speculation.rounds.plan import round_levels
 from hf_mlspec.speculation.sampling import Sampler
 
 compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -38,6 +40,8 @@ def with_word(model):
 def started(model, batch: int, engine: str = "cpu", **options):
     if engine == "cpu":
         one = CpuEngine(model, CpuDecoder(model), **options)
+    elif engine == "cuda":
+        one = CudaEngine(model, CudaDecoder(model), **options)
     else:
         one = ModuleEngine(model, forward=bare_forward(model), **options)
     one.start(batch, CPU)
@@ -198,27 +202,63 @@ def test_a_cache_of_another_kind_is_refused(change, error, said):
         one.score([[5]], [[]])
 
 
-def test_steps_of_a_gpu_do_not_read_codes(caplog):
-    forget_warnings()
-    model = with_word(tiny(dtype=torch.float32))
-    assert engine_of(model, name="cuda", required=False).name == "modules"
-    assert engines_of([model], [None], name="cuda")[0].name == "modules"
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["LlamaForCausalLM runs module by module: its keys and values are kept as int8, which the CUDA "
-                    "decoder does not read"]  # fmt: skip
-    with pytest.raises(ValueError, match="engine 'cuda' cannot run this LlamaForCausalLM: its keys and values are"):
-        required_decoder(model, "cuda")
-    assert "kept as int8" in why_by_module(model, name="cuda", prepare=True)
-
-
-def test_a_decoder_does_not_outlive_the_word():
-    model = tiny(dtype=torch.float32)
-    assert decoder_of(model, "cuda") is not None
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_a_gpu_write_the_codes_of_what_a_plain_cache_holds(kind, dtype):
+    """Here over the CPU's ops. The decoder is the same with and without the word; the cache's dtype says it."""
+    model = tiny(kind, dtype=dtype)
+    plain = started(model, 3, "cuda")
+    fed(plain, ROWS)
     with_word(model)
-    assert decoder_of(model, "cuda") is None
-    assert CudaDecoder not in state_of(model).decoders
-    del model.config.quantization_config
-    assert decoder_of(model, "cuda") is not None
+    coded = engine_of(model, name="cuda")
+    assert coded.name == "cuda"
+    coded.start(3, CPU)
+    logits = fed(coded, ROWS)
+    assert coded.bytes_per_token == 2 * 2 * 2 * 12
+    assert coded.cache_bytes == coded.bytes_per_token * 3 * 256
+    for row, tokens in enumerate(ROWS):
+        kept, seen = (one.cache.kv[0, :, row, :, : len(tokens)] for one in (coded, plain))
+        if dtype == torch.float32:
+            assert torch.equal(kept, quantize(seen))
+        half_a_code = seen.float().abs().amax(-1, keepdim=True) / 254
+        assert ((dequantize(kept) - seen.float()).abs() <= 2 * half_a_code).all()
+        alone = started(model, 1, "cuda")
+        assert torch.equal(fed(alone, [tokens])[0, -1], logits[row, -1])  # as the reference goes row by row
+    if dtype == torch.float32:
+        theirs = fed(started(model, 3, "modules"), ROWS)[:, -1]
+        torch.testing.assert_close(logits[:, -1], theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda kv: kv[..., :8].contiguous(), r"kv has shape .* 8\], 1 rows of this model take .* 12\]"),
+    (lambda kv: kv.to(torch.uint8), "kv is torch.uint8 on cpu, the model is torch.bfloat16"),
+    (lambda kv: kv.bfloat16(), r"kv has shape .* 12\], 1 rows of this model take .* 8\]"),
+    (lambda kv: kv[..., :8].float(), "kv is torch.float32 on cpu"),
+])  # fmt: skip
+def test_a_cache_of_another_kind_is_refused_by_steps_of_a_gpu(change, said):
+    one = started(with_word(tiny(dtype=torch.bfloat16)), 1, "cuda")
+    one.cache.kv = change(one.cache.kv)
+    with pytest.raises(ValueError, match=said):
+        fed(one, [[5]])
+
+
+def test_memory_of_captured_rounds_is_that_of_codes():
+    """Chains with and without the word are kept side by side, each with caches of its own."""
+    model, sizes = tiny(dtype=torch.bfloat16), []
+    for word in (False, True, False):
+        if word:
+            with_word(model)
+        engine = engine_of(model, name="cuda")
+        checker = Checker(engine, Sampler(64), "target", keep_logits=False)
+        levels = round_levels(checker, None, num_draft_tokens=1, batch=1, longest=64)
+        with borrowed([model], levels, rows=2, slots=256) as chain:
+            adopt(chain, checker, None, 2)
+            assert engine.cache.format is (INT8 if word else None)
+            assert engine.cache.dtype == torch.bfloat16
+            sizes.append(chain.cache_bytes)
+        if word:
+            del model.config.quantization_config
+    assert sizes[1] * 16 == sizes[0] * 12 == sizes[2] * 12
 
 
 @pytest.mark.parametrize(("config", "error"), [

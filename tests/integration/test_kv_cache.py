@@ -22,6 +22,7 @@ from hf_mlspec.integration.quantizer.examine import examine
 from hf_mlspec.integration.scoring import token_logprobs
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.rounds.chain import bucket_of
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -60,11 +61,13 @@ def load(folder, **options):
 @pytest.mark.parametrize(
     "levels", [["mxfp4"], ["early_exit:1"], ["mxfp4", "near"], ["near"], ["prompt_lookup"]], ids=str
 )
-@pytest.mark.parametrize("how", [{}, {"draft_cache": "int8"}, {"shared_cache": False}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"draft_cache": "int8"}, {"shared_cache": False},
+                                 {"engine": "cuda", "draft_cache": "int8"}], ids=str)  # fmt: skip
 def test_a_chain_writes_what_the_target_alone_writes(lengths, levels, how):
     target, inputs = coded(), prompts(lengths)
     given = [other(target) if level == "near" else level for level in levels]
-    alone = written(target, inputs, assistant_models=[])
+    engine = {name: word for name, word in how.items() if name == "engine"}
+    alone = written(target, inputs, assistant_models=[], speculation_config=engine)
     assert written(target, inputs, assistant_models=given, speculation_config=how) == alone
     held = [level.cache_bytes for level in hf_mlspec.last_stats(target).levels]
     row = {True: 12, False: 16}  # int8 of 8 elements, and bfloat16
@@ -72,7 +75,8 @@ def test_a_chain_writes_what_the_target_alone_writes(lengths, levels, how):
     for level, size in zip(levels, held, strict=True):
         shares = level in ("mxfp4", "early_exit:1") and how.get("shared_cache", True)
         codes = how.get("draft_cache") == "int8" or level != "near"  # views of the target keep its format
-        assert size == (0 if shares else layers[level] * 2 * 2 * 256 * len(lengths) * row[codes])
+        rows = bucket_of(len(lengths)) if engine else len(lengths)
+        assert size == (0 if shares else layers[level] * 2 * 2 * 256 * rows * row[codes])
 
 
 def test_levels_that_see_a_part_of_the_codes():
@@ -81,6 +85,9 @@ def test_levels_that_see_a_part_of_the_codes():
     for levels in (["mxfp4"], ["mxfp4", other(target)]):
         how = {"draft_window": 8, "draft_cache": "int8"}
         assert written(target, inputs, assistant_models=levels, speculation_config=how) == alone
+    engine = {"engine": "cuda"}
+    alone = written(target, inputs, assistant_models=[], speculation_config=engine)
+    assert written(target, inputs, assistant_models=["mxfp4"], speculation_config=how | engine) == alone
 
 
 def test_the_word_changes_what_the_target_computes_and_how_much_it_holds():
@@ -126,7 +133,7 @@ def test_what_stock_decodes_is_said_once(caplog):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("engine", ["cpu", "modules"])
+@pytest.mark.parametrize("engine", ["cpu", "modules", "cuda"])
 def test_past_key_values_go_out_and_come_back_bit_for_bit(dtype, engine):
     model, inputs = coded(dtype=dtype), prompts([20, 20])
     how = {"assistant_models": [], "speculation_config": {"engine": engine}, "return_dict_in_generate": True}
@@ -141,7 +148,7 @@ def test_past_key_values_go_out_and_come_back_bit_for_bit(dtype, engine):
                             **OPTIONS | {"max_new_tokens": 18}, **how)  # fmt: skip
     assert torch.equal(second.sequences, whole.sequences)
     for ours, theirs in zip(second.past_key_values.layers, whole.past_key_values.layers, strict=True):
-        if engine == "cpu":
+        if engine != "modules":
             assert torch.equal(ours.keys, theirs.keys)
             assert torch.equal(ours.values, theirs.values)
     wrong = DynamicCache()
@@ -255,13 +262,22 @@ def test_bad_words_for_drafts(word, error, said):
         hf_mlspec.SpeculationConfig(draft_cache=word)
 
 
-def test_a_draft_on_steps_of_a_gpu_is_refused_before_anything_is_allocated(monkeypatch):
-    target = tiny(seed=2, dtype=torch.float32)
-    how = {"engine": "cuda", "draft_cache": "int8"}
-    with pytest.raises(ValueError, match=r"draft_cache is 'int8', and level .* runs on the 'cuda' engine"):
-        written(target, prompts([9]), assistant_models=[near(target, 0.05)], speculation_config=how)
-    assert hf_mlspec.last_stats(target) is None
-    written(target, prompts([9]), assistant_models=["mxfp4"], speculation_config=how)  # it has no cache of its own
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_plain_target_with_drafts_over_codes_on_steps_of_a_gpu(sampled, captured):
+    """Here over the CPU's ops, in what captured rounds replay and, as a processor reads tokens, step by step."""
+    target, texts, sizes = tiny(seed=2, dtype=torch.bfloat16), [], []
+    level, inputs = near(target, 0.05), prompts([9, 40])
+    slow = {} if captured else {"repetition_penalty": 1.2}
+    for how in (None, {}, {"draft_cache": "int8"}, {"draft_cache": "int8", "draft_window": 8}):
+        torch.manual_seed(1)
+        out = target.generate(**inputs, **OPTIONS | {"do_sample": sampled, **slow},
+                              assistant_models=[] if how is None else [level],
+                              speculation_config={"engine": "cuda", **(how or {})})  # fmt: skip
+        texts.append(out.tolist())
+        sizes += [level.cache_bytes for level in hf_mlspec.last_stats(target).levels]
+    assert texts[1:] == texts[:1] * 3
+    assert sizes[1] * 16 == sizes[0] * 12 == sizes[2] * 16
 
 
 def test_costs_of_one_are_not_those_of_the_other():

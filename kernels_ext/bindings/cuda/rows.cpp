@@ -18,6 +18,7 @@ using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kHeadDimStep = 16, kMaxHeadDim = 256, kVectorBytes = 16;
 constexpr int64_t kScaleBytes = 4;  // behind the codes of a key or value
+constexpr int64_t kChunk = 64;      // slots that attention takes at a time
 const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3}";
 
 mlspec_cuda_row_launch how(const CudaCall& call) { return {call.stream(), call.overlap(), call.capability() >= 90}; }
@@ -240,6 +241,28 @@ const DeviceLimits& limits_of(const CudaCall& call, c10::DeviceIndex device) {
   return limits;
 }
 
+#if MLSPEC_HOPPER
+constexpr int64_t kMostWidened = int64_t(1) << 30;  // bytes; larger caches are read as they are, by the kernel of single steps
+
+int64_t widened_bytes(const mlspec_cuda_cache& cache) { return 4 * cache.batch * cache.kv_heads * cache.slots * cache.dim; }
+
+// A prompt over codes: those of the layer are widened into memory that is given back behind the call.
+void attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention attention, const mlspec_cuda_tokens& tokens,
+                    const mlspec_cuda_cache& cache, const mlspec_cuda_row_launch& launch) {
+  const int64_t padded = (cache.slots + kChunk - 1) / kChunk * kChunk, heads = cache.slots * cache.dim;
+  const Tensor lanes = at::empty({2, cache.batch, cache.kv_heads, cache.slots, cache.dim}, q.options());
+  const Tensor scales = at::empty({2, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
+  mlspec_cuda_cache wide = cache;
+  wide.coded = 0;
+  wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
+  wide.key_head_stride = wide.value_head_stride = heads;
+  wide.key_batch_stride = wide.value_batch_stride = cache.kv_heads * heads;
+  attention.scales = {scales.mutable_data_ptr<float>(), scales.select(0, 1).mutable_data_ptr<float>()};
+  call.check(mlspec_cuda_widen_cache(&tokens, &cache, &wide, &attention.scales, &launch));
+  call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &wide, &launch));
+}
+#endif
+
 Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& starts, const Tensor& counts,
                              double scale, int64_t window, double softcap, int64_t draft_window) {
   constexpr const char* op = "ragged_attention_rows";
@@ -265,8 +288,14 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   const mlspec_cuda_row_launch launch = how(call);
 #if MLSPEC_HOPPER
   if (hopper_serves(call.capability()) && mlspec_cuda_attention_prefill_serves(&attention, &tokens, &cache)) {
-    call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &cache, &launch));
-    return out;
+    if (!cache.coded) {
+      call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &cache, &launch));
+      return out;
+    }
+    if (widened_bytes(cache) <= kMostWidened) {
+      attend_widened(call, q, attention, tokens, cache, launch);
+      return out;
+    }
   }
 #endif
   call.check(mlspec_cuda_ragged_attention_rows(&attention, &tokens, &cache, &launch));

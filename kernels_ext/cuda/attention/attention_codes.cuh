@@ -3,7 +3,7 @@
 // A row is its head's codes and the float32 scale behind them (hf_mlspec/formats/cache.py). 64 rows are a multiple of 16 bytes,
 // whatever their width, so a chunk is copied as it lies. Each warp then widens 16 slots of it to bfloat16, which holds every code.
 // The scale of a key multiplies, in float32, the products of its slot; that of a value the weights of its slot, before they are
-// rounded to bfloat16. The sum of weights is that of the weights as they are. A weight of 0 stays 0 under a scale of NaN.
+// rounded to bfloat16. The sum of weights is that of the weights as they are.
 #pragma once
 
 #include "attention_tile.cuh"
@@ -28,6 +28,11 @@ __device__ __forceinline__ uint32_t widened_pair(uint32_t pair) {
   return wide;
 }
 
+// Four codes -> bfloat16, two in a word.
+__device__ __forceinline__ uint2 widened_codes(uint32_t codes) {
+  return {widened_pair(__byte_perm(codes, 0x43, 0x4140)), widened_pair(__byte_perm(codes, 0x43, 0x4342))};
+}
+
 // The codes of the warp's own 16 slots, as bfloat16: rows of kStride elements, zeros behind the head's. rows, wide: addresses of
 // whole chunks in shared memory.
 template <class Shape>
@@ -46,8 +51,8 @@ __device__ __forceinline__ void widen_slots(uint32_t rows, uint32_t wide, int di
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int place = (batch + i) * kWarp + lane, slot = first + place / kWords, word = place % kWords;
-      store_shared(wide + uint32_t(slot * Shape::kStride + word * 4) * 2, widened_pair(__byte_perm(codes[i], 0x43, 0x4140)),
-                   widened_pair(__byte_perm(codes[i], 0x43, 0x4342)));
+      const uint2 elements = widened_codes(codes[i]);
+      store_shared(wide + uint32_t(slot * Shape::kStride + word * 4) * 2, elements.x, elements.y);
     }
   }
 }
@@ -72,9 +77,8 @@ struct SlotScales {
 #pragma unroll
         for (int e = 0; e < 4; ++e) products[i][n][e] = __fmul_rn(products[i][n][e], of[n][e % 2]);
   }
-  __device__ __forceinline__ float scaled(float weight, float scale) const { return weight == 0.f ? 0.f : __fmul_rn(weight, scale); }
   __device__ __forceinline__ uint32_t operator()(int n, float low, float high) const {
-    return narrowed(scaled(low, of[n][0]), scaled(high, of[n][1]));
+    return narrowed(scaled_weight(low, of[n][0]), scaled_weight(high, of[n][1]));
   }
 };
 

@@ -11,10 +11,13 @@ namespace mlspec {
 namespace {
 
 constexpr int kPrefillRows = 128, kGroups = 2, kPrefillThreads = 128 * (kGroups + 1), kStages = 4;
+constexpr int kCodedRows = 8 * kPrefillRows;  // for fewer it takes longer to widen the codes
 
-// kDim: 64 or 128 elements of a head, in boxes of 64; what is behind its own is zero.
-template <int kDim_>
+// kDim: 64 or 128 elements of a head, in boxes of 64; what is behind its own is zero. kCoded: keys and values are widened codes,
+// whose scales stand aside (attention_codes.cuh says how they count).
+template <int kDim_, bool kCoded_>
 struct PrefillShape {
+  static constexpr bool kCoded = kCoded_;
   static constexpr int kDim = kDim_, kBoxes = kDim / 64, kOutTiles = kDim / 8;
   static constexpr int kQueryBytes = kPrefillRows * kDim * 2, kLaneBytes = kChunk * kDim * 2, kBoxBytes = kChunk * 128;
   static constexpr int kFrontBytes = 1024, kMergedBytes = kPrefillRows * kDim * 4;
@@ -146,6 +149,7 @@ struct Group {
   __device__ __forceinline__ void weigh_chunk(int chunk, float (&scores)[8][4], GroupState<Shape>& state,
                                               float (&factor)[2]) const {
     const int first = chunk * kChunk;
+    if constexpr (Shape::kCoded) scale_products(scales_from(a.scales.keys, first), scores);
     if (a.rule.shaped) {
 #pragma unroll
       for (int j = 0; j < 8; ++j)
@@ -154,6 +158,17 @@ struct Group {
     }
     if (first + kChunk > open_until || first < open_from) hide(first + lane % 4 * 2, limit, a.rule.window_at(first), scores);
     weigh<Shape>(a.rule.slope, scores, state, factor);
+  }
+  // Of this thread's first slot of a chunk.
+  __device__ __forceinline__ const float* scales_from(const float* scales, int first_slot) const {
+    const int64_t slots = (a.cache.slots + kChunk - 1) / kChunk * kChunk;
+    return scales + (tile.batch_row * a.cache.kv_heads + tile.kv_head) * slots + first_slot + lane % 4 * 2;
+  }
+  __device__ __forceinline__ void narrow(int chunk, const float (&scores)[8][4], uint32_t (&weights)[16]) const {
+    if constexpr (Shape::kCoded)
+      narrow_scaled_weights(scales_from(a.scales.values, chunk * kChunk), scores, weights);
+    else
+      narrow_weights(scores, weights);
   }
   __device__ __forceinline__ void write(const Merged<Shape>& merged) const {
     const int row = number * 64 + threadIdx.x % 128 / kWarp * 16 + lane / 4;
@@ -180,7 +195,7 @@ struct Group {
     wgmma_wait<0>();
     release(false, 0);
     weigh_chunk(walk.chunk, scores, state, factor);
-    narrow_weights(scores, weights);
+    narrow(walk.chunk, scores, weights);
     bool begins = true;  // whether the chunk is the first of its rank
     if (number == 1) hand_over();
 #pragma unroll 1
@@ -222,7 +237,7 @@ struct Group {
 #pragma unroll
           for (int e = 0; e < 4; ++e) state.out[n][e] = __fmul_rn(state.out[n][e], factor[e / 2]);
       }
-      narrow_weights(scores, weights);
+      narrow(walk.chunk, scores, weights);
       begins = ends;
     }
     write(merged);
@@ -300,7 +315,8 @@ using namespace mlspec;
 int32_t mlspec_cuda_attention_prefill_serves(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                              const mlspec_cuda_cache* cache) {
   const int64_t rows = tokens->width * (attention->heads / cache->kv_heads), tiles = (rows + kPrefillRows - 1) / kPrefillRows;
-  return !cache->coded && cache->dim <= 128 && rows >= kPrefillRows && tiles * cache->kv_heads * cache->batch >= attention->multiprocessors / 4;
+  if (cache->dim > 128 || tiles * cache->kv_heads * cache->batch < attention->multiprocessors / 4) return 0;
+  return rows >= (cache->coded ? kCodedRows : kPrefillRows);
 }
 
 const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
@@ -308,6 +324,7 @@ const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* at
   AttentionArgs args;
   if (const char* problem = read_arguments(&args, *attention, *tokens, *cache)) return problem;
   if (cache->dim > 128) return "head_dim must be at most 128";
-  if (cache->coded) return "the kernel for prompts reads no codes";
-  return cache->dim <= 64 ? launch<PrefillShape<64>>(args, *how) : launch<PrefillShape<128>>(args, *how);
+  if (cache->coded) return "codes must be widened first";
+  if (args.scales.keys) return cache->dim <= 64 ? launch<PrefillShape<64, true>>(args, *how) : launch<PrefillShape<128, true>>(args, *how);
+  return cache->dim <= 64 ? launch<PrefillShape<64, false>>(args, *how) : launch<PrefillShape<128, false>>(args, *how);
 }

@@ -128,6 +128,27 @@ __device__ __forceinline__ void weigh(float slope, float (&scores)[8][4], GroupS
   }
 }
 
+// Of keys that are widened codes. from: the scale of the thread's first slot.
+__device__ __forceinline__ void scale_products(const float* from, float (&scores)[8][4]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 scales = *reinterpret_cast<const float2*>(from + j * 8);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[j][e] = __fmul_rn(scores[j][e], e % 2 ? scales.y : scales.x);
+  }
+}
+
+// narrow_weights for values that are widened codes.
+__device__ __forceinline__ void narrow_scaled_weights(const float* from, const float (&scores)[8][4], uint32_t (&weights)[16]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 scales = *reinterpret_cast<const float2*>(from + j * 8);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      weights[j * 2 + r] = narrowed(scaled_weight(scores[j][2 * r], scales.x), scaled_weight(scores[j][2 * r + 1], scales.y));
+  }
+}
+
 // As operand A: weights of 16 slots are 4 registers.
 __device__ __forceinline__ void narrow_weights(const float (&scores)[8][4], uint32_t (&weights)[16]) {
 #pragma unroll

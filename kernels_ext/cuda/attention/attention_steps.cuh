@@ -1,4 +1,4 @@
-// How does a block of attention.cu and attention_codes.cu attend, and how many of them are launched?
+// How does a block attend over bfloat16 (attention.cu) or codes (attention_codes.cu), and how many are launched?
 //
 // The order of a row's sums is that of attention_walk.cuh, so a token's bits depend on its position alone: not on width, batch,
 // neighbours or the slots allocated. Groups of four warps take ranks or whole teams side by side and merge through shared memory.

@@ -44,6 +44,9 @@ __device__ __forceinline__ float weight_of(float value, float most, float slope 
   return exp2_approximate(fmaf(value, slope, most == -CUDART_INF_F ? 0.f : -most));
 }
 
+// A weight as it multiplies the codes of a value. One of 0 stays 0 under a scale of NaN: its slot may be no one's.
+__device__ __forceinline__ float scaled_weight(float weight, float scale) { return weight == 0.f ? 0.f : __fmul_rn(weight, scale); }
+
 // Scores are values * slope, in powers of two. Values are products of queries and keys; where those have to be shaped,
 // products * inner, under a softcap tanh(products * inner) * outer.
 struct ScoreRule {

@@ -22,6 +22,7 @@ struct AttentionArgs {
   ScoreRule rule;
   int heads, group;  // query heads, and of one key head
   int tiles, teams, stages;  // teams: blocks that share a tile, 1 or 8
+  mlspec_cuda_scales scales;
 };
 
 inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attention& attention, const mlspec_cuda_tokens& tokens,
@@ -39,7 +40,7 @@ inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attenti
   const ScoreRule rule{shaped ? 1.f : inner, inner, attention.softcap * kLog2E, shaped, capped,
                        int(window), int(window == 0 ? draft : draft == 0 ? window : window < draft ? window : draft)};
   *args = {static_cast<const __nv_bfloat16*>(attention.q), static_cast<__nv_bfloat16*>(attention.out), tokens, cache, rule,
-           int(attention.heads), int(attention.heads / cache.kv_heads), 0, 0, 0};
+           int(attention.heads), int(attention.heads / cache.kv_heads), 0, 0, 0, attention.scales};
   return nullptr;
 }
 

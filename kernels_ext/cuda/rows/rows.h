@@ -61,6 +61,11 @@ typedef struct {
 const char* mlspec_cuda_rope_write_rows(const mlspec_cuda_rotation* rotation, const mlspec_cuda_tokens* tokens,
                                         const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 
+// Of keys and values [batch, kv_heads, slots up to a multiple of 64], or null.
+typedef struct {
+  float *keys, *values;
+} mlspec_cuda_scales;
+
 typedef struct {
   const void* q;  // bfloat16 [batch, width, heads, dim]
   void* out;      // the same
@@ -72,12 +77,16 @@ typedef struct {
   // For tests; 0: chosen from the shapes. Bits are the same.
   int32_t teams;   // blocks that share a tile's keys: 1 or 8
   int32_t groups;  // of warps in a block: 1, or more than 1 for as many as there may be
+  mlspec_cuda_scales scales;  // of a cache that was widened, for the kernel for prompts
 } mlspec_cuda_attention;
 
 const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                               const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 
-// The same bits for many tokens, head_dim up to 128, no codes, compute capability 9.0; whether these shapes are faster there.
+// The same bits for many tokens, head_dim up to 128, compute capability 9.0; whether these shapes are faster there. Of a coded cache
+// the codes that the tokens see are widened first: `wide` is a bfloat16 cache of the same sizes, then given with the scales.
+const char* mlspec_cuda_widen_cache(const mlspec_cuda_tokens* tokens, const mlspec_cuda_cache* cache, const mlspec_cuda_cache* wide,
+                                    const mlspec_cuda_scales* scales, const mlspec_cuda_row_launch* how);
 const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                                  const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 int32_t mlspec_cuda_attention_prefill_serves(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
