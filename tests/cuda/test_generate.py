@@ -293,7 +293,7 @@ def test_steps_that_come_again_are_captured(monkeypatch, target, draft):
     monkeypatch.setattr(CudaSteps, "_capture", counted)
     inputs, slow = asked([9, 4]), {**OPTIONS, "repetition_penalty": 1.3, "max_new_tokens": 300}
     alone = target.generate(**inputs, **slow, assistant_models=[])
-    assert captures == [(2, 1, None)]
+    assert captures == [(2, 1, None, 0)]
     assert torch.equal(target.generate(**inputs, **slow, assistant_models=["mxfp4", draft]), alone)
     assert len(captures) > 2
     monkeypatch.setattr("hf_mlspec.engines.cuda.steps._AFTER", 10**6)

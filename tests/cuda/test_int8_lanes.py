@@ -90,9 +90,9 @@ def test_normed_and_rotated_keys_are_within_a_code():
     states = torch.randn(2, 9, 2, 2, dim).bfloat16()
     written = write(states, angle.cos(), angle.sin(), [3, 20], [9, 9], norm=norm)
     lanes = [torch.full_like(lane, UNTOUCHED) for lane in written]
-    qkv = torch.cat([torch.ones(2, 9, 1, dim), states.flatten(2, 3)], dim=2).bfloat16().flatten(2)
+    qkv = torch.cat([torch.ones(2, 9, 2, dim), states.flatten(2, 3)], dim=2).bfloat16().flatten(2)
     lengths = [torch.tensor(n, dtype=torch.int32) for n in ([3, 20], [9, 9])]
-    ops.rope_write_rows(qkv, None, norm, 1e-6, angle.cos(), angle.sin(), *lengths, *lanes, 1)
+    ops.rope_write_rows(qkv, None, norm, 1e-6, angle.cos(), angle.sin(), *lengths, *lanes, 2)
     assert torch.equal(written[1], lanes[1])
     ours, theirs = dequantize(written[0]), dequantize(lanes[0])
     # A norm that rounds the other way moves an element by a step of bfloat16, and a code by one.
