@@ -34,9 +34,10 @@ from .packing import packed_modules, packed_parameters, put_packed
 from .source import missing_packages
 from .source_config import is_gguf
 from .source_experts import ENDS, MXFP4, SourceExperts
-from .source_layers import by_module, tensors_of
+from .source_layers import by_module, shared_switch, tensors_of
 
-_OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear"}
+_OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear",
+        "lut": "lut_linear"}  # fmt: skip
 _DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
 _INDEXES = ("g_idx", "weight_g_idx")  # the group of every input
 _WITHOUT_MODEL = ("prompt_lookup", "ngram")
@@ -169,8 +170,7 @@ def _put_empty(model: PreTrainedModel, plans: Iterable[LayerPlan]) -> None:
         linear = nn.Linear(*sizes, bias=False, device="meta", dtype=model.dtype)
         linear.bias = bias
         if plan.format:
-            stored = FORMATS[plan.format].stored_bits(**plan.options)
-            switch = switches.setdefault((plan.format, stored), PrecisionSwitch(plan.format, num_planes=stored))
+            switch = shared_switch(switches, plan.format, plan.options)
             linear = PACKINGS[plan.format].linear.empty(linear, name=name, switch=switch, **plan.options)
             linear = linear.transform_(ORDER, {"order": _order(plan)}) if ordered else linear
         model.set_submodule(name, linear.eval())
