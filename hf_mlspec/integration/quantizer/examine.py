@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ... import ops
+from ...checkpoints.anyprecision import AnyPrecisionReader
 from ...checkpoints.layer import LayerPlan, Reader
 from ...checkpoints.readers import PACKAGES, method_of, reader_for
 from ...checkpoints.safetensors_file import StoredTensor
@@ -256,6 +257,8 @@ def _kernels(model: PreTrainedModel) -> dict[str, str]:
 def _stock(method: str) -> str:
     if method == QUANT_METHOD:
         return "with import hf_mlspec"
+    if method == AnyPrecisionReader.method:
+        return "no, it would give the layers new weights"
     missing = missing_packages(method)
     if missing:
         return f"no, it needs {' and '.join(missing)}, not installed here"
