@@ -1,4 +1,4 @@
-"""What does a checkpoint in Any-Precision's layout hold? A folder of it, written bit by bit from the layout's words."""
+"""What does a checkpoint in Any-Precision's layout hold? A folder of it, written bit by bit as the layout says."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def nested_codes(weight: Tensor, parent: int, seed: int) -> tuple[Tensor, dict[int, Tensor]]:
-    """float ``[N, K]`` -> numbers int64 ``[N, K]`` of ``parent`` bits by the rank in their row, and of every width from
-    ``seed`` a table float16 ``[N, 2^b]`` of the means of what shares a number."""
+    """float ``[N, K]`` -> numbers int64 ``[N, K]`` of ``parent`` bits by the rank in their row, and of every width
+    from ``seed`` a table float16 ``[N, 2^b]`` of the means of what shares a number."""
     wide = weight.float()
     ranks = wide.argsort(1).argsort(1)
     codes = ranks * 2**parent // wide.shape[1]
@@ -25,7 +25,7 @@ def nested_codes(weight: Tensor, parent: int, seed: int) -> tuple[Tensor, dict[i
 
 
 def words_of(codes: Tensor, parent: int) -> Tensor:
-    """int32 ``[parent, N, K / 32]``: bit 31 - (8 s + j) of word t of a chunk of T words is its weight 8 T s + 8 t + j."""
+    """int32 ``[parent, N, K / 32]``: bit 31 - (8 s + j) of word t of a chunk of T is its weight 8 T s + 8 t + j."""
     planes = []
     for plane in range(parent):
         bits, chunks = codes >> parent - 1 - plane & 1, []
@@ -38,12 +38,12 @@ def words_of(codes: Tensor, parent: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def write_folder(source: Path, target: Path, parent: int = 4, seed: int = 3, model=None) -> dict[str, dict[int, Tensor]]:
-    """A model, or the one in ``source``, as Any-Precision saves it: every linear but the head. -> the dequantized
-    weights by name and width."""
+def write_folder(source: Path, target: Path, parent: int = 4, seed: int = 3) -> dict[str, dict[int, Tensor]]:
+    """The model in ``source`` as Any-Precision saves it: every linear but the head. -> the dequantized weights by name
+    and width."""
     from transformers import AutoModelForCausalLM
 
-    model = model or AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     state, weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}, {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":

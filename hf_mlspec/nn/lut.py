@@ -37,8 +37,8 @@ class LutLinear(PackedLinear):
         self.num_planes, self.least_planes = weight.num_planes, weight.least_planes
         if (self.switch.num_planes, self.switch.least_planes) != (self.num_planes, self.least_planes):
             raise ValueError(
-                f"{weight.name}: the weight has tables of {self.least_planes} to {self.num_planes} bits, its switch is "
-                f"for {self.switch.least_planes} to {self.switch.num_planes}: make it PrecisionSwitch('lut', "
+                f"{weight.name}: the weight has tables of {self.least_planes} to {self.num_planes} bits, its switch "
+                f"is for {self.switch.least_planes} to {self.switch.num_planes}: make it PrecisionSwitch('lut', "
                 f"num_planes={self.num_planes}, least_planes={self.least_planes})"
             )
 

@@ -11,8 +11,8 @@ from hf_mlspec.formats import LutWeight
 from hf_mlspec.formats.lut import table_columns
 from hf_mlspec.ops.operator import REFERENCES
 
-SHAPES = ((50, 128), (83, 160), (19, 1184), (16, 32))  # out, in: tiles and steps that are not full, several tiles at once
-WIDTHS = ((1, 1), (2, 1), (3, 3), (4, 3), (4, 1), (5, 4), (6, 6), (7, 2), (8, 3))  # stored planes, of the smallest table
+SHAPES = ((50, 128), (83, 160), (19, 1184), (16, 32))  # out, in: tiles and steps that are not full
+WIDTHS = ((1, 1), (2, 1), (3, 3), (4, 3), (4, 1), (5, 4), (6, 6), (7, 2), (8, 3))  # stored, smallest table
 ROWS = (1, 2, 3, 5, 6, 7, 9, 12, 13, 16, 17, 31)
 
 

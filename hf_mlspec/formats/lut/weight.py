@@ -1,4 +1,4 @@
-"""What do bits mean that are looked up in a table per row? Planes of a number's bits, and the values that it stands for.
+"""What do bits mean that are looked up in a table per row? Planes of a number's bits, and the values it stands for.
 
     X.weight_planes  uint8    [B, out, in / 8]         bit B - 1 - p of all numbers; bit i of byte j is element 8 j + i
     X.weight_tables  float16  [out, 2^(B+1) - 2^S]     of each output the values of S bits, of S + 1 ... of B bits
@@ -31,8 +31,8 @@ from ..weight import PackedWeight
 
 INPUTS = 32  # in_features is a multiple of this
 WHY_NOT_QUANTIZED = (
-    "tables are fitted to calibration data by whoever wrote the checkpoint, and are only read here: load a folder that "
-    "has them with hf_mlspec.load, or quantize to 'bitplanes' or 'int4'"
+    "tables are fitted to calibration data by whoever wrote the checkpoint, and are only read here: load a folder "
+    "that has them with hf_mlspec.load, or quantize to 'bitplanes' or 'int4'"
 )
 _DTYPES = (torch.uint8, torch.float16)
 _CHUNK = 1 << 20  # elements whose numbers are in flight

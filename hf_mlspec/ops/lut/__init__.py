@@ -75,8 +75,8 @@ def lut_linear(
     x: Tensor, plane_tiles: Tensor, table_tiles: Tensor, out_features: int, bias: Tensor | None = None, *,
     num_planes: int,
 ) -> Tensor:  # fmt: skip
-    """float x ``[..., in]`` times a weight from ``prepack_lut``, as its first ``num_planes`` planes and their table have
-    it -> ``[..., out]``.
+    """float x ``[..., in]`` times a weight from ``prepack_lut``, as its first ``num_planes`` planes and their table
+    have it -> ``[..., out]``.
 
     x and the values of the table are rounded to bfloat16; products are exact, sums float32.
     """

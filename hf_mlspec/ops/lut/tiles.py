@@ -3,7 +3,7 @@
     on disk    weight_planes [B, out, in / 8], weight_tables [out, columns]
     in tiles   plane_tiles [B, T, in / 32, 64], table_tiles [T, 16, columns]; T = ceil(out / 16)
 
-A step of a tile is four blocks of 32 inputs (the last step may have fewer, n): 64 n bytes, [16 outputs][n blocks][4]. So
+A step of a tile is four blocks of 32 inputs (the last step may have fewer, n): 64 n bytes, [16 outputs][n][4]. So
 16 bytes of a plane are one output's, and a shuffle of bytes looks 16 numbers up in that output's table.
 
     bit q of byte j of a block = element 8 (q % 4) + 4 (q / 4) + 2 (j % 2) + j / 2
@@ -62,7 +62,8 @@ def _in_steps(words: Tensor) -> Tensor:
     count, _, blocks, _ = words.shape
     whole = blocks // STEP * STEP
     steps = words[:, :, :whole].unflatten(2, (-1, STEP)).transpose(1, 2)  # [T, steps, 16, 4 blocks, 4]
-    return torch.cat([steps.reshape(count, whole, PLANE_BYTES), words[:, :, whole:].reshape(count, -1, PLANE_BYTES)], 1)
+    last = words[:, :, whole:].reshape(count, -1, PLANE_BYTES)
+    return torch.cat([steps.reshape(count, whole, PLANE_BYTES), last], 1)
 
 
 def _of_steps(tiles: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _require_tiles(tiles: Tensor, tables: Tensor, out_features: int) -> None:
     fits = tiles.ndim == 4 and tables.ndim == 3 and tiles.shape[3] == PLANE_BYTES and tables.shape[1] == TILE_OUTPUTS
     if not fits or not tiles.shape[1] == tables.shape[0] == num_tiles(out_features):
         raise ValueError(
-            f"unprepack_lut: plane_tiles {list(tiles.shape)} and table_tiles {list(tables.shape)} are not the tiles of "
-            f"{out_features} outputs, [planes, {num_tiles(out_features)}, in / {BLOCK}, {PLANE_BYTES}] and "
+            f"unprepack_lut: plane_tiles {list(tiles.shape)} and table_tiles {list(tables.shape)} are not the tiles "
+            f"of {out_features} outputs, [planes, {num_tiles(out_features)}, in / {BLOCK}, {PLANE_BYTES}] and "
             f"[{num_tiles(out_features)}, {TILE_OUTPUTS}, values]"
         )
