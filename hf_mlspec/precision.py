@@ -49,7 +49,9 @@ FAMILIES: dict[str, Family] = {}
 
 
 def add_family(family: Family) -> None:
-    """Make its words known. ValueError when the name or a word is taken."""
+    """Make its words known; formats may share a family. ValueError when another has the name or a word."""
+    if FAMILIES.get(family.name) is family:
+        return
     taken = {family.name, *family.named} & {word for known in FAMILIES.values() for word in (known.name, *known.named)}
     if taken:
         raise ValueError(f"precision family {family.name!r}: the word {min(taken)!r} is taken, choose another")

@@ -107,6 +107,14 @@ class Weights:
         return ops.prepack_planes(planes, self.repeated(parts.scale))
 
 
+    def lut_tiles(self, bits: int) -> tuple[Tensor, Tensor]:
+        """Tiles of planes and of tables: the means of 2^bits equal shares of a row's weights in their order."""
+        order = self.slab.argsort(1).argsort(1) * 2**bits // self.in_features
+        means = torch.zeros(SLAB, 2**bits).scatter_reduce_(1, order, self.slab, "mean", include_self=False)
+        planes = bitplanes.pack_planes(order.to(torch.uint8), bits).repeat(1, self.out_features // SLAB, 1)
+        return ops.prepack_lut(planes, self.repeated(means.half()))
+
+
 def our_mxfp4(w: Weights, bits: int) -> Contender:
     def run(x, tiles, scales):
         return ops.mxfp4_linear(x, tiles, scales, w.out_features, None, bits)
@@ -178,6 +186,16 @@ def ggml(w: Weights, kind: str, bits: float, folder: Path | None) -> Contender:
     return Contender(f"ggml {kind}", int(w.elements * bits / 8), make)
 
 
+def our_lut(w: Weights, bits: int) -> Contender:
+    def run(x, planes, tables):
+        return ops.lut_linear(x, planes, tables, w.out_features, num_planes=bits)
+
+    make = lambda copies: Ours(w.lut_tiles(bits), run, copies)  # noqa: E731
+    nbytes = w.elements * bits // 8 + w.out_features * 2**bits * 2
+    return Contender(f"{bits} planes with tables x bf16", nbytes, make, ours=True,
+                     largest_error=OF_TWO_PLANES if bits < 4 else LARGEST_ERROR)
+
+
 def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]:
     """Ours for `op` first, then the peers it is compared with: others' kernels, or our own of other formats."""
     if op == "mxfp4_linear":
@@ -192,13 +210,16 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
     elif op == "bitplane_linear":
         ours = [our_planes(w, count) for count in (2, 3, 4, 8)]
         peers = [replace(one, ours=False) for one in (our_int4(w, PLANES_GROUP, 16), our_bf16(w))]
+    elif op == "lut_linear":
+        ours = [our_lut(w, bits) for bits in (2, 3, 4, 8)]
+        peers = [replace(one, ours=False) for one in (our_int4(w, 128, 16), our_planes(w, 4), our_bf16(w))]
     else:
         ours = [our_bf16(w)]
         peers = [torch_bf16(w), ggml(w, "bf16", 16, ggml_folder)]
     return [*ours, *peers]
 
 
-OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear")
+OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear", "lut_linear")
 
 
 def not_compiled() -> str | None:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats import LutWeight
 from ..formats.damage import require_finite
 from .layer import LayerPlan, ReadLayer, Stored, StoredLayer, require_tensor
 
 _CHUNK = 1024  # weights that are permuted together
 _WIDEST = 8
 _WORDS = 1 << 17  # of a plane in flight
-WHY_DENSE = "tables per row and width: no packed module holds them yet"
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,24 @@ def plane_bits(words: Tensor) -> Tensor:
     return torch.cat(out, -1)
 
 
+def plane_bytes(words: Tensor) -> Tensor:
+    """Planes int32 ``[B, N, K / 32]`` -> uint8 ``[B, N, K / 8]``, bit i of byte j that of weight 8 j + i."""
+    places = torch.arange(8, dtype=torch.uint8)
+    out = torch.empty(*words.shape[:2], words.shape[2] * 4, dtype=torch.uint8)
+    step = max(1, _WORDS // max(words.shape[2], 1))
+    for plane, to in zip(words, out, strict=True):
+        for first in range(0, len(plane), step):
+            bits = plane_bits(plane[first : first + step]).unflatten(-1, (-1, 8))
+            to[first : first + step] = (bits << places).sum(-1, dtype=torch.uint8)
+    return out
+
+
 class AnyPrecisionReader:
-    """Reads the widest table of every layer; `layer_of` has all widths."""
+    """Reads every plane and table of a layer, as lookup-table planes."""
 
     method = "anyprec"
     title = "Any-Precision"
+    pickled = True  # such folders hold pytorch_model.bin
 
     def __init__(self, config: AnyPrecisionConfig) -> None:
         self.config = config
@@ -121,19 +134,19 @@ class AnyPrecisionReader:
         return "qweight" in layer.tensors
 
     def plan(self, layer: StoredLayer) -> LayerPlan:
-        """Dense, from the widest table. ValueError or TypeError naming layer and tensor: planes or a table of any
-        width missing, of another shape or dtype, a table with NaN or Inf."""
+        """Lookup-table planes. ValueError or TypeError naming layer and tensor: planes or a table of any width
+        missing, of another shape or dtype, a table with NaN or Inf."""
         stored = self._required(layer)
-        widest = self.config.parent
-        read = {name: stored[name] for name in ("qweight", f"lut{widest}")}
+        seed, parent = self.config.seed, self.config.parent
 
         def read_layer(tensors: Mapping[str, Tensor]) -> ReadLayer:
-            whole = AnyPrecisionLayer(layer.name, tensors["qweight"], {widest: tensors[f"lut{widest}"]})
-            return ReadLayer(whole.dequantize(widest))
+            tables = torch.cat([tensors[f"lut{bits}"] for bits in range(seed, parent + 1)], 1)
+            return ReadLayer(LutWeight(plane_bytes(tensors["qweight"]), tables, layer.name))
 
-        widths = f"{self.config.seed} to {widest}" if self.config.seed < widest else f"{widest}"
+        widths = f"{seed} to {parent}" if seed < parent else f"{parent}"
         stored_as = f"Any-Precision, {widths} bits, a table a row"
-        return LayerPlan(layer, stored_as, read, read_layer, why_dense=WHY_DENSE)
+        options = {"num_planes": parent, "least_planes": seed}
+        return LayerPlan(layer, stored_as, stored, read_layer, "lut", options)
 
     def layer_of(self, layer: StoredLayer) -> AnyPrecisionLayer:
         """The layer with every table; errors as of `plan`."""

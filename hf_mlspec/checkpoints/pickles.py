@@ -14,6 +14,7 @@ import pickletools
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,49 @@ def held_tensors(state: Any, file: Path) -> dict[str, HeldTensor]:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise ValueError(f"{file} holds no state_dict: a mapping of names to tensors was expected")
     return {name: HeldTensor(f"{name} in {file}", value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, eq=False)
+class PickledTensor:
+    """A tensor of a state dict that torch.save wrote, as a `StoredTensor` of a file."""
+
+    name: str
+    tensor: Tensor
+    file: Path
+    begin: int = 0
+
+    @property
+    def end(self) -> int:
+        """Bytes behind ``begin``."""
+        return self.tensor.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the tensor."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def place(self) -> str:
+        """``tensor in file``, for messages."""
+        return f"{self.name} in {self.file}"
+
+    def load(self) -> Tensor:
+        """A copy of the tensor."""
+        return self.tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def pickled_tensors(file: Path) -> list[PickledTensor]:
+    """The tensors of a state dict, none of which is read before it is loaded. ValueError as of `read_pickle`, and
+    naming the file where it is none."""
+    state = read_pickle(file)
+    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError(f"{file} holds no state dict of tensors: give the file of the weights")
+    return [PickledTensor(str(name), tensor, file) for name, tensor in state.items()]
 
 
 def _globals_of_zip(file: Path) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .anyprecision import AnyPrecisionConfig, AnyPrecisionReader
 from .autoround import AutoRoundReader
 from .awq import AwqReader
 from .compressed import CompressedReader
@@ -22,6 +23,10 @@ def _gguf(config: Mapping[str, Any]) -> GgufReader:
     return GgufReader(row_orders(file), file)
 
 
+def _anyprecision(config: Mapping[str, Any]) -> AnyPrecisionReader:
+    return AnyPrecisionReader(AnyPrecisionConfig.of_config(config))
+
+
 READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     GptqReader.method: GptqReader,
     AwqReader.method: AwqReader,
@@ -29,6 +34,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     CompressedReader.method: CompressedReader,
     GgufReader.method: _gguf,
     GptOssReader.method: GptOssReader,
+    AnyPrecisionReader.method: _anyprecision,
 }
 # What stock transformers needs to load such a checkpoint, by import name.
 PACKAGES = {

@@ -1,9 +1,10 @@
 """What the bits of a weight, and of keys and values, mean: one record for each format, in FORMATS and CACHE_FORMATS.
 Pure torch, no state, any device."""
 
-from . import int4, mxfp4, nested, planes
+from . import int4, lut, mxfp4, nested, planes
 from .cache import CACHE_FORMATS, CacheFormat, cache_format, stored_format
 from .int4 import Int4Weight
+from .lut import LutWeight
 from .mxfp4 import Mxfp4Weight
 from .nested import NestedWeight
 from .planes import PlanesWeight
@@ -17,6 +18,7 @@ __all__ = [
     "CastWord",
     "Format",
     "Int4Weight",
+    "LutWeight",
     "Mxfp4Weight",
     "NestedWeight",
     "Option",
@@ -32,5 +34,5 @@ __all__ = [
     "unregister",
 ]
 
-for own in (mxfp4.FORMAT, int4.FORMAT, nested.FORMAT, planes.FORMAT):
+for own in (mxfp4.FORMAT, int4.FORMAT, nested.FORMAT, planes.FORMAT, lut.FORMAT):
     register(own)

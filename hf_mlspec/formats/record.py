@@ -67,8 +67,9 @@ class Format:
     on disk. group: options -> how many weights along ``in`` share a scale and divide it. bits_per_weight:
     options -> bits a weight takes, scales included. families: words of its precisions, those that a switch of such
     layers is called at first. bit_choices: the number of stored weight bits -> what a call can ask for, the finest
-    first; stored_bits: options -> that number. weights_called, remedy: what a message calls the weights that such a
-    level reads, and how a model comes by them. value_checks: part -> what looks for numbers in it that no quantizer
+    first; stored_bits: options -> that number; least_bits: options -> the fewest weight bits of these that are there.
+    weights_called, remedy: what a message calls the weights that such a level reads, and how a model comes by them.
+    value_checks: part -> what looks for numbers in it that no quantizer
     writes (damage.py has some); None: that every floating part is finite.
     """
 
@@ -87,6 +88,7 @@ class Format:
     require_group: Callable[[int, int], None] | None = None  # (group, in_features); None: a group that divides
     options: tuple[Option, ...] = ()
     stored_bits: Callable[..., int] = lambda **options: 8
+    least_bits: Callable[..., int] = lambda **options: 1
     casts: tuple[CastWord, ...] = ()
     cast_activations: Callable[[str], int] = lambda device: 16  # kind of device -> what a cast multiplies by
     level_examples: tuple[str, ...] = ()  # words for levels below such a target, for messages
@@ -97,6 +99,7 @@ class Format:
     experts: bool = False  # whether modules of experts can be held in it
     in_place: bool = False  # whether a model takes it on after it was loaded, instead of tensor by tensor
     stays_whole: bool = False  # whether its tensors only say together what they hold, and cannot be cut
+    why_not_quantized: str = ""  # of one that is only read: why, and what to do instead
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "written", self.written or self.word)
@@ -158,8 +161,11 @@ def register(record: Format) -> Format:
 
 def unregister(word: str) -> None:
     """Make a format unknown again; KeyError when it is not known."""
-    for family in FORMATS.pop(word).families:
-        remove_family(family.name)
+    families = FORMATS.pop(word).families
+    shared = {family.name for record in FORMATS.values() for family in record.families}
+    for family in families:
+        if family.name not in shared:
+            remove_family(family.name)
 
 
 def _words(record: Format) -> Iterator[str]:

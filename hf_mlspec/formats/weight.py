@@ -28,7 +28,8 @@ class PackedWeight(ABC):
     """One linear layer's weight, as saved: a frozen dataclass of a tensor ``weight_<part>`` for each of ``PARTS``, in
     their order, and a ``name`` that is only used in messages."""
 
-    PARTS: ClassVar[type]  # a NamedTuple, codes first; formats with tiles have a part `scale` with a row per output
+    PARTS: ClassVar[type]  # a NamedTuple, codes first
+    ROWS: ClassVar[str] = "scale"  # of formats with tiles the part with a row per output, whose axes tell the layout
     name: str
 
     @classmethod

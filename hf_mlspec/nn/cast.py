@@ -14,7 +14,7 @@ from .expert_modules import is_experts
 from .experts import PackedExperts
 from .packed import PackedLinear
 from .packed_formats import PACKINGS
-from .switch import PrecisionSwitch
+from .switch import PrecisionSwitch, switch_for
 
 _RULE = "ocp_floor"
 
@@ -40,7 +40,7 @@ class Cast:
             options["rule"] = rule
         elif rule != _RULE:
             raise ValueError(f"direct_cast: rule is {rule!r}, {word} has none; leave it out")
-        switch = PrecisionSwitch(record.word, num_planes=record.stored_bits(**options))
+        switch = switch_for(record, options)
         if record.reads_part and activation_bits not in (None, 16):
             raise ValueError(f"direct_cast: activation_bits is {activation_bits!r}, {word} takes 16 (bfloat16)")
         switch.activation_bits = record.cast_activations(device.type) if activation_bits is None else activation_bits

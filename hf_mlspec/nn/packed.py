@@ -26,13 +26,14 @@ class PackedModule(nn.Module, ABC):
     What one adds says how the parts of a name get into tiles and back, `_in_tiles` and `_on_disk`.
 
     They have one of two layouts, on disk and in state_dict() or, from the first forward on, in tiles (ops/tiles*.py;
-    on a GPU with kernels ops/tiles*_cuda.py), told apart by the axes of the scales. A change exchanges the data of the
+    on a GPU with kernels ops/tiles*_cuda.py), told apart by the axes of the part
+    with a row per output (scales, tables). A change exchanges the data of the
     very Parameter objects, so that all views of a model that share them (early_exit) change together.
     """
 
     format: str
     names: tuple[str, ...]
-    disk_axes: int  # of scales on disk; in tiles they have one more
+    disk_axes: int  # of the part with a row per output on disk; in tiles it has one more
 
     def __init__(self, switch: PrecisionSwitch) -> None:
         super().__init__()
@@ -58,13 +59,18 @@ class PackedModule(nn.Module, ABC):
         """Whether the parameters are in tiles."""
         if self.packing.prepack is None:
             return False
-        return self._parameters[f"{self.names[-1]}_scale"].dim() > self.disk_axes
+        return self._rows_part.dim() > self.disk_axes
 
     @property
     def is_lent(self) -> bool:
         """Whether plain tensors stand for the parameters: tensor parallelism puts a process's share there for the time
         of one call. They are not this module's to change."""
-        return type(self._parameters[f"{self.names[-1]}_scale"]) is torch.Tensor
+        return type(self._rows_part) is torch.Tensor
+
+    @property
+    def _rows_part(self) -> torch.Tensor:
+        """The last name's part with a row per output, whose axes tell the layout."""
+        return self._parameters[f"{self.names[-1]}_{self.record.weight.ROWS}"]
 
     def held(self, name: str) -> Parts:
         """The parameters ``<name>_<part>``, in their present layout; None for what the weight does without."""
@@ -121,9 +127,10 @@ class PackedModule(nn.Module, ABC):
                 self.register_parameter(f"{name}_{part}", tensor)
 
     def _hold(self, tensors: list[Parts]) -> None:
-        # The last name's scales come last: other threads look at them to tell the layout.
+        # The last name's part with rows comes last: other threads look at it to tell the layout.
+        last = self.record.weight.ROWS
         for name, parts in zip(self.names, tensors, strict=True):
-            for part, tensor in sorted(zip(self.record.parts, parts, strict=True), key=lambda own: own[0] == "scale"):
+            for part, tensor in sorted(zip(self.record.parts, parts, strict=True), key=lambda own: own[0] == last):
                 if tensor is not None:
                     getattr(self, f"{name}_{part}").data = tensor
 
@@ -308,7 +315,7 @@ class PackedLinear(PackedModule):
 
     def _in_tiles(self, name: str) -> Parts:
         parts = self.parts(name)
-        self._rows = parts.scale.shape[0]  # a row for every output
+        self._rows = getattr(parts, self.record.weight.ROWS).shape[0]  # a row for every output
         return self.packing.prepack(*parts)
 
     def _on_disk(self, name: str) -> Parts:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -29,15 +30,20 @@ class PrecisionSwitch:
     """
 
     def __init__(
-        self, weights: str, activation_bits: int = 16, multiply: str = "fused", *, num_planes: int = _PLANES
-    ) -> None:
+        self, weights: str, activation_bits: int = 16, multiply: str = "fused", *, num_planes: int = _PLANES,
+        least_planes: int = 1,
+    ) -> None:  # fmt: skip
         """weights: "int4", "mxfp4", "nested" or "planes", the format of the layers (a word of FORMATS); num_planes: of
-        planes, how many there are. ValueError for another, or for other bits."""
+        planes, how many there are; least_planes: the fewest that can be read. ValueError for another, or for other
+        bits."""
         if weights not in FORMATS:
             raise ValueError(f"PrecisionSwitch: weights is {weights!r}, choose one of {', '.join(FORMATS)}")
         if type(num_planes) is not int or not 1 <= num_planes <= _PLANES:
             raise ValueError(f"PrecisionSwitch: num_planes is {num_planes!r}, choose 1 to {_PLANES}")
-        self.weights, self.num_planes, self._override = weights, num_planes, _Override()
+        if type(least_planes) is not int or not 1 <= least_planes <= num_planes:
+            raise ValueError(f"PrecisionSwitch: least_planes is {least_planes!r}, choose 1 to {num_planes}")
+        self.weights, self.num_planes, self.least_planes = weights, num_planes, least_planes
+        self._override = _Override()
         self._default = self.bit_choices[0]
         self.activation_bits = activation_bits
         self.multiply = multiply
@@ -50,7 +56,8 @@ class PrecisionSwitch:
     @property
     def bit_choices(self) -> tuple[Bits, ...]:
         """What these weights can be called with, the finest first."""
-        return self.record.bit_choices(self.num_planes)
+        choices = self.record.bit_choices(self.num_planes)
+        return tuple([bits for bits in choices if bits.weight >= self.least_planes])
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -168,13 +175,19 @@ class PrecisionSwitch:
 
     def __reduce__(self) -> tuple:
         """For copy and pickle: an override belongs to a thread and stays behind."""
-        return _switch_at, (self.weights, self.num_planes, self._multiply, self._default)
+        return _switch_at, (self.weights, (self.num_planes, self.least_planes), self._multiply, self._default)
 
     def __repr__(self) -> str:
         if not self.record.reads_part:
             how = f"activation_bits={self.activation_bits}, multiply={self.multiply!r}"
             return f"PrecisionSwitch({self.weights!r}, {how})"
         return f"PrecisionSwitch({self.weights!r}) at {self.precision}"
+
+
+def switch_for(record: Format, options: Mapping[str, Any], activation_bits: int = 16) -> PrecisionSwitch:
+    """A new switch for layers of a format with these options."""
+    stored, least = record.stored_bits(**options), record.least_bits(**options)
+    return PrecisionSwitch(record.word, activation_bits, num_planes=stored, least_planes=least)
 
 
 def filled(bits: Bits, own: Bits) -> Bits:
@@ -207,7 +220,7 @@ def precision_switch(model: nn.Module) -> PrecisionSwitch:
     return next(iter(found.values()))
 
 
-def _switch_at(weights: str, num_planes: int, multiply: str, default: Bits) -> PrecisionSwitch:
-    switch = PrecisionSwitch(weights, multiply=multiply, num_planes=num_planes)
+def _switch_at(weights: str, planes: tuple[int, int], multiply: str, default: Bits) -> PrecisionSwitch:
+    switch = PrecisionSwitch(weights, multiply=multiply, num_planes=planes[0], least_planes=planes[1])
     switch.bits = default
     return switch

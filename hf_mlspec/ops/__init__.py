@@ -13,6 +13,7 @@ from .cuda_library import why_no_cuda_kernels
 from .dense import bf16_linear, f32_linear
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
 from .library import KernelError, kernel_table, why_not_compiled
+from .lut import lut_linear, prepack_lut, unprepack_lut
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, prepack_planes, unprepack_planes
@@ -31,11 +32,13 @@ __all__ = [
     "int4_dequantize",
     "int4_linear",
     "kernel_table",
+    "lut_linear",
     "mxfp4_linear",
     "nested_linear",
     "nested_rows",
     "ordered_rows",
     "prepack_int4",
+    "prepack_lut",
     "prepack_mxfp4",
     "prepack_nested",
     "prepack_planes",
@@ -52,6 +55,7 @@ __all__ = [
     "round_window",
     "silu_mul",
     "unprepack_int4",
+    "unprepack_lut",
     "unprepack_mxfp4",
     "unprepack_nested",
     "unprepack_planes",

@@ -12,7 +12,7 @@ from .attention import MAX_HEAD_DIM as MAX_HEAD_DIM  # mlspec::kMaxHeadDim
 from .library import KernelError, why_not_compiled
 from .rows import ACTIVATIONS
 
-BF16, F32, MXFP4, INT4, NESTED, PLANES = range(6)  # mlspec::WeightFormat
+BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT = range(7)  # mlspec::WeightFormat
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Weight:
 
     format: BF16 or F32 (weight ``[out, in]``), or one whose weight, scale, zero and low are tiles of
     ``ops.prepack_*``. bias: float32 ``[out]``. bits: the layer's own, of the packed formats. codebook and escapes: of
-    NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES. order: int32 ``[in]``, a permutation, of
-    packed weights but NESTED: column i multiplies element order[i] of the input; None: element i.
+    NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES. tables: of LUT, tiles of ``ops.prepack_lut``.
+    order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
+    input; None: element i.
     """
 
     format: int
@@ -40,6 +41,7 @@ class Weight:
     escape_weight: Tensor | None = None
     zero_doubled: int = 0
     order: Tensor | None = None
+    tables: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ def _set_weight(decoder, name: str, weight: Weight) -> None:
     if weight.format == PLANES:
         how = weight.group_size, weight.zero_doubled, weight.bits.weight
         decoder.set_planes(name, *shape, weight.weight, weight.scale, weight.bias, *how)
+        return
+    if weight.format == LUT:
+        decoder.set_lut(name, *shape, weight.weight, weight.tables, weight.bias, weight.bits.weight)
         return
     tensors = weight.weight, weight.scale, weight.zero, weight.bias
     decoder.set_linear(name, weight.format, *shape, *tensors, weight.group_size, weight.bits.activation or 16)

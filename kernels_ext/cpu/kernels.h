@@ -74,6 +74,7 @@ struct mlspec_linear_args {
   int64_t num_planes = 0, stored_planes = 0;  // bit-planes: those to read, those there are
   int64_t plane_bytes = 0;            // from one plane to the next
   int64_t zero_doubled = 0;           // twice the code that means 0
+  int64_t table_columns = 0;          // lookup-table planes: values in all tables of one output
 };
 // Output features [out_begin, out_end) of every row; out_begin is a multiple of 16, out_end too or it is out_features.
 typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t out_begin, int64_t out_end);
@@ -92,6 +93,11 @@ typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t 
 // (t, b, r) belongs to output 16 t + r and to element 32 b + 2 q where q < 16, else 32 b + 2 (q - 16) + 1. The first
 // num_planes are read; c of their bits, the first plane's the highest, with n = 2^(stored_planes - num_planes), means
 //   value = (c * n + (n - 1) / 2 - zero_doubled / 2) * scale, scales as int4's; what four planes mean is a bfloat16.
+
+// Lookup-table planes: planes as above, but of up to four blocks side by side, [ceil(out / 16)][in / 128][16 outputs][blocks][4]
+// bytes, drawn in cpu/lut/lut_linear_tile.h; scale: float16 [ceil(out / 16)][16][table_columns], of each output the tables of
+// S, S + 1 ... stored_planes bits one behind the other. The first num_planes planes are a number of the table of that width, and
+// its value, rounded to bfloat16, is the weight.
 
 // nested: BF16 in 16.25 bits, of which the draft reads 4.25. weight: tiles of nibbles sign << 3 | index; scale: exponent bytes
 // S >= 31 as mxfp4's; low: [ceil(out / 16)][in / 32][4 j][3 k][16 r][2] words. Bits 0..11 of word (j, k, r, h) of a step are the
@@ -179,7 +185,7 @@ struct CpuKernels {
   mlspec_linear_fn mxfp4_linear_int8, mxfp4_linear_bf16;
   mlspec_linear_fn int4_linear_int8, int4_linear_bf16;  // _int8 takes both widths of ACTS_INT
   mlspec_linear_fn nested_linear_int8, nested_linear_bf16, nested_linear_exact;
-  mlspec_linear_fn bitplane_linear;  // ACTS_BF16
+  mlspec_linear_fn bitplane_linear, lut_linear;  // ACTS_BF16
   mlspec_dequantize_fn int4_dequantize;
   mlspec_attention_fn attention;
   mlspec_row_ops row;

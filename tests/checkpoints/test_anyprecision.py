@@ -85,16 +85,19 @@ def test_a_layer_of_many_rows_is_read_in_parts(monkeypatch):
     assert layer.dequantize(5).tolist() == tables[5].gather(1, codes).tolist()
 
 
-def test_a_plan_reads_the_widest_table():
+def test_a_plan_reads_every_table():
     codes, tables = example(4, 96)
     layer = stored(codes, tables, weight=torch.zeros(4, 96).half())  # the original weight may have stayed
     assert READER.holds(layer)
     plan = READER.plan(layer)
-    assert (plan.format, plan.ordered, plan.read_as, set(plan.tensors)) == ("", False, "dense", {"qweight", "lut5"})
-    assert plan.why_dense == "tables per row and width: no packed module holds them yet"
+    assert (plan.format, plan.ordered, dict(plan.options)) == ("lut", False, {"num_planes": 5, "least_planes": 3})
+    assert plan.read_as == "lookup-table planes (num_planes 5, least_planes 3)"
+    assert set(plan.tensors) == {"qweight", "lut3", "lut4", "lut5"}
     assert plan.stored_as == "Any-Precision, 3 to 5 bits, a table a row"
     read = plan.read({name: tensor.load() for name, tensor in plan.tensors.items()})
-    assert torch.equal(read.weight, tables[5].gather(1, codes))
+    for bits in (3, 4, 5):
+        dense = tables[bits].gather(1, codes >> PARENT - bits)
+        assert torch.equal(read.weight.validate().dequantize(torch.float16, bits), dense)
     assert read.order is None
 
 

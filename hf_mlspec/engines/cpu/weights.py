@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from ...formats import Parts
 from ...formats.int4 import Int4Parts
+from ...formats.lut import LutParts
 from ...formats.mxfp4 import BLOCK, Mxfp4Parts
 from ...formats.nested import NestedParts
 from ...formats.planes import PlanesParts
 from ...nn.linear import Int4Linear, Mxfp4Linear
+from ...nn.lut import LutLinear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.planes import PlanesLinear
-from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
+from ...ops.compiled_decoder import BF16, F32, INT4, LUT, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
 from ...ops.tiles import TILE_OUTPUTS
 from ..architecture import UnknownArchitecture, linear_shape, outline, require_format
 from ..slots import order_of, require_one_order, slot_of
@@ -114,6 +116,10 @@ def _planes(linear: PlanesLinear, parts: PlanesParts, shape: dict[str, Any]) -> 
     return Weight(PLANES, parts.planes, scale=parts.scale, **own, **shape)
 
 
+def _lut(linear: LutLinear, parts: LutParts, shape: dict[str, Any]) -> Weight:
+    return Weight(LUT, parts.planes, tables=parts.tables, **shape)
+
+
 def _mxfp4(linear: Mxfp4Linear, parts: Mxfp4Parts, shape: dict[str, Any]) -> Weight:
     return Weight(MXFP4, parts.packed, scale=parts.scale, group_size=BLOCK, **shape)
 
@@ -129,6 +135,7 @@ SLOTS: dict[str, Callable[[Any, Parts, dict[str, Any]], Weight]] = {
     "int4": _int4,
     "nested": _nested,
     "planes": _planes,
+    "lut": _lut,
 }
 
 
@@ -148,10 +155,11 @@ def cut_weight(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:
 def _cut(whole: Weight, first: int, size: int, height: int) -> Weight:
     """Outputs ``first`` to ``first + size`` of a weight whose rows hold ``height`` outputs each."""
     outputs, rows = slice(first, first + size), slice(first // height, (first + size) // height)
-    weight = whole.weight[:, rows] if whole.format == PLANES else whole.weight[rows]
-    scale, zero, low = (None if part is None else part[rows] for part in (whole.scale, whole.zero, whole.low))
+    weight = whole.weight[:, rows] if whole.format in (PLANES, LUT) else whole.weight[rows]
+    beside = {"scale": whole.scale, "zero": whole.zero, "low": whole.low, "tables": whole.tables}
+    beside = {name: None if part is None else part[rows] for name, part in beside.items()}
     bias = None if whole.bias is None else whole.bias[outputs]
-    own = replace(whole, weight=weight, out_features=size, scale=scale, zero=zero, low=low, bias=bias)
+    own = replace(whole, weight=weight, out_features=size, bias=bias, **beside)
     if whole.escape_rows is None:
         return own
     inside = (whole.escape_rows >= first) & (whole.escape_rows < first + size)

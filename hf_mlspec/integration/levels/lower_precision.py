@@ -38,6 +38,11 @@ def lower_precision(target: nn.Module, word: str, precision: Precision | None) -
             f"level {word!r}: the weights of this {type(target).__name__} have {finest.weight} {record.title}; its "
             f"levels are called {_fitting(switch)}"
         )
+    if bits.weight < switch.least_planes:
+        raise ValueError(
+            f"level {word!r}: the weights of this {type(target).__name__} have no table of {bits.weight} bits: its "
+            f"levels are called {_fitting(switch)}"
+        )
     if bits not in switch.bit_choices:
         raise ValueError(
             f"level {word!r}: {record.title} weights take activations of {_listed(switch.choices)} bits, not "

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ...checkpoints.gguf_names import config_of
 from ...checkpoints.layer import LayerPlan, Reader
 from ..levels.load import LOAD_ERRORS, first_line, require_config
-from .checkpoint import Checkpoint, require_own_shards
+from .checkpoint import PICKLED, Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
 from .gpt_oss_loading import is_original_folder
 from .source_config import is_gguf, read_config, source_in
@@ -74,6 +74,8 @@ def read_checkpoint(folder: str, reader: Reader | None = None) -> Checkpoint:
         return checkpoint_of(reader)
     require_own_shards(folder)
     files = sorted(Path(folder).glob("*.safetensors"))
+    if not files and getattr(reader, "pickled", False):
+        files = sorted(Path(folder).glob(f"pytorch_model*{PICKLED}"))
     if not files:
         raise ValueError(f"{folder!r} holds no safetensors file: convert its weights first")
     return Checkpoint.read(files)

@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from ...checkpoints.pickles import pickled_tensors
 from ...checkpoints.safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 from ...formats.damage import ValueCheck
 from ...nn.packed import PackedLinear, PackedModule
 
 # Buffers of older checkpoints that transformers drops without a word.
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+PICKLED = ".bin"  # the ending of a state dict of torch.save
 _SHOWN = 4  # names in a message
 _MOST_DAMAGED = 2  # characters in which a damaged key still shows what it was
 _INDEXES = ("*.safetensors.index*.json", "*.bin.index*.json")
@@ -28,7 +30,7 @@ _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_si
 
 @dataclass
 class Checkpoint:
-    """Safetensors files as their headers describe them."""
+    """Safetensors files as their headers describe them, or state dicts of torch.save."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     checksums: dict[Path, dict[str, str]] = field(default_factory=dict)
@@ -39,7 +41,7 @@ class Checkpoint:
         hold."""
         found = cls()
         for file in map(Path, files):
-            tensors, metadata = read_header(file)
+            tensors, metadata = (pickled_tensors(file), {}) if file.suffix == PICKLED else read_header(file)
             for tensor in tensors:
                 if (other := found.tensors.setdefault(tensor.name, tensor)) is not tensor:
                     raise ValueError(f"{tensor.place} is also in {other.file}: remove the file that does not belong")

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ... import ops
+from ...checkpoints.anyprecision import AnyPrecisionReader
 from ...checkpoints.layer import LayerPlan, Reader
 from ...checkpoints.readers import PACKAGES, method_of, reader_for
 from ...checkpoints.safetensors_file import StoredTensor
@@ -34,9 +35,10 @@ from .packing import packed_modules, packed_parameters, put_packed
 from .source import missing_packages
 from .source_config import is_gguf
 from .source_experts import ENDS, MXFP4, SourceExperts
-from .source_layers import by_module, tensors_of
+from .source_layers import by_module, shared_switch, tensors_of
 
-_OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear"}
+_OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear",
+        "lut": "lut_linear"}  # fmt: skip
 _DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
 _INDEXES = ("g_idx", "weight_g_idx")  # the group of every input
 _WITHOUT_MODEL = ("prompt_lookup", "ngram")
@@ -169,8 +171,7 @@ def _put_empty(model: PreTrainedModel, plans: Iterable[LayerPlan]) -> None:
         linear = nn.Linear(*sizes, bias=False, device="meta", dtype=model.dtype)
         linear.bias = bias
         if plan.format:
-            stored = FORMATS[plan.format].stored_bits(**plan.options)
-            switch = switches.setdefault((plan.format, stored), PrecisionSwitch(plan.format, num_planes=stored))
+            switch = shared_switch(switches, plan.format, plan.options)
             linear = PACKINGS[plan.format].linear.empty(linear, name=name, switch=switch, **plan.options)
             linear = linear.transform_(ORDER, {"order": _order(plan)}) if ordered else linear
         model.set_submodule(name, linear.eval())
@@ -256,6 +257,8 @@ def _kernels(model: PreTrainedModel) -> dict[str, str]:
 def _stock(method: str) -> str:
     if method == QUANT_METHOD:
         return "with import hf_mlspec"
+    if method == AnyPrecisionReader.method:
+        return "no, it would give the layers new weights"
     missing = missing_packages(method)
     if missing:
         return f"no, it needs {' and '.join(missing)}, not installed here"

@@ -18,7 +18,7 @@ from ...nn.experts import PackedExperts
 from ...nn.linear import is_dense
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
-from ...nn.switch import PrecisionSwitch
+from ...nn.switch import PrecisionSwitch, switch_for
 from ...nn.transforms import NONE, transform_named
 from .config import MLSpecConfig
 
@@ -147,8 +147,7 @@ def put_packed(
 
 def switch_of(config: MLSpecConfig) -> PrecisionSwitch:
     """A new switch for layers of the config's format."""
-    stored = config.record.stored_bits(**config.format_settings)
-    return PrecisionSwitch(config.weights, config.activation_bits, num_planes=stored)
+    return switch_for(config.record, config.format_settings, config.activation_bits)
 
 
 def _empty(

@@ -113,6 +113,9 @@ class MLSpecQuantizer(PackedQuantizer):
 
     def _prepare_to_quantize(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
+        if config.record.why_not_quantized:
+            why = config.record.why_not_quantized
+            raise ValueError(f"MLSpecConfig: no model is quantized to {config.format!r}: {why}")
         defaults = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules, add_default_skips=True)
         kept = choose_kept(model, config, defaults)
         require_groups_fit(model, config, kept)

@@ -18,9 +18,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from ...checkpoints.anyprecision import AnyPrecisionReader
 from ...checkpoints.readers import PACKAGES, is_readable, method_of
 from ...nn.replace import attach_quantizer, detach_quantizer
-from .checkpoint import Checkpoint, require_own_shards
+from .checkpoint import PICKLED, Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
 from .packed_quantizer import PackedQuantizer, register
 from .packing import packed_modules
@@ -51,7 +52,8 @@ class SourceQuantizer(PackedQuantizer):
 
     def _read_headers(self, model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Checkpoint:
         files = [str(file) for file in checkpoint_files]
-        if not files or not all(file.endswith(".safetensors") for file in files):
+        endings = (".safetensors", PICKLED) if getattr(self._reader, "pickled", False) else (".safetensors",)
+        if not files or not all(file.endswith(endings) for file in files):
             raise ValueError(
                 f"{self._reader.title} checkpoints are read from safetensors files, here are "
                 f"{sorted({Path(file).suffix for file in files}) or 'none'}: convert them first"
@@ -61,6 +63,7 @@ class SourceQuantizer(PackedQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         convert_layers(model)
+        vars(model.config).pop(AnyPrecisionReader.method, None)  # it describes what the files held
         settings = settings_of(model)
         if settings is not None:
             attach_quantizer(model, settings)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ...checkpoints.anyprecision import AnyPrecisionReader
 from ...checkpoints.gguf import GgufReader
 from ...checkpoints.readers import is_readable, reader_for
 
@@ -110,10 +111,12 @@ def read_config(name: str, options: Mapping[str, Any]) -> PreTrainedConfig:
 
 def source_in(config: PreTrainedConfig, name: str) -> dict[str, Any] | None:
     """The ``quantization_config`` of a folder or hub name as a dict, None where there is none. Older GPTQ folders have
-    it in a file of its own; a hub is not asked for that."""
+    it in a file of its own; a hub is not asked for that. Any-Precision's settings are an entry of the config."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if found is None and getattr(config, AnyPrecisionReader.method, None) is not None:
+        found = {"quant_method": AnyPrecisionReader.method, "anyprec": config.anyprec}
     if found is None:
         found = _older(Path(name) / _OLD_CONFIG)
     return found.to_dict() if isinstance(found, QuantizationConfigMixin) else found

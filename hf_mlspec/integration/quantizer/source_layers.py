@@ -19,7 +19,7 @@ from ...nn.expert_modules import is_experts
 from ...nn.linear import is_dense
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
-from ...nn.switch import PrecisionSwitch
+from ...nn.switch import PrecisionSwitch, switch_for
 from ...nn.transforms import NONE, ORDER
 from .checkpoint import Checkpoint, require_named, require_plain
 from .mapped_memory import let_go
@@ -164,7 +164,7 @@ def convert_layers(model: PreTrainedModel) -> None:
     switches: dict[tuple, PrecisionSwitch] = {}
     ordered = any(module.plan.ordered for _, module in found)
     for name, module in [(name, one) for name, one in model.named_modules() if isinstance(one, SourceExperts)]:
-        model.set_submodule(name, module.packed(name, _switch(switches, "mxfp4", {})))
+        model.set_submodule(name, module.packed(name, shared_switch(switches, "mxfp4", {})))
     bar = logging.tqdm(total=len(found), desc="Reading packed layers", unit="layer", leave=False)
     for name, module in found:
         device = next((parameter.device for parameter in module.parameters()), model.device)
@@ -182,7 +182,7 @@ def _layer(
         wide = nn.Linear(plan.layer.in_features, plan.layer.out_features, bias=False, device="meta")
         wide.weight, wide.bias = nn.Parameter(read.weight.to(dtype), requires_grad=False), source.bias
         return wide.train(training)
-    switch = _switch(switches, plan.format, plan.options)
+    switch = shared_switch(switches, plan.format, plan.options)
     packed: PackedLinear = PACKINGS[plan.format].linear(read.weight, source.bias, switch)
     if ordered:
         order = torch.arange(plan.layer.in_features) if read.order is None else read.order
@@ -190,9 +190,10 @@ def _layer(
     return packed.train(training)
 
 
-def _switch(switches: dict[tuple, PrecisionSwitch], format: str, options: Mapping[str, Any]) -> PrecisionSwitch:
-    stored = FORMATS[format].stored_bits(**options)
-    return switches.setdefault((format, stored), PrecisionSwitch(format, num_planes=stored))
+def shared_switch(switches: dict[tuple, PrecisionSwitch], format: str, options: Mapping[str, Any]) -> PrecisionSwitch:
+    """That of ``switches`` for layers of a format with these options; a new one is added."""
+    made = switch_for(FORMATS[format], options)
+    return switches.setdefault((format, made.bit_choices), made)
 
 
 def _expert_sources(model: nn.Module, checkpoint: Checkpoint) -> dict[str, SourceExperts]:
@@ -217,7 +218,8 @@ def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
 
 def layer_settings(module: PackedModule) -> tuple[tuple[str, Any], ...]:
     """Names and values of the settings of the MLSpecConfig that describes one packed module."""
-    names = {"int4": ("group_size", "symmetric"), "planes": ("group_size", "num_planes")}
+    names = {"int4": ("group_size", "symmetric"), "planes": ("group_size", "num_planes"),
+             "lut": ("num_planes", "least_planes")}  # fmt: skip
     own = {name: getattr(module, name) for name in names.get(module.format, ())}
     own |= {} if getattr(module, "transform", NONE) is NONE else {"transform": module.transform.word}
     return ("format", module.record.written), *own.items()

@@ -127,6 +127,17 @@ class DecoderObject : public torch::CustomClassHolder {
     put(name, linear, bias);
   }
 
+  // The same for lookup-table planes.
+  void set_lut(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& table_tiles,
+               const MaybeTensor& bias, int64_t num_planes) {
+    mlspec::Linear linear = mlspec::lut_linear(name, plane_tiles, table_tiles, in, out);
+    linear.own = {num_planes, 16};
+    mlspec::check_bits(linear, linear.own, name + ": ");
+    hold(plane_tiles);
+    hold(table_tiles);
+    put(name, linear, bias);
+  }
+
   // Of the linear `name`, which was set before: column i of its weight multiplies element order[i] of the input. int32 [in].
   // Where another linear of the layer has an equal one it is that one: which linears share their inputs, addresses tell.
   void set_order(const std::string& name, const Tensor& order) {
@@ -279,6 +290,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)
+      .def("set_lut", &DecoderObject::set_lut)
       .def("set_order", &DecoderObject::set_order)
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)

@@ -1,8 +1,10 @@
-// Which weights of many precisions may a compiled decoder hold, and what may a call ask of a linear? Nested BF16, bit-planes.
+// Which weights of many precisions may a compiled decoder hold, and what may a call ask of a linear? Nested BF16, bit-planes, and
+// those with tables.
 #pragma once
 #include <string>
 
 #include "decoder_tensors.h"
+#include "lut.h"
 #include "planes.h"
 
 namespace mlspec {
@@ -68,6 +70,27 @@ inline Linear planes_linear(const std::string& name, const at::Tensor& planes, c
   return linear;
 }
 
+// plane_tiles as of bit-planes; table_tiles [tiles, 16, the tables of an output], as ops/lut/tiles.py has them.
+inline Linear lut_linear(const std::string& name, const at::Tensor& planes, const at::Tensor& tables, int64_t in, int64_t out) {
+  TORCH_CHECK_VALUE(in % kBlock == 0, name, ": lookup-table planes take in_features a multiple of ", kBlock, ", not ", in);
+  const int64_t tiles = (out + kTileOutputs - 1) / kTileOutputs, stored = planes.dim() == 4 ? planes.size(0) : 0;
+  const int64_t columns = tables.dim() == 3 ? tables.size(2) : 0;
+  TORCH_CHECK_VALUE(stored >= 1 && stored <= kMaxPlanes && least_planes_of(stored, columns), name, ".plane_tiles has shape ",
+                    planes.sizes(), " and table_tiles ", tables.sizes(), ", expected [B, ", tiles, ", ", in / kBlock, ", ",
+                    kPlaneBytes, "] with B from 1 to ", kMaxPlanes, " and [", tiles, ", 16, 2^(B+1) - 2^S]");
+  check_plain(planes.select(0, 0), name + ".plane_tiles[0]", at::kByte, {tiles, in / kBlock, kPlaneBytes});
+  TORCH_CHECK_VALUE(stored == 1 || planes.stride(0) >= planes.numel() / stored, name, ".plane_tiles: one plane of ",
+                    planes.numel() / stored, " bytes begins ", planes.stride(0), " behind the one before it");
+  check_plain(tables, name + ".table_tiles", at::kHalf, {tiles, kTileOutputs, columns});
+  Linear linear;
+  linear.format = WeightFormat::kLut;
+  linear.weight = planes.const_data_ptr();
+  linear.scale = tables.const_data_ptr();
+  linear.in_features = in, linear.out_features = out;
+  linear.stored_planes = stored, linear.plane_bytes = planes.stride(0), linear.table_columns = columns;
+  return linear;
+}
+
 // What a call asks of a linear, 0: what it is set to; `what` names the linear in the message.
 inline void check_bits(const Linear& linear, Bits asked, const std::string& what) {
   const Bits bits = linear.at(asked);
@@ -95,6 +118,15 @@ inline void check_bits(const Linear& linear, Bits asked, const std::string& what
                         ", or 0 for each layer's own");
       TORCH_CHECK_VALUE(bits.activation == 16, what, "activation_bits is ", bits.activation,
                         ", choose 16 for bit-planes, or 0 for each layer's own");
+      return;
+    case WeightFormat::kLut: {
+      const int64_t least = least_planes_of(linear.stored_planes, linear.table_columns);
+      TORCH_CHECK_VALUE(bits.weight >= least && bits.weight <= linear.stored_planes, what, "weight_bits is ", bits.weight,
+                        ", the weight has tables of ", least, " to ", linear.stored_planes,
+                        " bits: choose one of these, or 0 for each layer's own");
+      TORCH_CHECK_VALUE(bits.activation == 16, what, "activation_bits is ", bits.activation,
+                        ", choose 16 for lookup-table planes, or 0 for each layer's own");
+    }
   }
 }
 

@@ -6,7 +6,7 @@
 
 namespace mlspec {
 
-enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3, kNested = 4, kPlanes = 5 };
+enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3, kNested = 4, kPlanes = 5, kLut = 6 };
 
 // Of weights and activations. 0 in what a call asks for: each layer's own.
 struct Bits {
@@ -34,7 +34,8 @@ struct Linear {
   const uint8_t* low = nullptr;       // nested
   const uint8_t* codebook = nullptr;
   EscapedRows escaped;
-  int64_t stored_planes = 0, plane_bytes = 0, zero_doubled = 0;  // bit-planes
+  int64_t stored_planes = 0, plane_bytes = 0, zero_doubled = 0;  // bit-planes, of which those with tables have no zero
+  int64_t table_columns = 0;  // lookup-table planes
   // [in], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of packed
   // weights that are not nested.
   const int32_t* order = nullptr;
@@ -46,7 +47,7 @@ struct Linear {
   Bits at(Bits asked) const {
     if (!is_packed()) return own;
     const int64_t weight = asked.weight ? asked.weight : own.weight;
-    if (format == WeightFormat::kPlanes || (format == WeightFormat::kNested && weight == 16))
+    if (format == WeightFormat::kPlanes || format == WeightFormat::kLut || (format == WeightFormat::kNested && weight == 16))
       return {weight, asked.activation ? asked.activation : 16};
     return {weight, asked.activation ? asked.activation : own.activation};
   }

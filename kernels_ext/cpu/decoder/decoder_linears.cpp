@@ -71,6 +71,7 @@ mlspec_linear_fn Decoder::kernel_for(const Linear& linear) const {
     case WeightFormat::kMxfp4: return integer ? kernels.mxfp4_linear_int8 : kernels.mxfp4_linear_bf16;
     case WeightFormat::kInt4: return integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16;
     case WeightFormat::kPlanes: return kernels.bitplane_linear;
+    case WeightFormat::kLut: return kernels.lut_linear;
     case WeightFormat::kNested: break;
   }
   if (bits.weight == 16) return kernels.nested_linear_exact;
@@ -90,7 +91,7 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
     const Linear& part = *parts[i];
     args[i] = {part.weight, part.scale, part.zero, part.group, part.bias, &acts, y + column, stride, accumulate,
                part.in_features, part.out_features, part.low, part.codebook, part.at(work_->bits).weight,
-               part.stored_planes, part.plane_bytes, part.zero_doubled};
+               part.stored_planes, part.plane_bytes, part.zero_doubled, part.table_columns};
     compute[i] = kernel_for(part);
     escapes[i] = has_escapes(part);
     any_escapes |= escapes[i];
