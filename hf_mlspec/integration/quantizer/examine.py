@@ -35,6 +35,7 @@ from .source import missing_packages
 from .source_config import is_gguf
 from .source_experts import ENDS, MXFP4, SourceExperts
 from .source_layers import by_module, tensors_of
+from .source_mixtures import SourceMixture
 
 _OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear"}
 _DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
@@ -154,6 +155,10 @@ def _foreign(folder: str, reader: Reader, checkpoint: Checkpoint) -> tuple[PreTr
             stored = sum(tensor.nbytes for own, tensor in module.named_parameters() if own.endswith(ENDS))
             model.set_submodule(name, held.eval())
             found.append(("MXFP4, experts", _codes(held), stored, FORMATS[MXFP4].title, ""))
+        elif isinstance(module, SourceMixture):
+            weights = sum(one.layer.in_features * one.layer.out_features for one in module.each())
+            found.append((module.stored_as, weights, module.stored_bytes, module.read_as, module.choice.why))
+            model.set_submodule(name, module.empty().eval())
     _put_empty(model, plans)
     return model, _grouped(found)
 
