@@ -64,6 +64,10 @@ def rounded(
 def bit_stream(codes: np.ndarray, bits: int) -> torch.Tensor:
     """[rows, n] -> int32 [rows, ceil(n * bits / 32)]: a number of Python for each row, cut into words."""
     words = -(-codes.shape[1] * bits // 32)
+    if codes.shape[1] * bits % 32 == 0 and 32 % bits == 0:  # the same, where no code lies across two words
+        shifts = np.arange(0, 32, bits, dtype=np.int64)
+        whole = (codes.reshape(len(codes), words, -1).astype(np.int64) << shifts).sum(-1)
+        return torch.from_numpy(whole.astype(np.uint32).view(np.int32).copy())
     rows = []
     for row in codes.tolist():
         number = sum(value << (bits * place) for place, value in enumerate(row))
@@ -106,6 +110,30 @@ def awq_rows(codes: Codes, spare: int = 0) -> dict[str, torch.Tensor]:
     zero, scale = np.zeros((rows, 8 * width), codes.zero.dtype), torch.zeros(rows, 8 * width, dtype=codes.scale.dtype)
     zero[:, :groups], scale[:, :groups] = codes.zero, codes.scale
     return {"qweight": bit_stream(codes.code, 4), "qzeros": bit_stream(zero, 4), "scales": scale}
+
+
+def awq_four_rows(codes: Codes, spare: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of a layer, as AutoAWQ saves them in its version "gemv_fast". spare: rows of scales
+    more than groups need."""
+    rows, inputs = codes.code.shape
+    of_pair = [0, 1, 8, 9, 16, 17, 24, 25]
+    run = [first + of_pair[place] for first in (0, 2, 4, 6) for place in (0, 2, 4, 6, 1, 3, 5, 7)]
+    words = np.zeros((rows // 4, inputs), np.int64)
+    for four in range(rows // 4):
+        for block in range(inputs // 64):
+            beside = [
+                codes.code[4 * four + row, 64 * block + 32 * half + place]
+                for row in range(4) for half in (0, 1) for place in run
+            ]  # fmt: skip
+            for word in range(64):
+                words[four, 64 * block + word] = sum(int(beside[4 * word + i]) << (4 * i) for i in range(4))
+    count = codes.zero.shape[1]
+    scales = torch.zeros(-(-count // 8) * 8 + spare, rows, dtype=codes.scale.dtype)
+    products = torch.zeros_like(scales)
+    scales[:count] = codes.scale.t()
+    products[:count] = -(codes.scale.float() * torch.from_numpy(codes.zero).float()).to(scales.dtype).t()
+    qweight = torch.from_numpy(words.astype(np.uint16).view(np.int16).copy())
+    return {"qweight": qweight, "qzeros": products, "scales": scales}
 
 
 def autoround(codes: Codes, bits: int, packing: str) -> dict[str, torch.Tensor]:

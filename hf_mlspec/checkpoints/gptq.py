@@ -50,7 +50,7 @@ class GptqReader:
         self._first_version = layout == _V1
         self._dynamic = bool(config.get("dynamic"))
         self._bits = config.get("bits")
-        self._size = None if self._dynamic else config.get("group_size")
+        self._size = config.get("group_size")
         self._act_order = bool(config.get("desc_act"))
 
     def holds(self, layer: StoredLayer) -> bool:
@@ -88,11 +88,18 @@ class GptqReader:
         return bits
 
     def _groups(self, layer: StoredLayer, bits: int) -> Groups:
-        size, scale = column_scales(layer, self._size)
+        size, scale = column_scales(layer, self._size_of(layer))
         count = scale.shape[1]
         zeros = require_tensor(layer, "qzeros", (torch.int32,), (count, -(-layer.out_features * bits // 32)))
         zero = self._zeros(zeros.load(), bits, layer.out_features, zeros.place)
         return Groups.of(bits, size, scale, zero.t().contiguous(), self._order(layer, size))
+
+    def _size_of(self, layer: StoredLayer) -> object:
+        """The config's size of a group; None where a rule of its own may give the layer another, which shapes tell."""
+        there = layer.tensors.get("scales")
+        if not self._dynamic or there is None or not isinstance(self._size, int) or self._size <= 0:
+            return None if self._dynamic else self._size
+        return self._size if there.shape[:1] == (-(-layer.in_features // self._size),) else None
 
     def _order(self, layer: StoredLayer, size: int) -> Tensor | None:
         """Of act-order. Without it files may leave the groups of inputs out, empty or all 0: they are consecutive."""

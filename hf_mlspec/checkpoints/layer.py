@@ -58,6 +58,11 @@ class StoredLayer:
     out_features: int
     tensors: Mapping[str, Stored]
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(_nbytes(tensor) for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True)
 class ReadLayer:
@@ -94,7 +99,7 @@ class LayerPlan:
     @property
     def stored_bytes(self) -> int:
         """Of all the layer's tensors."""
-        return sum(_nbytes(tensor) for tensor in self.layer.tensors.values())
+        return self.layer.stored_bytes
 
     @property
     def bits_per_weight(self) -> float:

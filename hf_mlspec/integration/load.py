@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .quantizer.checkpoint import stored_dtype
 from .quantizer.gguf_loading import load_gguf
 from .quantizer.gpt_oss_loading import is_original_folder, load_original
+from .quantizer.research import require_no_research
 from .quantizer.source_config import find_gguf, loading_options, read_config
 
 
@@ -28,6 +29,7 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
     if file is not None:
         options.pop("gguf_file", None)
         return _ready(load_gguf(file, dtype=dtype, **options))
+    require_no_research(path)
     if is_original_folder(path):
         return _ready(load_original(path, dtype=dtype, **options))
     reading = loading_options(path, options)

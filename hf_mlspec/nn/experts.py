@@ -104,6 +104,17 @@ class PackedExperts(PackedModule):
         parts = zip(self.record.parts, _stacked(quantize, (dense,)), strict=True)
         return {f"{key}_{part}": tensor for part, tensor in parts if tensor is not None}
 
+    @property
+    def group_size(self) -> int:
+        """Weights along the inputs that share a scale, the same in every projection."""
+        key = self.names[-1]
+        return self.original.sizes[key][1] // self._parameters[f"{key}_scale"].shape[2]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether there are no zero points."""
+        return self._parameters.get(f"{self.names[-1]}_zero") is None
+
     def validate(self, name: str = "experts") -> PackedExperts:
         """Itself, or the error of the format's weight for the first expert's that is damaged."""
         for key, sizes in self.original.sizes.items():

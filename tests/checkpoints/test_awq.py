@@ -8,7 +8,7 @@ import torch
 
 from hf_mlspec.checkpoints.awq import AwqReader
 from tests.checkpoints.memory import read, stored, values
-from tests.foreign_checkpoints import awq, awq_rows, rounded
+from tests.foreign_checkpoints import awq, awq_four_rows, awq_rows, rounded
 
 INPUTS, OUTPUTS = 256, 48
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -132,12 +132,60 @@ def test_damage_is_named(change, error, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": "gemv_fast"}, "version 'gemv_fast', 'gemm' and 'gemv' are read"),
-        ({"format": "gemv"}, "of version 'gemv', 'gemm' and 'gemv' are read"),  # and CONFIG's version is "gemm"
-        ({"version": "gemv", "format": "marlin"}, "of version 'marlin', 'gemm' and 'gemv' are read"),
+        ({"version": "llm-awq"}, "version 'llm-awq', gemm, gemv, gemv_fast are read"),
+        ({"format": "gemv"}, "of version 'gemv', gemm, gemv, gemv_fast are read"),  # and CONFIG's version is "gemm"
+        ({"version": "gemv", "format": "marlin"}, "of version 'marlin', gemm, gemv, gemv_fast are read"),
         ({"bits": 8}, "8 bits"),
     ],
 )
 def test_other_versions_are_named(change, said):
     with pytest.raises(ValueError, match=said):
         AwqReader({**CONFIG, **change})
+
+
+FAST = {**CONFIG, "version": "gemv_fast"}
+
+
+@pytest.mark.parametrize("spare", [0, 8])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_four_rows_in_a_word_have_the_same_values(size, symmetric, spare, monkeypatch):
+    monkeypatch.setattr("hf_mlspec.checkpoints.awq.ROWS", 5 * 4 * INPUTS)  # parts, the last a smaller one
+    codes, _ = layer_of(size, symmetric)
+    tensors, told = awq_four_rows(codes, spare), -1 if size == INPUTS else size
+    plan, layer = read(AwqReader({**FAST, "group_size": told}), stored(tensors, INPUTS, OUTPUTS))
+    assert torch.equal(values(layer, torch.float16), codes.values)
+    assert plan.options == {"group_size": min(size, 128), "symmetric": symmetric}
+
+
+def test_where_the_layout_has_one_code_of_four_rows():
+    """Row 6, input 64 + 32 + 13: word 64 + 40 + ... by hand. 13 = 8 * 1 + 2 * 2 + 1 lies at 8 * 2 + 4 * 1 + 1 = 21 of
+    its 32, at 2 * 64 + 32 + 21 = 181 of the four rows' 256: nibble 1 of word 45."""
+    codes, _ = layer_of(symmetric=True)
+    tensors = awq_four_rows(codes)
+    tensors["qweight"].zero_()
+    tensors["qweight"][1, 64 + 45] = 5 << 4
+    _, layer = read(AwqReader(FAST), stored(tensors, INPUTS, OUTPUTS))
+    found = values(layer, torch.float32) / codes.scale.float().repeat_interleave(64, 1)
+    assert (found + 8).round().nonzero().tolist() == [[6, 109]]
+    assert round(float(found[6, 109]) + 8) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda t: t["qzeros"][0, 3].add_(0.01), ValueError, "1 numbers .* zero point.* output 3 in"),
+        (lambda t: t["qzeros"][1].fill_(float("nan")), ValueError, "48 numbers that are no scale"),
+        (lambda t: t["scales"][0, 0].fill_(float("inf")), ValueError, "NaN or Inf"),
+        (lambda t: t.update(qweight=t["qweight"][:-1]), ValueError, r"has shape \[11, 256\]"),
+        (lambda t: t.update(qweight=t["qweight"].int()), TypeError, "torch.int32, expected torch.int16"),
+        (lambda t: t.update(qzeros=t["qzeros"][:-1]), ValueError, "qzeros .* has shape"),
+        (lambda t: t.pop("qzeros"), ValueError, "qzeros is missing"),
+    ],
+)  # fmt: skip
+def test_damage_of_four_rows_is_named(change, error, said):
+    codes, _ = layer_of()
+    tensors = awq_four_rows(codes)
+    change(tensors)
+    with pytest.raises(error, match=said):
+        read(AwqReader(FAST), stored(tensors, INPUTS, OUTPUTS))

@@ -281,26 +281,6 @@ def test_a_config_without_quantized_layers_is_named(tmp_path):
         hf_mlspec.load(folder)
 
 
-def test_quantized_experts_are_named(tmp_path):
-    from transformers import MixtralConfig
-
-    config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                           num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    folder = tmp_path / "mixtral"
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    found = next(key for key in tensors if key.endswith("experts.0.w1.weight"))
-    codes = rounded(tensors.pop(found), 4, 32, True)
-    tensors |= {f"{found.removesuffix('weight')}{key}": tensor for key, tensor in gptq(codes, 4).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    stored = json.loads((folder / "config.json").read_text())
-    own = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (folder / "config.json").write_text(json.dumps({**stored, **own}))
-    with pytest.raises(ValueError, match=r"experts .* are quantized \(GPTQ\), which is not read yet.*0.w1"):
-        hf_mlspec.load(folder)
-
-
 @pytest.mark.parametrize(
     ("own", "said"),
     [

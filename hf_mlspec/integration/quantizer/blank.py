@@ -15,6 +15,7 @@ from ..levels.load import LOAD_ERRORS, first_line, require_config
 from .checkpoint import PICKLED, Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
 from .gpt_oss_loading import is_original_folder
+from .research import require_no_research
 from .source_config import is_gguf, read_config, source_in
 from .source_layers import put_sources, require_sources_fit
 
@@ -56,6 +57,7 @@ def quantization_of(name: str) -> dict[str, Any] | None:
     if is_gguf(name):
         return {"quant_method": "gguf", "file": name}
     require_config(name, repr(name))
+    require_no_research(name)
     if is_original_folder(name):
         raise ValueError(
             f"{name!r} is in the original layout of gpt-oss, which is neither inspected nor converted: "

@@ -206,16 +206,21 @@ def _by_name_in_model(
 ) -> tuple[dict[str, StoredTensor], set[str]]:
     """Stored tensors by the names under which transformers will load them, and those names that several tensors will
     be merged into, of which one is given."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    conversions = conversions_of(model)
     found, merged = {}, set()
     for name, tensor in checkpoint.tensors.items():
         if name not in expected:
-            name, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+            name, pattern = rename_source_key(name, *conversions, model.base_model_prefix, expected)
             merged |= {name} if pattern is not None else set()
         found[name] = tensor
     return found, merged
+
+
+def conversions_of(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """What transformers does to the names and the tensors of files of ``model``."""
+    entries = get_model_conversion_mapping(model)
+    renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in entries if isinstance(entry, WeightConverter)]
 
 
 def _require_complete(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,12 @@ from .checkpoint import Checkpoint, require_packed, require_plain
 from .config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import escapes_of, tied_to_tables
 from .packing import packed_modules, packed_parameters, put_packed
+from .research import Research, research_of
 from .source import missing_packages
 from .source_config import is_gguf
 from .source_experts import ENDS, MXFP4, SourceExperts
 from .source_layers import by_module, shared_switch, tensors_of
+from .source_mixtures import SourceMixture
 
 _OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear",
         "lut": "lut_linear"}  # fmt: skip
@@ -93,6 +96,9 @@ def examine(folder: str) -> Examined:
     require_folder(folder)
     if not Path(folder).is_dir() and not is_gguf(folder):
         raise ValueError(f"{folder!r} is no folder: give that of a checkpoint, or a GGUF file")
+    research = research_of(folder)
+    if research is not None:
+        return _research(folder, research)
     found = quantization_of(folder)
     method, kept = method_of(found), ""
     reader = None if found is None or method == QUANT_METHOD else reader_for(found)
@@ -116,6 +122,23 @@ def examine(folder: str) -> Examined:
         weights=_weights(model), layers=layers,
         dense=sorted(name for name, module in model.named_modules() if is_dense(module)),
         engines=engines, kernels=_kernels(model), stock=_stock(method), levels=_levels(model),
+    )  # fmt: skip
+
+
+def _research(folder: str, found: Research) -> Examined:
+    """Of a folder that becomes no model, so that nothing runs it."""
+    checkpoint = read_checkpoint(folder)
+    floats = [t for t in checkpoint.tensors.values() if t.dtype is not None and t.dtype.is_floating_point]
+    layers = _grouped(found.layers(checkpoint.tensors))
+    stored = sum(map(_bytes, checkpoint.tensors.values()))
+    return Examined(
+        folder=folder, method=str(found.config.get("model_type", "")), title=found.title,
+        model_class=next(iter(found.config.get("architectures") or ()), "no model"),
+        dtype=str(floats[0].dtype).removeprefix("torch.") if floats else "", kv_cache="",
+        files=len(checkpoint.checksums), stored_bytes=stored,
+        weights=sum(own.weights for own in layers) + sum(math.prod(tensor.shape) for tensor in floats), layers=layers,
+        dense=[], engines={"cpu": f"nothing: {found.why}; {found.reader} dequantizes it"}, kernels={}, stock="no",
+        levels=[],
     )  # fmt: skip
 
 
@@ -156,6 +179,10 @@ def _foreign(folder: str, reader: Reader, checkpoint: Checkpoint) -> tuple[PreTr
             stored = sum(tensor.nbytes for own, tensor in module.named_parameters() if own.endswith(ENDS))
             model.set_submodule(name, held.eval())
             found.append(("MXFP4, experts", _codes(held), stored, FORMATS[MXFP4].title, ""))
+        elif isinstance(module, SourceMixture):
+            weights = sum(one.layer.in_features * one.layer.out_features for one in module.each())
+            found.append((module.stored_as, weights, module.stored_bytes, module.read_as, module.choice.why))
+            model.set_submodule(name, module.empty().eval())
     _put_empty(model, plans)
     return model, _grouped(found)
 

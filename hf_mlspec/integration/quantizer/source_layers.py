@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .checkpoint import Checkpoint, require_named, require_plain
 from .mapped_memory import let_go
 from .packing import packed_modules
 from .source_experts import SourceExperts, source_experts
+from .source_mixtures import SourceMixture, names_in_model, source_mixtures
 
 _LARGE = 1 << 20  # bytes of a tensor whose mapped pages are worth letting go
 
@@ -62,10 +64,11 @@ class SourceLinear(nn.Module):
 
 
 def plan_layers(
-    model: nn.Module, reader: Reader, checkpoint: Checkpoint, required: bool = True
+    model: nn.Module, reader: Reader, checkpoint: Checkpoint, required: bool = True, taken: Collection[str] = ()
 ) -> list[LayerPlan]:
-    """A plan of every quantized linear layer of ``model``, checked. ValueError or TypeError naming what does not fit;
-    for quantized experts of a kind that is not read; and, if one is required, where no layer is quantized."""
+    """A plan of every quantized linear layer of ``model``, checked. taken: names of layers in the files that others
+    read. ValueError or TypeError naming what does not fit; for quantized experts of a kind that is not read; and, if
+    one is required, where no layer is quantized."""
     stored = by_module(checkpoint.tensors)
     plans = []
     for name, module in model.named_modules():
@@ -74,7 +77,8 @@ def plan_layers(
         layer = StoredLayer(name, module.in_features, module.out_features, tensors_of(name, stored, model))
         if reader.holds(layer):
             plans.append(reader.plan(layer))
-    left = {name: own for name, own in stored.items() if not isinstance(_module(model, name), nn.Embedding)}
+    tables = {name for name in stored if isinstance(_module(model, name), nn.Embedding)}
+    left = {name: own for name, own in stored.items() if name not in tables.union(taken)}
     _require_all_read(plans, left, reader, model)
     if required and not plans:
         raise ValueError(
@@ -87,11 +91,14 @@ def plan_layers(
 def put_sources(
     model: PreTrainedModel, reader: Reader, checkpoint: Checkpoint, in_file: bool = False
 ) -> list[LayerPlan]:
-    """Replace every quantized layer of a model, still without memory, by a `SourceLinear` or `SourceExperts`, after
-    all of them are planned: as `plan_layers`. in_file: as SourceLinear."""
+    """Replace every quantized layer of a model, still without memory, by a `SourceLinear`, `SourceExperts` or
+    `SourceMixture`, after all of them are planned: as `plan_layers`. in_file: as SourceLinear."""
     require_plain(checkpoint, model)
-    experts = _expert_sources(model, checkpoint)
-    plans = plan_layers(model, reader, checkpoint, required=not experts)
+    experts: dict[str, nn.Module] = {**_expert_sources(model, checkpoint)}
+    mixtures = source_mixtures(model, reader, by_module(checkpoint.tensors))
+    experts |= mixtures
+    taken = {name for mixture in mixtures.values() for name in mixture.names}
+    plans = plan_layers(model, reader, checkpoint, required=not experts, taken=taken)
     for name, module in experts.items():
         model.set_submodule(name, module)
     _require_untied(plans, model)
@@ -102,12 +109,15 @@ def put_sources(
 
 
 def warn_of_dense(plans: Sequence[LayerPlan], model: nn.Module) -> None:
-    """One warning of the layers that become dense, and why."""
+    """One warning of the layers, and modules of experts, that become dense, and why."""
     dense = Counter(f"{plan.stored_as}: {plan.why_dense}" for plan in plans if not plan.format)
+    mixtures = [module for module in model.modules() if isinstance(module, SourceMixture)]
+    dense += Counter(f"{one.stored_as}: {one.choice.why}" for one in mixtures if not one.choice.format)
     if dense:
-        told = "; ".join(f"{count} of {what}" for what, count in dense.most_common(3))
+        told = "; ".join(f"{some} of {what}" for what, some in dense.most_common(3))
+        count = len(plans) + len(mixtures)
         warnings.warn(
-            f"{sum(dense.values())} of {len(plans)} quantized layers of {type(model).__name__} become dense, because "
+            f"{sum(dense.values())} of {count} quantized layers of {type(model).__name__} become dense, because "
             f"no packed format here holds their values exactly ({told})",
             stacklevel=2,
         )
@@ -134,8 +144,13 @@ def require_sources_fit(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             _require_no_bias(f"{name}.bias", module, checkpoint)
             unused |= {f"{name}.bias"} if module.bias is None else set()
     unused |= _cache_scales(checkpoint)
-    require_named(checkpoint, model, ignored=unused)
-    patterns = sorted(unused & checkpoint.tensors.keys())
+    mixtures = [module for module in model.modules() if isinstance(module, SourceMixture)]
+    own = {path for mixture in mixtures for path in mixture.names}
+    taken = {name for name in checkpoint.tensors if name.rpartition(".")[0] in own}
+    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in taken}
+    require_named(replace(checkpoint, tensors=rest), model, ignored=unused)
+    renamed = names_in_model(taken, model)  # under which transformers does not expect them
+    patterns = sorted(unused & rest.keys() | renamed)
     known = model._keys_to_ignore_on_load_unexpected or ()
     model._keys_to_ignore_on_load_unexpected = {*known, *(rf"^{name.replace('.', '[.]')}$" for name in patterns)}
 
@@ -165,6 +180,8 @@ def convert_layers(model: PreTrainedModel) -> None:
     ordered = any(module.plan.ordered for _, module in found)
     for name, module in [(name, one) for name, one in model.named_modules() if isinstance(one, SourceExperts)]:
         model.set_submodule(name, module.packed(name, shared_switch(switches, "mxfp4", {})))
+    for name, module in [(name, one) for name, one in model.named_modules() if isinstance(one, SourceMixture)]:
+        model.set_submodule(name, _mixture(module, model, switches))
     bar = logging.tqdm(total=len(found), desc="Reading packed layers", unit="layer", leave=False)
     for name, module in found:
         device = next((parameter.device for parameter in module.parameters()), model.device)
@@ -172,6 +189,20 @@ def convert_layers(model: PreTrainedModel) -> None:
         model.set_submodule(name, _layer(read, module, model.dtype, switches, ordered).to(device))
         bar.update()
     bar.close()
+
+
+def _mixture(source: SourceMixture, model: PreTrainedModel, switches: dict[tuple, PrecisionSwitch]) -> nn.Module:
+    """On the device of what routes to it."""
+    device = next((one.device for one in model.get_submodule(source.name.rpartition(".")[0]).parameters()), "meta")
+    if torch.device(device).type == "meta":
+        raise ValueError(
+            f"{source.name} was offloaded by the device map: packed layers stay in memory, give a device_map that "
+            "offloads nothing"
+        )
+    choice = source.choice
+    if not choice.format:
+        return source.filled(model.dtype).to(device)
+    return source.packed(shared_switch(switches, choice.format, choice.options)).to(device)
 
 
 def _layer(
@@ -212,7 +243,8 @@ def settings_of(model: PreTrainedModel) -> dict[str, Any] | None:
     kinds = {layer_settings(module) for _, module in packed_modules(model)}
     if len(kinds) != 1:
         return None
-    kept = sorted(name for name, module in model.named_modules(remove_duplicate=False) if is_dense(module))
+    modules = model.named_modules(remove_duplicate=False)
+    kept = sorted(name for name, module in modules if is_dense(module) or is_experts(module))
     return {**dict(kinds.pop()), "modules_to_not_convert": kept}
 
 
@@ -261,8 +293,14 @@ def _require_all_read(
     experts = [name for name in left if ".experts." in f"{name}."]
     if experts:
         raise ValueError(
-            f"{len(experts)} experts of {type(model).__name__} are quantized ({reader.title}), which is not read yet, "
-            f"the first is {experts[0]}: load the original model and quantize it with MLSpecConfig"
+            f"{len(experts)} experts of {type(model).__name__} are quantized ({reader.title}) in a way that is not "
+            f"read, the first is {experts[0]}: load the original model and quantize it with MLSpecConfig"
+        )
+    other = next((name for name in left if _module(model, name) is not None), None)
+    if other is not None:
+        raise ValueError(
+            f"{other} is quantized ({reader.title}), and {type(_module(model, other)).__name__} is no linear layer: "
+            "load the original model and quantize it with MLSpecConfig"
         )
     if left:
         raise ValueError(
