@@ -19,8 +19,8 @@ PACKAGE = "hf_mlspec"
 START = "mlspec_cli"  # reads a command line: until a command runs it imports the standard library alone
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = [
-    "demo_pair", "precision", "formats", "checkpoints", "ops", "nn", "engines", "calibration", "speculation", "integration",
-    "", "evaluation", "cli",
+    "demo_pair", "precision", "formats", "checkpoints", "ops", "nn", "engines", "calibration", "speculation",
+    "integration", "", "evaluation", "cli",
 ]
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with

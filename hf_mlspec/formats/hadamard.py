@@ -1,7 +1,7 @@
 """By which Hadamard matrix are activations of a given width rotated, and where do its entries come from?
 
-A matrix H of order n has entries 1 and -1 and H H^T = n I. Orders m 2^k are products of one of order m and Sylvester's:
-H_m kron S. A width with such an order is rotated whole, another one in blocks of its largest power of two.
+A matrix H of order n has entries 1 and -1 and H H^T = n I. Those of order m 2^k are products of one of order m and
+Sylvester's: H_m kron S. A width with such an order is rotated whole, another one in blocks of its largest power of two.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 # Paley (J. Math. Phys. 12, 1933): q + 1 of a prime q = 3 mod 4, and 2 (q + 1) of a prime q = 1 mod 4.
 _PALEY_ONE = {12: 11, 20: 19, 60: 59, 108: 107, 140: 139}
 _PALEY_TWO = {28: 13, 36: 17, 76: 37}
-# Goethals and Seidel (J. Austral. Math. Soc. 11, 1970): four circulants of n rows whose autocorrelations cancel. Of each
-# order (n, multiplier, where the four first rows are 1); a row is 1 on whole orbits of the multiplier, of which the
-# least numbers are given. A search over unions of orbits found these.
+# Goethals and Seidel (J. Austral. Math. Soc. 11, 1970): four circulants of n rows whose autocorrelations cancel. Of
+# each order (n, multiplier, where the four first rows are 1); a row is 1 on whole orbits of the multiplier, of which
+# the least numbers are given. A search over unions of orbits found these.
 _FOUR_CIRCULANTS = {
     52: (13, 12, ((0, 2, 4, 5), (0, 1, 4, 6), (0, 1, 3, 4), (0, 1))),
     156: (39, 16, ((0, 2, 4, 6, 8, 12, 17), (0, 3, 4, 6, 8, 14, 17, 19), (0, 1, 2, 12, 13, 14),

@@ -14,7 +14,7 @@ from ..formats import FORMATS, Format, PackedWeight, Parts
 from ..ops.products import sliced_linear
 from .packed_formats import PACKINGS, Packing
 from .switch import PrecisionSwitch
-from .transforms import NONE, Transform
+from .transforms import NONE, Transform, held_tensors
 
 _changing_layout = threading.Lock()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..formats.hadamard import Hadamard, butterflies, hadamard_matrix, is_power_of_two
 from .operator import Operands, operator
 
+MAX_ORDER = 256  # of a matrix; mlspec_hadamard in kernels_ext/cpu/kernels.h
+
 
 def _check_hadamard_rows(given: Operands) -> None:
     given.require_float("x")
@@ -19,8 +21,8 @@ def _check_hadamard_rows(given: Operands) -> None:
     if given.matrix is not None:
         order = given.matrix.shape[0] if given.matrix.ndim else 0
         given.require_part("matrix", torch.float32, (order, order))
-        if not order or order % 4:
-            raise ValueError(f"{given.op}: matrix has {order} rows, expected a multiple of 4")
+        if not order or order % 4 or order > MAX_ORDER:
+            raise ValueError(f"{given.op}: matrix has {order} rows, expected a multiple of 4 up to {MAX_ORDER}")
     size, inner, width = given.size, given.inner, given.x.shape[-1]
     if size < 1 or size % order or not is_power_of_two(size // order):
         raise ValueError(f"{given.op}: size is {size}, expected {order} times a power of two")
