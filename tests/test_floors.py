@@ -19,8 +19,8 @@ PACKAGE = "hf_mlspec"
 START = "mlspec_cli"  # reads a command line: until a command runs it imports the standard library alone
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = [
-    "demo_pair", "precision", "formats", "checkpoints", "ops", "nn", "engines", "speculation", "integration", "",
-    "evaluation", "cli",
+    "demo_pair", "precision", "formats", "checkpoints", "ops", "nn", "engines", "calibration", "speculation",
+    "integration", "", "evaluation", "cli",
 ]
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
@@ -32,6 +32,7 @@ TRANSFORMERS_ALLOWED = (
 TIMES_ROOMS = {
     "eval/bench_kernels/contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/nested_quality/": ("hf_mlspec.formats",),
+    "eval/rotations/": ("hf_mlspec.nn", "hf_mlspec.calibration"),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..nn.packed import PackedLinear
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
-from ..nn.transforms import NONE
+from ..nn.transforms import NONE, TransformedLinear
 from ..precision import Bits
 from .architecture import CPU
 from .rows import cache_format_of
@@ -166,8 +166,8 @@ def standing(model: nn.Module) -> tuple:
     multiply = [switch.in_force for switch in {id(m.switch): m.switch for m in packed}.values()]
     transforms = [
         (m.transform, *[(tensor.data_ptr(), changes_of(tensor)) for tensor in m.transform_tensors().values()])
-        for m in packed
-        if m.transform is not NONE
+        for m in walk.modules
+        if isinstance(m, PackedLinear | TransformedLinear) and m.transform is not NONE
     ]
     places = [p.device for p in walk.parameters]
     vectors: dict[torch.dtype, list[torch.Tensor]] = {}

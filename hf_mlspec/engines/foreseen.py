@@ -14,7 +14,7 @@ from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture, outline, require_format
 from .cpu import weights as cpu
 from .cuda import weights as cuda
-from .slots import order_of, require_one_order, slot_of
+from .slots import order_of, require_one_order, rotation_of, slot_of
 
 _SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}
 _READ_TOGETHER = (("q", "k", "v"), ("gate", "up"))
@@ -42,6 +42,7 @@ def _require_read(modules: Mapping[str, nn.Module], word: str) -> None:
             slot_of(_SLOTS[word], module, name, word.upper())
         else:
             require_format(module.weight, name)
+        rotation_of(module, name)
     for group in _READ_TOGETHER:
         if len({_stored(modules[name]) for name in group if name in modules}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")

@@ -1,4 +1,4 @@
-"""Which packed weights does a decoder read, by the word of the format, and in which order do their inputs come?"""
+"""Which packed weights does a decoder read, by the word of the format, and what is done to their inputs first?"""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..formats.hadamard import Hadamard
 from ..nn.packed import PackedLinear
-from ..nn.transforms import ORDER
+from ..nn.transforms import HADAMARD, NONE, ORDER, hadamard_of
 from .architecture import UnknownArchitecture
 
 Slot = TypeVar("Slot")
+ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 
 
 def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder: str) -> Slot:
@@ -32,6 +34,17 @@ def order_of(linear: PackedLinear) -> Tensor | None:
         return None
     order = linear.transform_order.detach().contiguous()
     return None if torch.equal(order, torch.arange(len(order), dtype=order.dtype, device=order.device)) else order
+
+
+def rotation_of(linear: nn.Module, name: str) -> Hadamard | None:
+    """What the inputs of a packed or dense linear, which is ``name`` in its model, are multiplied by; None: nothing,
+    or a record without memory. UnknownArchitecture for linears whose inputs others read."""
+    if getattr(linear, "transform", NONE) is not HADAMARD or linear.transform_hadamard.is_meta:
+        return None
+    how = hadamard_of(linear.transform_tensors())
+    if not how.is_nothing and name not in ROTATED:
+        raise UnknownArchitecture(f"its {name} rotates its inputs; a compiled decoder rotates those of o and down")
+    return None if how.is_nothing else how
 
 
 def require_one_order(orders: Sequence[Tensor | None], name: str) -> None:

@@ -70,4 +70,4 @@ class Cast:
 
     def _linear(self, linear: nn.Module, name: str) -> PackedLinear:
         weight = self.record.weight.from_dense(dense_weight(linear), name=name, **self.options)
-        return PACKINGS[self.record.word].linear(weight, linear.bias, self.switch)
+        return PACKINGS[self.record.word].linear(weight, linear.bias, self.switch).transform_like_(linear)

@@ -13,7 +13,7 @@ from .expert_modules import ExpertModule, is_experts
 from .linear import is_dense
 from .packed import PackedLinear, PackedModule
 from .settings import own_settings, packs_weights
-from .transforms import NONE
+from .transforms import NONE, TransformedLinear
 
 _SHOWN = 8  # layers in a message
 
@@ -78,10 +78,10 @@ def require_plain_inputs(model: nn.Module, action: str, *, or_dense: bool = Fals
 
 
 def linears_and_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every path of every plain nn.Linear (a subclass computes something else and stays), nested linear and module of
-    experts."""
+    """Every path of every plain nn.Linear (a subclass computes something else and stays), nested linear, linear that
+    transforms its inputs, and module of experts."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module) or is_nested(module) or is_experts(module):
+        if is_dense(module) or is_nested(module) or is_experts(module) or isinstance(module, TransformedLinear):
             yield name, module
 
 
@@ -104,7 +104,7 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
 
 def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:
     """Why a linear layer cannot be cast; None for one that can, and for what is no linear layer."""
-    if is_dense(module) or is_nested(module):
+    if is_dense(module) or is_nested(module) or isinstance(module, TransformedLinear):
         if not module.in_features or not module.out_features:
             return "it has no weights"
         odd = module.in_features % divisor

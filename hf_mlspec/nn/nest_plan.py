@@ -13,6 +13,7 @@ from ..ops.nested.tiles_cuda import LARGEST_SCALE
 from .castable import listed, unfit, unfit_linear
 from .linear import is_dense
 from .nested import is_table
+from .transforms import TransformedLinear
 
 TOO_LARGE = 2.0 ** (LARGEST_SCALE + 1 - 127)  # the least magnitude whose block the tiles of a GPU refuse: 2^32
 
@@ -33,6 +34,8 @@ def plan_of(model: nn.Module, kept: Iterable[str] = ()) -> Plan:
     chosen, first = set(kept), {}
     owners = _owners(model)
     for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TransformedLinear):
+            plan.kept[path] = "it transforms its inputs"
         if not is_dense(module) or path in chosen or unfit_linear(module, BLOCK):
             continue
         if why := _unfit(module, owners):

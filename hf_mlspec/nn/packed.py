@@ -14,7 +14,7 @@ from ..formats import FORMATS, Format, PackedWeight, Parts
 from ..ops.products import sliced_linear
 from .packed_formats import PACKINGS, Packing
 from .switch import PrecisionSwitch
-from .transforms import NONE, Transform
+from .transforms import NONE, Transform, held_tensors
 
 _changing_layout = threading.Lock()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -187,10 +187,10 @@ class PackedLinear(PackedModule):
     def from_linear(
         cls, linear: nn.Linear, name: str = "weight", switch: PrecisionSwitch | None = None, **options: Any
     ) -> PackedLinear:
-        """Quantize ``linear.weight``; the bias is shared. options: of the format. TypeError and ValueError naming
-        ``name`` as its weight's ``from_dense``."""
+        """Quantize ``linear.weight``; the bias is shared, a transform stays. options: of the format. TypeError and
+        ValueError naming ``name`` as its weight's ``from_dense``."""
         weight = FORMATS[cls.format].weight.from_dense(linear.weight.detach(), name=name, **options)
-        return cls(weight, linear.bias, switch).train(linear.training)
+        return cls(weight, linear.bias, switch).transform_like_(linear).train(linear.training)
 
     @classmethod
     def empty(
@@ -238,7 +238,7 @@ class PackedLinear(PackedModule):
                 )
             own[name] = tensor
             if kind.check is not None:
-                kind.check(f"transform {kind.word!r}", name, tensor)
+                kind.check(self.in_features)(f"transform {kind.word!r}", name, tensor)
         for name in self.transform_tensors():
             delattr(self, f"transform_{name}")
         self.transform = kind
@@ -246,10 +246,15 @@ class PackedLinear(PackedModule):
             self.register_buffer(f"transform_{name}", tensor)
         return self
 
+    def transform_like_(self, linear: nn.Module) -> PackedLinear:
+        """Take over the transform of a `TransformedLinear` whose weight this one's was made of."""
+        if getattr(linear, "transform", NONE) is NONE:
+            return self
+        return self.transform_(linear.transform, linear.transform_tensors())
+
     def transform_tensors(self) -> dict[str, torch.Tensor]:
         """Those of its transform, by name."""
-        held = {name: tensor for name, tensor in self._buffers.items() if name.startswith("transform_")}
-        return {name.removeprefix("transform_"): tensor for name, tensor in held.items()}
+        return held_tensors(self)
 
     @property
     def weight_tiles(self) -> nn.Parameter:

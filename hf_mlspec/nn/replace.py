@@ -17,6 +17,7 @@ from .castable import linears_and_experts, listed, require_dense, require_finite
 from .nested import NestedEmbedding
 from .packed import PackedLinear, PackedModule
 from .settings import cache_settings
+from .transforms import NONE, Transform
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -65,10 +66,25 @@ def direct_cast(
     if not _replace(draft, cast, kept, model.dtype if materialize else None):
         raise ValueError(_nothing_to_cast(model, kept))
     if _is_cast(draft.get_output_embeddings(), cast):
-        _untie_head(draft)
-    attach_quantizer(draft, {**cast.settings, "modules_to_not_convert": sorted(kept)})
+        untie_head(draft)
+    kind = transform_alike(draft)
+    attach_quantizer(draft, {**cast.settings, "modules_to_not_convert": sorted(kept), "transform": kind.word})
     _tell_kept(model, {name: why for name, why in kept.items() if why != _HEAD})
     return draft
+
+
+def transform_alike(model: nn.Module) -> Transform:
+    """Give the packed layers of a model the kind of transform that one of them has, where they have none: so a
+    checkpoint has one word for all. -> the kind. ValueError where they have several."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    kinds = {module.transform.word: module.transform for module in packed if module.transform is not NONE}
+    if len(kinds) > 1:
+        raise ValueError(f"{type(model).__name__}: its packed layers transform their inputs as {sorted(kinds)}")
+    (kind,) = kinds.values() or (NONE,)
+    for module in packed:
+        if module.transform is NONE and kind is not NONE:
+            module.transform_(kind)
+    return kind
 
 
 def _nothing_to_cast(model: PreTrainedModel, kept: dict[str, str]) -> str:
@@ -150,7 +166,8 @@ def _is_cast(head: nn.Module | None, cast: Cast) -> bool:
     return isinstance(head, PackedLinear) and head.format == cast.switch.weights
 
 
-def _untie_head(draft: PreTrainedModel) -> None:
+def untie_head(draft: PreTrainedModel) -> None:
+    """Say that a model's head has a weight of its own, in its configs and to what saves it."""
     for config in (draft.config, draft.config.get_text_config(decoder=True)):
         config.tie_word_embeddings = False
     for module in draft.modules():

@@ -1,8 +1,9 @@
 """What is done to the inputs of a packed layer before they meet its weight, alike at every precision?
 
 A layer computes ``transform(x) W^T + b``: W was made for inputs that were permuted, rotated or scaled first. There are
-`NONE` and `ORDER`; another is a `Transform` that was registered, and tensors of its own that each layer holds and
-saves as ``transform_<name>``.
+`NONE`, `ORDER` and `HADAMARD`; another is a `Transform` that was registered, and tensors of its own that each layer
+holds and saves as ``transform_<name>``. All packed layers of a model have the same kind; as ``tensors`` has them, a
+kind changes nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats.damage import ValueCheck, require_permutation
+from ..formats.hadamard import Hadamard
+from ..ops.hadamard import hadamard_rows, matrix_on
+from ..ops.operator import REFERENCES
 
 
 @dataclass(frozen=True)
@@ -23,14 +28,14 @@ class Transform:
     word: what MLSpecConfig and config.json call it. tensors: ``(in_features, device)`` -> what a layer holds for it,
     by name, of the shapes and dtypes on disk. apply: ``(x [..., in], tensors)`` -> ``[..., in]`` of x's dtype, each
     row by itself. plain: ``(W [out, in], tensors)`` -> the W that multiplies inputs as they come; None: there is none
-    as good. check: of the values of its tensors.
+    as good. check: ``(in_features)`` -> the check of the values of its tensors.
     """
 
     word: str
     tensors: Callable[[int, torch.device], Mapping[str, Tensor]]
     apply: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
     plain: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
-    check: ValueCheck | None = None
+    check: Callable[[int], ValueCheck] | None = None
 
     def __deepcopy__(self, memo: dict) -> Transform:
         """A kind is one object, in copies of a layer, too."""
@@ -49,9 +54,59 @@ ORDER = Transform(
     lambda in_features, device: {"order": torch.arange(in_features, dtype=torch.int32, device=device)},
     lambda x, tensors: x.index_select(-1, tensors["order"]),
     lambda weight, tensors: weight[:, tensors["order"].argsort()],
-    require_permutation,
+    lambda in_features: require_permutation,
 )
-TRANSFORMS = {NONE.word: NONE, ORDER.word: ORDER}
+_known_records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (its version, what it says)
+
+
+def hadamard_of(tensors: Mapping[str, Tensor]) -> Hadamard:
+    """What the record of `HADAMARD` says: int32 ``[3]``, size, order and inner of a `Hadamard`. Read from the device
+    once."""
+    record = tensors["hadamard"]
+    version = 0 if record.is_inference() else record._version
+    known = _known_records.get(record)
+    if known is None or known[0] != version:
+        known = version, Hadamard(*record.tolist())
+        _known_records[record] = known
+    return known[1]
+
+
+def _rotated(x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    how = hadamard_of(tensors)
+    if x.dtype == torch.float64:
+        return how.rotate(x)
+    if torch.is_grad_enabled() and x.requires_grad and not how.is_nothing:
+        return REFERENCES["hadamard_rows"](x, matrix_on(how.order, x.device), how.size, how.inner)
+    return hadamard_rows(x, how)
+
+
+def _fits_width(in_features: int) -> ValueCheck:
+    def require(name: str, tensor_name: str, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            return
+        try:
+            Hadamard(*tensor.tolist()).require_width(in_features, f"{name}.{tensor_name}")
+        except ValueError as error:
+            place = f"{name}.{tensor_name}"
+            raise ValueError(str(error) if str(error).startswith(place) else f"{place}: {error}") from error
+
+    return require
+
+
+# W multiplies rotated inputs: QuaRot's and SpinQuant's online rotations, in a layer whose W took the way back.
+HADAMARD = Transform(
+    "hadamard",
+    lambda in_features, device: {"hadamard": torch.ones(3, dtype=torch.int32, device=device)},
+    _rotated,
+    lambda weight, tensors: hadamard_of(tensors).rotate(weight, back=True).to(weight.dtype),
+    _fits_width,
+)
+TRANSFORMS = {kind.word: kind for kind in (NONE, ORDER, HADAMARD)}
+
+
+def record_of(how: Hadamard) -> dict[str, Tensor]:
+    """The tensors of `HADAMARD` for a layer; the pair of `hadamard_of`."""
+    return {"hadamard": torch.tensor([how.size, how.order, how.inner], dtype=torch.int32)}
 
 
 def register_transform(transform: Transform) -> Transform:
@@ -72,3 +127,42 @@ def transform_named(word: object) -> Transform:
     if not isinstance(word, str) or word not in TRANSFORMS:
         raise ValueError(f"transform is {word!r}, choose one of {', '.join(TRANSFORMS)}")
     return TRANSFORMS[word]
+
+
+def held_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """The buffers ``transform_<name>`` of a layer, by name."""
+    held = {name: tensor for name, tensor in layer._buffers.items() if name.startswith("transform_")}
+    return {name.removeprefix("transform_"): tensor for name, tensor in held.items()}
+
+
+class TransformedLinear(nn.Linear):
+    """A dense linear whose weight was made for transformed inputs: what packed layers that transform theirs are made
+    of. Its weight alone is not what it computes, so it has no state_dict: ValueError."""
+
+    @classmethod
+    def over(cls, linear: nn.Linear, kind: Transform, tensors: Mapping[str, Tensor]) -> TransformedLinear:
+        """With the parameters of ``linear``, whose weight was made for inputs that ``kind`` transforms."""
+        own = cls.__new__(cls)
+        vars(own).update(vars(linear))
+        own._buffers = {}
+        own.transform = kind
+        for name, tensor in tensors.items():
+            own.register_buffer(f"transform_{name}", tensor.to(linear.weight.device))
+        return own
+
+    def transform_tensors(self) -> dict[str, Tensor]:
+        """Those of its transform, by name."""
+        return held_tensors(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` -> ``[..., out]`` in x.dtype."""
+        return super().forward(self.transform.apply(x, self.transform_tensors()))
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        raise ValueError(
+            f"{prefix.rstrip('.')} is dense and transforms its inputs ({self.transform.word}), which no checkpoint of "
+            "dense weights says: quantize the model first, packed layers are saved with their transforms"
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, transform={self.transform.word}"

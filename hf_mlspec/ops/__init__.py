@@ -11,6 +11,7 @@ from .attention import ragged_attention, ragged_attention_rows, rope_write, rope
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
 from .dense import bf16_linear, f32_linear
+from .hadamard import hadamard_rows
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
 from .library import KernelError, kernel_table, why_not_compiled
 from .lut import lut_linear, prepack_lut, unprepack_lut
@@ -29,6 +30,7 @@ __all__ = [
     "f32_linear",
     "gated",
     "gated_in_order",
+    "hadamard_rows",
     "int4_dequantize",
     "int4_linear",
     "kernel_table",

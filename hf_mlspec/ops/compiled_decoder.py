@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..formats.hadamard import Hadamard
 from ..precision import OWN_BITS, Bits
 from .attention import MAX_HEAD_DIM as MAX_HEAD_DIM  # mlspec::kMaxHeadDim
+from .hadamard import matrix_on
 from .library import KernelError, why_not_compiled
 from .rows import ACTIVATIONS
 
@@ -23,7 +25,7 @@ class Weight:
     ``ops.prepack_*``. bias: float32 ``[out]``. bits: the layer's own, of the packed formats. codebook and escapes: of
     NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES. tables: of LUT, tiles of ``ops.prepack_lut``.
     order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
-    input; None: element i.
+    input; None: element i. rotation: of o and down: what the input is multiplied by first; None: nothing.
     """
 
     format: int
@@ -42,6 +44,7 @@ class Weight:
     zero_doubled: int = 0
     order: Tensor | None = None
     tables: Tensor | None = None
+    rotation: Hadamard | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,9 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
     _set_weight(decoder, name, weight)
     if weight.order is not None:
         decoder.set_order(name, weight.order)
+    if weight.rotation is not None:
+        how = weight.rotation
+        decoder.set_hadamard(name, matrix_on(how.order, torch.device("cpu")), how.size, how.inner)
 
 
 def _set_weight(decoder, name: str, weight: Weight) -> None:

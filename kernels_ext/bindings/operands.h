@@ -76,4 +76,25 @@ inline const char* bytes_at(const void* data, mlspec_dtype dtype, int64_t elemen
   return static_cast<const char*>(data) + elements * mlspec_element_bytes(dtype);
 }
 
+// The operands of hadamard_rows over rows of `width`; they stay the caller's.
+inline mlspec_hadamard checked_hadamard(const char* op, int64_t width, const std::optional<at::Tensor>& matrix, int64_t size,
+                                        int64_t inner) {
+  int64_t order = 1;
+  if (matrix) {
+    order = matrix->dim() ? matrix->size(0) : 0;
+    check_dtype(op, "matrix", *matrix, at::kFloat);
+    check_shape(op, "matrix", *matrix, {order, order});
+    check_contiguous(op, "matrix", *matrix);
+    check_cpu(op, "matrix", *matrix);
+    TORCH_CHECK_VALUE(order > 0 && order % 4 == 0 && order <= MLSPEC_HADAMARD_MAX_ORDER, op, ": matrix has ", order,
+                      " rows, expected a multiple of 4 up to ", int64_t(MLSPEC_HADAMARD_MAX_ORDER));
+  }
+  const int64_t powers = size / order;
+  TORCH_CHECK_VALUE(size > 0 && size % order == 0 && (powers & (powers - 1)) == 0, op, ": size is ", size, ", expected ", order,
+                    " times a power of two");
+  TORCH_CHECK_VALUE(inner > 0 && width % (size * inner) == 0, op, ": x has ", width, " columns, size ", size, " times inner ", inner,
+                    " does not divide them");
+  return {matrix ? matrix->const_data_ptr<float>() : nullptr, order, size, inner};
+}
+
 }  // namespace mlspec

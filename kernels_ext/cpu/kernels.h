@@ -124,6 +124,15 @@ struct mlspec_pack_args {
 typedef void (*mlspec_pack_fn)(const struct mlspec_pack_args* args, int64_t row_begin, int64_t row_end, int64_t k_begin,
                                int64_t k_end);
 
+// A row times Hadamard matrices (hf_mlspec/ops/hadamard.py), as [blocks][order][2^k][inner] over the two in the middle.
+enum { MLSPEC_HADAMARD_MAX_ORDER = 256 };
+struct mlspec_hadamard {
+  const float* matrix;         // [order][order] of 1 and -1; null: order is 1
+  int64_t order, size, inner;  // order: 1 or a multiple of 4; size = order * 2^k; 1: nothing changes
+};
+// `width` floats in place, a multiple of size * inner.
+typedef void (*mlspec_hadamard_fn)(const struct mlspec_hadamard* how, int64_t width, float* x);
+
 enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2, MLSPEC_RELU = 3 };
 
 // Causal attention of the queries that share one key head, of one row of the batch. Keys are visited in chunks of 64
@@ -189,6 +198,7 @@ struct CpuKernels {
   mlspec_dequantize_fn int4_dequantize;
   mlspec_attention_fn attention;
   mlspec_row_ops row;
+  mlspec_hadamard_fn hadamard;
 };
 
 // The best set that the processor and the operating system support, or the one MLSPEC_CPU_ISA names; chosen once.

@@ -68,7 +68,7 @@ def test_applied_before_the_product_at_every_precision(word):
 def test_none_is_nothing():
     layer = layer_of("int4", False)
     assert layer.transform is NONE
-    assert list(TRANSFORMS) == ["none", "order", "permutation"]
+    assert list(TRANSFORMS) == ["none", "order", "hadamard", "permutation"]
     assert layer.state_dict().keys() == {"weight_packed", "weight_scale", "bias"}
     assert "transform" not in MLSpecConfig("int4").to_dict()
     assert "transform" not in repr(layer)
@@ -147,7 +147,7 @@ def test_wrong_ones_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"sign is torch\.float32"):
         layer.transform_(PERMUTATION, {"sign": torch.ones(64)})
     assert layer.transform is NONE
-    with pytest.raises(ValueError, match="transform is 'rotation', choose one of none, order, permutation"):
+    with pytest.raises(ValueError, match="transform is 'rotation', choose one of none, order, hadamard, permutation"):
         MLSpecConfig("int4", transform="rotation")
     with pytest.raises(ValueError, match="transform 'permutation' is taken"):
         register_transform(PERMUTATION)

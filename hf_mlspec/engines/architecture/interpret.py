@@ -15,7 +15,7 @@ from ...nn.linear import KernelLinear, is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
-from ...nn.transforms import NONE, ORDER
+from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from .description import NORMS, Description, not_served
 from .known import KNOWN
@@ -23,7 +23,7 @@ from .rotary import rope_tables
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
-_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU}
+_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, TransformedLinear}
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 
@@ -83,9 +83,10 @@ def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
     """(in, out) features of a linear that a compiled decoder can read; UnknownArchitecture for another module."""
     if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
         return linear.weight.shape[1], linear.weight.shape[0]
-    if not _is_packed(linear):
+    rotated = type(linear) is TransformedLinear
+    if not rotated and not _is_packed(linear):
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
-    if linear.transform not in (NONE, ORDER):
+    if linear.transform not in ((HADAMARD,) if rotated else (NONE, ORDER, HADAMARD)):
         what = linear.transform.word
         raise UnknownArchitecture(f"its {name} transforms its inputs ({what}), which no compiled decoder does")
     return linear.in_features, linear.out_features

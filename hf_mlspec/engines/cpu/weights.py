@@ -23,7 +23,7 @@ from ...nn.planes import PlanesLinear
 from ...ops.compiled_decoder import BF16, F32, INT4, LUT, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
 from ...ops.tiles import TILE_OUTPUTS
 from ..architecture import UnknownArchitecture, linear_shape, outline, require_format
-from ..slots import order_of, require_one_order, slot_of
+from ..slots import order_of, require_one_order, rotation_of, slot_of
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 
@@ -87,7 +87,9 @@ def read_weight(linear: nn.Module, name: str) -> Weight:
     if isinstance(linear, PackedLinear):
         return _packed(linear, bias, name)
     require_format(linear.weight, name)
-    return Weight(_DENSE[linear.weight.dtype], linear.weight.detach(), in_features, out_features, bias=bias)
+    weight = linear.weight.detach()
+    rotation = rotation_of(linear, name)
+    return Weight(_DENSE[weight.dtype], weight, in_features, out_features, bias=bias, rotation=rotation)
 
 
 def read_table(table: NestedEmbedding) -> NestedTable:
@@ -99,7 +101,7 @@ def read_table(table: NestedEmbedding) -> NestedTable:
 def _packed(linear: PackedLinear, bias: Tensor | None, name: str) -> Weight:
     slot = slot_of(SLOTS, linear, name, "CPU")
     shape = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": bias}
-    shape["order"] = order_of(linear)
+    shape |= {"order": order_of(linear), "rotation": rotation_of(linear, name)}
     if shape["order"] is not None and linear.format == "nested":
         raise UnknownArchitecture(f"its {name} orders the inputs of a nested weight")
     return slot(linear, linear.prepack_().parts("weight"), {**shape, "bits": linear.switch.bits})

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...formats import Parts
+from ...formats.hadamard import Hadamard
 from ...nn.nested import NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import as_one
@@ -22,7 +23,7 @@ from ...nn.switch import filled
 from ...ops.tiles import cut, is_tiles
 from ...precision import Bits
 from ..architecture import UnknownArchitecture, linear_shape, require_format
-from ..slots import order_of, require_one_order, slot_of
+from ..slots import order_of, require_one_order, rotation_of, slot_of
 
 
 class DenseLinear:
@@ -134,8 +135,26 @@ class OrderedLinear:
         return self.linear(ops.ordered_rows(x, self.order), bits)
 
 
+class RotatedLinear:
+    """A linear whose weight was made for inputs times Hadamard matrices."""
+
+    __slots__ = ("how", "linear")
+
+    def __init__(self, linear: DenseLinear | PackedTilesLinear, how: Hadamard):
+        self.linear, self.how = linear, how
+
+    @property
+    def extra_bytes(self) -> int:
+        """Of the linear."""
+        return self.linear.extra_bytes
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]``, as the linear does."""
+        return self.linear(ops.hadamard_rows(x, self.how), bits)
+
+
 PackedTilesLinear = FourBitLinear | NestedTilesLinear | PlanesTilesLinear
-JoinedLinear = DenseLinear | PackedTilesLinear | OrderedLinear
+JoinedLinear = DenseLinear | PackedTilesLinear | OrderedLinear | RotatedLinear
 # Of each format: (one of the modules, tiles of all of them, their outputs, bias) -> how the CUDA decoder calls them.
 SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], PackedTilesLinear]] = {
     "mxfp4": FourBitLinear,
@@ -153,17 +172,19 @@ def joined(modules: Sequence[nn.Module], name: str) -> JoinedLinear:
     """
     for module in modules:
         linear_shape(module, name)
-    bias = _joined_bias(modules)
+    bias, rotations = _joined_bias(modules), [rotation_of(module, name) for module in modules]
     with torch.inference_mode(False):  # a tensor made in that mode could not be used outside of it
         if any(isinstance(module, PackedLinear) for module in modules):
             _require_one_format(modules, name)
             orders = [order_of(module) for module in modules]
             require_one_order(orders, name)
             linear = _joined_packed(modules, slot_of(SLOTS, modules[0], name, "CUDA"), bias)
-            return linear if orders[0] is None else OrderedLinear(linear, orders[0])
-        for module in modules:
-            require_format(module.weight, name)
-        return DenseLinear(_joined_dense([module.weight for module in modules], name), bias)
+            linear = linear if orders[0] is None else OrderedLinear(linear, orders[0])
+        else:
+            for module in modules:
+                require_format(module.weight, name)
+            linear = DenseLinear(_joined_dense([module.weight for module in modules], name), bias)
+    return linear if rotations[0] is None else RotatedLinear(linear, rotations[0])
 
 
 def _joined_bias(modules: Sequence[nn.Module]) -> Tensor | None:

@@ -318,7 +318,8 @@ def _value_checks(stored: dict[str, StoredTensor], model: PreTrainedModel) -> It
                     yield key, check
         if isinstance(module, PackedLinear) and module.transform.check is not None:
             keys = [f"{path}.transform_{name}" for name in module.transform_tensors()]
-            yield from ((key, module.transform.check) for key in keys if key in stored)
+            check = module.transform.check(module.in_features)
+            yield from ((key, check) for key in keys if key in stored)
 
 
 def _require_whole_weights(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:

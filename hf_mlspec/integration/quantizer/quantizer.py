@@ -207,7 +207,7 @@ def _require_loaded(name: str, parameter: nn.Parameter, was_there: bool) -> None
 def _require_valid(name: str, module: PackedModule) -> None:
     if isinstance(module, PackedLinear):
         for key, tensor in module.transform_tensors().items() if module.transform.check is not None else ():
-            module.transform.check(name, f"transform_{key}", tensor)
+            module.transform.check(module.in_features)(name, f"transform_{key}", tensor)
         replace(module.packed_weight(), name=name).validate(module.out_features, module.in_features)
     else:
         module.validate(name)

@@ -11,6 +11,7 @@
 
 #include "decoder_level.h"
 #include "decoder_rows.h"
+#include "../operands.h"
 #include "../../cpu/attention/attention_limits.h"
 #include "../../cpu/decoder/decoder_rounds.h"
 
@@ -150,6 +151,15 @@ class DecoderObject : public torch::CustomClassHolder {
       if (!other->order || other->in_features != linear.in_features) continue;
       if (std::equal(other->order, other->order + linear.in_features, linear.order)) linear.order = other->order;
     }
+  }
+
+  // Of o or down, which was set before: its inputs are multiplied by Hadamard matrices first, as hadamard_rows does it.
+  void set_hadamard(const std::string& name, const MaybeTensor& matrix, int64_t size, int64_t inner) {
+    TORCH_CHECK_VALUE(name == "o" || name == "down", name, ".hadamard: o and down have rotated inputs, others do not");
+    mlspec::Linear& linear = place(name);
+    TORCH_CHECK_VALUE(linear.weight && !linear.order, name, ".hadamard: set the linear first, and no order of its inputs");
+    linear.hadamard = mlspec::checked_hadamard((name + ".hadamard").c_str(), linear.in_features, matrix, size, inner);
+    if (matrix) hold(*matrix);
   }
 
   void set_nested_embedding(const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
@@ -292,6 +302,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_planes", &DecoderObject::set_planes)
       .def("set_lut", &DecoderObject::set_lut)
       .def("set_order", &DecoderObject::set_order)
+      .def("set_hadamard", &DecoderObject::set_hadamard)
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)

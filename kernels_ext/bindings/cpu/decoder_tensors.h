@@ -77,6 +77,7 @@ inline void check_weight(const std::string& name, const Linear& linear, const at
 inline const int32_t* checked_order(const std::string& name, const Linear& linear, const at::Tensor& order) {
   TORCH_CHECK_VALUE(linear.weight && linear.is_packed() && linear.format != WeightFormat::kNested, name,
                     ".order: only packed weights that are not nested order their inputs; set the linear first");
+  TORCH_CHECK_VALUE(!linear.rotates(), name, ".order: its inputs are rotated, set the linear again first");
   check_plain(order, name + ".order", at::kInt, {linear.in_features});
   const int32_t* const from = order.const_data_ptr<int32_t>();
   std::vector<bool> taken(linear.in_features);

@@ -84,6 +84,35 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
 
 using Maybe = std::optional<Tensor>;
 
+Tensor hadamard_rows(const Tensor& x, const Maybe& matrix, int64_t size, int64_t inner) {
+  constexpr const char* op = "hadamard_rows";
+  const mlspec_dtype dtype = float_dtype(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
+  const int64_t n = x.size(-1);
+  const mlspec_hadamard how = checked_hadamard(op, n, matrix, size, inner);
+  Tensor y = at::empty(x.sizes(), x.options());
+  if (x.numel() == 0) return y;
+  const Tensor flat = x.contiguous();
+  const int64_t rows = flat.numel() / n;
+  const int threads = threads_for(static_cast<double>(rows * n) * static_cast<double>(how.order + 16));
+  const Tensor scratch = at::empty({threads, n}, at::kFloat);
+  const void* in = flat.const_data_ptr();
+  void* out = y.mutable_data_ptr();
+  float* const rooms = scratch.mutable_data_ptr<float>();
+  const CpuKernels& kernels = cpu_kernels();
+  run(threads, [&](Team& team) {
+    float* const row = rooms + team.index() * n;
+    team.share(rows, rows_per_piece(n), [&](int64_t r, int64_t end) {
+      for (; r < end; ++r) {
+        kernels.row.widen(bytes_at(in, dtype, r * n), dtype, 1.0f, n, row);
+        kernels.hadamard(&how, n, row);
+        kernels.row.narrow(row, dtype, n, bytes_at(out, dtype, r * n));
+      }
+    });
+  });
+  return y;
+}
+
 void check_noise(const char* op, int64_t n, const Maybe& seed, const Maybe& streams, const Maybe& positions) {
   TORCH_CHECK_VALUE(seed.has_value() == streams.has_value() && seed.has_value() == positions.has_value(), op, ": ",
                     positions ? "positions " : "", positions && (seed || streams) ? "and " : "", seed ? "seed " : "",
@@ -161,5 +190,6 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
 TORCH_LIBRARY_IMPL(mlspec, CPU, m) {
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
+  m.impl("hadamard_rows", hadamard_rows);
   m.impl("choose_rows", choose_rows);
 }

@@ -263,6 +263,32 @@ void attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention
 }
 #endif
 
+Tensor hadamard_rows(const Tensor& x, const Maybe& matrix, int64_t size, int64_t inner) {
+  constexpr const char* op = "hadamard_rows";
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
+  const int64_t order = matrix ? matrix->dim() ? matrix->size(0) : 0 : 1, width = x.size(-1);
+  if (matrix) check_part(op, "matrix", *matrix, at::kFloat, {order, order}, "x", x, kVectorBytes);
+  TORCH_CHECK_VALUE(!matrix || (order > 0 && order % 4 == 0 && order <= MLSPEC_HADAMARD_MAX_ORDER), op, ": matrix has ", order,
+                    " rows, expected a multiple of 4 up to ", int64_t(MLSPEC_HADAMARD_MAX_ORDER));
+  const int64_t powers = size / order;
+  TORCH_CHECK_VALUE(size > 0 && size % order == 0 && (powers & (powers - 1)) == 0, op, ": size is ", size, ", expected ", order,
+                    " times a power of two");
+  TORCH_CHECK_VALUE(inner > 0 && width % (size * inner) == 0, op, ": x has ", width, " columns, size ", size, " times inner ", inner,
+                    " does not divide them");
+  const CudaCall call(op, x);
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (out.numel() == 0) return out;
+  const Tensor rows = dense(x);
+  const mlspec_cuda_hadamard hadamard{rows.const_data_ptr(), matrix ? matrix->const_data_ptr<float>() : nullptr,
+                                      out.mutable_data_ptr(), rows.numel() / width, width, order, size, inner,
+                                      limits_of(call, x.device().index()).shared_bytes,
+                                      static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)))};
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_hadamard_rows(&hadamard, &launch));
+  return out;
+}
+
 Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& starts, const Tensor& counts,
                              double scale, int64_t window, double softcap, int64_t draft_window) {
   constexpr const char* op = "ragged_attention_rows";
@@ -346,6 +372,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("gated", gated);
   m.impl("gated_in_order", gated_in_order);
   m.impl("ordered_rows", ordered_rows);
+  m.impl("hadamard_rows", hadamard_rows);
   m.impl("embed_rows", embed_rows);
   m.impl("rope_write_rows", rope_write_rows);
   m.impl("ragged_attention_rows", ragged_attention_rows);

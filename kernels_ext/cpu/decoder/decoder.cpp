@@ -134,7 +134,7 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
   const mlspec_acts acts = acts_for(layer.o, tokens);
   const int64_t share = group * dim;  // the elements of one key head's queries: packed where whole groups of a scale
   const int64_t pieces = pass.blocks.size();
-  const bool whole = share % std::max<int64_t>(32, acts.group) == 0 && !layer.o.order;
+  const bool whole = share % std::max<int64_t>(32, acts.group) == 0 && !layer.o.order && !layer.o.rotates();
   const bool packs = whole && (pieces == 1 || !rows_share_lines(acts));
   team.share(pieces * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
@@ -150,6 +150,7 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
       if (packs) kernels.pack_rows(&pack, block.first, block.first + block.count, head * share, (head + 1) * share);
     }
   });
+  if (layer.o.rotates()) return rotate_and_pack(team, w.context.data(), width, tokens, layer.o);
   if (!packs) pack_rows(team, w.context.data(), width, tokens, layer.o);
 }
 
@@ -166,12 +167,36 @@ void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows
   });
 }
 
-// acts of down = activation(gate) * up.
+// Rows of x times the Hadamard matrix of `next`, in place, and its acts. A row is one thread's: it is short beside a linear.
+void Decoder::rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next) {
+  const CpuKernels& kernels = cpu_kernels();
+  const mlspec_acts acts = acts_for(next, rows);
+  const bool together = rows_share_lines(acts);
+  const mlspec_pack_args pack{x, stride, &acts};
+  team.share(rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      kernels.hadamard(&next.hadamard, next.in_features, x + n * stride);
+      if (!together) kernels.pack_rows(&pack, n, n + 1, 0, next.in_features);
+    }
+  });
+  if (together) pack_rows(team, x, stride, rows, next);
+}
+
+// acts of down = activation(gate) * up, which takes the place of gate where it is rotated.
 void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
   const CpuKernels& kernels = cpu_kernels();
   const mlspec_acts acts = acts_for(down, rows);
   Workspace& w = *work_;
   const int64_t width = shape.intermediate;
+  if (down.rotates()) {
+    share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
+      for (int64_t n = row; n < row_end; ++n) {
+        float* const gate = w.gate_up.data() + n * 2 * width + k;
+        kernels.row.activate_mul(gate, gate + width, shape.activation, k_end - k, gate);
+      }
+    });
+    return rotate_and_pack(team, w.gate_up.data(), 2 * width, rows, down);
+  }
   float* const product = w.rows.data() + team.index() * w.row_stride;
   share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     alignas(64) float ordered[2][kChunk];

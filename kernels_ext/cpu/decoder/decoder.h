@@ -105,6 +105,7 @@ class Decoder {
   void normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear& next);
   void attention(Team& team, const Pass& pass, int64_t layer);
   void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
+  void rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next);
   void activate(Team& team, int64_t rows, const Linear& down);
   void score(Team& team, Pass& pass, const float* pending, int64_t first, int64_t count, float* logits);
 

@@ -39,6 +39,9 @@ struct Linear {
   // [in], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of packed
   // weights that are not nested.
   const int32_t* order = nullptr;
+  mlspec_hadamard hadamard = {nullptr, 1, 1, 1};  // what its inputs are multiplied by first; of o and down
+
+  bool rotates() const { return hadamard.size > 1; }
 
   // Whether a call has a choice.
   bool is_packed() const { return format != WeightFormat::kBf16 && format != WeightFormat::kF32; }

@@ -45,6 +45,18 @@ const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, 
 const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,
                                      const mlspec_cuda_row_launch* how);
 
+// Rows of x times Hadamard matrices (hf_mlspec/ops/hadamard.py): as [.. ][order][2^k][inner], size = order * 2^k.
+typedef struct {
+  const void* x;        // bfloat16 [n, width]
+  const float* matrix;  // [order, order], or null: order is 1
+  void* out;            // as x
+  int64_t n, width, order, size, inner;
+  int64_t shared_bytes;  // a block may have
+  float factor;          // 1 / sqrt(size)
+} mlspec_cuda_hadamard;
+
+const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_row_launch* how);
+
 // ids int32 [n]; table [vocab, width], float32 or bfloat16 -> out [n, width].
 const char* mlspec_cuda_embed_rows(const int32_t* ids, const void* table, int32_t table_is_bf16, int64_t vocab, int64_t n,
                                    int64_t width, float scale, void* out, const mlspec_cuda_row_launch* how);

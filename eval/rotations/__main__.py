@@ -1,0 +1,138 @@
+"""What does a rotation change: perplexity with int4 weights and activations, accepted drafts, and time of a step?
+
+    python -m eval.rotations --model FOLDER --text FILE --humaneval FILE
+
+Of a model as it is and of the same model rotated (QuaRot's rotations), both with int4 weights in groups, rounded to the
+nearest, its head left as it is: perplexity of the text's first windows and of HumanEval's solutions behind their
+prompts, at w4a16 and w4a4; the share of "w4a4" drafts of three tokens that the model at w4a16 accepts; and seconds a
+step of both, greedy, measured in turns on one thread, of which the least counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_mlspec
+from hf_mlspec.calibration.rotation import rotate
+from hf_mlspec.evaluation import score_rows
+from hf_mlspec.nn.linear import Int4Linear
+from hf_mlspec.nn.replace import attach_quantizer, transform_alike
+from hf_mlspec.nn.switch import PrecisionSwitch
+
+WINDOW = 512  # tokens
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.rotations", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model and its tokenizer")
+    parser.add_argument("--text", type=Path, required=True, help="file of plain text")
+    parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl")
+    parser.add_argument("--windows", type=int, default=64, help=f"of {WINDOW} tokens of the text (%(default)s)")
+    parser.add_argument("--solutions", type=int, default=164, help="of HumanEval that are scored (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=32, help="of HumanEval that are continued (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="of each continuation (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of the times (%(default)s)")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0, help="of the rotation's signs")
+    parser.add_argument("--json", type=Path, help="file for the results, too")
+    return parser.parse_args(argv)
+
+
+def int4_model(folder: Path, rotated: bool, group_size: int, seed: int) -> nn.Module:
+    """Loaded, rotated or not, its linears but the head rounded to int4."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if rotated:
+        rotate(model, seed=seed)
+    model, head = model.to(torch.bfloat16), model.get_output_embeddings()
+    switch = PrecisionSwitch("int4")
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and module is not head:
+            how = {"group_size": group_size, "symmetric": True}
+            model.set_submodule(name, Int4Linear.from_linear(module, name=name, switch=switch, **how))
+    settings = {"group_size": group_size, "modules_to_not_convert": ["lm_head"]}
+    attach_quantizer(model, {"format": "int4", **settings, "transform": transform_alike(model).word})
+    return hf_mlspec.prepare(model)
+
+
+def perplexity(model: nn.Module, rows: list[list[int]], scored: list[int], precision: str) -> float:
+    found = score_rows(model, rows, num_scored=scored, precision=precision, batch_size=8)
+    return math.exp(-sum(scores.total for _, scores in found) / sum(scored))
+
+
+def rows_of(args: argparse.Namespace, tokenizer) -> dict[str, tuple[list[list[int]], list[int]]]:
+    """Of the text and of the solutions: token ids, and how many at their end are scored."""
+    ids = tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW, WINDOW)][: args.windows]
+    rows, scored = [], []
+    for task in tasks_of(args)[: args.solutions]:
+        prompt, solution = (tokenizer(task[key], add_special_tokens=False)["input_ids"]
+                            for key in ("prompt", "canonical_solution"))  # fmt: skip
+        rows.append(prompt + solution)
+        scored.append(len(solution))
+    return {args.text.name: (windows, [WINDOW - 1] * len(windows)), "solutions": (rows, scored)}
+
+
+def tasks_of(args: argparse.Namespace) -> list[dict]:
+    return [json.loads(line) for line in args.humaneval.read_text(encoding="utf-8").splitlines() if line]
+
+
+def acceptance(model: nn.Module, prompts: list[torch.Tensor], tokens: int) -> float:
+    drafted = accepted = 0
+    for ids in prompts:
+        options = {"assistant_models": ["w4a4"], "speculation_config": {"num_draft_tokens": 3}}
+        model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, **options)
+        level = hf_mlspec.last_stats(model).levels[0]
+        drafted, accepted = drafted + level.drafted, accepted + level.accepted
+    return accepted / drafted
+
+
+def step_seconds(models: list[nn.Module], ids: torch.Tensor, tokens: int, repeats: int) -> list[float]:
+    """In turns, each time the least of all."""
+    best = [math.inf] * len(models)
+    for _ in range(repeats):
+        for index, model in enumerate(models):
+            began = time.perf_counter()
+            model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, assistant_models=[])
+            best[index] = min(best[index], (time.perf_counter() - began) / tokens)
+    return best
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print a table; -> the exit status."""
+    args = parse(argv)
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    texts = rows_of(args, tokenizer)
+    prompts = [tokenizer(task["prompt"], return_tensors="pt")["input_ids"] for task in tasks_of(args)[: args.prompts]]
+    models = [int4_model(args.model, rotated, args.group_size, args.seed) for rotated in (False, True)]
+    results = []
+    for name, model in zip(("as it is", "rotated"), models, strict=True):
+        line = {"model": name}
+        for text, (rows, scored) in texts.items():
+            for precision in ("w4a16", "w4a4"):
+                line[f"{text} {precision}"] = perplexity(model, rows, scored, precision)
+        line["w4a4 accepted"] = acceptance(model, prompts, args.tokens)
+        results.append(line)
+        print(line, file=sys.stderr, flush=True)
+    for line, seconds in zip(results, step_seconds(models, prompts[0], args.tokens, args.repeats), strict=True):
+        line["ms a step"] = 1000 * seconds
+    print("| " + " | ".join(results[0]) + " |\n|" + "---|" * len(results[0]))
+    for line in results:
+        print("| " + " | ".join(v if isinstance(v, str) else f"{v:.4g}" for v in line.values()) + " |")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

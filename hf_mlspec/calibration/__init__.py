@@ -1,0 +1,1 @@
+"""How are the codes of a quantized model chosen, and what is done to its weights before?"""

@@ -1,0 +1,214 @@
+"""How is a model rotated so that its outputs stay and its activations lose their outliers?
+
+QuaRot (arXiv 2404.00456): orthogonal matrices are folded into weights, in float64. What cannot be folded, a Hadamard
+matrix in front of down_proj and one across heads in front of o_proj, becomes a transform of these layers' inputs
+(nn/transforms.py), of which their weights take the way back. Any quantization may follow.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..engines.architecture.description import Description
+from ..engines.architecture.known import KNOWN
+from ..formats.hadamard import Hadamard, fitting_hadamard
+from ..nn.castable import require_dense
+from ..nn.linear import is_dense
+from ..nn.replace import untie_head
+from ..nn.transforms import HADAMARD, TransformedLinear, record_of
+
+_log = logging.getLogger(__name__)
+_READERS = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up")}  # of what each norm writes
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What `rotate` did to a model. None: nothing of the kind.
+
+    residual: folded into everything that reads or writes the residual stream. value: folded, on each head's values.
+    across_heads, down: of the inputs of o_proj and down_proj at run time. untied: whether the head was given a weight
+    of its own.
+    """
+
+    residual: Hadamard | None = None
+    value: Hadamard | None = None
+    across_heads: Hadamard | None = None
+    down: Hadamard | None = None
+    untied: bool = False
+
+
+@torch.no_grad()
+def rotate(
+    model: nn.Module, *, seed: int = 0, residual: bool = True, heads: bool = True, online: bool = True
+) -> Rotation:
+    """Rotate a dense causal model in place; its outputs stay the same but for rounding in its dtype.
+
+    residual: gains of norms into the linears behind them, then a Hadamard matrix with random signs into the embedding,
+    the linears and the head; a tied head gets a weight of its own. heads: one on the values of each head, into v_proj
+    and o_proj. online: in front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the
+    signs. Which matrix a width gets: `fitting_hadamard`.
+
+    ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
+    rotated already, odd widths, and with residual norms behind a block (Gemma 2 and 3), which do not commute with it.
+    """
+    entry = _require_rotatable(model, residual)
+    plan = _planned(model, entry, residual, heads, online)
+    signs = torch.Generator().manual_seed(seed)
+    if residual:
+        _fold_norms(model, entry, plan.untied)
+        _rotate_residual(model, entry, plan.residual, _signs(model.config.hidden_size, signs))
+    for layer in model.get_submodule(entry.layers):
+        parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
+        if plan.value is not None:
+            _rotate_values(parts, _Heads.of(model, parts), plan.value, signs)
+        if plan.across_heads is not None:
+            _put_in_front(layer, entry.linears["o"], plan.across_heads)
+        if plan.down is not None:
+            _flip_products(parts, _signs(parts["down"].weight.shape[1], signs))
+            _put_in_front(layer, entry.linears["down"], plan.down)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Heads:
+    queries: int
+    keys: int
+    dim: int
+
+    @classmethod
+    def of(cls, model: nn.Module, parts: Mapping[str, nn.Module]) -> _Heads:
+        queries = model.config.num_attention_heads
+        return cls(queries, model.config.num_key_value_heads, parts["o"].weight.shape[1] // queries)
+
+
+def _require_rotatable(model: nn.Module, residual: bool) -> Description:
+    name = type(model).__name__
+    entry = KNOWN.get(name)
+    if entry is None:
+        raise ValueError(f"rotate: {name} is unknown, choose one of {', '.join(KNOWN)}")
+    if any(isinstance(module, TransformedLinear) for module in model.modules()):
+        raise ValueError(f"rotate: this {name} is rotated already: start from the original model")
+    require_dense(model, "rotate")
+    behind = [entry.norms[norm] for norm in ("attention_out", "mlp_out") if norm in entry.norms]
+    if residual and behind:
+        raise ValueError(
+            f"rotate: {name} has norms behind its blocks ({', '.join(behind)}), whose gains stand between what is "
+            "written and the residual stream: a rotation of it cannot be folded; rotate(model, residual=False) does "
+            "the heads and the online Hadamard matrices"
+        )
+    for layer in model.get_submodule(entry.layers):
+        for place in entry.linears.values():
+            if not is_dense(linear := layer.get_submodule(place)):
+                raise ValueError(f"rotate: {place} of this {name} is a {type(linear).__name__}, expected nn.Linear")
+    return entry
+
+
+def _planned(model: nn.Module, entry: Description, residual: bool, heads: bool, online: bool) -> Rotation:
+    layer, head = model.get_submodule(entry.layers)[0], model.get_submodule(entry.head)
+    parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
+    own = _Heads.of(model, parts)
+    tied = head.weight is model.get_submodule(entry.embedding).weight
+    across = fitting_hadamard(own.queries, own.dim)
+    return Rotation(
+        residual=_fitting(model.config.hidden_size, "hidden_size", "residual") if residual else None,
+        value=_fitting(own.dim, "the size of a head,", "heads") if heads else None,
+        across_heads=across if online and not across.is_nothing else None,
+        down=_fitting(parts["down"].weight.shape[1], "intermediate_size", "online") if online else None,
+        untied=residual and tied,
+    )
+
+
+def _fitting(width: int, what: str, part: str) -> Hadamard:
+    found = fitting_hadamard(width)
+    if found.is_nothing:
+        raise ValueError(
+            f"rotate: {what} {width}, is odd: no Hadamard matrix divides it; leave it out with {part}=False"
+        )
+    return found
+
+
+def _signs(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.float64) * 2 - 1
+
+
+def _write(parameter: nn.Parameter, value: Tensor) -> None:
+    parameter.copy_(value.to(parameter.dtype))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().double()
+
+
+def _fold_norms(model: nn.Module, entry: Description, untie: bool) -> None:
+    """Gains into the linears that read them; the last one's into the head, which is untied first."""
+    head, plus = model.get_submodule(entry.head), 1.0 if entry.norm == "rms plus one" else 0.0
+    if untie:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        untie_head(model)
+        _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
+                     "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
+    readers = [(model.get_submodule(entry.final_norm), [head])]
+    for layer in model.get_submodule(entry.layers):
+        for norm, names in _READERS.items():
+            linears = [layer.get_submodule(entry.linears[name]) for name in names if name in entry.linears]
+            readers.append((layer.get_submodule(entry.norms[norm]), linears))
+    for norm, linears in readers:
+        gain = _wide(norm.weight) + plus
+        for linear in linears:
+            _write(linear.weight, _wide(linear.weight) * gain)
+        norm.weight.fill_(1.0 - plus)
+
+
+def _rotate_residual(model: nn.Module, entry: Description, how: Hadamard, signs: Tensor) -> None:
+    signs = signs.to(model.get_submodule(entry.head).weight.device)
+    rows = [model.get_submodule(entry.embedding).weight, model.get_submodule(entry.head).weight]
+    for layer in model.get_submodule(entry.layers):
+        parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
+        rows += [parts[name].weight for names in _READERS.values() for name in names if name in parts]
+        for writer in (parts["o"], parts["down"]):
+            _write(writer.weight, how.rotate(_wide(writer.weight).T * signs).T)
+            if writer.bias is not None:
+                _write(writer.bias, how.rotate(_wide(writer.bias) * signs))
+    for weight in rows:  # a row at a time would do: the table is the largest of a model
+        for some in weight.split(8192):
+            some.copy_(how.rotate(_wide(some) * signs).to(weight.dtype))
+
+
+def _rotate_values(parts: Mapping[str, nn.Module], own: _Heads, how: Hadamard, generator: torch.Generator) -> None:
+    """What each head mixes, with signs per key head; o_proj's columns take the way back."""
+    first = 0 if "v" in parts else (own.queries + own.keys) * own.dim
+    values, out = parts["v" if "v" in parts else "qkv"], parts["o"].weight
+    signs = _signs(own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
+
+    def turned(rows: Tensor) -> Tensor:  # [keys * dim, ...]
+        heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)
+        return how.rotate(heads * signs[:, None]).transpose(1, 2).reshape(rows.shape)
+
+    for parameter in (values.weight, values.bias):
+        if parameter is not None:
+            parameter[first:].copy_(turned(parameter[first:]).to(parameter.dtype))
+    columns = _wide(out).view(len(out), own.queries, own.dim)
+    _write(out, how.rotate(columns * signs.repeat_interleave(own.queries // own.keys, 0)).flatten(1))
+
+
+def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
+    """Signs of activation(gate) * up, by the rows of up; down_proj's columns take the way back."""
+    first = 0 if "up" in parts else len(signs)
+    up, down = parts["up" if "up" in parts else "gate_up"], parts["down"].weight
+    signs = signs.to(down.device)
+    up.weight[first:].mul_(signs[:, None].to(up.weight.dtype))
+    if up.bias is not None:
+        up.bias[first:].mul_(signs.to(up.bias.dtype))
+    down.mul_(signs.to(down.dtype))
+
+
+def _put_in_front(layer: nn.Module, place: str, how: Hadamard) -> None:
+    """Rotate a linear's inputs at run time, and its weight so that its outputs stay."""
+    linear = layer.get_submodule(place)
+    _write(linear.weight, how.rotate(_wide(linear.weight)))
+    layer.set_submodule(place, TransformedLinear.over(linear, HADAMARD, record_of(how)).train(linear.training))

@@ -1,0 +1,135 @@
+// How is a row of bfloat16 multiplied by Hadamard matrices? In shared memory, with the additions of hf_mlspec/ops/hadamard.py in
+// their order, so that the bits are those of the CPU.
+#include "row_launch.cuh"
+
+namespace mlspec {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kChunk = 4096;         // elements of a block, where matrices are smaller
+constexpr int64_t kBlocksWanted = 512;   // of a launch, where outputs can be shared out
+constexpr int kRows = 4;                 // of the matrix of the order, which a thread multiplies together
+
+struct HadamardParams {
+  const __nv_bfloat16* x;
+  const float* matrix;  // [order][order], null: order is 1
+  __nv_bfloat16* out;
+  int64_t width, chunks;  // chunks of a row
+  int unit, per_chunk;    // elements of a matrix; matrices of a chunk
+  int order, powers, inner, items_per_split;
+  float factor;
+};
+
+// 2^kLevels values: the sums and differences of those 1, 2, 4 apart.
+template <int kLevels>
+__device__ __forceinline__ void levels(float (&v)[1 << kLevels]) {
+#pragma unroll
+  for (int apart = 1; apart < 1 << kLevels; apart *= 2)
+#pragma unroll
+    for (int t = 0; t < 1 << kLevels; ++t)
+      if (!(t & apart)) {
+        const float low = v[t], high = v[t + apart];
+        v[t] = low + high;
+        v[t + apart] = low - high;
+      }
+}
+
+// row as [.. ][2^kLevels][step]; every thread of the block takes part.
+template <int kLevels>
+__device__ __forceinline__ void pass(float* row, int count, int step) {
+  constexpr int kParts = 1 << kLevels;
+  for (int item = threadIdx.x; item < count / kParts; item += kThreads) {
+    float* const group = row + item / step * (kParts * step) + item % step;
+    float v[kParts];
+#pragma unroll
+    for (int t = 0; t < kParts; ++t) v[t] = group[t * step];
+    levels<kLevels>(v);
+#pragma unroll
+    for (int t = 0; t < kParts; ++t) group[t * step] = v[t];
+  }
+  __syncthreads();
+}
+
+// Elements of a chunk to shared memory; -> the levels that are done.
+__device__ __forceinline__ int load_chunk(const HadamardParams& p, const __nv_bfloat16* x, float* row, int count) {
+  if (count % kVector || p.width % kVector || p.unit % kVector) {
+    for (int i = threadIdx.x; i < count; i += kThreads) row[i] = load_one(x + i);
+    return 0;
+  }
+  const bool first_levels = p.inner == 1 && p.powers >= kVector;
+  for (int i = threadIdx.x * kVector; i < count; i += kThreads * kVector) {
+    float v[kVector];
+    load_vector(x + i, v);
+    if (first_levels) levels<3>(v);
+    store_vector(row + i, v);
+  }
+  return first_levels ? 3 : 0;
+}
+
+// What this split of the block computes: outputs of kRows rows of the matrix at one of `part` places.
+__device__ __forceinline__ void multiply_order(const HadamardParams& p, const float* row, __nv_bfloat16* out) {
+  const int part = p.powers * p.inner, items = p.order / kRows * part;
+  const int begin = blockIdx.y * p.items_per_split, end = min(items, begin + p.items_per_split);
+  for (int item = begin + threadIdx.x; item < end; item += kThreads) {
+    const int first = item / part * kRows, place = item % part;
+    const float* const matrix = p.matrix + first * p.order;
+    float sums[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sums[r] = -0.0f;  // adds nothing, not even to a zero's sign
+    for (int j = 0; j < p.order; j += 4) {
+      float z[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) z[t] = row[(j + t) * part + place];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float4 signs = *reinterpret_cast<const float4*>(matrix + r * p.order + j);
+        sums[r] = __fmaf_rn(signs.x, z[0], sums[r]);  // products are exact
+        sums[r] = __fmaf_rn(signs.y, z[1], sums[r]);
+        sums[r] = __fmaf_rn(signs.z, z[2], sums[r]);
+        sums[r] = __fmaf_rn(signs.w, z[3], sums[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) store_one(out + (first + r) * part + place, __fmul_rn(sums[r], p.factor));
+  }
+}
+
+// One chunk of a row; blockIdx.y: which of its outputs, where there is a matrix.
+__global__ void __launch_bounds__(kThreads) hadamard_kernel(const HadamardParams p) {
+  extern __shared__ __align__(16) float row[];
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t n = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
+  const int64_t first = chunk * p.per_chunk * p.unit, at = n * p.width + first, left = p.width - first;
+  const int whole = p.per_chunk * p.unit, count = left < whole ? int(left) : whole;
+  int done = load_chunk(p, p.x + at, row, count);
+  __syncthreads();
+  for (; p.powers >> done >= 8; done += 3) pass<3>(row, count, p.inner << done);
+  if (p.powers >> done == 4) pass<2>(row, count, p.inner << done);
+  if (p.powers >> done == 2) pass<1>(row, count, p.inner << done);
+  if (p.matrix) return multiply_order(p, row, p.out + at);
+  for (int i = threadIdx.x; i < count; i += kThreads) store_one(p.out + at + i, __fmul_rn(row[i], p.factor));
+}
+
+}  // namespace
+}  // namespace mlspec
+
+using namespace mlspec;
+
+const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_row_launch* how) {
+  const mlspec_cuda_hadamard& h = *hadamard;
+  const int64_t unit = h.size * h.inner, matrices = h.width / unit;
+  const int64_t per_chunk = h.matrix || unit >= kChunk ? 1 : kChunk / unit < matrices ? kChunk / unit : matrices;
+  const int64_t chunks = (matrices + per_chunk - 1) / per_chunk, bytes = per_chunk * unit * int64_t(sizeof(float));
+  if (bytes > h.shared_bytes) return "the matrix is too large for the shared memory of this GPU: rotate in smaller blocks";
+  const int64_t items = h.order / kRows * (unit / h.order), blocks = h.n * chunks;
+  int64_t splits = 1;
+  if (h.matrix && blocks < kBlocksWanted) {
+    const int64_t most = items / kThreads > 1 ? items / kThreads : 1;
+    splits = kBlocksWanted / blocks < most ? kBlocksWanted / blocks : most;
+  }
+  const HadamardParams params{static_cast<const __nv_bfloat16*>(h.x), h.matrix, static_cast<__nv_bfloat16*>(h.out),
+                              h.width, chunks, int(unit), int(per_chunk), int(h.order), int(h.size / h.order), int(h.inner),
+                              int((items + splits - 1) / splits), h.factor};
+  return launch_rows(*how, {dim3(unsigned(blocks), unsigned(splits)), kThreads, unsigned(bytes)}, hadamard_kernel, params);
+}

@@ -1,0 +1,195 @@
+"""Does a rotated model compute what the original does, for every family and for sizes that others cannot rotate?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import hf_mlspec
+from hf_mlspec.calibration.rotation import rotate
+from hf_mlspec.formats.hadamard import Hadamard
+from hf_mlspec.nn.packed import PackedLinear
+from hf_mlspec.nn.transforms import HADAMARD, TransformedLinear, hadamard_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
+FAMILIES = {  # factors 7, 11, 19, 37 in widths; 9, 14, 28 heads; heads of another size than hidden / heads
+    "llama": (LlamaConfig, {"hidden_size": 9 * 16, "intermediate_size": 11 * 16, "num_attention_heads": 9,
+                            "num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": (Qwen2Config, {"hidden_size": 14 * 16, "intermediate_size": 19 * 16, "num_attention_heads": 14,
+                            "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "mistral": (MistralConfig, {"hidden_size": 28 * 8, "intermediate_size": 37 * 8, "num_attention_heads": 28,
+                                "num_key_value_heads": 4, "head_dim": 16}),
+    "qwen3": (Qwen3Config, {"hidden_size": 64, "intermediate_size": 7 * 16, "num_attention_heads": 4,
+                            "num_key_value_heads": 2, "head_dim": 20}),
+    "phi3": (Phi3Config, {"hidden_size": 96, "intermediate_size": 12 * 9, "num_attention_heads": 4,
+                          "num_key_value_heads": 2, "eos_token_id": 1, "bos_token_id": 1}),
+    "gemma2": (Gemma2Config, {"hidden_size": 72, "intermediate_size": 44, "num_attention_heads": 4,
+                              "num_key_value_heads": 2, "head_dim": 16}),
+    "gemma3": (Gemma3TextConfig, {"hidden_size": 72, "intermediate_size": 44, "num_attention_heads": 4,
+                                  "num_key_value_heads": 2, "head_dim": 16}),
+}  # fmt: skip
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
+    """With gains and biases that are not 1 and 0."""
+    kind, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    settings = {"vocab_size": 200, "num_hidden_layers": 2, "max_position_embeddings": 128, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(kind(**{**settings, **sizes, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape)
+            elif "embed" not in name:
+                parameter *= 4
+    return model.to(dtype)
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        ids = torch.randint(1, 199, (2, 17), generator=torch.Generator().manual_seed(1))
+        return model(ids).logits.double()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_stay(family):
+    model = model_of(family)
+    before, weights = logits_of(model), {name: tensor.clone() for name, tensor in model.named_parameters()}
+    done = rotate(model, seed=3, residual="gemma" not in family)
+    assert (logits_of(model) - before).norm() <= 1e-5 * before.norm()
+    assert isinstance(model.model.layers[1].mlp.down_proj, TransformedLinear)
+    assert hadamard_of(model.model.layers[0].mlp.down_proj.transform_tensors()) == done.down
+    changed = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, weights.get(name, tensor))}
+    assert any("down_proj" in name for name in changed)
+    assert ("model.embed_tokens.weight" in changed) == (done.residual is not None)
+    assert (done.across_heads is None) == (family == "llama")  # 9 heads
+
+
+@pytest.mark.parametrize("parts", [{"residual": False}, {"heads": False}, {"online": False}], ids=str)
+def test_each_part_can_be_left_out(parts):
+    model = model_of("qwen2")
+    before = logits_of(model)
+    done = rotate(model, **parts)
+    assert (logits_of(model) - before).norm() <= 1e-5 * before.norm()
+    assert (done.residual is None, done.value is None, done.down is None) == (
+        "residual" in parts, "heads" in parts, "online" in parts
+    )  # fmt: skip
+    assert done.untied == ("residual" not in parts)
+    assert any(isinstance(m, TransformedLinear) for m in model.modules()) == ("online" not in parts)
+
+
+def test_gains_are_folded_and_a_tied_head_is_untied_and_said(caplog):
+    model = model_of("qwen2")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert rotate(model).untied
+    assert "has its head tied to its embedding; the head gets a weight of its own" in caplog.text
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert model.config.tie_word_embeddings is False
+    norms = [module.weight for name, module in model.named_modules() if name.endswith(("layernorm", "norm"))]
+    assert len(norms) == 5
+    assert all(bool((weight == 1).all()) for weight in norms)
+
+
+def test_norms_of_queries_and_keys_are_left_alone():
+    model = model_of("qwen3")
+    before = model.model.layers[0].self_attn.q_norm.weight.clone()
+    rotate(model)
+    assert torch.equal(model.model.layers[0].self_attn.q_norm.weight, before)
+
+
+def test_a_seed_gives_the_same_weights_and_another_one_others():
+    first, second, other = model_of("mistral"), model_of("mistral"), model_of("mistral")
+    rotate(first, seed=1), rotate(second, seed=1), rotate(other, seed=2)
+    pairs = list(zip(first.parameters(), second.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(one, two) for one, two, _ in pairs)
+    assert not all(torch.equal(one, three) for one, _, three in pairs)
+
+
+def test_an_outlier_of_the_residual_stream_is_spread():
+    model = model_of("mistral")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 5] *= 100
+
+    def crest(embedding: torch.Tensor) -> float:
+        rows = embedding.detach()[1:]  # the first is padding
+        return float((rows.abs().amax(1) / rows.norm(dim=1)).mean())
+
+    before = crest(model.model.embed_tokens.weight)
+    rotate(model)
+    assert crest(model.model.embed_tokens.weight) < before / 4
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_norms_behind_a_block_refuse_the_residual_part_by_name_and_change_nothing(family):
+    model = model_of(family)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    words = r"norms behind its blocks \(post_attention_layernorm, post_feedforward_layernorm\).*rotate\(model, residual=F"
+    with pytest.raises(ValueError, match=words):
+        rotate(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+def test_what_cannot_be_rotated_is_named():
+    model = model_of("llama")
+    rotate(model)
+    with pytest.raises(ValueError, match="rotated already"):
+        rotate(model)
+    with pytest.raises(ValueError, match=r"down_proj is dense and transforms its inputs \(hadamard\)|o_proj is dense"):
+        model.state_dict()
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is unknown, choose one of LlamaForCausalLM"):
+        rotate(AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)))
+    with pytest.raises(ValueError, match="already quantized"):
+        rotate(hf_mlspec.direct_cast(model_of("mistral", torch.bfloat16, intermediate_size=32 * 9), "mxfp4"))
+    odd = model_of("qwen3", intermediate_size=7 * 9)
+    with pytest.raises(ValueError, match="intermediate_size 63, is odd: .* leave it out with online=False"):
+        rotate(odd)
+    with pytest.raises(ValueError, match="the size of a head, 15, is odd: .* leave it out with heads=False"):
+        rotate(model_of("qwen3", head_dim=15), residual=False)
+
+
+PACKABLE = {"hidden_size": 128, "intermediate_size": 7 * 64, "head_dim": 32}
+
+
+def rotated_cast(tmp_path=None) -> tuple[nn.Module, nn.Module]:
+    """A rotated model in bfloat16 and an int4 cast of it."""
+    model = model_of("qwen3", torch.bfloat16, **PACKABLE)
+    rotate(model, seed=1)
+    return model, hf_mlspec.direct_cast(model, "mxfp4", activation_bits=16)
+
+
+def test_quantizing_keeps_the_transforms_and_all_layers_have_one_kind():
+    model, cast = rotated_cast()
+    packed = {name: module for name, module in cast.named_modules() if isinstance(module, PackedLinear)}
+    assert {module.transform for module in packed.values()} == {HADAMARD}
+    turned = {name.rpartition(".")[2] for name, module in packed.items()
+              if not hadamard_of(module.transform_tensors()).is_nothing}  # fmt: skip
+    assert turned == {"o_proj", "down_proj"}
+    exact = logits_of(model)
+    assert (logits_of(cast) - exact).norm() < 0.5 * exact.norm()
+    assert cast.config.quantization_config.transform == "hadamard"
+
+
+def test_a_packed_model_is_saved_and_loaded_with_its_transforms(tmp_path):
+    _, cast = rotated_cast()
+    cast.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits_of(again), logits_of(cast))
+    down = again.model.layers[1].mlp.down_proj
+    assert hadamard_of(down.transform_tensors()) == Hadamard(7 * 64, 28)
+    assert all(torch.equal(tensor, cast.state_dict()[name]) for name, tensor in again.state_dict().items())
+    plain = again.dequantize()
+    exact = logits_of(cast)
+    assert (logits_of(plain) - exact).norm() < 0.03 * exact.norm()
+    assert not any(isinstance(module, TransformedLinear) for module in plain.modules())
