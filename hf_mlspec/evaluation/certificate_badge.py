@@ -108,7 +108,7 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     numbers = [f"{run['tokens_per_pass']:.2f}" for run in document["runs"]]
     return [(name, _escape(value)) for name, value in (
         ("target", f"{target['name']}, {settings['dtype']}{_format(target)}, {target['decoding']['how']}"),
-        ("levels", " <- ".join(level["name"] for level in document["levels"])),
+        ("levels", " <- ".join(map(_level, document["levels"]))),
         ("acceptance", "; ".join(_list(f"{level['acceptance']:.3f}" for level in run["levels"])
                                  for run in document["runs"])),
         ("tokens per target pass", _list(numbers)),
@@ -120,6 +120,13 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
                       f"{versions['transformers']}, {machine['processor']}, {document['created'][:10]}"),
         ("certificate", f"SHA-256 {document['sha256'][:16]}"),
     )]
+
+
+def _level(entry: dict[str, Any]) -> str:
+    """Its name, and what it reads instead of the whole cache as it is."""
+    window, kept = entry.get("draft_window"), entry.get("draft_cache")
+    read = [f"draft window {window}"] * bool(window) + [f"{kept} cache"] * bool(kept)
+    return entry["name"] + (f" ({', '.join(read)})" if read else "")
 
 
 def _kernels(found: dict[str, Any]) -> str:

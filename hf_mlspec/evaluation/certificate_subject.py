@@ -59,7 +59,8 @@ def level_entries(given: Sequence[Any], levels: list[Level], chain: Chain, confi
             entry |= {**_identity(level.model, _folder(asked)), "decoding": _decoding(level.model, runner, config)}
         if level.bits is not None:
             entry |= {"weight_bits": level.bits.weight, "activation_bits": level.bits.activation}
-        entries.append(entry | {"num_draft_tokens": count, "confidence_threshold": threshold})
+        entry |= {"num_draft_tokens": count, "confidence_threshold": threshold}
+        entries.append(entry | ({} if runner is None else _view(runner, chain)))
     return entries
 
 
@@ -125,6 +126,13 @@ def _decoding(model: PreTrainedModel, runner: Engine, config: SpeculationConfig)
     if not runner.can.by_module:
         return {"how": COMPILED, "reason": None}
     return {"how": BY_MODULE, "reason": why_by_module(model, name=config.engine, prepare=config.prepare)}
+
+
+def _view(runner: Engine, chain: Chain) -> dict[str, Any]:
+    """What a level sees of the tokens, and how its own cache holds them."""
+    kept = None if runner.follow is not None else runner.cache_format
+    window = None if chain.seen and runner.can.draft_window else runner.draft_window
+    return {"draft_window": window, "draft_cache": None if kept is None else kept.word}
 
 
 def _drafting(chain: Chain, count: int) -> Iterator[tuple[int | None, float | None]]:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import __version__
+from ..engines.engine import Engine
 from ..integration.call import run
 from ..integration.config import SpeculationConfig
 from ..integration.hook import prepare_call
@@ -162,9 +163,16 @@ def _levels(chain: Chain) -> list[TracedLevel]:
         found.append(TracedLevel(
             **vars(model), num_draft_tokens=most, confidence_threshold=_threshold(inner),
             in_target_cache=bool(getattr(level, "follows", False)),
+            draft_window=0 if runner is None else runner.draft_window, draft_cache=_own_format(runner),
         ))
         most = inner.num_draft_tokens if isinstance(inner, CheckedDrafter) else 0
     return found
+
+
+def _own_format(runner: Engine | None) -> str | None:
+    """Of a level's own cache."""
+    kept = None if runner is None or runner.follow is not None else runner.cache_format
+    return None if kept is None else kept.word
 
 
 def _threshold(level: Drafter) -> float:

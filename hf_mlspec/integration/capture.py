@@ -41,6 +41,7 @@ def captured(
         yield None
         return
     alone = chain.drafter is not None and len(levels) == 1
+    planned = chain.controller is not None and not alone
     runners = [chain.target.runner, *(runner for runner in chain.runners if runner is not None and not alone)]
     sampler = chain.target.sampler
     with borrowed(
@@ -51,8 +52,8 @@ def captured(
         sampled=sampler.do_sample,
         warp=sampler.warp,
         warp_key=_in_words(processors),
-        planned=chain.controller is not None and not alone,
-        seen=0 if alone else chain.seen,
+        planned=planned,
+        seen=chain.seen if planned else 0,
     ) as found:
         if found is not None:
             if alone:

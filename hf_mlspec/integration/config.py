@@ -41,8 +41,8 @@ class SpeculationConfig:
     draft_window: how many of the last tokens levels see, besides the first 64 of a row; the target always sees all, so
         that this changes time, never a token. 0: levels see all, too. None: where lengths are chosen and rows are
         longer than 1360 tokens, rounds in which levels see the last 1024 are weighed against those in which they see
-        all; else 0. Only levels on the CPU in compiled code have a window: where a number is given, others that run a
-        model give one warning and see all.
+        all; else 0. Only levels in compiled code, on a CPU or a GPU, have a window: where a number is given, those
+        that run module by module give one warning and see all.
     cast_rule: rounding rule of "mxfp4" levels: "ocp_floor" (OCP MX v1.0 and the paper), "even_bump" or "ceil".
     cast_head: quantize the output head of "mxfp4", "int3", "int2" and "ternary" levels too.
     cast_activation_bits: activation bits of "mxfp4", "PATH@mxfp4" and "nested" levels: 8 (int8, a scale per token and

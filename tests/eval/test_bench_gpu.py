@@ -11,6 +11,9 @@ import pytest
 import torch
 from programs import program
 
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.evaluation import replay_captured
+
 pytestmark = pytest.mark.usefixtures("from_the_root")
 
 
@@ -296,9 +299,28 @@ def test_a_replay_in_captured_rounds_from_the_shell(monkeypatch, tmp_path, capsy
     capsys.readouterr()
     assert shell.main([*asked[:4], "3"]) == 2
     assert "1 numbers and the trace 2 levels" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        shell.parse([*asked, "--draft-window", "9"])
-    assert "captured rounds have no windows" in capsys.readouterr().err
+
+
+def test_a_replay_in_captured_rounds_with_windows(monkeypatch, tmp_path):
+    out, shell, windows = tmp_path / "out.jsonl", program("replay"), []
+    forward = CudaDecoder.forward
+
+    def told(self, *operands, draft_window: int = 0, **how):
+        windows.append(draft_window)
+        return forward(self, *operands, draft_window=draft_window, **how)
+
+    def on_cuda(*given, speculation_config=None, **how):
+        return replay_captured(*given, speculation_config={**(speculation_config or {}), "engine": "cuda"}, **how)
+
+    monkeypatch.setattr(CudaDecoder, "forward", told)
+    monkeypatch.setattr(shell, "replay_captured", on_cuda)
+    asked = ["--quick", "--device", "cpu", "--captured", "6,2", "--prompt-tokens", "200", "--draft-window", "0,16"]
+    assert shell.main([*asked, "--json", str(out)]) == 0
+    alone, whole, part = (json.loads(line) for line in out.read_text().splitlines())
+    assert (alone["fused_rounds"], whole["fused_rounds"], part["fused_rounds"]) == (True, True, True)
+    assert part["contender"].endswith("window 16 (replayed)")
+    assert whole["tokens_per_pass"] == part["tokens_per_pass"] > 1
+    assert set(windows) == {0, 16}
 
 
 def test_a_replay_of_long_prompts_with_windows(tmp_path, capsys):

@@ -22,7 +22,7 @@ from hf_mlspec.evaluation.certificate_identity import hash_json, hash_parameters
 from hf_mlspec.evaluation.certificate_run import attest
 from hf_mlspec.integration.levels.load import load_causal_lm
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from tests.models import tiny
+from tests.models import near, tiny
 
 PROMPTS = ["def area(radius):", "Once upon a time", "x"]
 
@@ -242,6 +242,20 @@ def test_what_decoded_is_told(target, made):
     assert [(level["kind"], level["num_draft_tokens"]) for level in told["levels"]] == [
         ("cast of the target to mxfp4", 3), ("lookup", 2)]
     assert "parameters_sha256" not in told["levels"][1]
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="without kernels everything runs module by module")
+def test_what_levels_saw_is_told(target):
+    options = {"draft_window": 30, "draft_cache": "int8", "num_draft_tokens": 2}
+    found = certify(*target, PROMPTS[:1], ["mxfp4", near(target[0], 0.1), "ngram"], max_new_tokens=2,
+                    speculation_config=options)
+    told = found.to_dict()["levels"]
+    assert [(level.get("draft_window"), level.get("draft_cache")) for level in told] == [
+        (30, None), (30, "int8"), (None, None)]
+    assert "draft window 30, int8 cache" in found.markdown()
+    left_to_the_call = certify(*target, PROMPTS[:1], ["mxfp4"], max_new_tokens=2)
+    assert left_to_the_call.to_dict()["levels"][0]["draft_window"] is None
+    assert "draft window" not in left_to_the_call.markdown()
 
 
 @pytest.mark.skipif(not has_compiled_decoder(), reason="without kernels everything runs module by module")

@@ -36,6 +36,20 @@ def draft(target):
     return near(target, 0.03)
 
 
+def test_what_levels_saw_is_recorded(target, draft, tmp_path):
+    if not has_compiled_decoder():
+        pytest.skip("levels that run module by module see all")
+    config = {"draft_window": 20, "draft_cache": "int8", "num_draft_tokens": 3}
+    trace = record_trace(target, None, rows_of(), ["mxfp4", draft], max_new_tokens=4, speculation_config=config)
+    assert [(level.draft_window, level.draft_cache) for level in trace.levels] == [(20, None), (20, "int8")]
+    write_trace(trace, tmp_path / "t.json")
+    assert read_trace(tmp_path / "t.json") == trace
+    old = trace_to_dict(trace)
+    for level in old["levels"]:  # as earlier versions wrote it
+        del level["draft_window"], level["draft_cache"]
+    assert [(level.draft_window, level.draft_cache) for level in trace_from_dict(old).levels] == [(0, None)] * 2
+
+
 CHAINS = {
     "a cast": (lambda draft: ["mxfp4"], {}),
     "a draft": (lambda draft: [draft], {"num_draft_tokens": 5}),

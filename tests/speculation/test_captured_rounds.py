@@ -59,9 +59,9 @@ def test_rows_join_behind_a_round_under_way(name):
 def test_a_row_in_the_place_of_another_keeps_what_they_have_in_common(monkeypatch):
     fed, prefill = [], reading.prefill
 
-    def counted(decoder, kv, rows, starts, bits):
+    def counted(decoder, kv, rows, starts, *view):
         fed.append((len(rows[0]) - starts[0], kv.shape[2]))
-        return prefill(decoder, kv, rows, starts, bits)
+        return prefill(decoder, kv, rows, starts, *view)
 
     monkeypatch.setattr(reading, "prefill", counted)
     with torch.inference_mode():

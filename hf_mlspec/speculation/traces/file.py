@@ -14,6 +14,7 @@ _HEAD = {
     "data": str, "prompts_sha256": str, "max_new_tokens": int, "batch_size": int, "target": dict, "levels": list,
     "origin": dict, "rows": list,
 }  # fmt: skip
+_LATER = ("draft_window", "draft_cache")  # of a level
 _ROW = {"prompt_tokens": int, "new_tokens": int, "rounds": list}
 
 
@@ -102,11 +103,13 @@ def _round(name: str, round: Any) -> Round:
 
 
 def _traced(name: str, data: Any, kind: type) -> Any:
-    """A TracedModel or TracedLevel; sizes may be null."""
+    """A TracedModel or TracedLevel; sizes may be null, and what earlier versions did not record may be missing."""
     expected = {field.name: field.default for field in fields(kind)}
-    types = {"name": str, "weights": str, "confidence_threshold": float, "in_target_cache": bool}
-    nullable = {field.name for field in fields(TracedModel)} - {"name"}
-    asked = {key: types.get(key, int) for key in expected if not (key in nullable and _null(data, key))}
+    types = {"name": str, "weights": str, "confidence_threshold": float, "in_target_cache": bool, "draft_cache": str}
+    nullable = {field.name for field in fields(TracedModel)} - {"name"} | {"draft_cache"}
+    left_out = {key for key in _LATER if isinstance(data, dict) and key not in data}
+    left_out |= {key for key in nullable if _null(data, key)}
+    asked = {key: types.get(key, int) for key in expected if key not in left_out}
     return kind(**_typed(name, data, asked))
 
 

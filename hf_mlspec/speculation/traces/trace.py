@@ -55,11 +55,15 @@ class TracedLevel(TracedModel):
 
     num_draft_tokens: the most it was asked for at a time. confidence_threshold: it stopped after a token less probable
     (0: never). in_target_cache: whether it drafted in the target's KV cache, and so not before the prefill.
+    draft_window: how many of the last tokens it saw, besides the first ones of a row (0: all). draft_cache: the format
+    of a cache of its own, None for keys and values as they are computed.
     """
 
     num_draft_tokens: int = 0
     confidence_threshold: float = 0.0
     in_target_cache: bool = False
+    draft_window: int = 0
+    draft_cache: str | None = None
 
 
 @dataclass(frozen=True)
