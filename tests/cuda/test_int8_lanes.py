@@ -9,9 +9,11 @@ import torch
 from models import near, prompts, tiny
 from ragged_cases import DEVICE, Case, exact, make
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
 from hf_mlspec import ops
+from hf_mlspec.demo_pair import demo_prompts
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.formats.cache import dequantize, quantize
 from hf_mlspec.ops.attention import FIRST_SLOTS
@@ -278,6 +280,31 @@ def test_a_plain_target_with_a_draft_over_codes(kernels_are_required, sampled):
         sizes += [level.cache_bytes for level in hf_mlspec.last_stats(target).levels]
     assert texts[1:] == texts[:1] * 3
     assert sizes[1] * 64 == sizes[0] * 36 == sizes[2] * 64
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_demo_pair_over_codes(kernels_are_required, sampled, captured):
+    """Rows of real text in one batch; the target's cache, the draft's, or both hold codes."""
+    folders = hf_mlspec.demo_pair()
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda() for folder in folders)
+    tokenizer = AutoTokenizer.from_pretrained(folders[0], padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer([one["text"] for one in demo_prompts()[:4]], return_tensors="pt", padding=True).to(DEVICE)
+    slow = {} if captured else {"repetition_penalty": 1.1}
+    settings = {"max_new_tokens": 96, "do_sample": sampled, "pad_token_id": tokenizer.pad_token_id, **slow}
+
+    def texts(levels, **config):
+        torch.manual_seed(7)
+        return target.generate(**inputs, **settings, assistant_models=levels, speculation_config=config).tolist()
+
+    plain = texts([])
+    assert texts([draft], draft_cache="int8") == plain
+    target.config.quantization_config = WORD
+    alone = texts([])
+    for levels in ([draft], ["mxfp4"], ["mxfp4", draft]):
+        assert texts(levels, draft_cache="int8") == alone
+        assert texts(levels) == alone
 
 
 def test_past_key_values_go_out_and_come_back_as_the_same_codes(kernels_are_required):
