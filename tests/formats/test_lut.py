@@ -49,7 +49,7 @@ def test_widths_without_a_table_are_refused_by_name():
     (lambda t: t.float(), None, TypeError, "weight_tables is torch.float32"),
     (lambda t: t[:, :-1], None, ValueError, r"\[out, 2\^\(B\+1\) - 2\^S\] with S from 1"),
     (lambda t: t[:, :12].contiguous(), None, ValueError, "a table of every width from S to B"),
-    (lambda t: t.index_fill(1, torch.tensor([3]), torch.nan), None, ValueError, "weight_tables holds 5 values that are"),
+    (lambda t: t.index_fill(1, torch.tensor([3]), torch.nan), None, ValueError, "weight_tables holds 5 values that"),
     (lambda t: t[:4], None, ValueError, "weight_tables"),
     (None, lambda p: p[..., :2], ValueError, "in_features is 16, lookup-table planes need a multiple of 32"),
     (None, lambda p: p.int(), TypeError, "weight_planes is torch.int32"),

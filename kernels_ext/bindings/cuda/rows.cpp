@@ -17,8 +17,7 @@ using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kHeadDimStep = 16, kMaxHeadDim = 256, kVectorBytes = 16;
-constexpr int64_t kScaleBytes = 4;  // behind the codes of a key or value
-constexpr int64_t kChunk = 64;      // slots that attention takes at a time
+constexpr int64_t kScaleBytes = 4, kChunk = 64;  // behind the codes of a key or value; slots that attention takes at a time
 const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3}";
 
 mlspec_cuda_row_launch how(const CudaCall& call) { return {call.stream(), call.overlap(), call.capability() >= 90}; }
@@ -243,7 +242,6 @@ const DeviceLimits& limits_of(const CudaCall& call, c10::DeviceIndex device) {
 
 #if MLSPEC_HOPPER
 constexpr int64_t kMostWidened = int64_t(1) << 30;  // bytes; larger caches are read as they are, by the kernel of single steps
-
 int64_t widened_bytes(const mlspec_cuda_cache& cache) { return 4 * cache.batch * cache.kv_heads * cache.slots * cache.dim; }
 
 // A prompt over codes: those of the layer are widened into memory that is given back behind the call.
@@ -253,8 +251,7 @@ void attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention
   const Tensor lanes = at::empty({2, cache.batch, cache.kv_heads, cache.slots, cache.dim}, q.options());
   const Tensor scales = at::empty({2, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
   mlspec_cuda_cache wide = cache;
-  wide.coded = 0;
-  wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
+  wide.coded = 0, wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
   wide.key_head_stride = wide.value_head_stride = heads;
   wide.key_batch_stride = wide.value_batch_stride = cache.kv_heads * heads;
   attention.scales = {scales.mutable_data_ptr<float>(), scales.select(0, 1).mutable_data_ptr<float>()};
