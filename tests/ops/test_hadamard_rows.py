@@ -43,7 +43,8 @@ def test_every_size_has_the_bits_of_plain_torch():
 
 @pytest.mark.parametrize("isa", ["generic", "avx2"])  # the sets above take the kernel of avx2
 def test_every_instruction_set_has_the_same_bits(isa):
-    code = PACKAGE + "sys.path.insert(0, sys.argv[1] + '/..')\nimport test_hadamard_rows; test_hadamard_rows.check_bits(); print('alike')"
+    code = f"{PACKAGE}\nsys.path.insert(0, sys.argv[1] + '/..')\nfrom test_hadamard_rows import check_bits\n"
+    code += "check_bits()\nprint('alike')"
     assert output_on(isa, code, Path(__file__).parent).strip() == "alike"
 
 
