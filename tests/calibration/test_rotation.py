@@ -51,14 +51,14 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.M
     kind, sizes = FAMILIES[family]
     torch.manual_seed(0)
     settings = {"vocab_size": 200, "num_hidden_layers": 2, "max_position_embeddings": 128, "pad_token_id": 0}
-    model = AutoModelForCausalLM.from_config(kind(**{**settings, **sizes, **changes})).eval()
+    model = AutoModelForCausalLM.from_config(kind(**{**settings, **sizes, **changes}), dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape)
             elif "embed" not in name:
                 parameter *= 4
-    return model.to(dtype)
+    return model
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:
