@@ -20,10 +20,7 @@ def test_every_size_has_the_bits_of_plain_torch():
 
 @pytest.mark.parametrize("isa", ["generic", "avx2"])  # the sets above take the kernel of avx2
 def test_every_instruction_set_has_the_same_bits(isa):
-    code = f"{PACKAGE}
-from hadamard_cases import check_bits
-check_bits()
-print('alike')"
+    code = f"{PACKAGE}\nfrom hadamard_cases import check_bits\ncheck_bits()\nprint('alike')"
     assert output_on(isa, code, Path(__file__).parent).strip() == "alike"
 
 
