@@ -14,6 +14,7 @@ from hf_mlspec.formats.hadamard import Hadamard
 from hf_mlspec.ops.hadamard import matrix_on
 from hf_mlspec.ops.operator import REFERENCES
 
+
 def test_every_size_has_the_bits_of_plain_torch():
     check_bits()
 
