@@ -27,6 +27,7 @@ from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.nested import NestedLinear
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
+from hf_mlspec.nn.transforms import TransformedLinear
 
 VOCAB = 64
 PAD, EOS, BOS = 0, 1, 2
@@ -104,7 +105,7 @@ def packed(model: PreTrainedModel, weights: str = "int4", *, keep_head: bool = T
         settings = {"group_size": 32, **settings}
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if type(module) is torch.nn.Linear and not (keep_head and module is head):
+        if type(module) in (torch.nn.Linear, TransformedLinear) and not (keep_head and module is head):
             model.set_submodule(name, kind.from_linear(module, name=name, switch=switch, **settings))
     return model
 

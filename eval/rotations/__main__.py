@@ -2,8 +2,8 @@
 
     python -m eval.rotations --model FOLDER --text FILE --humaneval FILE
 
-Of a model as it is and of the same model rotated (QuaRot's rotations), both with int4 weights in groups, rounded to the
-nearest, its head left as it is: perplexity of the text's first windows and of HumanEval's solutions behind their
+Of a model as it is and of the same model rotated (QuaRot's rotations), both with int4 weights in groups, rounded to
+the nearest, its head left as it is: perplexity of the text's first windows and of HumanEval's solutions behind their
 prompts, at w4a16 and w4a4; the share of "w4a4" drafts of three tokens that the model at w4a16 accepts; and seconds a
 step of both, greedy, measured in turns on one thread, of which the least counts.
 """

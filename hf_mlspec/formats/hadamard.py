@@ -1,7 +1,8 @@
 """By which Hadamard matrix are activations of a given width rotated, and where do its entries come from?
 
-A matrix H of order n has entries 1 and -1 and H H^T = n I. Those of order m 2^k are products of one of order m and
-Sylvester's: H_m kron S. A width with such an order is rotated whole, another one in blocks of its largest power of two.
+A matrix H of order n has entries 1 and -1 and H H^T = n I. One of order m 2^k is the product H_m kron S of
+one of order m and Sylvester's S. A width with such an order is rotated whole, another one in blocks of its
+largest power of two.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ def test_a_width_is_rotated_whole_or_in_blocks_of_a_power_of_two(width, expected
     assert torch.allclose(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-12)
 
 
-@pytest.mark.parametrize("how", [Hadamard(8), Hadamard(24, 12), Hadamard(20, 20), Hadamard(56, 28, 5), Hadamard(4, 1, 3)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("how", [Hadamard(8), Hadamard(24, 12), Hadamard(20, 20), Hadamard(56, 28, 5)], ids=str)
 def test_a_rotation_is_the_product_with_the_matrix(how):
     sylvester = torch.ones(1, 1, dtype=torch.float64)
     while len(sylvester) * how.order < how.size:
@@ -63,5 +62,5 @@ def test_what_is_no_hadamard_matrix_is_refused():
         Hadamard(0)
     with pytest.raises(ValueError, match="choose one of"):
         hadamard_matrix(92)
-    with pytest.raises(ValueError, match=r"layer: Hadamard matrices of size 8 over 2 neighbours do not divide 24 inputs"):
+    with pytest.raises(ValueError, match="layer: Hadamard matrices of size 8 over 2 neighbours do not divide 24"):
         Hadamard(8, 1, 2).require_width(24, "layer")

@@ -6,35 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hadamard_cases import CPU, check_bits, in_torch, rows_of
 from instruction_sets import PACKAGE, output_on
 
 from hf_mlspec import ops
-from hf_mlspec.formats.hadamard import ORDERS, Hadamard
+from hf_mlspec.formats.hadamard import Hadamard
 from hf_mlspec.ops.hadamard import matrix_on
 from hf_mlspec.ops.operator import REFERENCES
-
-CPU = torch.device("cpu")
-SIZES = [Hadamard(order * powers, order, inner) for order in ORDERS for powers, inner in
-         ((1, 1), (2, 1), (4, 3), (8, 1), (16, 1), (2, 8), (8, 20), (64, 1), (128, 1)) if order * powers * inner < 8192
-         and order * powers > 1]  # fmt: skip
-
-
-def rows_of(how: Hadamard, blocks: int, count: int = 3) -> torch.Tensor:
-    """Of numbers of very different sizes, whose sums depend on their order."""
-    seed = torch.Generator().manual_seed(how.size)
-    shape = count, blocks * how.size * how.inner
-    return torch.randn(shape, generator=seed) * torch.exp(3 * torch.randn(shape, generator=seed))
-
-
-def in_torch(x: torch.Tensor, how: Hadamard) -> torch.Tensor:
-    return REFERENCES["hadamard_rows"](x, matrix_on(how.order, x.device), how.size, how.inner)
-
-
-def check_bits() -> None:
-    for how in SIZES:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x = rows_of(how, 1 if how.size > 2000 else 3).clamp(-6e4, 6e4).to(dtype)
-            assert torch.equal(ops.hadamard_rows(x, how), in_torch(x, how)), (how, dtype)
 
 
 def test_every_size_has_the_bits_of_plain_torch():
@@ -43,7 +21,7 @@ def test_every_size_has_the_bits_of_plain_torch():
 
 @pytest.mark.parametrize("isa", ["generic", "avx2"])  # the sets above take the kernel of avx2
 def test_every_instruction_set_has_the_same_bits(isa):
-    code = PACKAGE + "sys.path.insert(0, sys.argv[1] + '/..')\nimport test_hadamard_rows; test_hadamard_rows.check_bits(); print('alike')"
+    code = f"{PACKAGE}\nfrom hadamard_cases import check_bits\ncheck_bits()\nprint('alike')"
     assert output_on(isa, code, Path(__file__).parent).strip() == "alike"
 
 
