@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,6 @@ class FinishedBlocks:
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(whole, aside, metadata={_REPORT: json.dumps(report)})
         os.replace(aside, file)
-
-    def remove(self) -> None:
-        """The calibration is complete and its model saved: the folder goes."""
-        shutil.rmtree(self.folder)
 
     def _file(self, index: int) -> Path:
         return self.folder / f"block_{index:04d}.safetensors"
