@@ -1,4 +1,5 @@
 """How codes are chosen: statistics of calibration text, scales folded into what feeds a layer, codes, block by block.
 
-methods.py has the words; pipeline.py puts the parts together. It stands beside engines/, and neither imports the other.
+methods.py has the words; pipeline.py puts the parts together. It stands beside engines/; neither imports the
+other.
 """

@@ -1,8 +1,9 @@
 """Which int4 codes does a layer's weight get, given what the layer multiplies?
 
 `feedback_weight` is GPTQ (Frantar et al., arXiv 2210.17323, algorithm 1): columns are rounded from left to right, and
-the columns behind one make up for its error. A group's scale is searched when the group is reached, on what the columns
-before it left, with each column's cost in that algorithm, ``1 / U_cc^2``. `clipped_weight` rounds every column by
+the columns behind one make up
+for its error. A group's scale is searched when the group is reached, on what columns before
+it left, with each column's cost in that algorithm, ``1 / U_cc^2``. `clipped_weight` rounds every column by
 itself, with scales of the least error of the outputs (the clip search of AWQ, Lin et al., arXiv 2306.00978, section
 4.1).
 """
@@ -59,7 +60,7 @@ def _round_group(targets: Tensor, codes: Tensor, factor: Tensor, scale: Tensor, 
 
 def clipped_weight(weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, name: str) -> Int4Weight:
     """As `feedback_weight`; what a group's error does to the outputs is judged by its block of the Hessian alone."""
-    out_features, in_features = weight.shape
+    in_features = weight.shape[1]
     count = in_features // group_size
     blocks = hessian.float().unflatten(0, (count, group_size)).unflatten(2, (count, group_size))
     costs = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()  # [n, group, group]

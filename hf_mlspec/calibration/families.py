@@ -49,8 +49,8 @@ FAMILIES: dict[str, tuple[Feed, ...]] = {
 
 
 def feeds_of(class_name: str, scaling: str) -> tuple[Feed, ...]:
-    """The places where a scaling of this name folds: AWQ all, SmoothQuant norms. ValueError for a class whose feeds are
-    not known."""
+    """The places where a scaling of this name folds: AWQ all, SmoothQuant norms. ValueError for a class whose feeds
+    are not known."""
     if class_name not in FAMILIES:
         raise ValueError(
             f"{scaling} folds scales into what feeds a layer, which is not known for {class_name} (it is for "

@@ -28,7 +28,7 @@ def search(groups: Tensor, costs: Tensor, symmetric: bool) -> tuple[Tensor, Tens
     divisors = _SYMMETRIC_DIVISORS if symmetric else _ASYMMETRIC_DIVISORS
     widest = span.max() / divisors[0]
     if not widest <= _LARGEST:  # NaN does not
-        raise ValueError(f"a group needs the scale {widest:g}, float16 ends at {_LARGEST:g}: keep this layer in 16 bits")
+        raise ValueError(f"a group needs the scale {widest:g}, float16 ends at {_LARGEST:g}: keep it in 16 bits")
     best = torch.full_like(span, torch.inf)
     best_scale, best_zero = torch.ones_like(span), torch.full_like(span, SYMMETRIC_ZERO if symmetric else 0)
     for divisor in divisors:

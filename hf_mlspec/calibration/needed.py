@@ -69,5 +69,5 @@ def require_disk(model: nn.Module, folder: str | os.PathLike) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise OSError(
-            errno.ENOSPC, f"finished blocks need {needed} bytes, {free} are free: name another work folder", str(folder)
+            errno.ENOSPC, f"finished blocks need {needed} bytes, {free} are free: use another disk", str(folder)
         )

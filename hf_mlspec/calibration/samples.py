@@ -28,4 +28,4 @@ def require_lengths(samples: list[Tensor], most: int | None) -> None:
     """ValueError naming the first sample ``[1, tokens]`` that is longer than a model's positions."""
     for index, ids in enumerate(samples):
         if most is not None and ids.shape[-1] > most:
-            raise ValueError(f"calibration[{index}] has {ids.shape[-1]} tokens, the model has {most} positions: cut it")
+            raise ValueError(f"calibration[{index}] has {ids.shape[-1]} tokens, the model {most} positions: cut it")

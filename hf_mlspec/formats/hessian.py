@@ -14,8 +14,9 @@ DAMPING = 0.01
 def inverse_factor(hessian: Tensor, in_features: int, damping: float = DAMPING) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse, float32 ``[in, in]``.
 
-    hessian: float ``[in, in]``, the sum of ``x^T x`` over tokens. damping: the share of its mean diagonal that is added
-    to its diagonal; an input that was zero throughout gets 1 as well, and so hands no error on. ValueError for another
+    hessian: float ``[in, in]``, the sum of ``x^T x`` over tokens. damping: the share of its mean diagonal that is
+    added to its diagonal; an input that was zero throughout gets 1 as well, and so hands no error on.
+    ValueError for another
     shape or damping, NaN or Inf, or a Hessian whose Cholesky factor float32 does not find.
     """
     if list(hessian.shape) != [in_features, in_features]:

@@ -66,8 +66,8 @@ def quantize(
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
-    work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. The caller removes
-        it.
+    work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. The caller
+        removes it.
 
     The head, embeddings and norms keep their dtype; AWQ and SmoothQuant change norms, which take their scales. The
     model can be saved and loaded as any packed one. TypeError, ValueError, MemoryError and OSError before the first
@@ -128,7 +128,7 @@ def _run(
 ) -> list[LayerReport]:
     training = model.training
     clear(model)  # what was compiled or cast from the dense weights
-    bar = logging.tqdm(total=len(blocks_of(model)), desc=f"Calibrating ({plan.method.word})", unit="block", leave=False)
+    bar = logging.tqdm(total=len(blocks_of(model)), desc=f"Calibrating {plan.method.word}", unit="block", leave=False)
     try:
         with bar:
             return calibrate(model.eval(), rows, plan, switch_of(config), finished, lambda index: bar.update())

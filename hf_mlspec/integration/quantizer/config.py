@@ -210,7 +210,7 @@ def _require_activations(bits: int, record: Format) -> int:
 def _told(calibration: dict[str, Any] | None) -> dict[str, Any] | None:
     if calibration is not None and not isinstance(calibration, dict):
         raise ValueError(
-            f"MLSpecConfig: calibration is {calibration!r}: it records how codes were chosen; hf_mlspec.quantize takes "
+            f"MLSpecConfig: calibration is {calibration!r}: it records how codes were chosen; quantize takes "
             "calibration text"
         )
     return copy.deepcopy(calibration)
