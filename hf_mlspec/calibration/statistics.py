@@ -68,10 +68,7 @@ def collect(
             return
         latest.append((x, name))
         rows = x.detach().reshape(-1, x.shape[-1])
-        if not rows.isfinite().all():
-            raise ValueError(
-                f"{where}: the inputs of {name} hold NaN or Inf: calibrate in bfloat16 or float32, or on other text"
-            )
+        _require_finite(rows, where, name)
         if name not in found:
             zeros = torch.zeros(rows.shape[1], device=rows.device)
             hessian = zeros.new_zeros(rows.shape[1], rows.shape[1]) if with_hessians else None
@@ -89,7 +86,18 @@ def collect(
     finally:
         for hook in hooks:
             hook.remove()
+    _require_reached(linears, found, where)
+    return list(found.values())
+
+
+def _require_finite(rows: Tensor, where: str, name: str) -> None:
+    if not rows.isfinite().all():
+        raise ValueError(
+            f"{where}: the inputs of {name} hold NaN or Inf: calibrate in bfloat16 or float32, or on other text"
+        )
+
+
+def _require_reached(linears: dict[str, nn.Module], found: dict[str, Inputs], where: str) -> None:
     reached = {name for inputs in found.values() for name in inputs.names}
     if missing := sorted(set(linears) - reached):
         raise ValueError(f"{where}: no token reached {missing[0]}: keep it in 16 bits with skip_modules")
-    return list(found.values())

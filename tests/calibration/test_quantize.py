@@ -77,8 +77,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, monkeypatch, meth
     monkeypatch.setattr(pipeline._Work, "pack", stops)
     with pytest.raises(KeyboardInterrupt):
         quantize(model_of(), method, work_folder=tmp_path / "work")
-    with pytest.raises(ValueError, match="holds blocks of a calibration with group_size 32, now it is 64"):
-        quantize(tiny(dtype=torch.float32, hidden_size=64), method, group_size=64, work_folder=tmp_path / "work")
+    with pytest.raises(ValueError, match="holds blocks of a calibration with symmetric True, now it is False"):
+        quantize(model_of(), method, symmetric=False, work_folder=tmp_path / "work")
     resumed = model_of()
     quantize(resumed, method, work_folder=tmp_path / "work")
     assert packs == [0, 1, 1]
