@@ -12,6 +12,7 @@ from .integration.config import SpeculationConfig
 from .integration.hook import disable, enable, enabled
 from .integration.levels.resolve import clear
 from .integration.load import load
+from .integration.quantizer.calibrated import Calibrated, quantize
 from .integration.quantizer.quantizer import MLSpecConfig
 from .integration.stream.events import NewTokens
 from .integration.stream.request import Completion, Request
@@ -27,6 +28,7 @@ from .speculation.stats import LevelStats, PlanStats, SpeculationStats
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibrated",
     "ChainCandidateGenerator",
     "Comparison",
     "Completion",
@@ -56,6 +58,7 @@ __all__ = [
     "nest",
     "precision_switch",
     "prepare",
+    "quantize",
     "resident_bytes",
     "restore",
     "unnest",

@@ -54,8 +54,28 @@ def _add_quantize(commands: Any) -> None:
                         help="how the model keeps keys and values: int8 (default: as it computes them)")
     parser.add_argument("--dtype", metavar="WORD", default="auto",
                         help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
+    _add_calibration(parser)
     _add_writing(parser)
     _add_json(parser)
+
+
+def _add_calibration(parser: argparse.ArgumentParser) -> None:
+    """How codes are chosen on a text. Each is None where it is not given: without a method there is no text."""
+    group = parser.add_argument_group("codes chosen on a text (int4)")
+    group.add_argument("--method", metavar="WORD",
+                       help="rtn, gptq, awq, smoothquant, awq+gptq or smoothquant+gptq (default: the format rounds to "
+                            "nearest, without a text)")
+    group.add_argument("--calibration", metavar="FILE", help="a text file like what the model will read")
+    group.add_argument("--samples", type=positive, metavar="N", help="windows of the text (default 32)")
+    group.add_argument("--tokens", type=positive, metavar="N", help="tokens of each (default 512)")
+    group.add_argument("--seed", type=seed, metavar="N", help="draws the windows (default 0)")
+    group.add_argument("--act-order", action="store_const", const=True,
+                       help="gptq: inputs of the largest squares first")
+    group.add_argument("--search-bits", type=int, metavar="N",
+                       help="smoothquant: activation bits of its search, 8 or 4 (default: --activation-bits, or 8)")
+    group.add_argument("--evaluate", metavar="FILE", help="a text file: its perplexity before and after")
+    group.add_argument("--evaluate-tokens", type=positive, metavar="N",
+                       help="of that file, the first N tokens (default 32768)")
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ FLOORS = [
     "demo_pair", "precision", "formats", "checkpoints", "ops", "nn", "engines", "calibration", "speculation",
     "integration", "", "evaluation", "cli",
 ]
+APART = {"calibration": ("speculation",), "speculation": ("calibration",)}
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
 TRANSFORMERS_ALLOWED = (
@@ -79,6 +80,8 @@ def import_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
             there = there if there in FLOORS else ""  # `from hf_mlspec import direct_cast`: a public name
             if FLOORS.index(there) > FLOORS.index(here):
                 yield f"line {line}: {here or PACKAGE} imports {name}, which stands above it"
+            elif there in APART.get(here, ()):
+                yield f"line {line}: {here} imports {name}, which stands beside it"
         if top == START and here != "cli":
             yield f"line {line}: {here or PACKAGE} imports {name}, which stands above it"
 
@@ -198,6 +201,9 @@ BREAKS_A_RULE = {
     "upward import in a function": ("ops/x.py", OPENING + "def f():\n    from ..nn.linear import L\n", "stands above"),
     "public names from inside": ("integration/x.py", OPENING + "import hf_mlspec\n", "stands above"),
     "relative import of the package": ("nn/x.py", OPENING + "from .. import cli\n", "stands above"),
+    "calibration from engines": ("engines/x.py", OPENING + "from ..calibration.fold import fold\n", "stands above"),
+    "speculation from calibration": ("calibration/x.py", OPENING + "from ..speculation.draft import Draft\n", "stands above"),
+    "calibration from speculation": ("speculation/x.py", OPENING + "from ..calibration.fold import fold\n", "stands beside"),
     "unknown room": ("attic/x.py", OPENING, "not in the import rule"),
     "transformers in formats": ("formats/x.py", OPENING + "import transformers.utils\n", "only in integration/"),
     "transformers in the loop": ("speculation/loop.py", OPENING + "import transformers\n", "only in integration/"),

@@ -1,1 +1,5 @@
-"""How are the codes of a quantized model chosen, and what is done to its weights before?"""
+"""How codes are chosen: statistics of calibration text, scales folded into what feeds a layer, codes, block by block.
+
+methods.py has the words; pipeline.py puts the parts together. Of engines/ it imports the description of
+architectures alone.
+"""

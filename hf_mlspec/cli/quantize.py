@@ -13,6 +13,7 @@ from ..formats import FORMATS, Option, options
 from ..integration.levels.load import hide_progress_bars
 from ..integration.quantizer.config import MLSpecConfig
 from ..integration.quantizer.folder import Quantized, quantize_folder
+from .calibrate import require_no_method, run_calibrated
 from .request import require_dtype
 from .tables import say, show
 
@@ -25,6 +26,9 @@ def run_quantize(args: argparse.Namespace) -> int:
     require_dtype(args.dtype, "auto")
     if args.json or not sys.stderr.isatty():
         hide_progress_bars()
+    if args.method is not None:
+        return run_calibrated(args, config)
+    require_no_method(args)
     found = quantize_folder(args.model, args.out, config, max_shard_size=args.max_shard_size, dtype=args.dtype,
                             overwrite=args.overwrite)
     if args.json:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..hessian import DAMPING, inverse_factor
 from .fields import BLOCK, draft_scales
 
-DAMPING = 0.01
 _COLUMNS = 128  # whose errors are handed on at once
 
 
@@ -28,7 +28,7 @@ def feedback_indices(
     another shape, with NaN or Inf, or one whose Cholesky factor float32 does not find.
     """
     in_features = weight.shape[1]
-    factor = _inverse_factor(hessian, in_features, damping).to(weight.device)
+    factor = inverse_factor(hessian, in_features, damping).to(weight.device)
     targets = weight.float().T.contiguous()  # [in, out]: what is left to be rounded; one more copy of the weight
     units = draft_scales(exponent).T.contiguous()  # [in / 32, out]
     levels = codebook.float()
@@ -45,27 +45,3 @@ def feedback_indices(
             targets[column + 1 : end].addr_(factor[column, column + 1 : end], errors[column - first], alpha=-1)
         targets[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
     return index.T.contiguous()
-
-
-def _inverse_factor(hessian: Tensor, in_features: int, damping: float) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse, float32 ``[in, in]``."""
-    if list(hessian.shape) != [in_features, in_features]:
-        raise ValueError(f"the Hessian has shape {list(hessian.shape)}, expected {[in_features, in_features]}")
-    if not 0 < damping < torch.inf:
-        raise ValueError(f"damping is {damping}, it must be above 0 and finite")
-    damped = hessian.float().clone()
-    if (bad := int((~damped.isfinite()).sum())) > 0:
-        raise ValueError(f"the Hessian holds {bad} NaN or Inf: calibrate with inputs that are finite in float32")
-    diagonal = damped.diagonal()
-    idle = diagonal == 0  # inputs that were zero throughout
-    diagonal.add_(damping * diagonal.mean())
-    diagonal[idle | (diagonal == 0)] += 1.0
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    if not int(failed):
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if int(failed) or not upper.isfinite().all():
-        raise ValueError(
-            f"the Hessian [{in_features}, {in_features}] damped by {damping:g} has no Cholesky factor in float32: "
-            "calibrate on more text, or raise the damping"
-        )
-    return upper

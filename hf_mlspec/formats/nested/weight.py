@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ..damage import require_none, require_size
+from ..hessian import DAMPING
 from ..packing import pack_nibbles, unpack_nibbles
 from ..weight import PackedWeight
 from . import codebooks, fields
-from .error_feedback import DAMPING, feedback_indices
+from .error_feedback import feedback_indices
 
 ESCAPE_TENSORS = ("weight_escape_index", "weight_escape_value")
 _DTYPES = (torch.uint8,) * 5 + (torch.int64, torch.bfloat16)

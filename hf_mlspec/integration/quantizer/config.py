@@ -55,6 +55,7 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.
+    calibration: how `hf_mlspec.quantize` chose the codes, for the reader of config.json; it changes nothing.
     others: options of registered formats.
 
     config.json also has ``format_version`` and ``modules_to_not_convert``, the full names of the linear layers and
@@ -79,6 +80,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word,
         kv_cache: str | None = None,
+        calibration: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
         unknown = set(others) - set(options())
@@ -97,6 +99,7 @@ class MLSpecConfig(QuantizationConfigMixin):
             setattr(self, name, given.get(name, option.default))
         self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
         self.transform = transform_named(transform).word
+        self.calibration = _told(calibration)
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
 
@@ -136,6 +139,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         omitted = set(options()) - set(self.record.option_names if packs else ())
         omitted |= set() if packs else {"activation_bits", "modules_to_not_convert"}
         omitted |= {"kv_cache"} if self.kv_cache is None else set()
+        omitted |= {"calibration"} if self.calibration is None else set()
         omitted |= {"skip_modules"} if self.skip_modules is None else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in omitted}
@@ -201,6 +205,15 @@ def _require_activations(bits: int, record: Format) -> int:
             "the level of a draft selects fewer bits"
         )
     return bits
+
+
+def _told(calibration: dict[str, Any] | None) -> dict[str, Any] | None:
+    if calibration is not None and not isinstance(calibration, dict):
+        raise ValueError(
+            f"MLSpecConfig: calibration is {calibration!r}: it records how codes were chosen; quantize takes "
+            "calibration text"
+        )
+    return copy.deepcopy(calibration)
 
 
 def _names(setting: str, names: list[str]) -> list[str]:

@@ -58,7 +58,7 @@ def quantize_folder(
     """
     require_folder(source)
     require_free(source, target, overwrite)
-    _require_wide(source)
+    require_wide(source)
     begin = time.perf_counter()
     model = read_model(source, dtype, quantization_config=config)
     quantized = time.perf_counter()
@@ -82,7 +82,8 @@ def require_free(source: str, target: str, overwrite: bool) -> None:
         raise ValueError(f"folder {target!r} is not empty; name another one, or overwrite it (--overwrite)")
 
 
-def _require_wide(source: str) -> None:
+def require_wide(source: str) -> None:
+    """ValueError for a folder whose model is quantized already."""
     file = Path(source) / "config.json"
     if not file.exists():
         return  # a hub name, or no model: loading says so

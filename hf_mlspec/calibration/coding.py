@@ -1,0 +1,84 @@
+"""Which int4 codes does a layer's weight get, given what the layer multiplies?
+
+`feedback_weight` is GPTQ (Frantar et al., arXiv 2210.17323, algorithm 1): columns are rounded from left to right, and
+the columns behind one make up
+for its error. A group's scale is searched when the group is reached, on what columns before
+it left, with each column's cost in that algorithm, ``1 / U_cc^2``. `clipped_weight` rounds every column by
+itself, with scales of the least error of the outputs (the clip search of AWQ, Lin et al., arXiv 2306.00978, section
+4.1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats.hessian import DAMPING, inverse_factor
+from ..formats.int4 import Int4Weight
+from ..formats.packing import LARGEST_CODE, pack_nibbles
+from .grid import encode, search
+
+_ELEMENTS = 1 << 22  # of a weight in flight: 16 MiB each of a few temporaries
+
+
+def feedback_weight(
+    weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, name: str, damping: float = DAMPING
+) -> Int4Weight:
+    """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x. ValueError as
+    `inverse_factor` and `search`, naming ``name``."""
+    out_features, in_features = weight.shape
+    try:
+        factor = inverse_factor(hessian, in_features, damping)
+        targets = weight.float().T.contiguous()  # [in, out]: what is left to be rounded
+        codes = torch.empty(in_features, out_features, dtype=torch.uint8, device=weight.device)
+        scales, zeros = [], []
+        for first in range(0, in_features, group_size):
+            end = first + group_size
+            costs = factor.diagonal()[first:end].square().reciprocal()[None]
+            scale, zero = search(targets[first:end].T.contiguous()[:, None], costs / costs.max(), symmetric)
+            scale, zero = scale[:, 0], zero[:, 0]
+            errors = _round_group(targets[first:end], codes[first:end], factor[first:end, first:end], scale, zero)
+            targets[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
+            scales.append(scale)
+            zeros.append(zero)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return _weight(codes.T.contiguous(), torch.stack(scales, 1), torch.stack(zeros, 1), symmetric, name)
+
+
+def _round_group(targets: Tensor, codes: Tensor, factor: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Round the columns of one group, targets and codes ``[group, out]``, in place; -> their errors in units of the
+    factor, ``[group, out]``."""
+    errors = torch.empty_like(targets)
+    for column in range(len(targets)):
+        code = (targets[column] / scale).round_().add_(zero).clamp_(0, LARGEST_CODE)
+        codes[column] = code.to(torch.uint8)
+        errors[column] = (targets[column] - (code - zero) * scale) / factor[column, column]
+        targets[column + 1 :].addr_(factor[column, column + 1 :], errors[column], alpha=-1)
+    return errors
+
+
+def clipped_weight(weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, name: str) -> Int4Weight:
+    """As `feedback_weight`; what a group's error does to the outputs is judged by its block of the Hessian alone."""
+    in_features = weight.shape[1]
+    count = in_features // group_size
+    blocks = hessian.float().unflatten(0, (count, group_size)).unflatten(2, (count, group_size))
+    costs = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()  # [n, group, group]
+    idle = costs.diagonal(dim1=1, dim2=2)
+    idle.add_((1e-6 * idle.mean()).clamp(min=1e-12))  # groups that nothing reached are rounded to nearest
+    found = []
+    step = max(1, _ELEMENTS // in_features)
+    for rows in weight.split(step):
+        groups = rows.float().unflatten(-1, (count, group_size))
+        try:
+            scale, zero = search(groups, costs, symmetric)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        found.append((encode(groups, scale, zero).to(torch.uint8).flatten(-2), scale, zero))
+    codes, scales, zeros = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return _weight(codes, scales, zeros, symmetric, name)
+
+
+def _weight(codes: Tensor, scales: Tensor, zeros: Tensor, symmetric: bool, name: str) -> Int4Weight:
+    zero = None if symmetric else zeros.to(torch.uint8)
+    return Int4Weight(pack_nibbles(codes), scales.to(torch.float16), zero, name)

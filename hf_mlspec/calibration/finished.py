@@ -1,0 +1,66 @@
+"""Which blocks did an interrupted calibration finish? They wait in a folder, each written aside and renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_IDENTITY = "calibration.json"
+_REPORT = "report"
+
+
+class FinishedBlocks:
+    """A folder of blocks of one calibration.
+
+    identity: what its bits depend on, by name: settings, text and weights. ValueError where the folder holds blocks of
+    another one, naming what differs, or files of something else.
+    """
+
+    def __init__(self, folder: str | os.PathLike, identity: dict[str, Any]) -> None:
+        self.folder = Path(folder)
+        file = self.folder / _IDENTITY
+        identity = json.loads(json.dumps(identity))
+        if file.exists():
+            _require_same(self.folder, json.loads(file.read_text(encoding="utf-8")), identity)
+            return
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise ValueError(f"work folder {str(self.folder)!r} holds something else: name a new one")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".part")
+        aside.write_text(json.dumps(identity, indent=1), encoding="utf-8")
+        os.replace(aside, file)
+
+    def __contains__(self, index: int) -> bool:
+        return self._file(index).exists()
+
+    def read(self, index: int) -> tuple[dict[str, Tensor], list[dict]]:
+        """The tensors of a finished block by their names in it, and what was reported of its layers."""
+        with safe_open(self._file(index), "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()[_REPORT])  # noqa: SIM118
+
+    def write(self, index: int, tensors: dict[str, Tensor], report: list[dict]) -> None:
+        """Keep a block; whatever happens while it is written, it is there whole or not at all."""
+        file = self._file(index)
+        aside = file.with_suffix(".part")
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, aside, metadata={_REPORT: json.dumps(report)})
+        os.replace(aside, file)
+
+    def _file(self, index: int) -> Path:
+        return self.folder / f"block_{index:04d}.safetensors"
+
+
+def _require_same(folder: Path, stored: dict[str, Any], identity: dict[str, Any]) -> None:
+    for name in sorted({*stored, *identity}):
+        before, now = stored.get(name), identity.get(name)
+        if before != now:
+            raise ValueError(
+                f"{str(folder)!r} holds blocks of a calibration with {name} {before!r}, now it is {now!r}: repeat "
+                "that call to finish it, or remove the folder"
+            )

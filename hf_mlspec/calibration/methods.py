@@ -1,0 +1,41 @@
+"""Which methods choose the codes of a weight, how do they combine, and which formats do they fit?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCALINGS = ("awq", "smoothquant")  # multiply input channels, and what feeds them divides
+CODINGS = ("rtn", "gptq")
+FORMATS = ("int4",)
+WORDS = (*CODINGS, *SCALINGS, *(f"{scaling}+gptq" for scaling in SCALINGS))
+
+
+@dataclass(frozen=True)
+class Method:
+    """scaling: of input channels, or None. coding: "rtn" as a format rounds by itself, "clip" with scales that are
+    searched for the layer's outputs (AWQ), "gptq" with the feedback of errors."""
+
+    word: str
+    scaling: str | None
+    coding: str
+
+    @property
+    def needs_hessians(self) -> bool:
+        """Whether products of all inputs with one another are summed up; else a few inputs are kept."""
+        return self.coding != "rtn"
+
+
+def method_named(word: object, format: str = "int4") -> Method:
+    """The method of a word, such as "gptq" or "awq+gptq". ValueError listing the methods, or the formats that they
+    fit."""
+    if not isinstance(word, str) or word not in WORDS:
+        raise ValueError(f"method is {word!r}, choose one of {', '.join(WORDS)}")
+    if format not in FORMATS:
+        raise ValueError(
+            f"method {word!r} does not fit format {format!r}: {', '.join(WORDS)} choose codes of "
+            f"{', '.join(FORMATS)}; without a method every format rounds to nearest"
+        )
+    scaling, _, coding = word.rpartition("+")
+    if not scaling and coding in SCALINGS:
+        scaling, coding = coding, "clip" if coding == "awq" else "rtn"
+    return Method(word, scaling or None, coding)

@@ -1,0 +1,73 @@
+"""Is there memory and disk for a calibration? Asked before the first block."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.linear import is_dense
+from .blocks import blocks_of
+from .statistics import KEPT_ROWS
+
+_TRIALS = 4  # float32 copies of the largest weight: targets, a trial, its values, their difference
+
+
+def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) -> int:
+    """Bytes beside the model, at most: hidden states twice, statistics of one block, trial weights of one layer."""
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    states = 2 * sum(ids.numel() for ids in samples) * hidden * model.dtype.itemsize
+    longest = max(ids.numel() for ids in samples)
+    most = 0
+    for _, block in blocks_of(model):
+        linears = [module for module in block.modules() if is_dense(module)]
+        statistics = sum(
+            (4 * linear.in_features**2 if with_hessians else 0) + KEPT_ROWS * linear.in_features * model.dtype.itemsize
+            for linear in linears
+        )
+        widest = max((linear.in_features for linear in linears), default=0)
+        factors = 3 * 4 * widest**2 if with_hessians else 0
+        trial = _TRIALS * 4 * max((linear.weight.numel() for linear in linears), default=0)
+        most = max(most, statistics + factors + trial + 4 * 4 * longest * widest)
+    return states + most
+
+
+def require_memory(needed: int, device: torch.device) -> None:
+    """MemoryError with both numbers where less is free. Where the system does not say what is free, nothing is
+    checked."""
+    free = _free_bytes(device)
+    if free is not None and free < needed:
+        raise MemoryError(
+            f"calibration needs {needed / 2**20:.0f} MiB beside the model, {free / 2**20:.0f} are free on {device}: "
+            "give fewer samples or tokens, or use method rtn"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    file = Path("/proc/meminfo")
+    if not file.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def require_disk(model: nn.Module, folder: str | os.PathLike) -> None:
+    """OSError with both numbers where the disk of a work folder does not hold the finished blocks, counted at 6 bits a
+    weight of a linear and as they are otherwise."""
+    needed = 0
+    for _, block in blocks_of(model):
+        dense = {id(module.weight) for module in block.modules() if is_dense(module)}
+        for tensor in block.parameters():
+            needed += tensor.numel() * 6 // 8 if id(tensor) in dense else tensor.nbytes
+    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"finished blocks need {needed} bytes, {free} are free: use another disk", str(folder)
+        )

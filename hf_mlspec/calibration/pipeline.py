@@ -1,0 +1,208 @@
+"""How does a model get its codes, block by block, each on what the packed blocks before it compute?
+
+A block is run once as it is, to see what its layers multiply; scales are folded, codes chosen, layers replaced; then
+the packed block computes the inputs of the next one. What is held beside the model: statistics and trial weights of
+one block, and the hidden states of all samples in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..formats import Int4Weight
+from ..formats.hessian import DAMPING
+from ..nn.linear import KernelLinear, is_dense
+from ..nn.packed import PackedLinear
+from ..nn.packed_formats import PACKINGS
+from ..nn.switch import PrecisionSwitch
+from ..nn.transforms import NONE, ORDER, Transform
+from .blocks import blocks_of, first_inputs
+from .coding import clipped_weight, feedback_weight
+from .families import Feed, feeds_of
+from .finished import FinishedBlocks
+from .fold import fold, shared
+from .methods import Method
+from .scaling import best_scales
+from .statistics import Inputs, collect
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done. search_bits: activation bits that SmoothQuant's search assumes. act_order: GPTQ rounds the
+    inputs of the largest squares first; layers get the "order" transform. kept: full names of linears that stay."""
+
+    method: Method
+    group_size: int
+    symmetric: bool
+    activation_bits: int
+    search_bits: int
+    act_order: bool
+    kept: frozenset[str]
+    damping: float = DAMPING
+
+    @property
+    def transform(self) -> Transform:
+        """Of the inputs of every packed layer."""
+        return ORDER if self.act_order else NONE
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """sqnr: of the layer's outputs on kept inputs, in decibels: power of the product with the scaled, unrounded weight
+    over that of the difference. alpha: of the scale folded into what feeds it, None without."""
+
+    block: int
+    name: str
+    sqnr: float
+    alpha: float | None
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module, samples: list[Tensor], plan: Plan, switch: PrecisionSwitch,
+    finished: FinishedBlocks | None = None, progress: Callable[[int], None] = lambda index: None,
+) -> list[LayerReport]:  # fmt: skip
+    """Pack every dense linear of the blocks that ``plan.kept`` does not name, in place, under ``switch``.
+
+    samples: int64 ``[1, tokens]`` each. finished: blocks that are done are taken from there, and others put there.
+    progress: called behind every block. ValueError names block and layer; the model is then packed in part.
+    """
+    blocks, work = blocks_of(model), _Work(model, plan, switch)
+    hidden, calls = first_inputs(model, samples)
+    reports: list[LayerReport] = []
+    for index, (name, block) in enumerate(blocks):
+        passes = [
+            lambda x=x, index=index, block=block: calls[x.shape[1]][index].run(block, x) for x in hidden
+        ]
+        if finished is not None and index in finished:
+            tensors, told = finished.read(index)
+            work.put_back(block, name, tensors)
+            reports += [LayerReport(**entry) for entry in told]
+        else:
+            made = work.pack(block, name, index, passes)
+            reports += made
+            if finished is not None:
+                finished.write(index, dict(block.state_dict()), [asdict(report) for report in made])
+        if index + 1 < len(blocks):
+            hidden = [run() for run in passes]
+        progress(index)
+    return reports
+
+
+class _Work:
+    """What is done with one block after another."""
+
+    def __init__(self, model: nn.Module, plan: Plan, switch: PrecisionSwitch) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.plan, self.switch = plan, switch
+        self.heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        scaling = plan.method.scaling
+        self.feeds = feeds_of(type(model).__name__, scaling) if scaling else ()
+
+    def pack(self, block: nn.Module, where: str, index: int, passes: list[Callable[[], Tensor]]) -> list[LayerReport]:
+        """Choose the codes of a block's layers and replace them."""
+        linears = self._linears(block, where)
+        with _fast_linears(block):
+            seen = collect(
+                {name: block.get_submodule(name) for name in linears}, passes, where, self.plan.method.needs_hessians
+            )
+        alphas = {}
+        for feed in self.feeds:
+            alphas |= self._scale(block, feed, seen)
+        reports = []
+        for inputs in seen:
+            order = inputs.hessian.diagonal().argsort(descending=True, stable=True) if self.plan.act_order else None
+            for name in inputs.names:
+                sqnr = self._replace(block, f"{where}.{name}", name, inputs, order)
+                reports.append(LayerReport(index, name, sqnr, alphas.get(name)))
+            inputs.hessian = None
+        return reports
+
+    def _linears(self, block: nn.Module, where: str) -> list[str]:
+        found = [name for name, module in block.named_modules() if is_dense(module)]
+        return [name for name in found if f"{where}.{name}" not in self.plan.kept]
+
+    def _scale(self, block: nn.Module, feed: Feed, seen: list[Inputs]) -> dict[str, float]:
+        """Fold the best scale; -> its alpha by layer, nothing where no layer behind it is packed."""
+        inputs = next((inputs for inputs in seen if set(inputs.names) & set(feed.consumers)), None)
+        if inputs is None:
+            return {}
+        weights = [block.get_submodule(name).weight for name in inputs.names]
+        plan = self.plan
+        scales, alpha = best_scales(
+            plan.method.scaling, weights, inputs, lambda values: shared(feed, values, self.heads, self.kv_heads),
+            plan.group_size, plan.symmetric, plan.search_bits,
+        )  # fmt: skip
+        fold(block, feed, scales, self.heads, self.kv_heads)
+        inputs.divide_(scales)
+        return dict.fromkeys(inputs.names, alpha)
+
+    def _replace(self, block: nn.Module, path: str, name: str, inputs: Inputs, order: Tensor | None) -> float:
+        linear = block.get_submodule(name)
+        wide, hessian, rows = linear.weight.detach(), inputs.hessian, inputs.rows.float()
+        if order is not None:
+            wide, rows = wide[:, order], rows[:, order]
+            hessian = hessian[order][:, order]
+        weight = self._coded(wide, hessian, path)
+        packed = self._module(linear, weight, None if order is None else {"order": order.int()})
+        block.set_submodule(name, packed)
+        wanted = F.linear(rows, wide.float())
+        error = F.linear(rows, weight.dequantize() - wide.float())
+        signal, noise = (float(part.square().sum(dtype=torch.float64)) for part in (wanted, error))
+        return 10 * math.log10(signal / noise) if signal and noise else math.inf
+
+    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> Int4Weight:
+        plan = self.plan
+        if plan.method.coding == "gptq":
+            return feedback_weight(wide, hessian, plan.group_size, plan.symmetric, path, plan.damping)
+        if plan.method.coding == "clip" and not path.endswith(("q_proj", "k_proj")):  # as AWQ: they meet in a product
+            return clipped_weight(wide, hessian, plan.group_size, plan.symmetric, path)
+        return Int4Weight.from_dense(wide, plan.group_size, plan.symmetric, path)
+
+    def _module(self, linear: nn.Module, weight: Int4Weight, tensors: dict[str, Tensor] | None) -> PackedLinear:
+        packed = PACKINGS["int4"].linear(weight, linear.bias, self.switch).train(linear.training)
+        packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard
+        return packed.transform_(self.plan.transform, tensors)
+
+    def put_back(self, block: nn.Module, where: str, tensors: dict[str, Tensor]) -> None:
+        """Make the block what it was when `tensors`, its state, was kept."""
+        for name in self._linears(block, where):
+            linear = block.get_submodule(name)
+            device = linear.weight.device
+            parts = [tensors.get(f"{name}.weight_{part}") for part in ("packed", "scale", "zero")]
+            weight = Int4Weight(*[None if part is None else part.to(device) for part in parts], f"{where}.{name}")
+            order = {"order": tensors[f"{name}.transform_order"].to(device)} if self.plan.act_order else None
+            block.set_submodule(name, self._module(linear, weight, order))
+        packed = tuple(f"{name}." for name in self._linears_packed(block))
+        for name, parameter in list(block.named_parameters()):
+            if not name.startswith(packed) or name.endswith(".bias"):
+                owner, _, own = name.rpartition(".")
+                value = nn.Parameter(tensors[name].to(parameter.device), requires_grad=parameter.requires_grad)
+                setattr(block.get_submodule(owner), own, value)
+
+    def _linears_packed(self, block: nn.Module) -> list[str]:
+        return [name for name, module in block.named_modules() if isinstance(module, PackedLinear)]
+
+
+class _fast_linears:
+    """While it lasts, linears of a block run in the compiled kernels where these serve."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.own = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
+
+    def __enter__(self) -> None:
+        for name, linear in self.own.items():
+            if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.bfloat16:
+                self.block.set_submodule(name, KernelLinear.over(linear))
+
+    def __exit__(self, *_: object) -> None:
+        for name, linear in self.own.items():
+            self.block.set_submodule(name, linear)

@@ -1,0 +1,58 @@
+"""What did calibration make of a model: how exact are its layers, and what did it cost?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections import defaultdict
+
+from rich.console import Console
+
+from ..integration.quantizer.calibrated_folder import CalibratedFolder, calibrate_folder
+from ..integration.quantizer.config import MLSpecConfig
+from .tables import say, show
+
+_OPTIONS = ("samples", "tokens", "seed", "act_order", "search_bits", "evaluate", "evaluate_tokens")
+
+
+def require_no_method(args: argparse.Namespace) -> None:
+    """ValueError for options of calibration without a method."""
+    given = next((name for name in ("calibration", *_OPTIONS) if getattr(args, name) is not None), None)
+    if given is not None:
+        raise ValueError(f"--{given.replace('_', '-')} goes with --method, which chooses codes on a text: add one")
+
+
+def run_calibrated(args: argparse.Namespace, config: MLSpecConfig) -> int:
+    """`mlspec quantize --method`."""
+    if args.calibration is None:
+        raise ValueError("--method chooses codes on a text: name its file with --calibration")
+    options = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    found = calibrate_folder(args.model, args.out, args.method, config, calibration=args.calibration,
+                             max_shard_size=args.max_shard_size, dtype=args.dtype, overwrite=args.overwrite,
+                             **options)
+    if args.json:
+        print(json.dumps({**dataclasses.asdict(found), "asked": {"model": args.model, "out": args.out}}))
+    else:
+        _show(Console(), args, found)
+    return 0
+
+
+def _show(console: Console, args: argparse.Namespace, found: CalibratedFolder) -> None:
+    layers, sizes, record = found.calibrated.layers, found.quantized, found.calibrated.record
+    kinds = defaultdict(list)
+    for layer in layers:
+        kinds[layer.name].append(layer)
+    show(console, f"{args.model} by {found.calibrated.method}: signal to noise of a layer's outputs, dB",
+         ("layer", "least", "median", "scaled"),
+         [(name, f"{min(own.sqnr for own in same):.1f}", f"{statistics.median(own.sqnr for own in same):.1f}",
+           f"{sum(own.alpha is not None for own in same)} of {len(same)}") for name, same in kinds.items()])
+    rows = [("calibrated on", f"{record['tokens']} tokens in {record['samples']} samples"),
+            ("seconds", f"{found.calibrated.seconds:.1f} to calibrate, {sizes.save_seconds:.2f} to save"),
+            ("peak memory of the process", f"{found.calibrated.peak_bytes / 1e6:.0f} MB"),
+            ("size", f"{sizes.wide_bytes / 1e6:.1f} MB before, {sizes.packed_bytes / 1e6:.1f} after"),
+            ("kept wide", f"{len(sizes.kept)} linear layers")]
+    rows += [(f"perplexity {word}", f"{value:.3f}") for word, value in found.perplexity.items()]
+    show(console, "calibration", ("", "value"), rows)
+    say(console, f"written to {args.out}")

@@ -1,0 +1,164 @@
+"""How does a model in memory get codes that were chosen on calibration text? `quantize`, in place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ...calibration.blocks import blocks_of
+from ...calibration.families import feeds_of
+from ...calibration.finished import FinishedBlocks
+from ...calibration.methods import method_named
+from ...calibration.needed import memory_needed, require_disk, require_memory
+from ...calibration.pipeline import LayerReport, Plan, calibrate
+from ...calibration.samples import require_lengths
+from ...checkpoints.safetensors_file import checksums
+from ...formats.hessian import DAMPING
+from ...nn.calibration import read_samples
+from ...nn.castable import require_dense, require_finite_floats
+from ...nn.expert_modules import is_experts
+from ...nn.replace import attach_quantizer
+from ..levels.resolve import clear
+from ..request import max_positions, vocab_size
+from .calibration_text import rows_of
+from .config import MLSpecConfig
+from .packing import choose_kept, require_groups_fit, switch_of, warn_of_unpackable
+from .quantizer import MLSpecQuantizer
+
+SAMPLES, TOKENS = 32, 512
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What came of it. layers: one entry per packed layer. peak_bytes: the most that this process held so far, of the
+    GPU's memory where the model is there. record: what config.json says of it."""
+
+    method: str
+    layers: list[LayerReport]
+    seconds: float
+    peak_bytes: int
+    record: dict[str, Any]
+
+
+def quantize(
+    model: PreTrainedModel, method: str = "gptq", format: str = "int4", *, calibration: Any, tokenizer: Any = None,
+    samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128, symmetric: bool = True,
+    activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False, damping: float = DAMPING,
+    skip_modules: list[str] | None = None, work_folder: str | os.PathLike | None = None,
+) -> Calibrated:  # fmt: skip
+    """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
+
+    method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq".
+    calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
+        text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
+    tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
+    search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
+    act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
+    work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. The caller
+        removes it.
+
+    The head, embeddings and norms keep their dtype; AWQ and SmoothQuant change norms, which take their scales. The
+    model can be saved and loaded as any packed one. TypeError, ValueError, MemoryError and OSError before the first
+    block for what cannot work; ValueError in a block names it, and the model is then packed in part: load it again.
+    """
+    config = MLSpecConfig(format=format, group_size=group_size, symmetric=symmetric, activation_bits=activation_bits,
+                          skip_modules=skip_modules)  # fmt: skip
+    plan = _planned(model, method, config, search_bits, act_order, damping)
+    ids = rows_of(calibration, tokenizer, samples, tokens, seed)
+    rows = read_samples(ids, vocab_size(model), model.device)
+    require_lengths(rows, max_positions(model))
+    require_memory(memory_needed(model, rows, plan.method.needs_hessians), model.device)
+    record = _record(plan, rows)
+    begin, finished = time.perf_counter(), None
+    if work_folder is not None:
+        require_disk(model, work_folder)
+        finished = FinishedBlocks(work_folder, _identity(model, plan, record))
+    layers = _run(model, rows, plan, config, finished)
+    settings = {**config.to_dict(), "modules_to_not_convert": sorted(plan.kept), "calibration": record}
+    settings.pop("skip_modules", None)
+    attach_quantizer(model, {**settings, "transform": plan.transform.word})
+    return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
+
+
+def _planned(
+    model: PreTrainedModel, method: str, config: MLSpecConfig, search_bits: int | None, act_order: bool, damping: float
+) -> Plan:
+    chosen = method_named(method, config.format)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"quantize takes a transformers PreTrainedModel, not {type(model).__name__}")
+    require_dense(model, "quantize")
+    experts = next((name for name, module in model.named_modules() if is_experts(module)), None)
+    if experts is not None:
+        raise ValueError(f"{experts} holds experts: calibration is of dense models; without a method they are packed")
+    if act_order and chosen.coding != "gptq":
+        raise ValueError(f"act_order is GPTQ's, method {method!r} has none: leave it out")
+    if search_bits not in (None, 4, 8):
+        raise ValueError(f"search_bits is {search_bits!r}, SmoothQuant's search assumes 8 or 4")
+    if search_bits is not None and chosen.scaling != "smoothquant":
+        raise ValueError(f"search_bits is SmoothQuant's, method {method!r} has no such search: leave it out")
+    blocks_of(model)
+    if chosen.scaling:
+        feeds_of(type(model).__name__, chosen.scaling)
+    defaults = MLSpecQuantizer(config).get_modules_to_not_convert(
+        model, None, model._keep_in_fp32_modules, add_default_skips=True
+    )
+    kept = choose_kept(model, config, defaults)
+    require_groups_fit(model, config, kept)
+    require_finite_floats(model, dict.fromkeys(kept, "kept"), "quantize")
+    warn_of_unpackable(model, config, kept)
+    bits = search_bits or min(config.activation_bits, 8)
+    return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, frozenset(kept),
+                damping)  # fmt: skip
+
+
+def _run(
+    model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, finished: FinishedBlocks | None
+) -> list[LayerReport]:
+    training = model.training
+    clear(model)  # what was compiled or cast from the dense weights
+    bar = logging.tqdm(total=len(blocks_of(model)), desc=f"Calibrating {plan.method.word}", unit="block", leave=False)
+    try:
+        with bar:
+            return calibrate(model.eval(), rows, plan, switch_of(config), finished, lambda index: bar.update())
+    finally:
+        model.train(training)
+
+
+def _record(plan: Plan, rows: Iterable[Tensor]) -> dict[str, Any]:
+    """What config.json says: method and text; nothing reads it."""
+    told: dict[str, Any] = {"method": plan.method.word}
+    if plan.method.coding == "gptq":
+        told |= {"damping": plan.damping, "act_order": plan.act_order}
+    if plan.method.scaling == "smoothquant":
+        told["search_bits"] = plan.search_bits
+    lists = [row.flatten().tolist() for row in rows]
+    text = hashlib.sha256(json.dumps(lists).encode()).hexdigest()
+    return {**told, "samples": len(lists), "tokens": sum(map(len, lists)), "text_sha256": text}
+
+
+def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
+    """What the bits of the result depend on."""
+    settings = replace(plan, kept=frozenset())
+    own = {name: getattr(settings, name) for name in ("group_size", "symmetric", "activation_bits")}
+    weights = hashlib.sha256(json.dumps(sorted(checksums(model.state_dict()).items())).encode()).hexdigest()
+    return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # POSIX alone has it, and `import hf_mlspec` needs none
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

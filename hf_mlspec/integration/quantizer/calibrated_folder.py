@@ -1,0 +1,100 @@
+"""How does a folder with a model become a folder with codes chosen on calibration text, and how much worse is it?"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...calibration.methods import method_named
+from ...precision import Precision
+from ..levels.load import read_model, read_tokenizer, require_folder
+from ..levels.resolve import clear
+from ..request import max_positions
+from ..scoring import token_logprobs
+from .calibrated import Calibrated, quantize
+from .calibration_text import token_stream
+from .config import MLSpecConfig
+from .folder import Quantized, copy_tokenizer, measure, require_free, require_wide
+
+WINDOW = 1024  # tokens of a row whose perplexity is measured, where the model has as many positions
+
+
+@dataclass(frozen=True)
+class CalibratedFolder:
+    """quantized: sizes and seconds. calibrated: layers, time, memory. perplexity: by precision, "before" the model's
+    own; empty where none was asked for. evaluated: tokens scored."""
+
+    quantized: Quantized
+    calibrated: Calibrated
+    perplexity: dict[str, float]
+    evaluated: int
+
+
+def calibrate_folder(
+    source: str, target: str, method: str, config: MLSpecConfig, *, calibration: str, evaluate: str | None = None,
+    evaluate_tokens: int = 32768, max_shard_size: str = "5GB", dtype: str = "auto", overwrite: bool = False,
+    **options: Any,
+) -> CalibratedFolder:  # fmt: skip
+    """`quantize` the model in ``source`` and save it in ``target`` with its tokenizer.
+
+    Finished blocks wait in ``target`` + ".blocks" until the model is saved; the same call goes on behind them.
+    evaluate: a text file; perplexity of its first ``evaluate_tokens`` tokens, in windows that do not overlap, before
+    and at every precision of the packed model. options: of `quantize`. Raises as `quantize_folder` and `quantize`.
+    """
+    method_named(method, config.format)
+    require_folder(source)
+    require_free(source, target, overwrite)
+    require_wide(source)
+    if config.kv_cache is not None:
+        raise ValueError("kv_cache goes with a format alone: set it in the config.json of the calibrated model")
+    tokenizer = read_tokenizer(source)
+    text = None if evaluate is None else token_stream(evaluate, tokenizer)[:evaluate_tokens]
+    begin = time.perf_counter()
+    model = read_model(source, dtype).eval()
+    perplexity = {} if text is None else {"before": _perplexity(model, text, None)}
+    folder = Path(f"{target.rstrip('/')}.blocks")
+    found = quantize(
+        model, method, config.format, calibration=calibration, tokenizer=tokenizer, group_size=config.group_size,
+        symmetric=config.symmetric, activation_bits=config.activation_bits, skip_modules=config.skip_modules,
+        work_folder=folder, **options,
+    )  # fmt: skip
+    if text is not None:
+        perplexity |= {word: _perplexity(model, text, word) for word in _precisions(model)}
+    done = time.perf_counter()
+    model.save_pretrained(target, max_shard_size=max_shard_size)
+    copied = copy_tokenizer(source, Path(target))
+    shutil.rmtree(folder)
+    kept = model.config.quantization_config.modules_to_not_convert
+    sizes = Quantized(
+        format=config.format, **measure(model), kept=kept, copied=copied, quantize_seconds=done - begin,
+        save_seconds=time.perf_counter() - done,
+    )  # fmt: skip
+    return CalibratedFolder(sizes, found, perplexity, 0 if text is None else len(text))
+
+
+def _precisions(model: PreTrainedModel) -> Iterator[str]:
+    record = model.config.quantization_config.record
+    for bits in record.bit_choices(record.stored_bits()):
+        yield str(Precision(record.family, *bits))
+
+
+def _perplexity(model: PreTrainedModel, ids: list[int], precision: str | None) -> float:
+    """Per token, of windows that do not overlap; the first token of each is given. ValueError for fewer than 2."""
+    size = min(WINDOW, max_positions(model) or WINDOW)
+    rows = [ids[first : first + size] for first in range(0, len(ids), size)]
+    rows = [row for row in rows if len(row) > 1]
+    if not rows:
+        raise ValueError(f"the text to evaluate has {len(ids)} tokens, at least 2 are needed: give a longer one")
+    with torch.inference_mode():
+        scores = token_logprobs(model, rows, precision=precision)
+    clear(model)
+    total = sum(score.total for score in scores)
+    return math.exp(-total / sum(len(score.logprobs) for score in scores))

@@ -1,0 +1,66 @@
+"""Which rows of tokens does a calibration text become, be it a file, texts, a `datasets` object or token ids?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ...calibration.samples import windows
+
+
+def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: int) -> Iterable[Any]:
+    """Rows of token ids as `read_samples` takes them: of texts windows of one stream, ids as they are given.
+
+    ValueError for a file that cannot be read or is shorter than asked, a row of a data set without "text" and
+    "input_ids", and texts without ``tokenizer``; TypeError for what is none of these.
+    """
+    if calibration is None or isinstance(calibration, (bytes, int, float)):
+        raise TypeError(f"calibration is {calibration!r}: give a text file, texts, a data set or rows of token ids")
+    if isinstance(calibration, (str, os.PathLike)):
+        texts: Iterator[str] = iter([_read(Path(calibration))])
+    else:
+        rows = iter(calibration)
+        first = next(rows, None)
+        if first is None:
+            raise ValueError("calibration is empty: give text or rows of token ids")
+        rows = chain([first], rows)
+        if isinstance(first, Mapping):
+            column = next((name for name in ("input_ids", "text") if name in first), None)
+            if column is None:
+                raise ValueError(f'rows of the data set have {sorted(first)}, but no column "text" or "input_ids"')
+            rows = (row[column] for row in rows)
+            first = first[column]
+        if not isinstance(first, str):
+            return list(rows)
+        texts = rows
+    if tokenizer is None:
+        raise ValueError("calibration is text: give its tokenizer too, or rows of token ids")
+    return windows(_stream(texts, tokenizer, samples * tokens), samples, tokens, seed)
+
+
+def token_stream(file: str | os.PathLike, tokenizer: Any) -> list[int]:
+    """The ids of a text file, without special tokens."""
+    return tokenizer(_read(Path(file)), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> list[int]:
+    """Ids of all texts, one behind the other. A list that need not end, such as a streamed data set, is read for 8
+    times as many as are needed."""
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= 8 * needed:
+            break
+    return ids
+
+
+def _read(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(f"calibration file {str(file)!r} does not exist; give a text file")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is no UTF-8 text ({error.reason} at byte {error.start})") from error

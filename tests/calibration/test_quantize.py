@@ -1,0 +1,136 @@
+"""Does `hf_mlspec.quantize` give a model that loads bit for bit, resume to the same bits, and refuse bad input?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from models import tiny
+from transformers import AutoModelForCausalLM
+
+import hf_mlspec
+from hf_mlspec.calibration import pipeline
+from hf_mlspec.cli import main
+
+IDS = torch.arange(3, 43).view(1, 40)
+ROWS = [torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(6)]
+pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
+
+
+def model_of(kind: str = "llama"):
+    return tiny(kind, dtype=torch.float32)
+
+
+def quantize(model, method: str = "gptq", **options):
+    return hf_mlspec.quantize(model, method, calibration=ROWS, **{"group_size": 32, **options})
+
+
+@pytest.mark.parametrize(("kind", "method", "options"), [
+    ("llama", "rtn", {}), ("gemma3", "gptq", {"act_order": True}), ("phi3", "awq", {"symmetric": False}),
+    ("qwen2", "smoothquant+gptq", {"search_bits": 4})])
+def test_a_model_is_saved_and_loads_bit_for_bit(tmp_path, kind, method, options):
+    model = model_of(kind)
+    before = model(IDS).logits
+    found = quantize(model, method, **options)
+    after = model(IDS).logits
+    assert (after - before).norm() < 0.6 * before.norm()
+    assert len(found.layers) == 2 * (4 if kind == "phi3" else 7)
+    assert min(layer.sqnr for layer in found.layers) > 8
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(again(IDS).logits, after)
+    told = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["calibration"]
+    assert told == found.record
+    assert (told["method"], told["samples"], told["tokens"]) == (method, 6, 240)
+
+
+def test_rtn_is_what_loading_makes(tmp_path):
+    model = model_of()
+    model.save_pretrained(tmp_path)
+    config = hf_mlspec.MLSpecConfig(format="int4", group_size=32)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    quantize(model, "rtn")
+    assert torch.equal(model(IDS).logits, wanted(IDS).logits)
+
+
+def test_layers_with_one_input_have_one_hessian(monkeypatch):
+    groups, collect = [], pipeline.collect
+    monkeypatch.setattr(pipeline, "collect", lambda *given: groups.append(collect(*given)) or groups[-1])
+    quantize(model_of())
+    assert [sorted(name.rpartition(".")[2] for name in inputs.names) for inputs in groups[0]] == [
+        ["k_proj", "q_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, monkeypatch, method):
+    whole = model_of()
+    quantize(whole, method)
+    packs, pack = [], pipeline._Work.pack
+
+    def stops(self, block, where, index, passes):
+        packs.append(index)
+        if index == 1 and len(packs) == 2:
+            raise KeyboardInterrupt
+        return pack(self, block, where, index, passes)
+
+    monkeypatch.setattr(pipeline._Work, "pack", stops)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model_of(), method, work_folder=tmp_path / "work")
+    with pytest.raises(ValueError, match="holds blocks of a calibration with symmetric True, now it is False"):
+        quantize(model_of(), method, symmetric=False, work_folder=tmp_path / "work")
+    resumed = model_of()
+    quantize(resumed, method, work_folder=tmp_path / "work")
+    assert packs == [0, 1, 1]
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in resumed.state_dict().items())
+
+
+@pytest.mark.parametrize(("given", "error", "words"), [
+    ({"method": "magic"}, ValueError, "method is 'magic', choose one of rtn, gptq, awq"),
+    ({"format": "mxfp4", "group_size": 128}, ValueError, "does not fit format 'mxfp4'"),
+    ({"method": "awq", "act_order": True}, ValueError, "act_order is GPTQ's"),
+    ({"search_bits": 4}, ValueError, "search_bits is SmoothQuant's"),
+    ({"calibration": [[3, 64]]}, ValueError, "holds token 64, the model has 64"),
+    ({"calibration": ["some text"]}, ValueError, "give its tokenizer too"),
+    ({"calibration": []}, ValueError, "calibration is empty"),
+    ({"calibration": None}, TypeError, "calibration is None"),
+    ({"calibration": [[3] * 600]}, ValueError, "has 600 tokens, the model 512 positions")])
+def test_bad_input_is_refused_before_a_layer_is_packed(given, error, words):
+    model = model_of()
+    with pytest.raises(error, match=words):
+        hf_mlspec.quantize(model, **{"method": "gptq", "calibration": ROWS, "group_size": 32, **given})
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+def test_nan_inputs_name_block_and_layer():
+    model = model_of()
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = torch.nan
+    with pytest.raises(ValueError, match=r"model\.layers\.1: the inputs of self_attn\.q_proj hold NaN or Inf"):
+        quantize(model)
+
+
+def test_too_little_memory_is_said_before_the_first_block(monkeypatch):
+    from hf_mlspec.calibration import needed
+
+    monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
+    with pytest.raises(MemoryError, match=r"calibration needs .* MiB beside the model, 0 are free"):
+        quantize(model_of())
+
+
+def test_the_command_writes_a_folder_and_a_summary(capsys, saved_model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n}: the area of {n * n}\n" for n in range(200)), encoding="utf-8")
+    command = ["quantize", str(saved_model), str(tmp_path / "out"), "--method", "gptq", "--format", "int4"]
+    command += ["--group-size", "32", "--calibration", str(text), "--tokens", "64", "--evaluate", str(text)]
+    assert main([*command, "--samples", "1000"]) == 2
+    assert "1000 samples of 64 need 64000" in capsys.readouterr().err
+    assert main([*command, "--samples", "4", "--evaluate-tokens", "200"]) == 0
+    told = capsys.readouterr().out
+    words = ("self_attn.q_proj: least", "calibrated on: 256 tokens in 4 samples", "perplexity before",
+             "perplexity w4a4")
+    assert [word for word in words if word not in told] == []
+    assert not (tmp_path / "out.blocks").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert main(["quantize", str(saved_model), str(tmp_path / "other"), "--samples", "4"]) == 2
+    assert "--samples goes with --method" in capsys.readouterr().err
