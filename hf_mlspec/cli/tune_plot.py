@@ -10,9 +10,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..speculation.cells import TARGET
 from ..speculation.costs import PassCosts
 from ..speculation.estimates import PairEstimate
-from ..speculation.forecast import TARGET, Expectations, LevelCosts, Memory
+from ..speculation.forecast import Expectations
+from ..speculation.memory import LevelCosts, Memory
 from ..speculation.plans import LENGTHS, Plan, off
 
 RATIOS, RATES = (0.02, 0.05, 0.1, 0.2, 0.5), (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -45,7 +47,7 @@ def speedup(target: PassCosts, ratio: float, acceptance: float) -> float:
     each = ratio * target.of(1)
     level = LevelCosts("draft", PassCosts((1, _FLAT), (each, each), (0.0, 0.0)), acceptance)
     memory = Memory({(0, TARGET): PairEstimate(acceptance, _CERTAIN)})
-    known = Expectations(target, [level], memory, doubts=0.0, corrected=False)
+    known = Expectations(target, [level], memory, corrected=False)
     alone = known.of(off(1), 1, 0, 0.0).speed
     return max(known.of(Plan((length,)), 1, 1, 0.0).speed for length in LENGTHS) / alone
 

@@ -25,9 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from .cells import TARGET, Cells, cells_of
 from .costs import PassCosts
 from .estimates import MOST, RowEstimates, odds_ratio, reach
-from .forecast import TARGET, Expectations, Forecast, LevelCosts, Memory
+from .forecast import Expectations, Forecast
+from .memory import LevelCosts, Memory
 from .plans import LENGTHS, Choices, Drafting, Plan, Situation, off, plan_of
 from .search import Search
 
@@ -144,9 +146,9 @@ class Controller:
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin = perf_counter()
-        search, self._lost = self._search(situation, 0.0), 0.0
+        search, self._lost = self._search(situation), 0.0
         self._grant(situation, search.off_speed)
-        best, drafting = search.best(self._choices.at(situation.slots), self._margin)
+        best, drafting = search.best(self._margin)
         self._stay_with(best, trial := self._worth_a_trial(search, best, drafting))
         self.choice = self._decided(search, best, drafting, trial)
         self._spend(search, best, drafting, trial)
@@ -159,15 +161,15 @@ class Controller:
 
     def best_of(self, situation: Situation) -> Choice:
         """What would be chosen for these rows with what is known now; nothing changes."""
-        search = self._search(situation, 0.0)
-        best, drafting = search.best(self._choices.at(situation.slots), self._margin)
+        search = self._search(situation)
+        best, drafting = search.best(self._margin)
         return self._decided(search, best, drafting, None)
 
     def outlook(self, situation: Situation) -> tuple[float, float]:
         """Tokens that these rows are expected to gain, and the seconds of the best plan until then, reading included.
         """
-        search = self._search(situation, 0.0)
-        return sum(search.left()), search.time(*search.best(self._choices.at(situation.slots), self._margin))
+        search = self._search(situation)
+        return sum(search.left()), search.time(*search.best(self._margin))
 
     def stay(self, rows: int) -> bool:
         """Whether the plan of the last round, of as many rows, is that of the coming one."""
@@ -271,10 +273,17 @@ class Controller:
         """Rounds bring less than expected."""
         self._question()
 
-    def _search(self, situation: Situation, doubts: float) -> Search:
-        """Plans as they are expected to do; doubts: as of `Expectations`."""
-        known = Expectations(self.target, self.levels, self.memory, doubts=doubts, corrected=self.by_clock)
-        return Search(situation, known, self.rows)
+    def _search(self, situation: Situation) -> Search:
+        """Plans as they are expected to do."""
+        known = Expectations(self.target, self.levels, self.memory, corrected=self.by_clock)
+        return Search(situation, known, self.rows, self._cells(situation))
+
+    def _hoped(self, search: Search) -> Search:
+        """The same as they would do if all chances were as good as they may well be."""
+        return Search(search.situation, search.known, self.rows, search.cells, doubts=1.0)
+
+    def _cells(self, situation: Situation) -> Cells:
+        return cells_of(self._choices.at(situation.slots), len(self.levels))
 
     def _took(self, choice: Choice, seconds: float | None) -> float:
         """The seconds of a round, those expected where they were not measured; a clock that jumps counts as a factor
@@ -292,13 +301,12 @@ class Controller:
         usual = search.usual(best, drafting)
         if not any(search.situation.rooms) or self.memory.spare < _LEAST_TRIAL * usual.seconds:
             return None
-        hoped = self._search(search.situation, 1.0)
+        hoped = self._hoped(search)
         least = search.time(best, drafting) * (1.0 - self._margin)
-        choices = self._choices.at(search.situation.slots)
-        others = [hoped.lengths(active) for active in choices if active != best.active]
-        if best.active:
-            others.append((hoped.off, hoped.time(hoped.off)))
-        better = sorted((one for one in others if one[1] < least), key=lambda one: one[1])
+        better = [one for one in hoped.better(least) if one[0].active != best.active]
+        if best.active and (alone := hoped.time(hoped.off)) < least:
+            better.append((hoped.off, alone))
+        better.sort(key=lambda one: one[1])
         found = [plan for plan, _ in better] or [self._longer(best)]
         return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
 

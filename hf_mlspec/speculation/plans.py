@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .forecast import LevelCosts
+    from .memory import LevelCosts
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of a draft that are tried
 MOST_LEVELS = 5  # of which all combinations are tried; of longer chains those of the first ones
@@ -104,13 +104,13 @@ class Choices:
 
     def __init__(self, levels: Sequence[LevelCosts], seen: int = 0):
         count = len(levels) // 2 if seen else len(levels)
-        self.whole = list(_combined([level.joined for level in levels[:count]]))
+        self.whole = tuple(_combined([level.joined for level in levels[:count]]))
         parts = {index for index, one in enumerate(levels) if one.costs is not None and one.costs.most_slots}
-        shifted = [tuple(index + count for index in active) for active in self.whole if seen]
-        self.all = self.whole + [active for active in shifted if parts.intersection(active)]
+        shifted = tuple(tuple(index + count for index in active) for active in self.whole if seen)
+        self.all = (*self.whole, *(active for active in shifted if parts.intersection(active)))
         self.border = _WORTH_A_WINDOW * seen
 
-    def at(self, slots: float) -> list[tuple[int, ...]]:
+    def at(self, slots: float) -> tuple[tuple[int, ...], ...]:
         """For rows of so many slots, the fewest levels first."""
         return self.all if slots > self.border else self.whole
 

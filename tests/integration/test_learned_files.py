@@ -13,8 +13,9 @@ import hf_mlspec
 from hf_mlspec.integration import adaptive
 from hf_mlspec.integration.costs import learned, probe
 from hf_mlspec.nn.state import state_of
+from hf_mlspec.speculation.cells import TARGET
 from hf_mlspec.speculation.costs import PassCosts
-from hf_mlspec.speculation.forecast import TARGET, Memory
+from hf_mlspec.speculation.memory import Memory
 from hf_mlspec.speculation.plans import Plan
 
 pytestmark = pytest.mark.plans

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from simulated import costs
 
+from hf_mlspec.speculation.cells import TARGET
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate
-from hf_mlspec.speculation.fixed_shapes import FixedController, FixedExpectations
-from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
+from hf_mlspec.speculation.fixed_rounds import FixedExpectations
+from hf_mlspec.speculation.fixed_shapes import FixedController
+from hf_mlspec.speculation.memory import LevelCosts, Memory
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
 from hf_mlspec.speculation.rounds.program import UNROLLED, repeats_of
 
@@ -63,7 +65,7 @@ def test_a_draft_in_the_middle_has_at_least_the_tokens_that_the_plan_names(lengt
 def test_a_round_costs_its_passes_at_the_bucket(lengths):
     target, middle, last = costs(5e-3, 1e-4), costs(2e-3, 5e-5), costs(1e-4, 1e-6)
     levels = [LevelCosts("cast", middle, 0.9, own_cache=False), LevelCosts("tiny", last, 0.6)]
-    found = FixedExpectations(target, levels, known(0.9, 0.5, inner=0.6), doubts=0.0, corrected=False)
+    found = FixedExpectations(target, levels, known(0.9, 0.5, inner=0.6), corrected=False)
     repeats, steps = repeats_of(lengths)
     handed, rows = repeats * (steps + 1), 8  # of five rows
     draft = last.of(3 * rows) + (steps - 1) * last.of(rows) + middle.of(rows * (steps + 1))

@@ -8,10 +8,11 @@ import pytest
 from simulated import Simulated, costs
 
 from hf_mlspec.speculation import controller
+from hf_mlspec.speculation.cells import TARGET
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate
-from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
+from hf_mlspec.speculation.memory import LevelCosts, Memory
 from hf_mlspec.speculation.plans import Choices, Plan, names_of
 
 SEEN = 1088
