@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from .estimates import MOST
 from .plans import LENGTHS, Plan, plan_of
 
 TARGET = -1  # in the place of a level's index: who checks the first active level
@@ -44,7 +45,8 @@ class Cells:
     pairs: (who drafts, who checks) that occur, those under the target first, `tops` of them; the others by checker,
     under: per checker where. ends: per part of one level its pair. steps: parts of more. at: per cell its place in
     the line. top: per cell the pair of its first level by its length, top_pair: without; choice: the number of its
-    choice; of_choice: the choice by the first level's length. starts: of each choice.
+    choice; of_choice: the choice by the first level's length; top_length: that; top_at: the pair by it, from 0 to one
+    more than MOST. starts: of each choice.
     """
 
     def __init__(self, choices: tuple[tuple[int, ...], ...], count: int):
@@ -100,6 +102,7 @@ class Cells:
         self.top = self.top_pair * _EACH + first
         self.of_choice = self.choice * _EACH + first
         self.top_length = np.array(LENGTHS, float)[first]
+        self.top_at = self.top_pair * (2 + MOST) + np.array(LENGTHS)[first]
 
     def place_of(self, plan: Plan) -> int:
         """Where a plan stands; KeyError for levels that are none of the choices."""

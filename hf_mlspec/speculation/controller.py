@@ -146,7 +146,7 @@ class Controller:
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin = perf_counter()
-        search, self._lost = self._search(situation), 0.0
+        search, self._lost = self._search(situation, may_try=True), 0.0
         self._grant(situation, search.off_speed)
         best, drafting = search.best(self._margin)
         self._stay_with(best, trial := self._worth_a_trial(search, best, drafting))
@@ -273,10 +273,17 @@ class Controller:
         """Rounds bring less than expected."""
         self._question()
 
-    def _search(self, situation: Situation) -> Search:
-        """Plans as they are expected to do."""
-        known = Expectations(self.target, self.levels, self.memory, corrected=self.by_clock)
+    def _search(self, situation: Situation, may_try: bool = False) -> Search:
+        """Plans as they are expected to do. may_try: trials will be asked for, too."""
+        known = Expectations(
+            self.target, self.levels, self.memory, corrected=self.by_clock, doubts=self._doubts(may_try)
+        )
         return Search(situation, known, self.rows, self._cells(situation))
+
+    def _doubts(self, may_try: bool) -> tuple[float, ...]:
+        """What is to be reckoned together; see `Expectations`."""
+        may_try &= self.memory.spare >= _LEAST_TRIAL * self.forecast.seconds
+        return (0.0, 1.0) if may_try else (0.0,)
 
     def _hoped(self, search: Search) -> Search:
         """The same as they would do if all chances were as good as they may well be."""

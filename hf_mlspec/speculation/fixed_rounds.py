@@ -43,7 +43,6 @@ _MOST_COUNTED = _COUNTED[-1] / 2  # expected rounds
 _LENGTHS = np.array(LENGTHS, float)
 _LARGEST = (0.0, 0.56, 1.03, 1.42, 1.77, 2.07, 2.34)  # of 1, 2, 4 ... 64 standard normal values, the mean
 _APART = 1024.0  # slots between the two points of a line
-_SQUARES = 2.0 * np.arange(MOST) + 3.0  # (i + 2) squared less (i + 1) squared: what token i adds to a round's square
 
 
 class Passes:
@@ -124,9 +123,9 @@ class FixedExpectations(Expectations):
 
     def __init__(
         self, target: PassCosts, levels: Sequence[LevelCosts], memory: Memory, *, corrected: bool,
-        passes: Passes | None = None,
+        passes: Passes | None = None, doubts: tuple[float, ...] = (0.0,),
     ):  # fmt: skip
-        super().__init__(target, levels, memory, corrected=corrected)
+        super().__init__(target, levels, memory, corrected=corrected, doubts=doubts)
         self._passes = passes or passes_of(target, tuple(levels))
 
     def of_limits(self, plan: Plan, limits: Sequence[int], odds: Sequence[float], slots: float) -> Forecast[float]:
@@ -135,21 +134,28 @@ class FixedExpectations(Expectations):
 
     def rounds(self, cells: Cells, batch: int, left: float, room: float, doubts: float = 0.0) -> np.ndarray:
         """Rounds by all plans until every row has gained `left` tokens of the `room` that it may: ``[cells]``."""
-        mean, variance, length = self._gains(cells, doubts)
-        many = left / mean
+        together = self.doubts if doubts in self.doubts else (doubts,)
+        found = self._once(("rounds", cells, batch, left, room, together),
+                           lambda: self._counted(cells, batch, left, room, together))  # fmt: skip
+        return found[together.index(doubts)]
+
+    def _counted(self, cells: Cells, batch: int, left: float, room: float, doubts: tuple[float, ...]) -> np.ndarray:
+        mean, length, many = self._gains(cells, doubts), None, 0.0
         if batch > 1:
             largest = np.interp(math.log2(batch), np.arange(len(_LARGEST)), _LARGEST)
-            many *= 1.0 + largest * np.sqrt(variance / (mean * room))
-        few = np.flatnonzero(many <= _MOST_COUNTED)
-        if not len(few):
+            many = largest * np.sqrt(self._variance(cells, doubts) / (mean * room))
+        many = left / mean * (1.0 + many)
+        if many.min() > _MOST_COUNTED:
             return many
+        few = np.nonzero(many <= _MOST_COUNTED)
         behind = np.multiply.outer(mean[few], _COUNTED) - (left - 0.5)
-        done = _below(behind / np.sqrt(np.multiply.outer(variance[few], _COUNTED)))
+        done = _below(behind / np.sqrt(np.multiply.outer(self._variance(cells, doubts)[few], _COUNTED)))
         wanted = math.ceil(left) - 1  # of a draft, where the first round is to be the last
         done[:, 0] = 0.0
         if wanted <= MOST:
-            all_kept = self._reach(cells, doubts)[: cells.tops, wanted].take(cells.top_pair[few])
-            done[:, 0] = np.where(length[few] >= wanted, all_kept, 0.0)
+            length = np.broadcast_to(self._lengths(cells, doubts), many.shape)[few]
+            all_kept = self._reach(cells, doubts)[..., wanted].take(cells.top_pair, -1)[few]
+            done[:, 0] = np.where(length >= wanted, all_kept, 0.0)
         many[few] = 1.0 + len(_COUNTED) - (done if batch == 1 else done**batch).sum(1)
         return many
 
@@ -158,46 +164,54 @@ class FixedExpectations(Expectations):
         return Forecast(float(UNROLLED * batch), seconds * self._factor_of_off(batch), seconds)
 
     def _all_of(
-        self, cells: Cells, batch: int, drafting: int, slots: float, odds: tuple[float, ...], doubts: float
-    ) -> Forecast[np.ndarray]:
+        self, cells: Cells, batch: int, drafting: int, slots: float, odds: tuple[float, ...], doubts: tuple[float, ...]
+    ) -> tuple[np.ndarray, ...]:
         """All rows draft, whatever `drafting` and `odds` say."""
-        mean, _, _ = self._gains(cells, doubts)
         drafts, seconds = self._passes.of(cells, bucket_of(batch), slots)
         corrected = self._corrected(cells, seconds, batch, doubts)
         # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
         corrected = np.maximum(corrected, self.off(batch, slots).seconds / UNROLLED + drafts)
-        return Forecast(batch * mean, corrected, seconds)
+        return batch * self._gains(cells, doubts), corrected, seconds
 
-    def _gains(self, cells: Cells, doubts: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all plans the mean and the variance of the tokens that a row gains in a round, and the expected length of
-        its draft: each ``[cells]``."""
-        return self._once(("gains", cells, doubts), lambda: self._find_gains(cells, doubts))
+    def _gains(self, cells: Cells, doubts: tuple[float, ...]) -> np.ndarray:
+        """Of all plans the mean tokens that a row gains in a round: ``[doubts, cells]``."""
+        return self._once(("gains", cells, doubts), lambda: 1.0 + self._by_length(cells, doubts, 0))
 
-    def _find_gains(self, cells: Cells, doubts: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        reach = self._reach(cells, doubts)
-        sums = np.zeros((2, len(reach), MOST + 2))  # of tokens and of what they add to the square, one more than MOST
-        np.cumsum(reach[:, 1:], axis=1, out=sums[0, :, 1:-1])
-        np.cumsum(reach[:, 1:] * _SQUARES, axis=1, out=sums[1, :, 1:-1])
+    def _variance(self, cells: Cells, doubts: tuple[float, ...]) -> np.ndarray:
+        """Of the tokens that a row gains in a round: ``[doubts, cells]``."""
+        mean = self._gains(cells, doubts)
+        return np.maximum(1.0 + self._by_length(cells, doubts, 1) - mean * mean, 1e-6)
+
+    def _by_length(self, cells: Cells, doubts: tuple[float, ...], which: int) -> np.ndarray:
+        """`_kept` at the expected lengths of the drafts."""
+        sums = self._kept(cells, doubts)[which]
         if not cells.steps:
-            where = cells.top_pair * (MOST + 2) + cells.top_length.astype(np.intp)
-            mean, squares = 1.0 + sums.reshape(2, -1)[:, where]
-            return mean, np.maximum(squares - mean * mean, 1e-6), cells.top_length
-        line = np.empty(cells.length)
-        line[: len(cells.ends) * len(LENGTHS)] = np.tile(_LENGTHS, len(cells.ends))
+            return sums.reshape(len(doubts), -1).take(cells.top_at, -1)
+        return _between(sums, cells.top_pair, self._lengths(cells, doubts))
+
+    def _lengths(self, cells: Cells, doubts: tuple[float, ...]) -> np.ndarray:
+        """Expected length of the draft of all plans: ``[doubts, cells]``, or ``[cells]`` without levels in the middle.
+        """
+        return self._once(("lengths", cells, doubts), lambda: self._find_lengths(cells, doubts))
+
+    def _find_lengths(self, cells: Cells, doubts: tuple[float, ...]) -> np.ndarray:
+        if not cells.steps:
+            return cells.top_length
+        sums, line = self._kept(cells, doubts)[0], np.empty((len(doubts), cells.length))
+        line[:, : len(cells.ends) * len(LENGTHS)] = np.tile(_LENGTHS, len(cells.ends))
         for step, rounds in zip(cells.steps, self._passes.repeats(cells), strict=True):
-            line[step.line] = rounds * (1.0 + _between(sums[:1], step.pair, line.take(step.below))[0])
-        length = line.take(cells.at)
-        mean, squares = 1.0 + _between(sums, cells.top_pair, length)
-        return mean, np.maximum(squares - mean * mean, 1e-6), length
+            line[:, step.line] = rounds * (1.0 + _between(sums, step.pair, line.take(step.below, -1)))
+        return line.take(cells.at, -1)
 
 
 def _between(sums: np.ndarray, pair: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """``[n, pairs, MOST + 2]`` at these pairs and lengths, which may lie between two whole ones: ``[n, cells]``."""
+    """``[doubts, pairs, 2 + MOST]`` at the pair of each cell and these lengths, ``[doubts, cells]``, which may lie
+    between two whole ones."""
     length = np.minimum(length, float(MOST))
     whole = length.astype(np.intp)
-    where, flat = whole + pair * (MOST + 2), sums.reshape(len(sums), -1)
-    low = flat.take(where, axis=1)
-    return low + (length - whole) * (flat.take(where + 1, axis=1) - low)
+    where = whole + (pair * (2 + MOST) + np.arange(len(sums))[:, None] * sums[0].size)
+    low = sums.take(where)
+    return low + (length - whole) * (sums.take(where + 1) - low)
 
 
 def _below(values: np.ndarray) -> np.ndarray:

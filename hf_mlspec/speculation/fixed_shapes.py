@@ -155,10 +155,9 @@ class FixedController(Controller):
             credit = self.memory.credit
             credit[active] = credit.get(active, 0.0) + lost * (len(accepted) + sum(accepted))
 
-    def _search(self, situation: Situation) -> FixedSearch:
-        known = FixedExpectations(
-            self.target, self.levels, self.memory, corrected=self.by_clock, passes=self._passes
-        )
+    def _search(self, situation: Situation, may_try: bool = False) -> FixedSearch:
+        how = {"corrected": self.by_clock, "passes": self._passes, "doubts": self._doubts(may_try)}
+        known = FixedExpectations(self.target, self.levels, self.memory, **how)
         return self._looking(situation, known, 0.0)
 
     def _hoped(self, search: FixedSearch) -> FixedSearch:

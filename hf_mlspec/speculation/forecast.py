@@ -14,14 +14,16 @@ import numpy as np
 
 from .cells import TARGET, Cells, cells_of
 from .costs import Numbers, PassCosts
-from .estimates import SURE, PairEstimate, reach
+from .estimates import MOST, SURE, PairEstimate, reach
 from .memory import LevelCosts, Memory
 from .plans import LENGTHS, Plan
 
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
-_AT = np.array(LENGTHS) - 1  # where the lengths are in a list by positions
+_AT = np.array(LENGTHS)  # where they are in a list by positions that begins with 0
+# To mean tokens and to their mean square: token i of a draft makes the square (i + 1) squared.
+_ADDS = np.array([[0.0] + [1.0] * (MOST + 1), [0.0] + [2.0 * i + 3.0 for i in range(MOST + 1)]])[:, None, None]
 Found = TypeVar("Found")
 
 
@@ -44,11 +46,16 @@ class Expectations:
     """Forecasts of all plans from what is known now.
 
     target, levels: their costs. memory: what was observed. corrected: whether predicted seconds are corrected by
-    measured ones. Where chances are asked with doubts, each is so many standard deviations above its mean.
+    measured ones. Where chances are asked with doubts, each is so many standard deviations above its mean; doubts:
+    those that will be asked for, which are reckoned together.
     """
 
-    def __init__(self, target: PassCosts, levels: Sequence[LevelCosts], memory: Memory, *, corrected: bool):
+    def __init__(
+        self, target: PassCosts, levels: Sequence[LevelCosts], memory: Memory, *, corrected: bool,
+        doubts: tuple[float, ...] = (0.0,),
+    ):  # fmt: skip
         self.target, self.levels, self.memory, self.corrected = target, levels, memory, corrected
+        self.doubts = doubts
         self._found: dict[Hashable, object] = {}
         self._rounds: dict[tuple, Forecast[np.ndarray]] = {}
 
@@ -64,7 +71,12 @@ class Expectations:
         key = (cells, batch, drafting, slots, odds, doubts)
         found = self._rounds.get(key)
         if found is None:
-            found = self._rounds[key] = self._all_of(*key)
+            together = self.doubts if doubts in self.doubts and not odds else (doubts,)
+            tokens, seconds, by_costs = self._all_of(*key[:-1], together)
+            for place, one in enumerate(together):
+                made = Forecast(tokens[place], seconds[place], by_costs if by_costs.ndim == 1 else by_costs[place])
+                self._rounds[(*key[:-1], one)] = made
+            found = self._rounds[key]
         return found
 
     def of(self, plan: Plan, batch: int, drafting: int, slots: float, odds: float = 1.0) -> Forecast[float]:
@@ -147,40 +159,53 @@ class Expectations:
         return self.memory.factor_of_off(batch) if self.corrected else 1.0
 
     def _all_of(
-        self, cells: Cells, batch: int, drafting: int, slots: float, odds: tuple[float, ...], doubts: float
-    ) -> Forecast[np.ndarray]:
-        kept = self._reach(cells, doubts)[:, 1:].cumsum(1)[:, _AT]
-        drafts = self._drafting(cells, kept, drafting, slots)[cells.at]
-        kept = kept[: cells.tops] if not odds else self._reach(cells, doubts, odds)[:, 1:].cumsum(1)[:, _AT]
-        tokens = (batch + drafting * kept).take(cells.top)
+        self, cells: Cells, batch: int, drafting: int, slots: float, odds: tuple[float, ...], doubts: tuple[float, ...]
+    ) -> tuple[np.ndarray, ...]:
+        """Tokens, seconds and those by costs: ``[doubts, cells]``."""
+        kept = self._kept(cells, doubts)[0].take(_AT, -1)
+        drafts = self._drafting(cells, kept, drafting, slots)
+        drafts = drafts.take(cells.at, -1) if cells.steps else drafts
+        kept = self._kept(cells, doubts, odds)[0].take(_AT, -1) if odds else kept[:, : cells.tops]
+        tokens = (batch + drafting * kept).reshape(len(doubts), -1).take(cells.top, -1)
         check = self.target.of(batch + drafting * self._drafted(cells)[: cells.tops], slots)
         seconds = drafts + (check + _ROUND_SECONDS).take(cells.top)
         # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
         corrected = np.maximum(self._corrected(cells, seconds, batch, doubts), self.off(batch, slots).seconds + drafts)
-        return Forecast(tokens, corrected, seconds)
+        return tokens, corrected, seconds
 
-    def _corrected(self, cells: Cells, seconds: np.ndarray, batch: int, doubts: float) -> np.ndarray:
-        """Predicted seconds of all plans, by what rounds like theirs have taken."""
+    def _corrected(self, cells: Cells, seconds: np.ndarray, batch: int, doubts: tuple[float, ...]) -> np.ndarray:
+        """Predicted seconds of all plans, by what rounds like theirs have taken: ``[doubts, cells]``."""
         if not self.corrected or not self.memory.ratios:
-            return seconds
-        return seconds * np.array(self.memory.factors(cells.choices, batch, doubts > 0)).take(cells.of_choice)
+            return seconds if seconds.ndim > 1 else seconds[None].repeat(len(doubts), 0)
+        factors = np.array([self.memory.factors(cells.choices, batch, one > 0) for one in doubts])
+        return seconds * factors.reshape(len(doubts), -1).take(cells.of_choice, -1)
 
-    def _reach(self, cells: Cells, doubts: float, odds: tuple[float, ...] = ()) -> np.ndarray:
-        """Per pair and position the chance that all tokens up to it are kept, that of none in front: ``[pairs,
-        1 + MOST]``. odds: of tokens of the pairs under the target, which alone are then told of."""
+    def _reach(self, cells: Cells, doubts: tuple[float, ...], odds: tuple[float, ...] = ()) -> np.ndarray:
+        """Per pair and position the chance that all tokens up to it are kept, that of none in front and of more than
+        MOST behind: ``[doubts, pairs, 2 + MOST]``. odds: of tokens of the pairs under the target, which alone are then
+        told of."""
 
         def found() -> np.ndarray:
             pairs = cells.pairs[: cells.tops] if odds else cells.pairs
-            chances = np.array([[1.0, *self.chances(*pair)] for pair in pairs])
-            if doubts:
-                above = [[doubts * self._pair(*pair).doubt] for pair in pairs]
-                chances[:, 1:] = np.minimum(chances[:, 1:] + above, SURE)
+            one = np.array([[1.0, *self.chances(*pair), 0.0] for pair in pairs])
+            chances = np.array([one] * len(doubts))
+            for place, above in enumerate(doubts):
+                if above:
+                    more = np.array([[above * self._pair(*pair).doubt] for pair in pairs])
+                    np.minimum(one[:, 1:-1] + more, SURE, out=chances[place, :, 1:-1])
             if odds:
-                own, all_ = chances[:, 1:], np.array(odds)[:, None]
-                chances[:, 1:] = np.where(all_ == 1.0, own, np.minimum(own * all_ / (1.0 - own + own * all_), SURE))
-            return np.multiply.accumulate(chances, axis=1)
+                own, all_ = chances[..., 1:-1], np.array(odds)[:, None]
+                changed = np.minimum(own * all_ / (1.0 - own + own * all_), SURE)
+                chances[..., 1:-1] = np.where(all_ == 1.0, own, changed)
+            return np.multiply.accumulate(chances, axis=-1)
 
         return self._once(("reach", cells, doubts, odds), found)
+
+    def _kept(self, cells: Cells, doubts: tuple[float, ...], odds: tuple[float, ...] = ()) -> np.ndarray:
+        """By the length of a draft what is kept of it, its mean tokens and what they add to the mean square of those
+        that a round brings: ``[2, doubts, pairs, 2 + MOST]``."""
+        key = ("kept", cells, doubts, odds)
+        return self._once(key, lambda: (self._reach(cells, doubts, odds) * _ADDS).cumsum(-1))
 
     def _lasting(self, cells: Cells) -> np.ndarray:
         """Per pair and position the chance that a draft gets there: ``[pairs, MOST]``."""
@@ -188,19 +213,20 @@ class Expectations:
 
     def _drafted(self, cells: Cells) -> np.ndarray:
         """Per pair and length of a draft the tokens that it is expected to have."""
-        return self._once(("drafted", cells), lambda: self._lasting(cells).cumsum(1)[:, _AT])
+        return self._once(("drafted", cells), lambda: self._lasting(cells).cumsum(1)[:, _AT - 1])
 
     def _drafting(self, cells: Cells, kept: np.ndarray, rows: int, slots: float) -> np.ndarray:
-        """Seconds of drafting for so many rows: ``[line]``. kept: per pair and length, tokens."""
+        """Seconds of drafting for so many rows: ``[doubts, line]``, or where they do not depend on what is kept of the
+        tokens, ``[cells]``. kept: ``[doubts, pairs, lengths]``."""
         alone, checks = self._once(("rows", cells, rows, slots), lambda: self._of_rows(cells, rows, slots))
         if not cells.steps:
-            return alone
-        line, drafted = np.empty(cells.length), self._drafted(cells)
-        line[: len(alone)] = alone
-        each = 1.0 + kept
+            return alone.take(cells.at)
+        line, drafted = np.empty((len(kept), cells.length)), self._drafted(cells)
+        line[:, : len(alone)] = alone
+        each = 1.0 + kept.reshape(len(kept), -1)
         for step in cells.steps:
-            rounds = np.maximum(drafted.take(step.own) / each.take(step.inner), 1.0)
-            line[step.line] = rounds * (line.take(step.below) + checks.take(step.inner))
+            rounds = np.maximum(drafted.take(step.own) / each.take(step.inner, -1), 1.0)
+            line[:, step.line] = rounds * (line.take(step.below, -1) + checks.take(step.inner))
         return line
 
     def _of_rows(self, cells: Cells, rows: int, slots: float) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +240,7 @@ class Expectations:
             if costs is not None:
                 steps = costs.of(tokens[place], slots)
                 steps[1:] *= np.minimum(alive[place], 1.0)
-                seconds[place] = steps.cumsum()[_AT]
+                seconds[place] = steps.cumsum()[_AT - 1]
         checks, judged = np.zeros((len(cells.pairs), len(LENGTHS))), rows * (1.0 + self._drafted(cells))
         for judge, where in cells.under.items():
             checks[where] = self.levels[judge].costs.of(judged[where], slots)
