@@ -310,7 +310,7 @@ class Controller:
             return None
         hoped = self._hoped(search)
         least = search.time(best, drafting) * (1.0 - self._margin)
-        better = [one for one in hoped.better(least) if one[0].active != best.active]
+        better = hoped.better(least, best.active)
         if best.active and (alone := hoped.time(hoped.off)) < least:
             better.append((hoped.off, alone))
         better.sort(key=lambda one: one[1])

@@ -101,7 +101,7 @@ class PairEstimate:
         found, chance, half = [], (mean := self.mean), 0.5 * _POSITION_WEIGHT
         for one in self.kept:
             chance = (one.kept + half * (chance + mean)) / (one.tried + _POSITION_WEIGHT)
-            found.append(min(chance + above, SURE))
+            found.append(chance + above if chance + above < SURE else SURE)
         return found
 
     def lengths(self) -> list[float]:

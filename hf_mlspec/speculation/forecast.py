@@ -83,6 +83,10 @@ class Expectations:
         """As `all_of`, of one plan, in which nobody need draft."""
         if not plan.active or not drafting:
             return self.off(batch, slots)
+        key = ("of", plan.lengths, batch, drafting, slots, odds)
+        return self._once(key, lambda: self._of(plan, batch, drafting, slots, odds))
+
+    def _of(self, plan: Plan, batch: int, drafting: int, slots: float, odds: float) -> Forecast[float]:
         cells, found = self._known_of(plan.active, (batch, drafting, slots), odds)
         at = cells.place_of(plan)
         return Forecast(float(found.tokens[at]), float(found.seconds[at]), float(found.by_costs[at]))
@@ -111,15 +115,15 @@ class Expectations:
         for index in plan.active:
             costs = self.levels[index].costs
             seconds += 0.0 if costs is None else _slope(costs, 1.0, batch, slots)
-        factor = self.memory.factors([plan.active], batch, False)[0][at] if self.corrected else 1.0
-        return seconds * factor
+        corrected = self.corrected and self.memory.ratios
+        return seconds * self.memory.factors([plan.active], batch)[0][0][at] if corrected else seconds
 
     def reading(self, index: int, missing: float, slots: float) -> float:
         """Seconds until this level has read so many tokens that it lacks, summed over rows, behind `slots` slots."""
         level = self.levels[index]
         if missing < 1 or not level.own_cache or level.costs is None:
             return 0.0
-        return level.costs.of(missing, slots)
+        return self._once(("reading", index, missing, slots), lambda: level.costs.of(missing, slots))
 
     def chances(self, proposer: int, checker: int) -> list[float]:
         """Per position the chance that a token of a pair is kept if those before were, without doubts."""
@@ -177,7 +181,8 @@ class Expectations:
         """Predicted seconds of all plans, by what rounds like theirs have taken: ``[doubts, cells]``."""
         if not self.corrected or not self.memory.ratios:
             return seconds if seconds.ndim > 1 else seconds[None].repeat(len(doubts), 0)
-        factors = np.array([self.memory.factors(cells.choices, batch, one > 0) for one in doubts])
+        usual, hopeful = self.memory.factors(cells.choices, batch)
+        factors = np.array([hopeful if one else usual for one in doubts])
         return seconds * factors.reshape(len(doubts), -1).take(cells.of_choice, -1)
 
     def _reach(self, cells: Cells, doubts: tuple[float, ...], odds: tuple[float, ...] = ()) -> np.ndarray:

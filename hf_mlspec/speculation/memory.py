@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -115,29 +115,21 @@ class Memory:
             self.ratios[key] = Counted(_FACTOR_WINDOW)
         self.ratios[key].add(1, ratio)
 
-    def factors(
-        self, choices: Sequence[tuple[int, ...]], batch: int, hopeful: bool
-    ) -> list[list[float]]:
+    def factors(self, choices: Sequence[tuple[int, ...]], batch: int) -> tuple[list[list[float]], list[list[float]]]:
         """Measured over predicted seconds, per choice of levels and length of the target's draft: of rounds alike, and
-        before there are many, of rounds of other plans. hopeful: these may have been slow for a reason that rounds
-        alike do not share."""
-        if not self.ratios:
-            return [[1.0] * len(LENGTHS) for _ in choices]
-        rows = batch.bit_length()
-        same_rows = {key: one for key, one in self.ratios.items() if key[2] == rows} or self.ratios
-        by_levels: dict[tuple[int, ...], list[Counted]] = {}
-        for (active, _, _), one in same_rows.items():
-            by_levels.setdefault(active, []).append(one)
-        everywhere, found = _mean_of(same_rows.values(), hopeful), []
+        before there are many, of rounds of other plans. The second time hopefully: these may have been slow for a
+        reason that rounds alike do not share."""
+        rows, (everywhere, by_levels) = batch.bit_length(), self._sums(batch)
+        found: tuple[list[list[float]], list[list[float]]] = [], []
         for active in choices:
-            own = by_levels.get(active)
-            if own is None:
-                found.append([everywhere] * len(LENGTHS))
+            if (own := by_levels.get(active)) is None:
+                for line, general in zip(found, (everywhere, min(everywhere, 1.0)), strict=True):
+                    line.append([general] * len(LENGTHS))
                 continue
-            general = _mean_of(own, hopeful)
-            alike = {bits: self.ratios.get((active, bits, rows)) for bits in set(_BITS)}
-            each = {bits: general if one is None else one.mean(general, _FACTOR_WEIGHT) for bits, one in alike.items()}
-            found.append([each[bits] for bits in _BITS])
+            alike = [self.ratios.get((active, bits, rows)) for bits in range(_BITS[-1] + 1)]
+            for line, general in zip(found, (own, min(own, 1.0)), strict=True):
+                each = [general if one is None else one.mean(general, _FACTOR_WEIGHT) for one in alike]
+                line.append([each[bits] for bits in _BITS])
         return found
 
     def factor_of_off(self, batch: int) -> float:
@@ -145,23 +137,25 @@ class Memory:
         no slower than it."""
         if not self.ratios:
             return 1.0
-        rows = batch.bit_length()
-        same_rows = {key: one for key, one in self.ratios.items() if key[2] == rows} or self.ratios
-        others = [one for key, one in same_rows.items() if not key[0]] or same_rows.values()
-        general, own = _mean_of(others, True), self.ratios.get(((), 0, rows))
+        everywhere, by_levels = self._sums(batch)
+        general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(((), 0, batch.bit_length()))
         return general if own is None else own.mean(general, _FACTOR_WEIGHT)
+
+    def _sums(self, batch: int) -> tuple[float, dict[tuple[int, ...], float]]:
+        """The mean ratio of all rounds of as many rows, or if there are none of all rounds, and that by levels."""
+        rows, sums, all_kept, all_tried = batch.bit_length(), {}, 0.0, 0.0
+        same_rows = [(key, one) for key, one in self.ratios.items() if key[2] == rows] or self.ratios.items()
+        for (active, _, _), one in same_rows:
+            kept, tried = sums.get(active, (0.0, 0.0))
+            sums[active] = kept + one.kept, tried + one.tried
+            all_kept, all_tried = all_kept + one.kept, all_tried + one.tried
+        return all_kept / all_tried, {active: kept / tried for active, (kept, tried) in sums.items()}
 
 
 @lru_cache(maxsize=256)
 def _guess(prior: float, *weight: float) -> PairEstimate:
     """The estimate of a pair of which nothing was observed, and nothing will be."""
     return PairEstimate(prior, *weight)
-
-
-def _mean_of(ratios: Iterable[Counted], hopeful: bool) -> float:
-    ratios = list(ratios)
-    mean = sum(one.kept for one in ratios) / sum(one.tried for one in ratios)
-    return min(mean, 1.0) if hopeful else mean
 
 
 def _alike(active: tuple[int, ...], most: int, batch: int) -> tuple:

@@ -63,9 +63,13 @@ class Search:
                 drafts = group.of_pair[self.cells.top_pair[place]] if group else self._all
         return best, drafts
 
-    def better(self, than: float) -> list[tuple[Plan, float]]:
-        """The best lengths of all choices of levels that take less time, all rows drafting, and their times."""
-        return [found for active in self._faster(than) if (found := self.lengths(active))[1] < than]
+    def better(self, than: float, apart: tuple[int, ...]) -> list[tuple[Plan, float]]:
+        """The best lengths of all choices of levels, apart from one, that take less time where all rows draft; and
+        their times."""
+        if self.cells.choices == (apart,):
+            return []
+        faster = [active for active in self._faster(than) if active != apart]
+        return [found for active in faster if (found := self.lengths(active))[1] < than]
 
     def lengths(self, active: tuple[int, ...]) -> tuple[Plan, float]:
         """The best lengths for these levels, all rows drafting, and their time."""

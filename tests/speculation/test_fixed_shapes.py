@@ -134,7 +134,7 @@ def test_a_round_is_the_least_that_a_row_needs(room):
     if room:
         assert plan.active
         assert plan.most <= max(room, 2) + 1
-    search = made._search(situation(room=room), 0.0)
+    search = made._search(situation(room=room))
     assert 0.03 < search.time(off(1)) < 0.05
     assert search.time(short) > 0.0
 
@@ -169,7 +169,7 @@ def test_the_slowest_row_ends_a_call(batch, room, length, chance):
     made = controller(Graphs(0.0), chance=chance)
     made.start(batch)
     made.rows.gained = [1000] * batch  # no doubt that they go on
-    found = made._search(Situation([room] * batch, 50.0, [[0] * batch]), 0.0)
+    found = made._search(Situation([room] * batch, 50.0, [[0] * batch]))
     plan = Plan((length,))
     expected = found.time(plan) / found.known.of(plan, batch, batch, 50.0).seconds
     assert expected == pytest.approx(mean, rel=0.1)
@@ -183,9 +183,9 @@ def test_choices_that_a_device_waits_for_are_rare(monkeypatch, pause):
     monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: now[0])
     search = made._search
 
-    def slow(*given):
+    def slow(*given, **options):
         now[0] += 11 * made.forecast.seconds
-        return search(*given)
+        return search(*given, **options)
 
     monkeypatch.setattr(made, "_search", slow)
     for number in range(2000):

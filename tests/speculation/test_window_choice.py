@@ -49,16 +49,16 @@ def test_a_view_is_no_measurement():
 
 def test_all_levels_of_a_plan_share_the_window():
     foreign = replace(CAST, joined=False)
-    assert Choices(twins(CAST, TINY), SEEN).at(SEEN) == [(0,), (1,), (0, 1)]
-    assert Choices(twins(CAST, TINY), SEEN).at(8192) == [(0,), (1,), (0, 1), (2,), (3,), (2, 3)]
-    assert Choices(twins(foreign, TINY), SEEN).at(8192) == [(0,), (0, 1), (2,), (2, 3)]
-    assert Choices([CAST, TINY]).at(8192) == [(0,), (1,), (0, 1)]
+    assert Choices(twins(CAST, TINY), SEEN).at(SEEN) == ((0,), (1,), (0, 1))
+    assert Choices(twins(CAST, TINY), SEEN).at(8192) == ((0,), (1,), (0, 1), (2,), (3,), (2, 3))
+    assert Choices(twins(foreign, TINY), SEEN).at(8192) == ((0,), (0, 1), (2,), (2, 3))
+    assert Choices([CAST, TINY]).at(8192) == ((0,), (1,), (0, 1))
 
 
 def test_levels_that_can_have_no_window_are_weighed_once():
     lookup, (cast, seeing) = LevelCosts("lookup", None, prior=0.3), twins(CAST)
-    assert Choices([cast, lookup, seeing, lookup], SEEN).at(8192) == [(0,), (1,), (0, 1), (2,), (2, 3)]
-    assert Choices([TINY, lookup, TINY, lookup], SEEN).at(8192) == [(0,), (1,), (0, 1)]
+    assert Choices([cast, lookup, seeing, lookup], SEEN).at(8192) == ((0,), (1,), (0, 1), (2,), (2, 3))
+    assert Choices([TINY, lookup, TINY, lookup], SEEN).at(8192) == ((0,), (1,), (0, 1))
 
 
 @pytest.mark.parametrize(("lengths", "split"), [((8, 4, 0, 0), ((8, 4), False)), ((0, 0, 8, 4), ((8, 4), True)),
