@@ -22,7 +22,6 @@ A plan changes time, never a token (invariant 8).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 from .cells import TARGET, Cells, cells_of
@@ -31,7 +30,7 @@ from .estimates import MOST, RowEstimates, odds_ratio, reach
 from .forecast import Expectations, Forecast
 from .memory import LevelCosts, Memory
 from .plans import LENGTHS, Choices, Drafting, Plan, Situation, off, plan_of
-from .search import Search
+from .search import Choice, Search
 
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
 _AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
@@ -43,26 +42,6 @@ _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part
 _JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
-
-
-@dataclass
-class Choice:
-    """What was decided for the coming rounds, and what is expected of each.
-
-    limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
-    expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
-    about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
-    cold in the first round.
-    """
-
-    plan: Plan
-    limits: list[int]
-    forecast: Forecast
-    off_speed: float = 1.0
-    best_speed: float = 1.0
-    trial: bool = False
-    reading: float = 0.0
-    switched: bool = False
 
 
 class Controller:
@@ -275,19 +254,16 @@ class Controller:
 
     def _search(self, situation: Situation, may_try: bool = False) -> Search:
         """Plans as they are expected to do. may_try: trials will be asked for, too."""
-        known = Expectations(
-            self.target, self.levels, self.memory, corrected=self.by_clock, doubts=self._doubts(may_try)
-        )
-        return Search(situation, known, self.rows, self._cells(situation))
+        return Search(situation, Expectations(*self._known, **self._how(may_try)), self.rows, self._cells(situation))
 
-    def _doubts(self, may_try: bool) -> tuple[float, ...]:
-        """What is to be reckoned together; see `Expectations`."""
-        may_try &= self.memory.spare >= _LEAST_TRIAL * self.forecast.seconds
-        return (0.0, 1.0) if may_try else (0.0,)
+    @property
+    def _known(self) -> tuple[PassCosts, list[LevelCosts], Memory]:
+        return self.target, self.levels, self.memory
 
-    def _hoped(self, search: Search) -> Search:
-        """The same as they would do if all chances were as good as they may well be."""
-        return Search(search.situation, search.known, self.rows, search.cells, doubts=1.0)
+    def _how(self, may_try: bool) -> dict:
+        """Options of `Expectations`."""
+        may_try = may_try and self.memory.spare >= _LEAST_TRIAL * self.forecast.seconds
+        return {"corrected": self.by_clock, "doubts": (0.0, 1.0) if may_try else (0.0,)}
 
     def _cells(self, situation: Situation) -> Cells:
         return cells_of(self._choices.at(situation.slots), len(self.levels))
@@ -308,8 +284,7 @@ class Controller:
         usual = search.usual(best, drafting)
         if not any(search.situation.rooms) or self.memory.spare < _LEAST_TRIAL * usual.seconds:
             return None
-        hoped = self._hoped(search)
-        least = search.time(best, drafting) * (1.0 - self._margin)
+        hoped, least = search.hoped(), search.time(best, drafting) * (1.0 - self._margin)
         better = hoped.better(least, best.active)
         if best.active and (alone := hoped.time(hoped.off)) < least:
             better.append((hoped.off, alone))

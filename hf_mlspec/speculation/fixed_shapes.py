@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from .controller import Choice, Controller
+from .controller import Controller
 from .fixed_rounds import FixedExpectations, passes_of
 from .plans import Drafting, Plan, Situation
-from .search import Search
+from .search import Choice, Search
 
 _FEW_ROUNDS = 4.0  # of "off", from here down the last round of a row counts as a whole one,
 _NEARLY = 0.25  # unless only so much of it is needed
@@ -156,15 +156,8 @@ class FixedController(Controller):
             credit[active] = credit.get(active, 0.0) + lost * (len(accepted) + sum(accepted))
 
     def _search(self, situation: Situation, may_try: bool = False) -> FixedSearch:
-        how = {"corrected": self.by_clock, "passes": self._passes, "doubts": self._doubts(may_try)}
-        known = FixedExpectations(self.target, self.levels, self.memory, **how)
-        return self._looking(situation, known, 0.0)
-
-    def _hoped(self, search: FixedSearch) -> FixedSearch:
-        return self._looking(search.situation, search.known, 1.0)
-
-    def _looking(self, situation: Situation, known: FixedExpectations, doubts: float) -> FixedSearch:
-        how = {"captures": self.captures, "credit": self.memory.credit, "doubts": doubts}
+        known = FixedExpectations(*self._known, **self._how(may_try), passes=self._passes)
+        how = {"captures": self.captures, "credit": self.memory.credit}
         return FixedSearch(situation, known, self.rows, self._cells(situation), **how)
 
     def _spend(self, search: FixedSearch, best: Plan, drafting: Drafting, trial: Plan | None) -> None:

@@ -1,8 +1,9 @@
-"""Of all plans, which one writes the tokens that are still to come in the least time?"""
+"""Of all plans, which one writes the tokens that are still to come in the least time, and what was decided?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,26 @@ class Group:
     of_pair: tuple[Drafting | None, ...]
 
 
+@dataclass
+class Choice:
+    """What was decided for the coming rounds, and what is expected of each.
+
+    limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
+    expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
+    about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
+    cold in the first round.
+    """
+
+    plan: Plan
+    limits: list[int]
+    forecast: Forecast
+    off_speed: float = 1.0
+    best_speed: float = 1.0
+    trial: bool = False
+    reading: float = 0.0
+    switched: bool = False
+
+
 class Search:
     """Plans for the rows of a situation, compared by what is known.
 
@@ -43,6 +64,12 @@ class Search:
                       for room, gained in zip(situation.rooms, rows.gained, strict=True)]  # fmt: skip
         self._all = Drafting.all_of(self.batch)
         self._of_all: np.ndarray | None = None
+
+    def hoped(self) -> Search:
+        """The same, where all chances are as good as they may well be."""
+        other = copy(self)
+        other.doubts, other._of_all = 1.0, None
+        return other
 
     @property
     def off_speed(self) -> float:

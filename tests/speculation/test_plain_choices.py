@@ -145,7 +145,7 @@ def test_every_plan_takes_what_the_equations_say(seed, fixed):
     plain, choices = Plain(target, levels, memory, rows, slots), Choices(levels).at(slots)
     for doubts in (0.0, 1.0):
         usual = made._search(situation)
-        search = made._hoped(usual) if doubts else usual
+        search = usual.hoped() if doubts else usual
         reckon = plain.fixed if fixed else plain.on_host
         times = {(active, lengths): reckon(active, list(lengths), room + 1.0, doubts)
                  for active in choices for lengths in product(LENGTHS, repeat=len(active))}  # fmt: skip
