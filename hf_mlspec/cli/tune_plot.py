@@ -10,12 +10,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..speculation.cells import TARGET
 from ..speculation.costs import PassCosts
 from ..speculation.estimates import PairEstimate
 from ..speculation.forecast import Expectations
 from ..speculation.memory import LevelCosts, Memory
-from ..speculation.plans import LENGTHS, Plan, off
+from ..speculation.plans import LENGTHS, TARGET, Plan, off
 
 RATIOS, RATES = (0.02, 0.05, 0.1, 0.2, 0.5), (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -24,12 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from .cells import TARGET, Cells, cells_of
 from .costs import PassCosts
 from .estimates import MOST, RowEstimates, odds_ratio, reach
 from .forecast import Expectations, Forecast
 from .memory import LevelCosts, Memory
-from .plans import LENGTHS, Choices, Drafting, Plan, Situation, off, plan_of
+from .plans import LENGTHS, TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off, plan_of
 from .search import Choice, Search
 
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,

@@ -27,12 +27,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from .cells import Cells
 from .costs import PassCosts
 from .estimates import MOST
 from .forecast import Expectations, Forecast
 from .memory import LevelCosts, Memory
-from .plans import LENGTHS, Plan
+from .plans import LENGTHS, Cells, Plan
 from .rounds.chain import bucket_of
 from .rounds.program import MOST_PASSES, UNROLLED
 

@@ -12,11 +12,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from .cells import TARGET, Cells, cells_of
 from .costs import Numbers, PassCosts
 from .estimates import MOST, SURE, PairEstimate, reach
 from .memory import LevelCosts, Memory
-from .plans import LENGTHS, Plan
+from .plans import LENGTHS, TARGET, Cells, Plan, cells_of
 
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from .cells import TARGET
 from .costs import PassCosts
 from .estimates import Counted, PairEstimate
-from .plans import LENGTHS, Plan
+from .plans import LENGTHS, TARGET, Plan
 
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
 _MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement

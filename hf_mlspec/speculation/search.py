@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cells import TARGET, Cells
 from .estimates import RowEstimates, odds_ratio
 from .forecast import Expectations, Forecast
-from .plans import Drafting, Plan, Situation, off
+from .plans import TARGET, Cells, Drafting, Plan, Situation, off
 
 _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft

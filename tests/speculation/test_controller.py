@@ -7,13 +7,12 @@ from itertools import product
 import pytest
 from simulated import Simulated, costs
 
-from hf_mlspec.speculation.cells import TARGET
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate, RowEstimates
 from hf_mlspec.speculation.forecast import Expectations
 from hf_mlspec.speculation.memory import LevelCosts, Memory
-from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
+from hf_mlspec.speculation.plans import LENGTHS, TARGET, Plan, Situation, off
 
 FLAT = costs(1.0, 0.0)  # a pass costs the same whatever its tokens: memory is the limit
 STEEP = costs(1.0, 1.0)  # every token costs what a pass does: arithmetic is

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from simulated import costs
 
-from hf_mlspec.speculation.cells import TARGET
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate
 from hf_mlspec.speculation.fixed_rounds import FixedExpectations
 from hf_mlspec.speculation.fixed_shapes import FixedController
 from hf_mlspec.speculation.memory import LevelCosts, Memory
-from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
+from hf_mlspec.speculation.plans import LENGTHS, TARGET, Plan, Situation, off
 from hf_mlspec.speculation.rounds.program import UNROLLED, repeats_of
 
 SURE = 1e9

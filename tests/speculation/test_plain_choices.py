@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from simulated import COUNTS, costs
 
-from hf_mlspec.speculation.cells import TARGET, Cells, cells_of
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate, reach
 from hf_mlspec.speculation.fixed_shapes import Captured, FixedController
 from hf_mlspec.speculation.memory import LevelCosts, Memory
-from hf_mlspec.speculation.plans import LENGTHS, Choices, Plan, Situation
+from hf_mlspec.speculation.plans import LENGTHS, TARGET, Cells, Choices, Plan, Situation, cells_of
 from hf_mlspec.speculation.rounds.chain import bucket_of
 from hf_mlspec.speculation.rounds.program import MOST_PASSES, UNROLLED
 

@@ -8,12 +8,11 @@ import pytest
 from simulated import Simulated, costs
 
 from hf_mlspec.speculation import controller
-from hf_mlspec.speculation.cells import TARGET
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate
 from hf_mlspec.speculation.memory import LevelCosts, Memory
-from hf_mlspec.speculation.plans import Choices, Plan, names_of
+from hf_mlspec.speculation.plans import TARGET, Choices, Plan, names_of
 
 SEEN = 1088
 TARGET_COSTS = replace(costs(30e-3, 1e-4), attention=6e-7)  # of a 0.5B shape on two cores: 5 ms behind 8,192 slots

@@ -15,13 +15,12 @@ from transformers.generation import LogitsProcessorList
 
 from ...engines.engine import Engine
 from ...nn.state import state_of
-from ...speculation.cells import TARGET
 from ...speculation.controller import Controller
 from ...speculation.costs import TOKENS, PassCosts
 from ...speculation.estimates import PairEstimate
 from ...speculation.fixed_shapes import Captured, FixedController
 from ...speculation.memory import Memory
-from ...speculation.plans import Situation
+from ...speculation.plans import TARGET, Situation
 from ...speculation.rounds.plan import can_be_captured
 from ..adaptive import captured_speed, controller_of
 from ..config import SpeculationConfig
