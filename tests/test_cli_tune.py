@@ -17,7 +17,7 @@ from hf_mlspec.integration.costs import learned, probe
 from hf_mlspec.integration.levels.load import load_causal_lm
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.costs import TOKENS, PassCosts
-from hf_mlspec.speculation.forecast import TARGET
+from hf_mlspec.speculation.plans import TARGET
 from hf_mlspec.speculation.stats import PlanStats, SpeculationStats
 
 pytestmark = pytest.mark.plans

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 
 from ..speculation.costs import PassCosts
 from ..speculation.estimates import PairEstimate
-from ..speculation.forecast import TARGET, Expectations, LevelCosts, Memory
-from ..speculation.plans import LENGTHS, Plan, off
+from ..speculation.forecast import Expectations
+from ..speculation.memory import LevelCosts, Memory
+from ..speculation.plans import LENGTHS, TARGET, Plan, off
 
 RATIOS, RATES = (0.02, 0.05, 0.1, 0.2, 0.5), (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -45,7 +46,7 @@ def speedup(target: PassCosts, ratio: float, acceptance: float) -> float:
     each = ratio * target.of(1)
     level = LevelCosts("draft", PassCosts((1, _FLAT), (each, each), (0.0, 0.0)), acceptance)
     memory = Memory({(0, TARGET): PairEstimate(acceptance, _CERTAIN)})
-    known = Expectations(target, [level], memory, doubts=0.0, corrected=False)
+    known = Expectations(target, [level], memory, corrected=False)
     alone = known.of(off(1), 1, 0, 0.0).speed
     return max(known.of(Plan((length,)), 1, 1, 0.0).speed for length in LENGTHS) / alone
 

@@ -14,8 +14,9 @@ from ..ops.attention import FIRST_SLOTS
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
-from ..speculation.fixed_shapes import Captures, FixedController, FixedExpectations
-from ..speculation.forecast import LevelCosts, Memory
+from ..speculation.fixed_rounds import FixedExpectations
+from ..speculation.fixed_shapes import Captures, FixedController
+from ..speculation.memory import LevelCosts, Memory
 from ..speculation.plans import MOST_LEVELS, Situation, names_of
 from ..speculation.rounds.steering import inside
 from ..speculation.shelf import Outlook, Shelf, Shelving
@@ -140,7 +141,7 @@ def captured_speed(target: Engine, config: SpeculationConfig, rows: int, slots: 
     """Tokens a second that captured rounds of the target alone are expected to write; its costs are measured where
     they are not known."""
     (costs,) = costs_of(target, [], profile=config.profile, prepare=config.prepare, replayed=True)
-    return FixedExpectations(costs, [], Memory(), doubts=0.0, corrected=False).off(rows, slots).speed
+    return FixedExpectations(costs, [], Memory(), corrected=False).off(rows, slots).speed
 
 
 def _key(wiring: Wiring, levels: list[Level], chain: Chain, settings: str) -> tuple:

@@ -22,14 +22,14 @@ A plan changes time, never a token (invariant 8).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 from .costs import PassCosts
 from .estimates import MOST, RowEstimates, odds_ratio, reach
-from .forecast import TARGET, Expectations, Forecast, LevelCosts, Memory
-from .plans import LENGTHS, Choices, Drafting, Plan, Situation, off, plan_of
-from .search import Search
+from .forecast import Expectations, Forecast
+from .memory import LevelCosts, Memory
+from .plans import LENGTHS, TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off, plan_of
+from .search import Choice, Search
 
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
 _AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
@@ -41,26 +41,6 @@ _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part
 _JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
-
-
-@dataclass
-class Choice:
-    """What was decided for the coming rounds, and what is expected of each.
-
-    limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
-    expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
-    about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
-    cold in the first round.
-    """
-
-    plan: Plan
-    limits: list[int]
-    forecast: Forecast
-    off_speed: float = 1.0
-    best_speed: float = 1.0
-    trial: bool = False
-    reading: float = 0.0
-    switched: bool = False
 
 
 class Controller:
@@ -144,9 +124,9 @@ class Controller:
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin = perf_counter()
-        search, self._lost = self._search(situation, 0.0), 0.0
+        search, self._lost = self._search(situation, may_try=True), 0.0
         self._grant(situation, search.off_speed)
-        best, drafting = search.best(self._choices.at(situation.slots), self._margin)
+        best, drafting = search.best(self._margin)
         self._stay_with(best, trial := self._worth_a_trial(search, best, drafting))
         self.choice = self._decided(search, best, drafting, trial)
         self._spend(search, best, drafting, trial)
@@ -159,15 +139,15 @@ class Controller:
 
     def best_of(self, situation: Situation) -> Choice:
         """What would be chosen for these rows with what is known now; nothing changes."""
-        search = self._search(situation, 0.0)
-        best, drafting = search.best(self._choices.at(situation.slots), self._margin)
+        search = self._search(situation)
+        best, drafting = search.best(self._margin)
         return self._decided(search, best, drafting, None)
 
     def outlook(self, situation: Situation) -> tuple[float, float]:
         """Tokens that these rows are expected to gain, and the seconds of the best plan until then, reading included.
         """
-        search = self._search(situation, 0.0)
-        return sum(search.left()), search.time(*search.best(self._choices.at(situation.slots), self._margin))
+        search = self._search(situation)
+        return sum(search.left()), search.time(*search.best(self._margin))
 
     def stay(self, rows: int) -> bool:
         """Whether the plan of the last round, of as many rows, is that of the coming one."""
@@ -271,10 +251,21 @@ class Controller:
         """Rounds bring less than expected."""
         self._question()
 
-    def _search(self, situation: Situation, doubts: float) -> Search:
-        """Plans as they are expected to do; doubts: as of `Expectations`."""
-        known = Expectations(self.target, self.levels, self.memory, doubts=doubts, corrected=self.by_clock)
-        return Search(situation, known, self.rows)
+    def _search(self, situation: Situation, may_try: bool = False) -> Search:
+        """Plans as they are expected to do. may_try: trials will be asked for, too."""
+        return Search(situation, Expectations(*self._known, **self._how(may_try)), self.rows, self._cells(situation))
+
+    @property
+    def _known(self) -> tuple[PassCosts, list[LevelCosts], Memory]:
+        return self.target, self.levels, self.memory
+
+    def _how(self, may_try: bool) -> dict:
+        """Options of `Expectations`."""
+        may_try = may_try and self.memory.spare >= _LEAST_TRIAL * self.forecast.seconds
+        return {"corrected": self.by_clock, "doubts": (0.0, 1.0) if may_try else (0.0,)}
+
+    def _cells(self, situation: Situation) -> Cells:
+        return cells_of(self._choices.at(situation.slots), len(self.levels))
 
     def _took(self, choice: Choice, seconds: float | None) -> float:
         """The seconds of a round, those expected where they were not measured; a clock that jumps counts as a factor
@@ -292,13 +283,11 @@ class Controller:
         usual = search.usual(best, drafting)
         if not any(search.situation.rooms) or self.memory.spare < _LEAST_TRIAL * usual.seconds:
             return None
-        hoped = self._search(search.situation, 1.0)
-        least = search.time(best, drafting) * (1.0 - self._margin)
-        choices = self._choices.at(search.situation.slots)
-        others = [hoped.lengths(active) for active in choices if active != best.active]
-        if best.active:
-            others.append((hoped.off, hoped.time(hoped.off)))
-        better = sorted((one for one in others if one[1] < least), key=lambda one: one[1])
+        hoped, least = search.hoped(), search.time(best, drafting) * (1.0 - self._margin)
+        better = hoped.better(least, best.active)
+        if best.active and (alone := hoped.time(hoped.off)) < least:
+            better.append((hoped.off, alone))
+        better.sort(key=lambda one: one[1])
         found = [plan for plan, _ in better] or [self._longer(best)]
         return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -53,7 +54,21 @@ class PassCosts:
         """Seconds of a pass over `tokens` tokens, each behind `slots` slots: straight lines between what was measured,
         and beyond it the last one. An array of tokens gives an array."""
         slots = slots if self.most_slots is None else min(slots, self.most_slots)
-        return np.interp(tokens, *self._line) + self.attention * tokens * slots
+        if isinstance(tokens, np.ndarray):
+            return np.interp(tokens, *self._line) + self.attention * slots * tokens
+        return self._between(tokens) + self.attention * slots * tokens
+
+    def _between(self, tokens: float) -> float:
+        """`np.interp` of one number, which takes a tenth of its time."""
+        counts, times = self._points
+        at = min(max(bisect_right(counts, tokens), 1), len(counts) - 1)
+        slope = (times[at] - times[at - 1]) / (counts[at] - counts[at - 1])
+        return times[at - 1] + slope * min(max(tokens - counts[at - 1], 0.0), counts[at] - counts[at - 1])
+
+    @cached_property
+    def _points(self) -> tuple[list[float], list[float]]:
+        counts, times = self._line
+        return counts.tolist(), times.tolist()
 
     @cached_property
     def _line(self) -> tuple[np.ndarray, np.ndarray]:

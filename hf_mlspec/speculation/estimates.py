@@ -23,7 +23,7 @@ _POSITION_WEIGHT = 4.0
 _ROW_WEIGHT = 8.0
 _SHIFTS = 1.25  # factor between the chances of the rows that stay and of all, from where on it is no chance
 _REMEMBERED = 12.0  # observations that an earlier call's estimate is worth
-_SURE = 0.995  # no chance is larger: a draft of any length would be free of doubt
+SURE = 0.995  # no chance is larger: a draft of any length would be free of doubt
 
 
 @dataclass
@@ -98,10 +98,10 @@ class PairEstimate:
 
     def chances(self, above: float = 0.0) -> list[float]:
         """Per position the chance that its token is kept if those before were; above: added to each."""
-        found, chance = [], (mean := self.mean)
+        found, chance, half = [], (mean := self.mean), 0.5 * _POSITION_WEIGHT
         for one in self.kept:
-            chance = one.mean(0.5 * (chance + mean), _POSITION_WEIGHT)
-            found.append(min(chance + above, _SURE))
+            chance = (one.kept + half * (chance + mean)) / (one.tried + _POSITION_WEIGHT)
+            found.append(chance + above if chance + above < SURE else SURE)
         return found
 
     def lengths(self) -> list[float]:
@@ -153,13 +153,13 @@ class PairEstimate:
 def reach(chances: Sequence[float], odds: float = 1.0) -> list[float]:
     """Per position the chance that all tokens up to it are kept, the odds of each chance times `odds`."""
     if odds != 1.0:
-        chances = [min(chance * odds / (1.0 - chance + chance * odds), _SURE) for chance in chances]
+        chances = [min(chance * odds / (1.0 - chance + chance * odds), SURE) for chance in chances]
     return list(accumulate(chances, mul))
 
 
 def odds_ratio(own: float, mean: float) -> float:
     """The odds of one chance over those of another, to two digits: a factor that leads to no chance above 1."""
-    own, mean = (min(max(chance, 1.0 - _SURE), _SURE) for chance in (own, mean))
+    own, mean = (min(max(chance, 1.0 - SURE), SURE) for chance in (own, mean))
     return float(f"{own * (1.0 - mean) / (mean * (1.0 - own)):.2g}")
 
 

@@ -1,124 +1,28 @@
 """Which plan is best where a round does the same work whatever is accepted, as when it is replayed on a GPU?
 
-Every row drafts as much as the longest, rows that are done early are padding, and the rows themselves are padded to a
-bucket. With b rows of a bucket, S slots that a token attends to and the names of controller.py:
-
-    draft of the last level     t(b lead) + (k - 1) t(b)             lead: the last token, and one for each level above
-    draft of a lookup           next to nothing
-    draft, checked              R (draft of d tokens + t(b (d + lead)))      R = ceil(length / (d + 1)): it has
-                                                                     D = R (d + 1) tokens at most
-    check                       T(b (D + 1))
-    tokens of a round           B (1 + sum over i <= E p_i)          E: expected length of the draft, D without levels
-                                                                     in the middle
-    rounds of B rows            L / u (1 + m(B) sqrt(v / (u L)))     L: tokens that a row may gain; u, v: mean and
-                                                                     variance of those of a round; m(B): mean of the
-                                                                     largest of B normal values: the slowest row ends
-                                                                     the call. Few are counted one by one
-    "off"                       T(b), as often as a round of the target alone has steps
-
-A plan that no round was captured of costs the seconds of capturing it, less those that not having it has cost so far:
-it is captured when it is worth it, as skis are bought when as much went to renting them.
+What a round brings and costs is in fixed_rounds.py. A plan that no round was captured of costs the seconds of
+capturing it, less those that not having it has cost so far: it is captured when it is worth it, as skis are bought
+when as much went to renting them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
-from .controller import Choice, Controller
-from .estimates import MOST, reach
-from .forecast import TARGET, Expectations, Forecast, along
-from .plans import LENGTHS, Drafting, Plan, Situation
-from .rounds.chain import bucket_of
-from .rounds.program import MOST_PASSES, UNROLLED
-from .search import Search
+from .controller import Controller
+from .fixed_rounds import FixedExpectations, passes_of
+from .plans import Drafting, Plan, Situation
+from .search import Choice, Search
 
-_REPLAY_SECONDS = 6e-5  # of a round beside its passes: the report is read, the next round is launched
-_LOOKUP_SECONDS = 1e-5  # of a level without a model, for all rows
 _FEW_ROUNDS = 4.0  # of "off", from here down the last round of a row counts as a whole one,
 _NEARLY = 0.25  # unless only so much of it is needed
-_COUNTED = np.arange(1.0, 13.0)  # rounds of other plans that are counted one by one
-_LENGTHS = np.array(LENGTHS, float)
-_LARGEST = np.array([0.0, 0.56, 1.03, 1.42, 1.77, 2.07, 2.34])  # of 1, 2, 4 ... 64 standard normal values, the mean
 _CAPTURING_SHARE = 0.03  # of all seconds may go to capturing rounds that show whether another plan is better
 _FIRST_CAPTURING = 0.05  # seconds, as long as nothing is remembered of a chain
 _WORTH_CAPTURING = 0.02  # what a plan must gain over the best that can run to be missed
-
-
-class FixedExpectations(Expectations):
-    """Forecasts of rounds that do the same work whatever is accepted."""
-
-    def of_limits(self, plan: Plan, limits: Sequence[int], odds: Sequence[float], slots: float) -> Forecast[float]:
-        """All rows draft as much as the plan says."""
-        return self.of(plan, len(limits), len(limits), slots)
-
-    def _off(self, batch: int, slots: float) -> Forecast[float]:
-        seconds = UNROLLED * float(self.target.of(float(bucket_of(batch)), slots)) + _REPLAY_SECONDS
-        (factor,) = self.memory.factors((), [0], batch, hopeful=True) if self.corrected else [1.0]
-        return Forecast(float(UNROLLED * batch), seconds * factor, seconds)
-
-    def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float) -> Forecast:
-        rows = bucket_of(batch)
-        most, length, drafts, passes = self._drafts(active, rows, slots)
-        axes = drafts.ndim
-        tokens = batch * (1.0 + _kept(self._reach(active[0]), length))
-        seconds = drafts + self.target.of(rows * (most + 1.0), slots) + _REPLAY_SECONDS
-        corrected = seconds * along(self._corrections(active, batch), axes)
-        # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
-        corrected = np.maximum(corrected, self.off(batch, slots).seconds / UNROLLED + drafts)
-        corrected = np.where(passes + 1 > MOST_PASSES, np.inf, corrected)
-        return Forecast(np.broadcast_to(tokens, seconds.shape), corrected, seconds)
-
-    def rounds(self, active: tuple[int, ...], batch: int, slots: float, left: float, room: float) -> np.ndarray:
-        """Rounds by all plans of these levels until every row has gained `left` tokens of the `room` that it may."""
-        length, chances = self._drafts(active, bucket_of(batch), slots)[1], self._reach(active[0])
-        mean = 1.0 + _kept(chances, length)
-        squares = 1.0 + _kept([(2 * i + 3) * chance for i, chance in enumerate(chances)], length)
-        variance = np.maximum(squares - mean**2, 1e-6)
-        largest = np.interp(np.log2(batch), np.arange(len(_LARGEST)), _LARGEST)
-        many = left / mean * (1.0 + largest * np.sqrt(variance / (mean * room)))
-        if many.min() > _COUNTED[-1] / 2:
-            return many
-        behind = _COUNTED * mean[..., None] - (left - 0.5)
-        done = _below(behind / np.sqrt(_COUNTED * variance[..., None]))
-        wanted = math.ceil(left) - 1  # of a draft, where the first round is to be the last
-        done[..., 0] = np.where(length >= wanted, [1.0, *chances][wanted], 0.0) if wanted <= MOST else 0.0
-        return np.where(many > _COUNTED[-1] / 2, many, 1.0 + (1.0 - done**batch).sum(-1))
-
-    def _reach(self, top: int) -> list[float]:
-        """Per position the chance that the target keeps all up to it."""
-        pair = self.memory.pair(self.levels, top, TARGET)
-        return self._once(("reach", top), lambda: reach(pair.chances(self._doubt(top, TARGET))))
-
-    def _drafts(self, active: tuple[int, ...], rows: int, slots: float) -> tuple[np.ndarray, ...]:
-        """`_fixed`, for the target."""
-        return self._once(("drafts", active, rows, slots), lambda: self._fixed(active, 1, rows, slots))
-
-    def _fixed(
-        self, active: Sequence[int], depth: int, rows: int, slots: float
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Grids for the drafts of active[0], `depth` levels below the target: the tokens that are handed up at most
-        and that are expected, seconds, and forward passes."""
-        index, *below = active
-        if self.levels[index].costs is None:
-            return _LENGTHS, _LENGTHS, np.full_like(_LENGTHS, _LOOKUP_SECONDS), np.zeros_like(_LENGTHS)
-        costs, lead = self.levels[index].costs, depth + 1.0 if self.levels[index].own_cache else 1.0
-        if not below:
-            seconds = costs.of(rows * lead, slots) + (_LENGTHS - 1.0) * costs.of(float(rows), slots)
-            return _LENGTHS, _LENGTHS, seconds, _LENGTHS
-        most, length, drafts, passes = self._fixed(below, depth + 1, rows, slots)
-        axes = 1 + most.ndim
-        chances = self.memory.pair(self.levels, below[0], index).chances(self._doubt(below[0], index))
-        rounds = np.ceil(along(_LENGTHS, axes) / (most + 1.0))
-        check = costs.of(rows * (most + lead), slots)
-        expected = rounds * (1.0 + _kept(reach(chances), length))
-        return rounds * (most + 1.0), expected, rounds * (drafts + check), rounds * (passes + 1.0)
-
-    def _doubt(self, proposer: int, checker: int) -> float:
-        return self.doubts * self.memory.pair(self.levels, proposer, checker).doubt if self.doubts else 0.0
 
 
 class Captures(Protocol):
@@ -150,22 +54,35 @@ class FixedSearch(Search):
     best if rounds of all were captured.
     """
 
-    def __init__(self, *given, captures: Captures, credit: Mapping[tuple[int, ...], float]):
-        super().__init__(*given)
+    def __init__(self, *given, captures: Captures, credit: Mapping[tuple[int, ...], float], **options):
+        super().__init__(*given, **options)
         self.captures, self.credit = captures, credit
         self._longest, self._room = max(self.left()), max(self.situation.rooms) + 1.0
-        self._ready = captures.ready(self.batch)
-        self.best_if_ready, self._least = self.off, super().time(self.off)
+        self._ready: list[Plan] | None = None
+        self.best_if_ready = self.off
 
-    def lengths(self, active: tuple[int, ...], drafting: Drafting | None = None) -> tuple[Plan, float]:
+    def best(self, margin: float) -> tuple[Plan, Drafting]:
+        """The plan of least time, be it captured or worth it. margin: what a plan must gain over "off"."""
+        best, captured = self.off, super().time(self.off)
+        if any(self.situation.rooms):
+            least = self.time(self.off) * (1.0 - margin)
+            for active in self._faster(max(least, captured)):
+                fastest = self._best_of(active)
+                time = float(self._times()[fastest])
+                if time < captured * (1.0 - _WORTH_CAPTURING):
+                    self.best_if_ready, captured = self.cells.plan_at(fastest), time
+                if time < least:
+                    plan, time = self.lengths(active)
+                    best, least = (plan, time) if time < least else (best, least)
+        return best, self._all
+
+    def lengths(self, active: tuple[int, ...]) -> tuple[Plan, float]:
         """The best lengths: those that would be if all were captured, or some that are."""
-        times = self._times(active, drafting)
-        place = int(times.argmin())
-        best = self._plan(active, place)
-        if times.flat[place] < self._least * (1.0 - _WORTH_CAPTURING):
-            self.best_if_ready, self._least = best, float(times.flat[place])
+        times, best = self._times(), self.cells.plan_at(self._best_of(active))
+        if self._ready is None:
+            self._ready = self.captures.ready(self.batch)
         found = [best, *(plan for plan in self._ready if plan.active == active and plan != best)]
-        each = [(plan, float(times[self._at(plan)]) + self._rest(plan)) for plan in found]
+        each = [(plan, float(times[self.cells.place_of(plan)]) + self._rest(plan)) for plan in found]
         return min(each, key=lambda one: one[1])
 
     def time(self, plan: Plan, drafting: Drafting | None = None) -> float:
@@ -185,15 +102,11 @@ class FixedSearch(Search):
         rounds = rounds if rounds > _FEW_ROUNDS else max(math.ceil(rounds - _NEARLY), 1)
         return rounds * round_.seconds
 
-    def _times(self, active: tuple[int, ...], drafting: Drafting | None) -> np.ndarray:
-        drafting = drafting or Drafting.all_of(self.batch)
-        grid = self.known.grid(active, self.batch, self.batch, self.situation.slots)
-        rounds = self.known.rounds(active, self.batch, self.situation.slots, self._longest, self._room)
-        return self.to_read(active, drafting) + rounds * grid.seconds
-
-    def _groups(self, top: int) -> list[Drafting]:
-        """A row that drafts nothing would be padding, and cost as much."""
-        return [Drafting.all_of(self.batch)]
+    def _rounds(self, drafting: int | None = None, odds: tuple[float, ...] = ()) -> np.ndarray:
+        slots, known = self.situation.slots, self.known
+        found = known.all_of(self.cells, self.batch, self.batch, slots, doubts=self.doubts)
+        rounds = known.rounds(self.cells, self.batch, self._longest, self._room, self.doubts)
+        return rounds * found.seconds
 
 
 class FixedController(Controller):
@@ -209,7 +122,7 @@ class FixedController(Controller):
 
     def __init__(self, *given, captures: Captures, **options):
         super().__init__(*given, **options)
-        self.captures = captures
+        self.captures, self._passes = captures, passes_of(self.target, tuple(self.levels))
         if not self._remembers:
             self.memory.capturing = _FIRST_CAPTURING
         self._wish: tuple[tuple[int, ...], float] | None = None  # levels, seconds lost a token for want of a plan
@@ -242,9 +155,10 @@ class FixedController(Controller):
             credit = self.memory.credit
             credit[active] = credit.get(active, 0.0) + lost * (len(accepted) + sum(accepted))
 
-    def _search(self, situation: Situation, doubts: float) -> FixedSearch:
-        known = FixedExpectations(self.target, self.levels, self.memory, doubts=doubts, corrected=self.by_clock)
-        return FixedSearch(situation, known, self.rows, captures=self.captures, credit=self.memory.credit)
+    def _search(self, situation: Situation, may_try: bool = False) -> FixedSearch:
+        known = FixedExpectations(*self._known, **self._how(may_try), passes=self._passes)
+        how = {"captures": self.captures, "credit": self.memory.credit}
+        return FixedSearch(situation, known, self.rows, self._cells(situation), **how)
 
     def _spend(self, search: FixedSearch, best: Plan, drafting: Drafting, trial: Plan | None) -> None:
         """Capturing is paid for, and what is lost for want of another plan will be credit for that."""
@@ -269,14 +183,3 @@ class FixedController(Controller):
 
     def _few(self, batch: int) -> Drafting:
         return Drafting.all_of(batch)
-
-
-def _below(values: np.ndarray) -> np.ndarray:
-    """The chance that a standard normal value is less, to .0002 (Bowling et al. 2009)."""
-    return 1.0 / (1.0 + np.exp(np.clip(-values * (1.5976 + 0.070565992 * values**2), -80.0, 80.0)))
-
-
-def _kept(chances: Sequence[float], length: np.ndarray) -> np.ndarray:
-    """Tokens that are kept of a draft of this length, which may lie between two whole ones. chances: per position
-    that all up to it are kept."""
-    return np.interp(length, np.arange(len(chances) + 1), np.append(0.0, np.cumsum(chances)))

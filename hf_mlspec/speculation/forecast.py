@@ -1,140 +1,29 @@
 """How many tokens does a round of a plan commit, and in how many seconds? By the equations in controller.py.
 
-All lengths of the same levels are reckoned at once: a grid has one axis for each level that takes part, from the top
-down, and along it the values of `LENGTHS`.
+All plans of a chain are reckoned at once; `Cells` says where each stands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from .costs import Numbers, PassCosts
-from .estimates import Counted, PairEstimate, reach
-from .plans import LENGTHS, Plan
+from .estimates import MOST, SURE, PairEstimate, reach
+from .memory import LevelCosts, Memory
+from .plans import LENGTHS, TARGET, Cells, Plan, cells_of
 
-TARGET = -1  # in the place of a level's index: who checks the first active level
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
-_FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
-_MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement
-_LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
-_AT = np.array(LENGTHS) - 1  # where the lengths are in a list by positions
-_PLACE = {length: place for place, length in enumerate(LENGTHS)}
+_AT = np.array(LENGTHS)  # where they are in a list by positions that begins with 0
+# To mean tokens and to their mean square: token i of a draft makes the square (i + 1) squared.
+_ADDS = np.array([[0.0] + [1.0] * (MOST + 1), [0.0] + [2.0 * i + 3.0 for i in range(MOST + 1)]])[:, None, None]
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True)
-class LevelCosts:
-    """What a controller is told of a level.
-
-    costs: of its forward passes; None for a lookup. prior: the chance that a drafted token of this kind of level is
-    kept. own_cache: it must read a row's tokens before it drafts. joined: it speaks the vocabulary of the level above.
-    twin: the index of the same level where it sees another part of the cache (`plans.Choices`).
-    """
-
-    name: str
-    costs: PassCosts | None
-    prior: float
-    own_cache: bool = True
-    joined: bool = True
-    twin: int | None = None
-
-
-@dataclass
-class Memory:
-    """What was learned of a chain: the estimate of each pair of levels, and measured over predicted seconds of rounds.
-
-    pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
-    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. credit: by
-    active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
-    capturing rounds of trials.
-    """
-
-    pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
-    ratios: dict[tuple, Counted] = field(default_factory=dict)
-    spare: float = 0.0
-    credit: dict[tuple[int, ...], float] = field(default_factory=dict)
-    capturing: float = 0.0
-
-    def kept(self) -> Memory:
-        """As the start of another call."""
-        pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
-        remembered = {key: one.remembered() for key, one in pairs}
-        copied = {key: replace(one) for key, one in ratios}
-        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing)
-
-    def to_dict(self) -> dict:
-        """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
-        pairs, ratios = list(self.pairs.items()), []
-        for (active, most, batch), one in list(self.ratios.items()):  # another thread may have the memory
-            share = min(1.0, _FACTOR_WEIGHT / one.tried) if one.tried else 0.0  # the machine may have been busy
-            ratios.append({"rounds": [list(active), most, batch], "counted": [one.tried * share, one.kept * share]})
-        return {"pairs": [{"levels": list(key), **one.to_dict()} for key, one in pairs], "ratios": ratios}
-
-    @classmethod
-    def from_dict(cls, given: dict, levels: int) -> Memory:
-        """What `to_dict` wrote of a chain of so many levels; ValueError for anything else."""
-        memory = cls()
-        try:
-            for one in given["pairs"]:
-                proposer, checker = (_index(at, levels) for at in one["levels"])
-                memory.pairs[proposer, checker] = PairEstimate.from_dict(one)
-            for one in given["ratios"]:
-                active, most, batch = one["rounds"]
-                key = tuple([_index(at, levels) for at in active]), int(most), int(batch)
-                memory.ratios[key] = Counted(_FACTOR_WINDOW)
-                memory.ratios[key].set(*map(float, one["counted"]), most=_MOST_RATIO)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
-        return memory
-
-    def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
-        """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
-        are known under a third level, what that says; else the prior of the level's kind. A level with a draft window
-        is thought to draft as it does without, until rounds have shown something else; of a level without one, what it
-        does with it is the least."""
-        found = self.pairs.get((proposer, checker))
-        if found is not None:
-            return found
-        twin, prior = levels[proposer].twin, levels[proposer].prior
-        twins = self.pairs.get((twin, checker if checker == TARGET else levels[checker].twin))
-        if twins is not None and (twin < proposer or twins.mean > prior):  # those with the window come last
-            return PairEstimate(twins.mean, _LIKE_ITS_TWIN)
-        for middle in range(checker + 1, proposer):
-            parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]
-            if all(part is not None and part.known for part in parts):
-                prior = parts[0].mean * parts[1].mean
-        return PairEstimate(prior)
-
-    def observed(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
-        """The estimate of a pair of which something is about to be observed; from now on it is kept."""
-        return self.pairs.setdefault((proposer, checker), self.pair(levels, proposer, checker))
-
-    def correct(self, plan: Plan, batch: int, ratio: float) -> None:
-        """A round took `ratio` times what its costs say, without corrections."""
-        key = _alike(plan.active, plan.most, batch)
-        if key not in self.ratios:
-            self.ratios[key] = Counted(_FACTOR_WINDOW)
-        self.ratios[key].add(1, ratio)
-
-    def factors(self, active: tuple[int, ...], lengths: Sequence[int], batch: int, hopeful: bool) -> list[float]:
-        """Measured over predicted seconds, per length of the target's draft: of rounds alike, and before there are
-        many, of rounds of other plans. hopeful: these may have been slow for a reason that rounds alike do not share.
-        """
-        if not self.ratios:
-            return [1.0] * len(lengths)
-        rows = batch.bit_length()
-        same_rows = {key: one for key, one in self.ratios.items() if key[2] == rows} or self.ratios
-        others = [one for key, one in same_rows.items() if key[0] == active] or list(same_rows.values())
-        general = sum(one.kept for one in others) / sum(one.tried for one in others)
-        general = min(general, 1.0) if hopeful else general
-        alike = (self.ratios.get(_alike(active, length, batch)) for length in lengths)
-        return [general if own is None else own.mean(general, _FACTOR_WEIGHT) for own in alike]
 
 
 @dataclass
@@ -155,36 +44,51 @@ class Forecast(Generic[Numbers]):
 class Expectations:
     """Forecasts of all plans from what is known now.
 
-    target, levels: their costs. memory: what was observed. doubts: how many standard deviations chances are taken
-    above their mean. corrected: whether predicted seconds are corrected by measured ones.
+    target, levels: their costs. memory: what was observed. corrected: whether predicted seconds are corrected by
+    measured ones. Where chances are asked with doubts, each is so many standard deviations above its mean; doubts:
+    those that will be asked for, which are reckoned together.
     """
 
     def __init__(
-        self, target: PassCosts, levels: Sequence[LevelCosts], memory: Memory, *, doubts: float, corrected: bool
-    ):
-        self.target, self.levels, self.memory = target, levels, memory
-        self.doubts, self.corrected = doubts, corrected
+        self, target: PassCosts, levels: Sequence[LevelCosts], memory: Memory, *, corrected: bool,
+        doubts: tuple[float, ...] = (0.0,),
+    ):  # fmt: skip
+        self.target, self.levels, self.memory, self.corrected = target, levels, memory, corrected
+        self.doubts = doubts
         self._found: dict[Hashable, object] = {}
+        self._rounds: dict[tuple, Forecast[np.ndarray]] = {}
 
     def off(self, batch: int, slots: float) -> Forecast[float]:
         """A round of the target alone; a token attends to `slots` slots."""
         return self._once(("off", batch, slots), lambda: self._off(batch, slots))
 
-    def grid(
-        self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float = 1.0
+    def all_of(
+        self, cells: Cells, batch: int, drafting: int, slots: float, odds: tuple[float, ...] = (), doubts: float = 0.0
     ) -> Forecast[np.ndarray]:
-        """A round of `batch` rows, `drafting` of which draft, one or more, by all plans of these levels. odds: that
-        tokens of those rows are kept, over those of all."""
-        key = ("grid", active, batch, drafting, slots, odds)
-        return self._once(key, lambda: self._grid(active, batch, drafting, slots, odds))
+        """A round of `batch` rows, `drafting` of which draft, one or more, by every plan: ``[cells]``. odds: per pair
+        under the target, that tokens of those rows are kept, over those of all; (): 1."""
+        key = (cells, batch, drafting, slots, odds, doubts)
+        found = self._rounds.get(key)
+        if found is None:
+            together = self.doubts if doubts in self.doubts and not odds else (doubts,)
+            tokens, seconds, by_costs = self._all_of(*key[:-1], together)
+            for place, one in enumerate(together):
+                made = Forecast(tokens[place], seconds[place], by_costs if by_costs.ndim == 1 else by_costs[place])
+                self._rounds[(*key[:-1], one)] = made
+            found = self._rounds[key]
+        return found
 
     def of(self, plan: Plan, batch: int, drafting: int, slots: float, odds: float = 1.0) -> Forecast[float]:
-        """As `grid`, of one plan, in which nobody need draft."""
+        """As `all_of`, of one plan, in which nobody need draft."""
         if not plan.active or not drafting:
             return self.off(batch, slots)
-        grid = self.grid(plan.active, batch, drafting, slots, odds)
-        at = tuple(_PLACE[plan.lengths[index]] for index in plan.active)
-        return Forecast(*(float(each[at]) for each in (grid.tokens, grid.seconds, grid.by_costs)))
+        key = ("of", plan.lengths, batch, drafting, slots, odds)
+        return self._once(key, lambda: self._of(plan, batch, drafting, slots, odds))
+
+    def _of(self, plan: Plan, batch: int, drafting: int, slots: float, odds: float) -> Forecast[float]:
+        cells, found = self._known_of(plan.active, (batch, drafting, slots), odds)
+        at = cells.place_of(plan)
+        return Forecast(float(found.tokens[at]), float(found.seconds[at]), float(found.by_costs[at]))
 
     def of_limits(self, plan: Plan, limits: Sequence[int], odds: Sequence[float], slots: float) -> Forecast[float]:
         """A round in which row r drafts at most limits[r] tokens, the odds of which are odds[r] times those of all."""
@@ -192,118 +96,161 @@ class Expectations:
         if not drafting:
             return self.off(batch, slots)
         top, whole = plan.active[0], self.of(plan, batch, drafting, slots)
-        chances = self.memory.pair(self.levels, top, TARGET).chances()
+        chances = self.chances(top, TARGET)
         tokens = batch + sum(sum(reach(chances[:limit], own)) for limit, own in zip(limits, odds, strict=True))
-        drafted = np.append(0.0, np.cumsum(self._chances_to_last(top, TARGET)))
+        if all(limit in (0, plan.most) for limit in limits):
+            return Forecast(tokens, whole.seconds, whole.by_costs)
+        drafted = [0.0, *accumulate(self._pair(top, TARGET).lengths())]
         most, asked = drafting * drafted[plan.most], sum(drafted[limit] for limit in limits)
-        saved = float(self.target.of(batch + most, slots) - self.target.of(batch + asked, slots))
+        saved = self.target.of(batch + most, slots) - self.target.of(batch + asked, slots)
         return Forecast(tokens, whole.seconds - saved * whole.seconds / whole.by_costs, whole.by_costs - saved)
 
     def of_a_token(self, plan: Plan, batch: int, slots: float) -> float:
         """Seconds that the last drafted token of a row costs: in the check, and in each level that drafts or checks it
         on the way."""
-        top, at = plan.active[0], _PLACE[plan.most]
-        drafted = self._tokens_drafted(top, TARGET)[at]
+        top, at = plan.active[0], LENGTHS.index(plan.most)
+        drafted = sum(self._pair(top, TARGET).lengths()[: plan.most])
         seconds = _slope(self.target, batch, batch * (1.0 + drafted), slots)
         for index in plan.active:
             costs = self.levels[index].costs
             seconds += 0.0 if costs is None else _slope(costs, 1.0, batch, slots)
-        return float(seconds * self._corrections(plan.active, batch)[at])
+        corrected = self.corrected and self.memory.ratios
+        return seconds * self.memory.factors([plan.active], batch)[0][0][at] if corrected else seconds
 
-    def reading(self, active: Sequence[int], missing: Sequence[float], slots: float) -> float:
-        """Seconds until these levels have read the tokens they lack, summed over rows, behind `slots` slots."""
-        late = ((missing[index], self.levels[index]) for index in active if missing[index] >= 1)
-        return sum(one.costs.of(count, slots) for count, one in late if one.own_cache and one.costs is not None)
+    def reading(self, index: int, missing: float, slots: float) -> float:
+        """Seconds until this level has read so many tokens that it lacks, summed over rows, behind `slots` slots."""
+        level = self.levels[index]
+        if missing < 1 or not level.own_cache or level.costs is None:
+            return 0.0
+        return self._once(("reading", index, missing, slots), lambda: level.costs.of(missing, slots))
+
+    def chances(self, proposer: int, checker: int) -> list[float]:
+        """Per position the chance that a token of a pair is kept if those before were, without doubts."""
+        return self._once(("chances", proposer, checker), lambda: self._pair(proposer, checker).chances())
+
+    def mean(self, proposer: int, checker: int) -> float:
+        """The chance that a token of a pair is kept, whatever its position."""
+        return self._pair(proposer, checker).mean
 
     def _once(self, key: Hashable, make: Callable[[], Found]) -> Found:
         """What `make` gives, made where it is asked for first."""
-        if key not in self._found:
-            self._found[key] = make()
-        return self._found[key]
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = make()
+        return found
+
+    def _pair(self, proposer: int, checker: int) -> PairEstimate:
+        return self._once(("pair", proposer, checker), lambda: self.memory.pair(self.levels, proposer, checker))
+
+    def _known_of(
+        self, active: tuple[int, ...], like: tuple[int, int, float], odds: float
+    ) -> tuple[Cells, Forecast[np.ndarray]]:
+        """Forecasts with these levels, of all plans where they were made before."""
+        for (cells, *rows, own, doubts), found in self._rounds.items():
+            if tuple(rows) == like and not doubts and active in cells.start_of:
+                at = cells.pair_at[active[0], TARGET]
+                if (own[at] if own else 1.0) == odds:
+                    return cells, found
+        cells = cells_of((active,), len(self.levels))
+        return cells, self.all_of(cells, *like, () if odds == 1.0 else (odds,))
 
     def _off(self, batch: int, slots: float) -> Forecast[float]:
-        seconds = float(self.target.of(float(batch), slots)) + _ROUND_SECONDS
-        # Slow rounds of other plans say nothing of "off": what is promised is to be no slower than it.
-        (factor,) = self.memory.factors((), [0], batch, hopeful=True) if self.corrected else [1.0]
-        return Forecast(float(batch), seconds * factor, seconds)
+        seconds = self.target.of(float(batch), slots) + _ROUND_SECONDS
+        return Forecast(float(batch), seconds * self._factor_of_off(batch), seconds)
 
-    def _grid(self, active: tuple[int, ...], batch: int, drafting: int, slots: float, odds: float) -> Forecast:
-        drafted, drafts = self._drafting(active, TARGET, drafting, slots)
-        axes = drafts.ndim
-        tokens = along(batch + drafting * self._tokens_kept(active[0], TARGET, odds), axes)
-        seconds = drafts + along(self.target.of(batch + drafting * drafted, slots), axes) + _ROUND_SECONDS
-        corrected = seconds * along(self._corrections(active, batch), axes)
+    def _factor_of_off(self, batch: int) -> float:
+        return self.memory.factor_of_off(batch) if self.corrected else 1.0
+
+    def _all_of(
+        self, cells: Cells, batch: int, drafting: int, slots: float, odds: tuple[float, ...], doubts: tuple[float, ...]
+    ) -> tuple[np.ndarray, ...]:
+        """Tokens, seconds and those by costs: ``[doubts, cells]``."""
+        kept = self._kept(cells, doubts)[0].take(_AT, -1)
+        drafts = self._drafting(cells, kept, drafting, slots)
+        drafts = drafts.take(cells.at, -1) if cells.steps else drafts
+        kept = self._kept(cells, doubts, odds)[0].take(_AT, -1) if odds else kept[:, : cells.tops]
+        tokens = (batch + drafting * kept).reshape(len(doubts), -1).take(cells.top, -1)
+        check = self.target.of(batch + drafting * self._drafted(cells)[: cells.tops], slots)
+        seconds = drafts + (check + _ROUND_SECONDS).take(cells.top)
         # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
-        corrected = np.maximum(corrected, self.off(batch, slots).seconds + drafts)
-        return Forecast(np.broadcast_to(tokens, seconds.shape), corrected, seconds)
+        corrected = np.maximum(self._corrected(cells, seconds, batch, doubts), self.off(batch, slots).seconds + drafts)
+        return tokens, corrected, seconds
 
-    def _drafting(
-        self, active: Sequence[int], checker: int, rows: int, slots: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Expected tokens of one row's draft, by its length, and a grid of the seconds of drafting for all rows."""
-        index, *below = active
-        drafted, costs = self._tokens_drafted(index, checker), self.levels[index].costs
-        if costs is None:
-            return drafted, np.full(drafted.shape, rows * _LOOKUP_SECONDS)
-        if not below:
-            return drafted, self._steps(index, checker, rows, slots)
-        inner, seconds = self._drafting(below, index, rows, slots)
-        each = 1.0 + self._tokens_kept(below[0], index)
-        rounds = np.maximum(np.divide.outer(drafted, each), 1.0)
-        round_ = seconds + along(costs.of(rows * (1.0 + inner), slots), seconds.ndim)
-        return drafted, along(rounds, 1 + seconds.ndim) * round_
+    def _corrected(self, cells: Cells, seconds: np.ndarray, batch: int, doubts: tuple[float, ...]) -> np.ndarray:
+        """Predicted seconds of all plans, by what rounds like theirs have taken: ``[doubts, cells]``."""
+        if not self.corrected or not self.memory.ratios:
+            return seconds if seconds.ndim > 1 else seconds[None].repeat(len(doubts), 0)
+        usual, hopeful = self.memory.factors(cells.choices, batch)
+        factors = np.array([hopeful if one else usual for one in doubts])
+        return seconds * factors.reshape(len(doubts), -1).take(cells.of_choice, -1)
 
-    def _steps(self, index: int, checker: int, rows: int, slots: float) -> np.ndarray:
-        """Per length of a draft the seconds of making it token by token, for so many rows."""
-        costs = self.levels[index].costs
-        alive = rows * self._chances_to_last(index, checker)[:-1]
-        steps = costs.of(np.maximum(alive, 1.0), slots) * np.minimum(alive, 1.0)
-        return np.cumsum(np.append(costs.of(_LEAD * rows, slots), steps))[_AT]
+    def _reach(self, cells: Cells, doubts: tuple[float, ...], odds: tuple[float, ...] = ()) -> np.ndarray:
+        """Per pair and position the chance that all tokens up to it are kept, that of none in front and of more than
+        MOST behind: ``[doubts, pairs, 2 + MOST]``. odds: of tokens of the pairs under the target, which alone are then
+        told of."""
 
-    def _corrections(self, active: tuple[int, ...], batch: int) -> np.ndarray:
-        """Per length of the target's draft measured over predicted seconds."""
-        if not self.corrected:
-            return np.ones(len(LENGTHS))
-        return self._once(
-            ("corrections", active, batch),
-            lambda: np.array(self.memory.factors(active, LENGTHS, batch, hopeful=self.doubts > 0)),
-        )
+        def found() -> np.ndarray:
+            pairs = cells.pairs[: cells.tops] if odds else cells.pairs
+            one = np.array([[1.0, *self.chances(*pair), 0.0] for pair in pairs])
+            chances = np.array([one] * len(doubts))
+            for place, above in enumerate(doubts):
+                if above:
+                    more = np.array([[above * self._pair(*pair).doubt] for pair in pairs])
+                    np.minimum(one[:, 1:-1] + more, SURE, out=chances[place, :, 1:-1])
+            if odds:
+                own, all_ = chances[..., 1:-1], np.array(odds)[:, None]
+                changed = np.minimum(own * all_ / (1.0 - own + own * all_), SURE)
+                chances[..., 1:-1] = np.where(all_ == 1.0, own, changed)
+            return np.multiply.accumulate(chances, axis=-1)
 
-    def _tokens_drafted(self, proposer: int, checker: int) -> np.ndarray:
-        """Per length of a draft the tokens that it is expected to have."""
-        return np.cumsum(self._chances_to_last(proposer, checker))[_AT]
+        return self._once(("reach", cells, doubts, odds), found)
 
-    def _tokens_kept(self, proposer: int, checker: int, odds: float = 1.0) -> np.ndarray:
-        """Per length of a draft the tokens of it that are kept."""
+    def _kept(self, cells: Cells, doubts: tuple[float, ...], odds: tuple[float, ...] = ()) -> np.ndarray:
+        """By the length of a draft what is kept of it, its mean tokens and what they add to the mean square of those
+        that a round brings: ``[2, doubts, pairs, 2 + MOST]``."""
+        key = ("kept", cells, doubts, odds)
+        return self._once(key, lambda: (self._reach(cells, doubts, odds) * _ADDS).cumsum(-1))
 
-        def kept() -> np.ndarray:
-            pair = self.memory.pair(self.levels, proposer, checker)
-            return np.cumsum(reach(pair.chances(self.doubts * pair.doubt), odds))[_AT]
+    def _lasting(self, cells: Cells) -> np.ndarray:
+        """Per pair and position the chance that a draft gets there: ``[pairs, MOST]``."""
+        return self._once(("lasting", cells), lambda: np.array([self._pair(*pair).lengths() for pair in cells.pairs]))
 
-        return self._once(("kept", proposer, checker, odds), kept)
+    def _drafted(self, cells: Cells) -> np.ndarray:
+        """Per pair and length of a draft the tokens that it is expected to have."""
+        return self._once(("drafted", cells), lambda: self._lasting(cells).cumsum(1)[:, _AT - 1])
 
-    def _chances_to_last(self, proposer: int, checker: int) -> np.ndarray:
-        """Per position the chance that a draft gets there."""
-        pair = self.memory.pair(self.levels, proposer, checker)
-        return self._once(("lasting", proposer, checker), lambda: np.array(pair.lengths()))
+    def _drafting(self, cells: Cells, kept: np.ndarray, rows: int, slots: float) -> np.ndarray:
+        """Seconds of drafting for so many rows: ``[doubts, line]``, or where they do not depend on what is kept of the
+        tokens, ``[cells]``. kept: ``[doubts, pairs, lengths]``."""
+        alone, checks = self._once(("rows", cells, rows, slots), lambda: self._of_rows(cells, rows, slots))
+        if not cells.steps:
+            return alone.take(cells.at)
+        line, drafted = np.empty((len(kept), cells.length)), self._drafted(cells)
+        line[:, : len(alone)] = alone
+        each = 1.0 + kept.reshape(len(kept), -1)
+        for step in cells.steps:
+            rounds = np.maximum(drafted.take(step.own) / each.take(step.inner, -1), 1.0)
+            line[:, step.line] = rounds * (line.take(step.below, -1) + checks.take(step.inner))
+        return line
 
-
-def along(values: np.ndarray, axes: int) -> np.ndarray:
-    """Values by the lengths of the top levels, for a grid of so many axes."""
-    return values.reshape(values.shape + (1,) * (axes - values.ndim))
+    def _of_rows(self, cells: Cells, rows: int, slots: float) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of drafting token by token: ``[ends, lengths]`` in one line; and per pair those of the pass by which
+        its checker judges a draft of each length. Nothing of it depends on what is kept."""
+        alive = rows * self._lasting(cells)[cells.ends, :-1]
+        tokens = np.concatenate([np.full((len(alive), 1), _LEAD * rows), np.maximum(alive, 1.0)], 1)
+        seconds = np.full((len(alive), len(LENGTHS)), rows * _LOOKUP_SECONDS)
+        for place, pair in enumerate(cells.ends):
+            costs = self.levels[cells.pairs[pair][0]].costs
+            if costs is not None:
+                steps = costs.of(tokens[place], slots)
+                steps[1:] *= np.minimum(alive[place], 1.0)
+                seconds[place] = steps.cumsum()[_AT - 1]
+        checks, judged = np.zeros((len(cells.pairs), len(LENGTHS))), rows * (1.0 + self._drafted(cells))
+        for judge, where in cells.under.items():
+            checks[where] = self.levels[judge].costs.of(judged[where], slots)
+        return seconds.ravel(), checks
 
 
 def _slope(costs: PassCosts, few: float, many: float, slots: float) -> float:
     """Seconds of one token more, the mean between passes of few and of many."""
     return (costs.of(many, slots) - costs.of(few, slots)) / (many - few) if many > few else 0.0
-
-
-def _alike(active: tuple[int, ...], most: int, batch: int) -> tuple:
-    """Rounds that are corrected alike: of the same levels, and as many tokens and rows up to a factor of two."""
-    return active, most.bit_length(), batch.bit_length()
-
-
-def _index(at: int, levels: int) -> int:
-    if type(at) is not int or not TARGET <= at < levels:
-        raise ValueError(f"level {at!r} of {levels}")
-    return at

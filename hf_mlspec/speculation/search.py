@@ -1,62 +1,115 @@
-"""Of all plans, which one writes the tokens that are still to come in the least time?"""
+"""Of all plans, which one writes the tokens that are still to come in the least time, and what was decided?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 
 from .estimates import RowEstimates, odds_ratio
-from .forecast import TARGET, Expectations, Forecast
-from .plans import LENGTHS, Drafting, Plan, Situation, off, plan_of
+from .forecast import Expectations, Forecast
+from .plans import TARGET, Cells, Drafting, Plan, Situation, off
 
 _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
 _GROUPS = 3
 
 
+@dataclass(frozen=True)
+class Group:
+    """As many rows draft whatever the plan, but not the same ones: per pair under the target which, and None where its
+    rows do not differ enough."""
+
+    rows: int
+    of_pair: tuple[Drafting | None, ...]
+
+
+@dataclass
+class Choice:
+    """What was decided for the coming rounds, and what is expected of each.
+
+    limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
+    expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
+    about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
+    cold in the first round.
+    """
+
+    plan: Plan
+    limits: list[int]
+    forecast: Forecast
+    off_speed: float = 1.0
+    best_speed: float = 1.0
+    trial: bool = False
+    reading: float = 0.0
+    switched: bool = False
+
+
 class Search:
     """Plans for the rows of a situation, compared by what is known.
 
-    rows: how each row differs from the others. Times are seconds for the tokens that all rows are expected to gain,
-    reading what the levels of a plan lack included.
+    rows: how each row differs from the others. cells: the plans. doubts: as of `Expectations`. Times are seconds for
+    the tokens that all rows are expected to gain, reading what the levels of a plan lack included.
     """
 
-    def __init__(self, situation: Situation, known: Expectations, rows: RowEstimates):
-        self.situation, self.known, self.rows = situation, known, rows
+    def __init__(
+        self, situation: Situation, known: Expectations, rows: RowEstimates, cells: Cells, doubts: float = 0.0
+    ):
+        self.situation, self.known, self.rows, self.cells, self.doubts = situation, known, rows, cells, doubts
         self.batch = len(situation.rooms)
         self.off = off(len(known.levels))
+        self._left = [min(room + 1.0, _HORIZON + gained)
+                      for room, gained in zip(situation.rooms, rows.gained, strict=True)]  # fmt: skip
+        self._all = Drafting.all_of(self.batch)
+        self._of_all: np.ndarray | None = None
+
+    def hoped(self) -> Search:
+        """The same, where all chances are as good as they may well be."""
+        other = copy(self)
+        other.doubts, other._of_all = 1.0, None
+        return other
 
     @property
     def off_speed(self) -> float:
         """Tokens a second of the target alone."""
         return self.known.off(self.batch, self.situation.slots).speed
 
-    def best(self, choices: Iterable[tuple[int, ...]], margin: float) -> tuple[Plan, Drafting]:
-        """The plan of least time, and who drafts in it. choices: levels that may take part together. margin: what a
-        plan must gain over "off"."""
-        best, drafts = self.off, Drafting.all_of(self.batch)
-        if not any(self.situation.rooms):
+    def best(self, margin: float) -> tuple[Plan, Drafting]:
+        """The plan of least time, and who drafts in it. margin: what a plan must gain over "off"."""
+        best, drafts = self.off, self._all
+        if not any(self.situation.rooms) or not self.cells.choices:
             return best, drafts
         least = self.time(self.off) * (1.0 - margin)
-        for active in choices:
-            for drafting in self._groups(active[0]):
-                plan, time = self.lengths(active, drafting)
-                if time < least:
-                    best, least, drafts = plan, time, drafting
+        for group in self._groups():
+            times = self._times(group)
+            place = int(times.argmin())
+            if times[place] < least:
+                best, least = self.cells.plan_at(place), float(times[place])
+                drafts = group.of_pair[self.cells.top_pair[place]] if group else self._all
         return best, drafts
 
-    def lengths(self, active: tuple[int, ...], drafting: Drafting | None = None) -> tuple[Plan, float]:
-        """The best lengths for these levels, and their time."""
-        times = self._times(active, drafting)
-        place = int(times.argmin())
-        return self._plan(active, place), float(times.flat[place])
+    def better(self, than: float, apart: tuple[int, ...]) -> list[tuple[Plan, float]]:
+        """The best lengths of all choices of levels, apart from one, that take less time where all rows draft; and
+        their times."""
+        if self.cells.choices == (apart,):
+            return []
+        faster = [active for active in self._faster(than) if active != apart]
+        return [found for active in faster if (found := self.lengths(active))[1] < than]
+
+    def lengths(self, active: tuple[int, ...]) -> tuple[Plan, float]:
+        """The best lengths for these levels, all rows drafting, and their time."""
+        place = self._best_of(active)
+        return self.cells.plan_at(place), float(self._times()[place])
 
     def time(self, plan: Plan, drafting: Drafting | None = None) -> float:
         """The time of one plan."""
         if not plan.active:
             return self._off_time()
-        return float(self._times(plan.active, drafting)[self._at(plan)])
+        if drafting is None or len(drafting.rows) == self.batch:
+            return float(self._times()[self.cells.place_of(plan)])
+        reading, round_ = self.to_read(plan.active, drafting), self.usual(plan, drafting)
+        return reading + sum(self._left) / round_.speed
 
     def usual(self, plan: Plan, drafting: Drafting) -> Forecast:
         """A round of the plan in which these rows draft."""
@@ -64,48 +117,78 @@ class Search:
 
     def to_read(self, active: tuple[int, ...], drafting: Drafting) -> float:
         """Seconds in which these levels read what they lack of the rows that draft."""
-        missing = [sum(line[r] for r in drafting.rows) for line in self.situation.missing]
-        return self.known.reading(active, missing, self.situation.slots / 2)
+        missing, slots = self.situation.missing, self.situation.slots / 2
+        return sum(self.known.reading(index, sum(missing[index][r] for r in drafting.rows), slots) for index in active)
 
     def to_prepare(self, plan: Plan) -> float:
         """Seconds until a round of the plan can begin, whatever its rows."""
         return 0.0
 
-    def _plan(self, active: tuple[int, ...], place: int) -> Plan:
-        """The plan of these levels at a place of their grid, its axes in a row."""
-        at = np.unravel_index(place, (len(LENGTHS),) * len(active))
-        lengths = dict(zip(active, (LENGTHS[one] for one in at), strict=True))
-        return plan_of(tuple(lengths.get(index, 0) for index in range(len(self.known.levels))))
-
-    def _at(self, plan: Plan) -> tuple[int, ...]:
-        """Where the plan is in the grid of its levels."""
-        return tuple(LENGTHS.index(plan.lengths[index]) for index in plan.active)
-
-    def _off_time(self) -> float:
-        return sum(self.left()) / self.known.off(self.batch, self.situation.slots).speed
-
-    def _times(self, active: tuple[int, ...], drafting: Drafting | None) -> np.ndarray:
-        """The times of all plans of these levels."""
-        drafting = drafting or Drafting.all_of(self.batch)
-        grid = self.known.grid(active, self.batch, len(drafting.rows), self.situation.slots, drafting.odds)
-        return self.to_read(active, drafting) + sum(self.left()) / grid.speed
-
-    def _groups(self, top: int) -> list[Drafting]:
-        """Which rows may draft: all, and where rows differ also the half of them whose tokens are kept most often, a
-        quarter, and so on."""
-        batch = self.batch
-        found = [Drafting.all_of(batch)]
-        if batch > 1:
-            mean = self.known.memory.pair(self.known.levels, top, TARGET).mean
-            means = [self.rows.mean(r, mean) for r in range(batch)]
-            order = sorted(range(batch), key=lambda r: -means[r])
-            while len(found) < _GROUPS and batch > 1 and means[order[0]] > _DIFFER * means[order[-1]]:
-                batch = (batch + 1) // 2
-                rows = tuple(order[:batch])
-                found.append(Drafting(rows, odds_ratio(sum(means[r] for r in rows) / batch, mean)))
-        return found
-
     def left(self) -> list[float]:
         """Tokens that each row is expected to gain still."""
-        lines = zip(self.situation.rooms, self.rows.gained, strict=True)
-        return [min(room + 1.0, _HORIZON + gained) for room, gained in lines]
+        return self._left
+
+    def _off_time(self) -> float:
+        return sum(self._left) / self.off_speed
+
+    def _best_of(self, active: tuple[int, ...]) -> int:
+        """Where the best plan of these levels stands, all rows drafting."""
+        where = self.cells.of_levels(active)
+        return where.start + int(self._times()[where].argmin())
+
+    def _faster(self, than: float) -> list[tuple[int, ...]]:
+        """The choices that have a plan of less time."""
+        if not self.cells.choices:
+            return []
+        least = np.minimum.reduceat(self._times(), self.cells.starts).tolist()
+        return [active for active, one in zip(self.cells.choices, least, strict=True) if one < than]
+
+    def _times(self, group: Group | None = None) -> np.ndarray:
+        """The times of all plans, infinite for those without such a group; None: all rows draft."""
+        if group is None:
+            if self._of_all is None:
+                self._of_all = self._added(self._rounds(), [self._all] * self.cells.tops)
+            return self._of_all
+        odds = tuple(1.0 if one is None else one.odds for one in group.of_pair)
+        times = self._added(self._rounds(group.rows, odds), group.of_pair)
+        if None in group.of_pair:
+            times = np.where(np.array([one is None for one in group.of_pair])[self.cells.top_pair], np.inf, times)
+        return times
+
+    def _rounds(self, drafting: int | None = None, odds: tuple[float, ...] = ()) -> np.ndarray:
+        """Seconds of all rounds of every plan."""
+        slots = self.situation.slots
+        found = self.known.all_of(self.cells, self.batch, drafting or self.batch, slots, odds, self.doubts)
+        return sum(self._left) * found.seconds / found.tokens
+
+    def _added(self, times: np.ndarray, of_pair: list[Drafting | None]) -> np.ndarray:
+        """Times, with those of reading what the levels of a plan lack."""
+        if not any(map(any, self.situation.missing)):
+            return times
+        cells = self.cells
+        drafting = [of_pair[cells.pair_at[active[0], TARGET]] for active in cells.choices]
+        late = [0.0 if rows is None else self.to_read(active, rows)
+                for active, rows in zip(cells.choices, drafting, strict=True)]  # fmt: skip
+        return times + np.array(late).take(cells.choice) if any(late) else times
+
+    def _groups(self) -> Iterator[Group | None]:
+        """Which rows may draft: all, and where rows differ also the half of them whose tokens are kept most often, a
+        quarter, and so on."""
+        yield None
+        found = [self._best_rows(proposer) for proposer, _ in self.cells.pairs[: self.cells.tops]]
+        for size in range(max(map(len, found))):
+            of_pair = tuple(line[size] if size < len(line) else None for line in found)
+            yield Group(next(len(one.rows) for one in of_pair if one is not None), of_pair)
+
+    def _best_rows(self, top: int) -> list[Drafting]:
+        batch, found = self.batch, []
+        if batch == 1:
+            return found
+        mean = self.known.mean(top, TARGET)
+        means = [self.rows.mean(r, mean) for r in range(batch)]
+        order = sorted(range(batch), key=lambda r: -means[r])
+        while len(found) + 1 < _GROUPS and batch > 1 and means[order[0]] > _DIFFER * means[order[-1]]:
+            batch = (batch + 1) // 2
+            rows = tuple(order[:batch])
+            found.append(Drafting(rows, odds_ratio(sum(means[r] for r in rows) / batch, mean)))
+        return found

@@ -12,11 +12,11 @@ from warned import forget_warnings
 import hf_mlspec
 from hf_mlspec.integration.costs.replayed import replays
 from hf_mlspec.nn.state import state_of
-from hf_mlspec.speculation.controller import Choice
 from hf_mlspec.speculation.costs import measure
 from hf_mlspec.speculation.fixed_shapes import FixedController
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation
 from hf_mlspec.speculation.rounds import graphs
+from hf_mlspec.speculation.search import Choice
 
 pytestmark = pytest.mark.plans
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}

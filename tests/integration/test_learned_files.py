@@ -14,8 +14,8 @@ from hf_mlspec.integration import adaptive
 from hf_mlspec.integration.costs import learned, probe
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.costs import PassCosts
-from hf_mlspec.speculation.forecast import TARGET, Memory
-from hf_mlspec.speculation.plans import Plan
+from hf_mlspec.speculation.memory import Memory
+from hf_mlspec.speculation.plans import TARGET, Plan
 
 pytestmark = pytest.mark.plans
 FAST_DRAFTS = PassCosts((1, 64), (1e-3, 1.1e-3), (0.0, 0.0))  # of target and level: the draft is the target itself

@@ -19,12 +19,12 @@ from hf_mlspec.integration import adaptive
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.chain import Chain
-from hf_mlspec.speculation.controller import Choice
 from hf_mlspec.speculation.draft import Draft
 from hf_mlspec.speculation.fixed_shapes import FixedController
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
+from hf_mlspec.speculation.search import Choice
 from hf_mlspec.speculation.shelf import Outlook
 
 __all__ = ["draft", "rounds", "target"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
-from hf_mlspec.speculation.forecast import LevelCosts
+from hf_mlspec.speculation.memory import LevelCosts
 from hf_mlspec.speculation.plans import Plan, Situation
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

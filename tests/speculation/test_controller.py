@@ -10,8 +10,9 @@ from simulated import Simulated, costs
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate, RowEstimates
-from hf_mlspec.speculation.forecast import TARGET, Expectations, LevelCosts, Memory
-from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
+from hf_mlspec.speculation.forecast import Expectations
+from hf_mlspec.speculation.memory import LevelCosts, Memory
+from hf_mlspec.speculation.plans import LENGTHS, TARGET, Plan, Situation, off
 
 FLAT = costs(1.0, 0.0)  # a pass costs the same whatever its tokens: memory is the limit
 STEEP = costs(1.0, 1.0)  # every token costs what a pass does: arithmetic is
@@ -71,8 +72,8 @@ def test_what_a_level_has_to_read_first_counts_against_the_tokens_still_to_come(
 def test_a_level_of_another_vocabulary_is_not_skipped():
     middle, last = level("foreign", joined=False), level("lookup", None)
     plans = Controller(FLAT, [middle, last])._choices.at(0)
-    assert plans == [(0,), (0, 1)]
-    assert Controller(FLAT, [level(), last])._choices.at(0) == [(0,), (1,), (0, 1)]
+    assert plans == ((0,), (0, 1))
+    assert Controller(FLAT, [level(), last])._choices.at(0) == ((0,), (1,), (0, 1))
 
 
 def test_a_chain_is_chosen_where_the_middle_level_is_dear_and_its_own_draft_cheap():
@@ -223,7 +224,7 @@ def test_off_is_not_thought_slow_before_it_was_timed():
         memory.correct(Plan((4,)), 1, 3.0)
 
     def seconds() -> float:
-        return Expectations(FLAT, levels, memory, doubts=0.0, corrected=True).off(1, 0.0).seconds
+        return Expectations(FLAT, levels, memory, corrected=True).off(1, 0.0).seconds
 
     assert seconds() == pytest.approx(1.0, rel=1e-3)
     for _ in range(20):
@@ -236,7 +237,7 @@ def test_no_round_is_thought_faster_than_off_and_its_draft():
     for _ in range(20):
         memory.correct(off(1), 1, 2.0)
         memory.correct(Plan((4,)), 1, 0.5)
-    known = Expectations(FLAT, levels, memory, doubts=0.0, corrected=True)
+    known = Expectations(FLAT, levels, memory, corrected=True)
     alone = known.off(1, 0.0).seconds
     assert all(known.of(Plan((length,)), 1, 1, 0.0).seconds > alone + 0.199 * length for length in LENGTHS)
 

@@ -10,9 +10,10 @@ from simulated import costs
 
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate
-from hf_mlspec.speculation.fixed_shapes import FixedController, FixedExpectations
-from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
-from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation, off
+from hf_mlspec.speculation.fixed_rounds import FixedExpectations
+from hf_mlspec.speculation.fixed_shapes import FixedController
+from hf_mlspec.speculation.memory import LevelCosts, Memory
+from hf_mlspec.speculation.plans import LENGTHS, TARGET, Plan, Situation, off
 from hf_mlspec.speculation.rounds.program import UNROLLED, repeats_of
 
 SURE = 1e9
@@ -63,7 +64,7 @@ def test_a_draft_in_the_middle_has_at_least_the_tokens_that_the_plan_names(lengt
 def test_a_round_costs_its_passes_at_the_bucket(lengths):
     target, middle, last = costs(5e-3, 1e-4), costs(2e-3, 5e-5), costs(1e-4, 1e-6)
     levels = [LevelCosts("cast", middle, 0.9, own_cache=False), LevelCosts("tiny", last, 0.6)]
-    found = FixedExpectations(target, levels, known(0.9, 0.5, inner=0.6), doubts=0.0, corrected=False)
+    found = FixedExpectations(target, levels, known(0.9, 0.5, inner=0.6), corrected=False)
     repeats, steps = repeats_of(lengths)
     handed, rows = repeats * (steps + 1), 8  # of five rows
     draft = last.of(3 * rows) + (steps - 1) * last.of(rows) + middle.of(rows * (steps + 1))
@@ -132,7 +133,7 @@ def test_a_round_is_the_least_that_a_row_needs(room):
     if room:
         assert plan.active
         assert plan.most <= max(room, 2) + 1
-    search = made._search(situation(room=room), 0.0)
+    search = made._search(situation(room=room))
     assert 0.03 < search.time(off(1)) < 0.05
     assert search.time(short) > 0.0
 
@@ -167,7 +168,7 @@ def test_the_slowest_row_ends_a_call(batch, room, length, chance):
     made = controller(Graphs(0.0), chance=chance)
     made.start(batch)
     made.rows.gained = [1000] * batch  # no doubt that they go on
-    found = made._search(Situation([room] * batch, 50.0, [[0] * batch]), 0.0)
+    found = made._search(Situation([room] * batch, 50.0, [[0] * batch]))
     plan = Plan((length,))
     expected = found.time(plan) / found.known.of(plan, batch, batch, 50.0).seconds
     assert expected == pytest.approx(mean, rel=0.1)
@@ -181,9 +182,9 @@ def test_choices_that_a_device_waits_for_are_rare(monkeypatch, pause):
     monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: now[0])
     search = made._search
 
-    def slow(*given):
+    def slow(*given, **options):
         now[0] += 11 * made.forecast.seconds
-        return search(*given)
+        return search(*given, **options)
 
     monkeypatch.setattr(made, "_search", slow)
     for number in range(2000):

@@ -11,8 +11,8 @@ from hf_mlspec.speculation import controller
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate
-from hf_mlspec.speculation.forecast import TARGET, LevelCosts, Memory
-from hf_mlspec.speculation.plans import Choices, Plan, names_of
+from hf_mlspec.speculation.memory import LevelCosts, Memory
+from hf_mlspec.speculation.plans import TARGET, Choices, Plan, names_of
 
 SEEN = 1088
 TARGET_COSTS = replace(costs(30e-3, 1e-4), attention=6e-7)  # of a 0.5B shape on two cores: 5 ms behind 8,192 slots
@@ -48,16 +48,16 @@ def test_a_view_is_no_measurement():
 
 def test_all_levels_of_a_plan_share_the_window():
     foreign = replace(CAST, joined=False)
-    assert Choices(twins(CAST, TINY), SEEN).at(SEEN) == [(0,), (1,), (0, 1)]
-    assert Choices(twins(CAST, TINY), SEEN).at(8192) == [(0,), (1,), (0, 1), (2,), (3,), (2, 3)]
-    assert Choices(twins(foreign, TINY), SEEN).at(8192) == [(0,), (0, 1), (2,), (2, 3)]
-    assert Choices([CAST, TINY]).at(8192) == [(0,), (1,), (0, 1)]
+    assert Choices(twins(CAST, TINY), SEEN).at(SEEN) == ((0,), (1,), (0, 1))
+    assert Choices(twins(CAST, TINY), SEEN).at(8192) == ((0,), (1,), (0, 1), (2,), (3,), (2, 3))
+    assert Choices(twins(foreign, TINY), SEEN).at(8192) == ((0,), (0, 1), (2,), (2, 3))
+    assert Choices([CAST, TINY]).at(8192) == ((0,), (1,), (0, 1))
 
 
 def test_levels_that_can_have_no_window_are_weighed_once():
     lookup, (cast, seeing) = LevelCosts("lookup", None, prior=0.3), twins(CAST)
-    assert Choices([cast, lookup, seeing, lookup], SEEN).at(8192) == [(0,), (1,), (0, 1), (2,), (2, 3)]
-    assert Choices([TINY, lookup, TINY, lookup], SEEN).at(8192) == [(0,), (1,), (0, 1)]
+    assert Choices([cast, lookup, seeing, lookup], SEEN).at(8192) == ((0,), (1,), (0, 1), (2,), (2, 3))
+    assert Choices([TINY, lookup, TINY, lookup], SEEN).at(8192) == ((0,), (1,), (0, 1))
 
 
 @pytest.mark.parametrize(("lengths", "split"), [((8, 4, 0, 0), ((8, 4), False)), ((0, 0, 8, 4), ((8, 4), True)),

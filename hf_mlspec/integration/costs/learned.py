@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from ...engines.engine import Engine
-from ...speculation.forecast import Memory
+from ...speculation.memory import Memory
 from .file import cache_folder, differences, write_json
 from .identity import chain_of, machine_of
 

@@ -19,8 +19,8 @@ from ...speculation.controller import Controller
 from ...speculation.costs import TOKENS, PassCosts
 from ...speculation.estimates import PairEstimate
 from ...speculation.fixed_shapes import Captured, FixedController
-from ...speculation.forecast import TARGET, Memory
-from ...speculation.plans import Situation
+from ...speculation.memory import Memory
+from ...speculation.plans import TARGET, Situation
 from ...speculation.rounds.plan import can_be_captured
 from ..adaptive import captured_speed, controller_of
 from ..config import SpeculationConfig

@@ -20,8 +20,8 @@ from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
 from ...engines.rows import GROWTH, new_kv, up_to_growth
 from ...nn.state import say_once, state_of
 from ...ops.attention import FIRST_SLOTS
-from ..controller import Choice
 from ..plans import Plan, off
+from ..search import Choice
 from .graphs import RoundGraphs
 from .program import Level, RoundLevel, RoundProgram, repeats_of
 from .state import RoundState

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from ..controller import Choice
 from ..draft import Drafter
 from ..fixed_shapes import Captures, FixedController
 from ..plans import Plan, Situation, worth_a_window
+from ..search import Choice
 from ..stats import SpeculationStats
 from .chain import CapturedChain, bucket_of
 from .program import UNROLLED, RoundProgram

@@ -1,0 +1,168 @@
+"""What is known of a chain: the costs of its levels, how often their drafts are kept, and how long rounds took?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from .costs import PassCosts
+from .estimates import Counted, PairEstimate
+from .plans import LENGTHS, TARGET, Plan
+
+_FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
+_MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement
+_LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
+_BITS = [length.bit_length() for length in LENGTHS]
+
+
+@dataclass(frozen=True)
+class LevelCosts:
+    """What a controller is told of a level.
+
+    costs: of its forward passes; None for a lookup. prior: the chance that a drafted token of this kind of level is
+    kept. own_cache: it must read a row's tokens before it drafts. joined: it speaks the vocabulary of the level above.
+    twin: the index of the same level where it sees another part of the cache (`plans.Choices`).
+    """
+
+    name: str
+    costs: PassCosts | None
+    prior: float
+    own_cache: bool = True
+    joined: bool = True
+    twin: int | None = None
+
+
+@dataclass
+class Memory:
+    """What was learned of a chain: the estimate of each pair of levels, and measured over predicted seconds of rounds.
+
+    pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
+    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. credit: by
+    active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
+    capturing rounds of trials.
+    """
+
+    pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
+    ratios: dict[tuple, Counted] = field(default_factory=dict)
+    spare: float = 0.0
+    credit: dict[tuple[int, ...], float] = field(default_factory=dict)
+    capturing: float = 0.0
+
+    def kept(self) -> Memory:
+        """As the start of another call."""
+        pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
+        remembered = {key: one.remembered() for key, one in pairs}
+        copied = {key: replace(one) for key, one in ratios}
+        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing)
+
+    def to_dict(self) -> dict:
+        """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
+        pairs, ratios = list(self.pairs.items()), []
+        for (active, most, batch), one in list(self.ratios.items()):  # another thread may have the memory
+            share = min(1.0, _FACTOR_WEIGHT / one.tried) if one.tried else 0.0  # the machine may have been busy
+            ratios.append({"rounds": [list(active), most, batch], "counted": [one.tried * share, one.kept * share]})
+        return {"pairs": [{"levels": list(key), **one.to_dict()} for key, one in pairs], "ratios": ratios}
+
+    @classmethod
+    def from_dict(cls, given: dict, levels: int) -> Memory:
+        """What `to_dict` wrote of a chain of so many levels; ValueError for anything else."""
+        memory = cls()
+        try:
+            for one in given["pairs"]:
+                proposer, checker = (_index(at, levels) for at in one["levels"])
+                memory.pairs[proposer, checker] = PairEstimate.from_dict(one)
+            for one in given["ratios"]:
+                active, most, batch = one["rounds"]
+                key = tuple([_index(at, levels) for at in active]), int(most), int(batch)
+                memory.ratios[key] = Counted(_FACTOR_WINDOW)
+                memory.ratios[key].set(*map(float, one["counted"]), most=_MOST_RATIO)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
+        return memory
+
+    def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
+        """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
+        are known under a third level, what that says; else the prior of the level's kind. A level with a draft window
+        is thought to draft as it does without, until rounds have shown something else; of a level without one, what it
+        does with it is the least."""
+        return self.pairs.get((proposer, checker)) or _guess(*self._prior(levels, proposer, checker))
+
+    def _prior(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> tuple[float, ...]:
+        """Arguments of the estimate of a pair never seen."""
+        twin, prior = levels[proposer].twin, levels[proposer].prior
+        twins = self.pairs.get((twin, checker if checker == TARGET else levels[checker].twin))
+        if twins is not None and (twin < proposer or twins.mean > prior):  # those with the window come last
+            return twins.mean, _LIKE_ITS_TWIN
+        for middle in range(checker + 1, proposer):
+            parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]
+            if all(part is not None and part.known for part in parts):
+                prior = parts[0].mean * parts[1].mean
+        return (prior,)
+
+    def observed(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
+        """The estimate of a pair of which something is about to be observed; from now on it is kept."""
+        found = self.pairs.get((proposer, checker))
+        if found is None:
+            found = self.pairs[proposer, checker] = PairEstimate(*self._prior(levels, proposer, checker))
+        return found
+
+    def correct(self, plan: Plan, batch: int, ratio: float) -> None:
+        """A round took `ratio` times what its costs say, without corrections."""
+        key = _alike(plan.active, plan.most, batch)
+        if key not in self.ratios:
+            self.ratios[key] = Counted(_FACTOR_WINDOW)
+        self.ratios[key].add(1, ratio)
+
+    def factors(self, choices: Sequence[tuple[int, ...]], batch: int) -> tuple[list[list[float]], list[list[float]]]:
+        """Measured over predicted seconds, per choice of levels and length of the target's draft: of rounds alike, and
+        before there are many, of rounds of other plans. The second time hopefully: these may have been slow for a
+        reason that rounds alike do not share."""
+        rows, (everywhere, by_levels) = batch.bit_length(), self._sums(batch)
+        found: tuple[list[list[float]], list[list[float]]] = [], []
+        for active in choices:
+            if (own := by_levels.get(active)) is None:
+                for line, general in zip(found, (everywhere, min(everywhere, 1.0)), strict=True):
+                    line.append([general] * len(LENGTHS))
+                continue
+            alike = [self.ratios.get((active, bits, rows)) for bits in range(_BITS[-1] + 1)]
+            for line, general in zip(found, (own, min(own, 1.0)), strict=True):
+                each = [general if one is None else one.mean(general, _FACTOR_WEIGHT) for one in alike]
+                line.append([each[bits] for bits in _BITS])
+        return found
+
+    def factor_of_off(self, batch: int) -> float:
+        """As `factors`, of the target alone. Slow rounds of other plans say nothing of it: what is promised is to be
+        no slower than it."""
+        if not self.ratios:
+            return 1.0
+        everywhere, by_levels = self._sums(batch)
+        general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(((), 0, batch.bit_length()))
+        return general if own is None else own.mean(general, _FACTOR_WEIGHT)
+
+    def _sums(self, batch: int) -> tuple[float, dict[tuple[int, ...], float]]:
+        """The mean ratio of all rounds of as many rows, or if there are none of all rounds, and that by levels."""
+        rows, sums, all_kept, all_tried = batch.bit_length(), {}, 0.0, 0.0
+        same_rows = [(key, one) for key, one in self.ratios.items() if key[2] == rows] or self.ratios.items()
+        for (active, _, _), one in same_rows:
+            kept, tried = sums.get(active, (0.0, 0.0))
+            sums[active] = kept + one.kept, tried + one.tried
+            all_kept, all_tried = all_kept + one.kept, all_tried + one.tried
+        return all_kept / all_tried, {active: kept / tried for active, (kept, tried) in sums.items()}
+
+
+@lru_cache(maxsize=256)
+def _guess(prior: float, *weight: float) -> PairEstimate:
+    """The estimate of a pair of which nothing was observed, and nothing will be."""
+    return PairEstimate(prior, *weight)
+
+
+def _alike(active: tuple[int, ...], most: int, batch: int) -> tuple:
+    """Rounds that are corrected alike: of the same levels, and as many tokens and rows up to a factor of two."""
+    return active, most.bit_length(), batch.bit_length()
+
+
+def _index(at: int, levels: int) -> int:
+    if type(at) is not int or not TARGET <= at < levels:
+        raise ValueError(f"level {at!r} of {levels}")
+    return at
