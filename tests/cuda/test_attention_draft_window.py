@@ -72,21 +72,3 @@ def test_chunks_that_nobody_sees_are_not_read(width, draft_window):
         case.keys[row, :, hole], case.values[row, :, hole] = torch.nan, torch.nan
     assert not clean.isnan().any()
     assert torch.equal(case.attend(), clean)
-
-
-def test_a_step_costs_what_it_sees():
-    """Of 65,536 slots a window of 1,024 leaves a sixtieth."""
-    case = make([65_530], [1], 1, heads=32, kv_heads=8, slots=65_536)
-    seconds = {}
-    for draft_window in (0, 1024):
-        one = replace(case, draft_window=draft_window)
-        for _ in range(3):
-            one.attend()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(50):
-            one.attend()
-        end.record()
-        end.synchronize()
-        seconds[draft_window] = begin.elapsed_time(end)
-    assert seconds[1024] < seconds[0], seconds
