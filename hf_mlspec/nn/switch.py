@@ -33,9 +33,8 @@ class PrecisionSwitch:
         self, weights: str, activation_bits: int = 16, multiply: str = "fused", *, num_planes: int = _PLANES,
         least_planes: int = 1,
     ) -> None:  # fmt: skip
-        """weights: "int4", "mxfp4", "nested" or "planes", the format of the layers (a word of FORMATS); num_planes: of
-        planes, how many there are; least_planes: the fewest that can be read. ValueError for another, or for other
-        bits."""
+        """weights: the format of the layers, a word of FORMATS; num_planes: of planes, with tables or without, how
+        many there are; least_planes: the fewest that can be read. ValueError for another, or for other bits."""
         if weights not in FORMATS:
             raise ValueError(f"PrecisionSwitch: weights is {weights!r}, choose one of {', '.join(FORMATS)}")
         if type(num_planes) is not int or not 1 <= num_planes <= _PLANES:

@@ -111,7 +111,7 @@ class Passes:
         return rounds * (seconds + check), rounds * (passes + 1.0)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def passes_of(target: PassCosts, levels: tuple[LevelCosts, ...]) -> Passes:
     """One object for these costs, as every call has a controller of its own."""
     return Passes(target, levels)

@@ -60,7 +60,7 @@ class Memory:
         """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
         pairs, ratios = list(self.pairs.items()), []
         for (active, most, batch), one in list(self.ratios.items()):  # another thread may have the memory
-            share = min(1.0, _FACTOR_WEIGHT / one.tried) if one.tried else 0.0  # the machine may have been busy
+            share = min(1.0, _FACTOR_WEIGHT / one.tried)  # the machine may have been busy
             ratios.append({"rounds": [list(active), most, batch], "counted": [one.tried * share, one.kept * share]})
         return {"pairs": [{"levels": list(key), **one.to_dict()} for key, one in pairs], "ratios": ratios}
 
@@ -75,8 +75,10 @@ class Memory:
             for one in given["ratios"]:
                 active, most, batch = one["rounds"]
                 key = tuple([_index(at, levels) for at in active]), int(most), int(batch)
-                memory.ratios[key] = Counted(_FACTOR_WINDOW)
-                memory.ratios[key].set(*map(float, one["counted"]), most=_MOST_RATIO)
+                ratio = Counted(_FACTOR_WINDOW)
+                ratio.set(*map(float, one["counted"]), most=_MOST_RATIO)
+                if ratio.tried:  # of no round nothing is known
+                    memory.ratios[key] = ratio
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
         return memory
@@ -110,9 +112,9 @@ class Memory:
     def correct(self, plan: Plan, batch: int, ratio: float) -> None:
         """A round took `ratio` times what its costs say, without corrections."""
         key = _alike(plan.active, plan.most, batch)
-        if key not in self.ratios:
-            self.ratios[key] = Counted(_FACTOR_WINDOW)
-        self.ratios[key].add(1, ratio)
+        one = self.ratios.get(key) or Counted(_FACTOR_WINDOW)
+        one.add(1, ratio)
+        self.ratios[key] = one  # filled before another thread can see it
 
     def factors(self, choices: Sequence[tuple[int, ...]], batch: int) -> tuple[list[list[float]], list[list[float]]]:
         """Measured over predicted seconds, per choice of levels and length of the target's draft: of rounds alike, and

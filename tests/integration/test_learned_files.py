@@ -84,6 +84,13 @@ def test_how_long_rounds_took_is_worth_little_in_another_process():
     assert (told.tried, told.kept) == (6, 12)
 
 
+def test_a_ratio_of_no_rounds_is_none():
+    known, empty = {"rounds": [[1], 3, 1], "counted": [2.0, 2.0]}, {"rounds": [[0], 4, 1], "counted": [0.0, 0.0]}
+    memory = Memory.from_dict({"pairs": [], "ratios": [empty, known]}, 2)
+    assert list(memory.ratios) == [((1,), 3, 1)]
+    assert len(memory.factors([(1,)], 1)) == 1
+
+
 def test_nothing_is_written_before_it_is_due_and_nothing_twice(files, load, monkeypatch):
     decode(load())
     learned.write_what_is_due()
