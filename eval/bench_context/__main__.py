@@ -11,7 +11,7 @@ between the first tokens that come and the last, over the tokens between. It rea
 input embedding, and keys and values of the whole context: these bytes a second are given as a share of what a sum
 over memory reads in the same minute. Stock runs its default attention (SDPA). With --kv-cache ours runs a second time
 in every turn, its keys and values in that format; the last column is the median over turns of its step to that of ours
-beside it.
+beside it. On a GPU, where changing the format captures rounds anew, contenders then run one after another.
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ class CudaCall {
 
   void* stream() const { return stream_.stream(); }
 
+  bool capturing() const { return capture_ != cudaStreamCaptureStatusNone; }
+
   int capability() const { return compute_capability(stream_.device_index()); }
 
   // Whether kernels are launched with programmatic dependent launch: they may start while the one in front ends. Only in

@@ -244,12 +244,17 @@ const DeviceLimits& limits_of(const CudaCall& call, c10::DeviceIndex device) {
 constexpr int64_t kMostWidened = int64_t(1) << 30;  // bytes; larger caches are read as they are, by the kernel of single steps
 int64_t widened_bytes(const mlspec_cuda_cache& cache) { return 4 * cache.batch * cache.kv_heads * cache.slots * cache.dim; }
 
-// A prompt over codes: those of the layer are widened into memory that is given back behind the call.
-void attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention attention, const mlspec_cuda_tokens& tokens,
+// A prompt over codes: those of the layer are widened into memory that is given back behind the call. False without room for it.
+bool attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention attention, const mlspec_cuda_tokens& tokens,
                     const mlspec_cuda_cache& cache, const mlspec_cuda_row_launch& launch) {
   const int64_t padded = (cache.slots + kChunk - 1) / kChunk * kChunk, heads = cache.slots * cache.dim;
-  const Tensor lanes = at::empty({2, cache.batch, cache.kv_heads, cache.slots, cache.dim}, q.options());
-  const Tensor scales = at::empty({2, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
+  Tensor lanes, scales;
+  try {
+    lanes = at::empty({2, cache.batch, cache.kv_heads, cache.slots, cache.dim}, q.options());
+    scales = at::empty({2, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
   mlspec_cuda_cache wide = cache;
   wide.coded = 0, wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
   wide.key_head_stride = wide.value_head_stride = heads;
@@ -257,6 +262,7 @@ void attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention
   attention.scales = {scales.mutable_data_ptr<float>(), scales.select(0, 1).mutable_data_ptr<float>()};
   call.check(mlspec_cuda_widen_cache(&tokens, &cache, &wide, &attention.scales, &launch));
   call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &wide, &launch));
+  return true;
 }
 #endif
 
@@ -315,10 +321,8 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
       call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &cache, &launch));
       return out;
     }
-    if (widened_bytes(cache) <= kMostWidened) {
-      attend_widened(call, q, attention, tokens, cache, launch);
-      return out;
-    }
+    // A graph would keep the memory for as long as it lives; the kernel of single steps has the same bits.
+    if (!call.capturing() && widened_bytes(cache) <= kMostWidened && attend_widened(call, q, attention, tokens, cache, launch)) return out;
   }
 #endif
   call.check(mlspec_cuda_ragged_attention_rows(&attention, &tokens, &cache, &launch));
