@@ -113,7 +113,8 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
     assert "  mxfp4_linear on cpu: " in shown
-    assert told["checkpoints"].keys() == {"gptq", "awq", "auto-round", "compressed-tensors", "gguf", "mxfp4"}
+    known = {"gptq", "awq", "auto-round", "compressed-tensors", "gguf", "mxfp4", "anyprec"}
+    assert told["checkpoints"].keys() == known
     assert "  gguf: stock transformers\n" in shown
     compiled = "Gemma2, Gemma3, Llama, Mistral, Phi3, Qwen2, Qwen3" if told["compiled_decoder"] else "none"
     assert f"  whole decoders compiled: {compiled}\n" in shown

@@ -1,9 +1,8 @@
 """Which int4 codes does a layer's weight get, given what the layer multiplies?
 
 `feedback_weight` is GPTQ (Frantar et al., arXiv 2210.17323, algorithm 1): columns are rounded from left to right, and
-the columns behind one make up
-for its error. A group's scale is searched when the group is reached, on what columns before
-it left, with each column's cost in that algorithm, ``1 / U_cc^2``. `clipped_weight` rounds every column by
+the columns behind one make up for its error. A group's scale is searched when the group is reached, on what columns
+before it left, with each column's cost in that algorithm, ``1 / U_cc^2``. `clipped_weight` rounds every column by
 itself, with scales of the least error of the outputs (the clip search of AWQ, Lin et al., arXiv 2306.00978, section
 4.1).
 """
@@ -13,11 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.hessian import DAMPING, inverse_factor
+from ..formats.hessian import inverse_factor
 from ..formats.int4 import Int4Weight
 from ..formats.packing import LARGEST_CODE, pack_nibbles
 from .grid import encode, search
 
+# Of the mean diagonal. At .01, GPTQ's own, some thousands of tokens of code cost prose more than rounding to nearest.
+DAMPING = 0.1
 _ELEMENTS = 1 << 22  # of a weight in flight: 16 MiB each of a few temporaries
 
 

@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..checkpoints.safetensors_file import checksums
+
 _IDENTITY = "calibration.json"
-_REPORT = "report"
+_REPORT, _CHECKSUMS = "report", "checksums"
 
 
 class FinishedBlocks:
@@ -40,16 +42,24 @@ class FinishedBlocks:
         return self._file(index).exists()
 
     def read(self, index: int) -> tuple[dict[str, Tensor], list[dict]]:
-        """The tensors of a finished block by their names in it, and what was reported of its layers."""
-        with safe_open(self._file(index), "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()[_REPORT])  # noqa: SIM118
+        """The tensors of a finished block by their names in it, and what was reported of its layers. ValueError for
+        a damaged file."""
+        path = self._file(index)
+        try:
+            with safe_open(path, "pt") as file:
+                tensors, told = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): remove it, and its block is done again") from error
+        if checksums(tensors) != json.loads(told[_CHECKSUMS]):
+            raise ValueError(f"{path} is damaged: remove it, and its block is done again")
+        return tensors, json.loads(told[_REPORT])
 
     def write(self, index: int, tensors: dict[str, Tensor], report: list[dict]) -> None:
         """Keep a block; whatever happens while it is written, it is there whole or not at all."""
         file = self._file(index)
         aside = file.with_suffix(".part")
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, aside, metadata={_REPORT: json.dumps(report)})
+        save_file(whole, aside, metadata={_REPORT: json.dumps(report), _CHECKSUMS: json.dumps(checksums(whole))})
         os.replace(aside, file)
 
     def _file(self, index: int) -> Path:

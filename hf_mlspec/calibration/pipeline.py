@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..formats import Int4Weight
-from ..formats.hessian import DAMPING
 from ..nn.linear import KernelLinear, is_dense
 from ..nn.packed import PackedLinear
 from ..nn.packed_formats import PACKINGS
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, ORDER, Transform
 from .blocks import blocks_of, first_inputs
-from .coding import clipped_weight, feedback_weight
+from .coding import DAMPING, clipped_weight, feedback_weight
 from .families import Feed, feeds_of
 from .finished import FinishedBlocks
 from .fold import fold, shared
@@ -59,7 +58,7 @@ class LayerReport:
 
     block: int
     name: str
-    sqnr: float
+    sqnr: float | None
     alpha: float | None
 
 
@@ -144,7 +143,7 @@ class _Work:
         inputs.divide_(scales)
         return dict.fromkeys(inputs.names, alpha)
 
-    def _replace(self, block: nn.Module, path: str, name: str, inputs: Inputs, order: Tensor | None) -> float:
+    def _replace(self, block: nn.Module, path: str, name: str, inputs: Inputs, order: Tensor | None) -> float | None:
         linear = block.get_submodule(name)
         wide, hessian, rows = linear.weight.detach(), inputs.hessian, inputs.rows.float()
         if order is not None:
@@ -156,7 +155,7 @@ class _Work:
         wanted = F.linear(rows, wide.float())
         error = F.linear(rows, weight.dequantize() - wide.float())
         signal, noise = (float(part.square().sum(dtype=torch.float64)) for part in (wanted, error))
-        return 10 * math.log10(signal / noise) if signal and noise else math.inf
+        return 10 * math.log10(signal / noise) if signal and noise else None
 
     def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> Int4Weight:
         plan = self.plan

@@ -39,18 +39,23 @@ def run_calibrated(args: argparse.Namespace, config: MLSpecConfig) -> int:
     return 0
 
 
+def _least_and_median(sqnr: list[float]) -> tuple[str, str]:
+    return (f"{min(sqnr):.1f}", f"{statistics.median(sqnr):.1f}") if sqnr else ("-", "-")
+
+
 def _show(console: Console, args: argparse.Namespace, found: CalibratedFolder) -> None:
     layers, sizes, record = found.calibrated.layers, found.quantized, found.calibrated.record
+    peak = found.calibrated.peak_bytes
     kinds = defaultdict(list)
     for layer in layers:
         kinds[layer.name].append(layer)
     show(console, f"{args.model} by {found.calibrated.method}: signal to noise of a layer's outputs, dB",
          ("layer", "least", "median", "scaled"),
-         [(name, f"{min(own.sqnr for own in same):.1f}", f"{statistics.median(own.sqnr for own in same):.1f}",
+         [(name, *_least_and_median([own.sqnr for own in same if own.sqnr is not None]),
            f"{sum(own.alpha is not None for own in same)} of {len(same)}") for name, same in kinds.items()])
     rows = [("calibrated on", f"{record['tokens']} tokens in {record['samples']} samples"),
             ("seconds", f"{found.calibrated.seconds:.1f} to calibrate, {sizes.save_seconds:.2f} to save"),
-            ("peak memory of the process", f"{found.calibrated.peak_bytes / 1e6:.0f} MB"),
+            ("peak memory of the process", "unknown" if peak is None else f"{peak / 1e6:.0f} MB"),
             ("size", f"{sizes.wide_bytes / 1e6:.1f} MB before, {sizes.packed_bytes / 1e6:.1f} after"),
             ("kept wide", f"{len(sizes.kept)} linear layers")]
     rows += [(f"perplexity {word}", f"{value:.3f}") for word, value in found.perplexity.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_mlspec.calibration.coding import clipped_weight, feedback_weight
+from hf_mlspec.calibration.coding import DAMPING, clipped_weight, feedback_weight
 from hf_mlspec.calibration.grid import decode, encode, search
 from hf_mlspec.formats import Int4Weight
 
@@ -24,7 +24,7 @@ def written_out(weight: torch.Tensor, hessian: torch.Tensor, symmetric: bool) ->
     """float64: round a column, hand its error on by the inverse of the Hessian of what is left, and take the column
     out of that inverse."""
     left, hessian = weight.double().clone(), hessian.double().clone()
-    hessian += 0.01 * hessian.diagonal().mean() * torch.eye(IN)
+    hessian += DAMPING * hessian.diagonal().mean() * torch.eye(IN)
     inverse, values = torch.linalg.inv(hessian), torch.empty(OUT, IN, dtype=torch.float64)
     costs = torch.linalg.cholesky(inverse, upper=True).diagonal().square().reciprocal()
     for column in range(IN):

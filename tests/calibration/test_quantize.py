@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec.calibration import pipeline
+from hf_mlspec.calibration.rotation import rotate
 from hf_mlspec.cli import main
 
 IDS = torch.arange(3, 43).view(1, 40)
@@ -93,6 +94,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, monkeypatch, meth
     ({"calibration": [[3, 64]]}, ValueError, "holds token 64, the model has 64"),
     ({"calibration": ["some text"]}, ValueError, "give its tokenizer too"),
     ({"calibration": []}, ValueError, "calibration is empty"),
+    ({"damping": -1.0}, ValueError, "damping is -1.0, it must be a number above 0"),
+    ({"damping": "x"}, ValueError, "damping is 'x'"),
     ({"calibration": None}, TypeError, "calibration is None"),
     ({"calibration": [[3] * 600]}, ValueError, "has 600 tokens, the model 512 positions")])
 def test_bad_input_is_refused_before_a_layer_is_packed(given, error, words):
@@ -100,6 +103,34 @@ def test_bad_input_is_refused_before_a_layer_is_packed(given, error, words):
     with pytest.raises(error, match=words):
         hf_mlspec.quantize(model, **{"method": "gptq", "calibration": ROWS, "group_size": 32, **given})
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+def test_a_damaged_block_of_a_work_folder_is_refused(tmp_path):
+    quantize(model_of(), "rtn", work_folder=tmp_path / "work")
+    file = tmp_path / "work" / "block_0001.safetensors"
+    said = bytearray(file.read_bytes())
+    said[-5] ^= 1
+    file.write_bytes(said)
+    with pytest.raises(ValueError, match=r"block_0001\.safetensors is damaged: remove it, and its block is done"):
+        quantize(model_of(), "rtn", work_folder=tmp_path / "work")
+    file.write_bytes(said[:100])
+    with pytest.raises(ValueError, match=r"block_0001\.safetensors is damaged"):
+        quantize(model_of(), "rtn", work_folder=tmp_path / "work")
+
+
+def test_a_rotated_model_is_refused():
+    model = model_of()
+    rotate(model)
+    with pytest.raises(ValueError, match=r"has rotated inputs, which methods do not calibrate"):
+        quantize(model, "rtn")
+
+
+def test_a_layer_without_signal_has_no_ratio():
+    model = model_of()
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.v_proj.weight)
+    found = {(one.block, one.name): one.sqnr for one in quantize(model, "rtn").layers}
+    assert found[0, "self_attn.v_proj"] is None
+    assert found[1, "self_attn.v_proj"] > 10
 
 
 def test_nan_inputs_name_block_and_layer():

@@ -1,6 +1,6 @@
 """Do levels on the engine of GPUs see a part of the text, in captured rounds and step by step, and change no token?
 
-On the CPU a round runs as it would be captured; tests/cuda/test_device_windows.py is the same on a GPU.
+On the CPU a round runs as it would be captured; tests/cuda/test_windowed_rounds.py is the same on a GPU.
 """
 
 from __future__ import annotations

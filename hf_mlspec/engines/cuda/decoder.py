@@ -195,7 +195,7 @@ class CudaDecoder:
         if ids.ndim != 2:
             raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
         expected = (self.num_layers, 2, len(ids), sizes.kv_heads, kv.shape[4] if kv.ndim == 6 else "slots")
-        kept = stored_format(kv.dtype)
+        kept = None if kv.dtype == self.dtype else stored_format(kv.dtype)
         if kv.device != self.device or (kept is None and kv.dtype != self.dtype):
             raise ValueError(f"kv is {kv.dtype} on {kv.device}, the model is {self.dtype} on {self.device}")
         expected += (sizes.head_dim if kept is None else kept.width(sizes.head_dim),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...calibration.blocks import blocks_of
+from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
 from ...calibration.methods import method_named
@@ -24,11 +26,11 @@ from ...calibration.needed import memory_needed, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
-from ...formats.hessian import DAMPING
 from ...nn.calibration import read_samples
 from ...nn.castable import require_dense, require_finite_floats
 from ...nn.expert_modules import is_experts
 from ...nn.replace import attach_quantizer
+from ...nn.transforms import TransformedLinear
 from ..levels.resolve import clear
 from ..request import max_positions, vocab_size
 from .calibration_text import rows_of
@@ -42,12 +44,12 @@ SAMPLES, TOKENS = 32, 512
 @dataclass(frozen=True)
 class Calibrated:
     """What came of it. layers: one entry per packed layer. peak_bytes: the most that this process held so far, of the
-    GPU's memory where the model is there. record: what config.json says of it."""
+    GPU's memory where the model is there; None where the system does not tell. record: what config.json says of it."""
 
     method: str
     layers: list[LayerReport]
     seconds: float
-    peak_bytes: int
+    peak_bytes: int | None
     record: dict[str, Any]
 
 
@@ -98,6 +100,12 @@ def _planned(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"quantize takes a transformers PreTrainedModel, not {type(model).__name__}")
     require_dense(model, "quantize")
+    turned = next((name for name, one in model.named_modules() if isinstance(one, TransformedLinear)), None)
+    if turned is not None:
+        raise ValueError(f"{turned} has rotated inputs, which methods do not calibrate: hf_mlspec.direct_cast packs a "
+                         "rotated model, rounded to nearest")
+    if not isinstance(damping, int | float) or not 0 < damping < math.inf:
+        raise ValueError(f"damping is {damping!r}, it must be a number above 0")
     experts = next((name for name, module in model.named_modules() if is_experts(module)), None)
     if experts is not None:
         raise ValueError(f"{experts} holds experts: calibration is of dense models; without a method they are packed")
@@ -155,10 +163,12 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
 
 
-def _peak(device: torch.device) -> int:
+def _peak(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # POSIX alone has it, and `import hf_mlspec` needs none
-
+    try:
+        import resource
+    except ModuleNotFoundError:  # only POSIX has it
+        return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
