@@ -1,5 +1,5 @@
 # make demo   three levels write code and prose, token for token what the target alone writes
-# make test   the whole test suite
+# make test   the tests, in about ten minutes; make test-slow has the others: notebooks, commands of the guide, fuzzing
 # make lint   ruff
 # make docs   the site of the documentation, in site/; make docs-serve shows it while you write
 # Each makes the virtual environment $(VENV) and installs what it needs; the only things asked of the machine are
@@ -10,7 +10,9 @@ VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
-# Python compiles what it imports at the first import, a small part of what is installed.
+# Python compiles what it imports at the first import, a small part of what is installed, and keeps it in $(VENV): where
+# it may not, every process compiles torch and transformers anew, 10 seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 # A word of constraints.txt, "torch==2.13.0": installed before everything that depends on it, so that no other
 # requirement gets to choose another build.
@@ -23,13 +25,16 @@ TELL_KERNELS := ls hf_mlspec/_C.* > /dev/null 2>&1 || \
 	echo "no kernels were compiled (a C++20 compiler is needed): everything runs in plain torch, slower"
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.* kernels_ext/*/*/*.*)
 
-.PHONY: demo test lint docs docs-serve clean
+.PHONY: demo test test-slow lint docs docs-serve clean
 
 demo: $(VENV)/.run
 	$(BIN)/mlspec demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

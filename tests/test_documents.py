@@ -140,6 +140,7 @@ def test_the_readme_prints_what_its_text_says(written):
     assert re.search(r"\d\.\d\d tokens per pass of the target", written["guide-levels"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", BASH_PAGES, ids=named)
 def test_bash_blocks_of_a_page_run(tmp_path, page):
     script = "\n".join(block.code for block in runnable("bash", page))

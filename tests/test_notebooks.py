@@ -53,6 +53,7 @@ def test_there_are_notebooks():
     assert len(NOTEBOOKS) > len(STORIES)
 
 
+@pytest.mark.slow
 @named
 def test_notebook_runs(path, monkeypatch, tmp_path):
     if path in STORIES[1:] and not has_compiled_decoder():

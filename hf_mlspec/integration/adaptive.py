@@ -128,10 +128,13 @@ def _outlook(
     rows, slots = len(lengths), sum(lengths) / len(lengths) + new_tokens / 2
     own, told = _costs(wiring, levels, chain, replayed=False)
     memory = wiring.state.memories.get((*_key(wiring, levels, chain, settings), False))
-    controller = Controller(own, told, by_clock=chain.target.runner.can.bit_exact, memory=memory and memory.kept())
+    positions = [getattr(inside(level), "max_positions", None) or max(lengths) for level in chain.levels]
+    missing = [[min(n, most) * level.own_cache for n in lengths] for level, most in zip(told, positions, strict=True)]
+    if chain.seen:
+        told, missing = _windowed(told, chain), 2 * missing
+    controller = Controller(own, told, by_clock=chain.target.runner.can.bit_exact, memory=memory and memory.kept(),
+                            seen=chain.seen)  # fmt: skip
     controller.start(rows)
-    seen = [getattr(inside(level), "max_positions", None) or max(lengths) for level in chain.levels]
-    missing = [[min(n, most) * level.own_cache for n in lengths] for level, most in zip(told, seen, strict=True)]
     tokens, seconds = controller.outlook(Situation([new_tokens - 1] * rows, slots, missing))
     off_speed = captured_speed(chain.target.runner, wiring.config, rows, slots)
     return Outlook(seconds - tokens / off_speed, off_speed)

@@ -97,6 +97,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, monkeypatch, meth
     ({"damping": -1.0}, ValueError, "damping is -1.0, it must be a number above 0"),
     ({"damping": "x"}, ValueError, "damping is 'x'"),
     ({"calibration": None}, TypeError, "calibration is None"),
+    ({"calibration": True}, TypeError, "calibration is True"),
+    ({"calibration": {"train": ROWS, "test": ROWS}}, TypeError, r"a dict with \['test', 'train'\]: give one of them"),
     ({"calibration": [[3] * 600]}, ValueError, "has 600 tokens, the model 512 positions")])
 def test_bad_input_is_refused_before_a_layer_is_packed(given, error, words):
     model = model_of()

@@ -104,6 +104,7 @@ def changed(tensors, chance: random.Random):
     return {**tensors, name: tensor}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors(kind):
     reader, save, meant = KINDS[kind]

@@ -127,6 +127,7 @@ KINDS = {  # and how many times fewer trials those get that take longer
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors(kind):
     (checkpoint, fewer), chance = KINDS[kind], random.Random(kind)

@@ -104,6 +104,7 @@ def test_a_target_writes_the_successors_whatever_stands_before(shapes, dtype):
     assert sampled == asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0.85, 0.3])
 @pytest.mark.parametrize("length", [1, 4])
 def test_a_draft_is_accepted_as_often_as_asked_at_any_length(shapes, acceptance, length):

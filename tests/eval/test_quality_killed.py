@@ -148,6 +148,7 @@ KILLED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", KILLED)
 def test_killed_at_random_moments(plan, nursery, toy, saved_model, tmp_path_factory):
     """Nothing that was finished is begun again, and what comes out is what an undisturbed run says."""

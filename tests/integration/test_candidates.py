@@ -73,6 +73,7 @@ def test_sampled_candidates_are_point_masses_and_repeat():
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.slow
 def test_sampled_distribution():
     target = tiny(seed=2, vocab_size=6, initializer_range=0.15)
     target.generation_config.eos_token_id = None

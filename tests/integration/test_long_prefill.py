@@ -34,6 +34,7 @@ print(len(written))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 def test_passes_do_not_run_into_each_other():
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]

@@ -289,10 +289,25 @@ def outlooks(monkeypatch):
 
     def told(*args):
         found.append(outlook(*args))
-        return Outlook(told.lost, found[-1].off_speed)
+        return Outlook(told.lost, told.off_speed or found[-1].off_speed)
 
+    told.off_speed = None
     monkeypatch.setattr(adaptive, "_outlook", told)
     return SimpleNamespace(found=found, told=told)
+
+
+def test_what_levels_lose_is_reckoned_with_draft_windows(rounds, outlooks, target, monkeypatch):
+    asked = []
+
+    class Told(adaptive.Controller):
+        def outlook(self, situation):
+            asked.append((self.seen, [level.twin for level in self.levels], situation.missing))
+            return super().outlook(situation)
+
+    monkeypatch.setattr(adaptive, "Controller", Told)
+    outlooks.told.lost = 0.5
+    target.generate(**prompts([9, 3]), **OPTIONS, assistant_models=["mxfp4", "ngram"])
+    assert asked[0] == (1088, [2, 3, 0, 1], [[0, 0]] * 4)
 
 
 FOREIGN = tiny(seed=2, dtype=torch.bfloat16, vocab_size=VOCAB + 7)
@@ -318,7 +333,7 @@ def test_levels_that_keep_the_target_from_graphs_are_left_out_where_they_lose(ro
     assert len(outlooks.found) == 1  # nothing new is known of the second call
     assert all(abs(one.lost) < 60 < one.off_speed for one in outlooks.found)
     (shelf,) = state_of(target).shelved.values()
-    shelf.spare = 0.5
+    shelf.spare, outlooks.told.off_speed = 0.5, 1e9  # whatever the clock says, a call with levels takes longer
     for outlooks.told.lost in (0.4, -1.0):  # a trial, and then because it is better
         rounds.clear()
         assert torch.equal(target.generate(**prompts([9, 3]), **options), alone)

@@ -46,6 +46,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path):
     # Wide enough that half of in_features is whole groups.
     tiny(dtype=torch.float32, hidden_size=128, intermediate_size=256, head_dim=32).save_pretrained(tmp_path / "dense")

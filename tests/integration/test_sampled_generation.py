@@ -58,6 +58,7 @@ OPTIONS = {
 EXACT: dict = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_distribution(chain, name):

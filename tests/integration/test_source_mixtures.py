@@ -282,6 +282,7 @@ def test_biases_of_zeros_and_shards(tmp_path):
     same_experts(model, values)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there: MLSPEC_MODELS names its folder")
 @pytest.mark.parametrize("kind", PACKED)
 def test_a_real_mixture(kind, tmp_path):

@@ -53,6 +53,7 @@ def test_the_target_alone_follows_its_distribution(alone):
         assert p_value(alone[:, :tokens], TARGET) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_chain_writes_what_the_target_writes(name, alone):
     below, tokens = CHAINS[name]

@@ -178,6 +178,7 @@ for dtype, group, symmetric in ((torch.bfloat16, 128, True), (torch.float32, 32,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 def test_on_every_instruction_set(isa):
     output_on(isa, PLAY, Path(__file__).parent)

@@ -76,6 +76,7 @@ def p_value(written: torch.Tensor) -> float:
     return chisquare(counts(written).numpy(), (expected * (len(written) / expected.sum())).numpy()).pvalue
 
 
+@pytest.mark.slow
 def test_rows_follow_the_targets_distribution():
     assert p_value(write("alone", sampled(range(ROWS)))) > 1e-3
 
@@ -86,6 +87,7 @@ def test_no_level_below_changes_a_token(name):
     assert torch.equal(write(name, sampled(seeds)), write("alone", sampled(seeds)))
 
 
+@pytest.mark.slow
 def test_noise_that_is_used_twice_is_noticed(monkeypatch):
     """Every position has the noise of the first."""
     monkeypatch.setattr(row_sampling, "drawn", lambda scores, seed, streams, firsts: drawn(scores, seed, streams, [0]))

@@ -17,7 +17,10 @@ def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: i
     ValueError for a file that cannot be read or is shorter than asked, a row of a data set without "text" and
     "input_ids", and texts without ``tokenizer``; TypeError for what is none of these.
     """
-    if calibration is None or isinstance(calibration, (bytes, int, float)):
+    if isinstance(calibration, Mapping):  # a DatasetDict, or what a tokenizer returns
+        names = sorted(map(str, calibration))
+        raise TypeError(f"calibration is a {type(calibration).__name__} with {names}: give one of them")
+    if not isinstance(calibration, (str, os.PathLike, Iterable)) or isinstance(calibration, bytes):
         raise TypeError(f"calibration is {calibration!r}: give a text file, texts, a data set or rows of token ids")
     if isinstance(calibration, (str, os.PathLike)):
         texts: Iterator[str] = iter([_read(Path(calibration))])
