@@ -63,14 +63,16 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     """How codes are chosen on a text. Each is None where it is not given: without a method there is no text."""
     group = parser.add_argument_group("codes chosen on a text (int4)")
     group.add_argument("--method", metavar="WORD",
-                       help="rtn, gptq, awq, smoothquant, awq+gptq or smoothquant+gptq (default: the format rounds to "
-                            "nearest, without a text)")
+                       help="rtn, gptq, awq, smoothquant, awq+gptq, smoothquant+gptq, quarot or quarot+gptq (default: "
+                            "the format rounds to nearest, without a text)")
     group.add_argument("--calibration", metavar="FILE", help="a text file like what the model will read")
     group.add_argument("--samples", type=positive, metavar="N", help="windows of the text (default 32)")
     group.add_argument("--tokens", type=positive, metavar="N", help="tokens of each (default 512)")
     group.add_argument("--seed", type=seed, metavar="N", help="draws the windows (default 0)")
     group.add_argument("--act-order", action="store_const", const=True,
                        help="gptq: inputs of the largest squares first")
+    group.add_argument("--damping", type=float, metavar="X",
+                       help="gptq: added to the Hessian's diagonal, in units of its mean (default 0.1)")
     group.add_argument("--search-bits", type=int, metavar="N",
                        help="smoothquant: activation bits of its search, 8 or 4 (default: --activation-bits, or 8)")
     group.add_argument("--evaluate", metavar="FILE", help="a text file: its perplexity before and after")

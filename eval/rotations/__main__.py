@@ -1,11 +1,12 @@
 """What does a rotation change: perplexity with int4 weights and activations, accepted drafts, and time of a step?
 
-    python -m eval.rotations --model FOLDER --text FILE --humaneval FILE
+    python -m eval.rotations --model FOLDER --text FILE --humaneval FILE --calibration FILE
 
 Of a model as it is and of the same model rotated (QuaRot's rotations), both with int4 weights in groups, rounded to
-the nearest, its head left as it is: perplexity of the text's first windows and of HumanEval's solutions behind their
-prompts, at w4a16 and w4a4; the share of "w4a4" drafts of three tokens that the model at w4a16 accepts; and seconds a
-step of both, greedy, measured in turns on one thread, of which the least counts.
+the nearest and, with a text to calibrate on, by GPTQ, its head left as it is: perplexity of the text's first windows
+and of HumanEval's solutions behind their prompts, at w4a16 and w4a4; the share of "w4a4" drafts of three tokens that
+the model at w4a16 accepts; and seconds a step of each, greedy, measured in turns on one thread, of which the least
+counts.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from hf_mlspec.calibration.rotation import rotate
 from hf_mlspec.evaluation import score_rows
-from hf_mlspec.nn.linear import Int4Linear
-from hf_mlspec.nn.replace import attach_quantizer, transform_alike
-from hf_mlspec.nn.switch import PrecisionSwitch
 
 WINDOW = 512  # tokens
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -43,24 +40,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of each continuation (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of the times (%(default)s)")
     parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0, help="of the rotation's signs")
+    parser.add_argument("--seed", type=int, default=0, help="of the rotation's signs, and of the samples")
+    parser.add_argument("--calibration", type=Path, help="a text for GPTQ (default: rounding to nearest only)")
+    parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of that text (%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
 
 
-def int4_model(folder: Path, rotated: bool, group_size: int, seed: int) -> nn.Module:
-    """Loaded, rotated or not, its linears but the head rounded to int4."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if rotated:
-        rotate(model, seed=seed)
-    model, head = model.to(torch.bfloat16), model.get_output_embeddings()
-    switch = PrecisionSwitch("int4")
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and module is not head:
-            how = {"group_size": group_size, "symmetric": True}
-            model.set_submodule(name, Int4Linear.from_linear(module, name=name, switch=switch, **how))
-    settings = {"group_size": group_size, "modules_to_not_convert": ["lm_head"]}
-    attach_quantizer(model, {"format": "int4", **settings, "transform": transform_alike(model).word})
+def int4_model(args: argparse.Namespace, method: str, calibration: object, tokenizer) -> nn.Module:
+    """Loaded, its linears but the head packed."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+    found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
+                               tokens=WINDOW, seed=args.seed, group_size=args.group_size)  # fmt: skip
+    print(f"{method}: {found.seconds:.0f} s, {(found.peak_bytes or 0) / 2**20:.0f} MiB at the peak so far",
+          file=sys.stderr, flush=True)  # fmt: skip
     return hf_mlspec.prepare(model)
 
 
@@ -114,10 +107,12 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = rows_of(args, tokenizer)
     prompts = [tokenizer(task["prompt"], return_tensors="pt")["input_ids"] for task in tasks_of(args)[: args.prompts]]
-    models = [int4_model(args.model, rotated, args.group_size, args.seed) for rotated in (False, True)]
+    methods = ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
+    calibration = args.calibration or [prompts[0][0].tolist()]  # rounding to nearest needs none, and looks at one
+    models = [int4_model(args, method, calibration, tokenizer) for method in methods]
     results = []
-    for name, model in zip(("as it is", "rotated"), models, strict=True):
-        line = {"model": name}
+    for name, model in zip(methods, models, strict=True):
+        line = {"method": name}
         for text, (rows, scored) in texts.items():
             for precision in ("w4a16", "w4a4"):
                 line[f"{text} {precision}"] = perplexity(model, rows, scored, precision)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCALINGS = ("awq", "smoothquant")  # multiply input channels, and what feeds them divides
+ROTATION = "quarot"  # before anything else, with what it puts in front of layers as their transform
 CODINGS = ("rtn", "gptq")
 FORMATS = ("int4",)
-WORDS = (*CODINGS, *SCALINGS, *(f"{scaling}+gptq" for scaling in SCALINGS))
+WORDS = (*CODINGS, *SCALINGS, ROTATION, *(f"{first}+gptq" for first in (*SCALINGS, ROTATION)))
 
 
 @dataclass(frozen=True)
 class Method:
-    """scaling: of input channels, or None. coding: "rtn" as a format rounds by itself, "clip" with scales that are
-    searched for the layer's outputs (AWQ), "gptq" with the feedback of errors."""
+    """rotates: whether `rotate` comes first. scaling: of input channels, or None. coding: "rtn" as a format rounds by
+    itself, "clip" with scales that are searched for the layer's outputs (AWQ), "gptq" with the feedback of errors."""
 
     word: str
+    rotates: bool
     scaling: str | None
     coding: str
 
@@ -35,7 +37,7 @@ def method_named(word: object, format: str = "int4") -> Method:
             f"method {word!r} does not fit format {format!r}: {', '.join(WORDS)} choose codes of "
             f"{', '.join(FORMATS)}; without a method every format rounds to nearest"
         )
-    scaling, _, coding = word.rpartition("+")
-    if not scaling and coding in SCALINGS:
-        scaling, coding = coding, "clip" if coding == "awq" else "rtn"
-    return Method(word, scaling or None, coding)
+    steps = word.split("+")
+    scaling = next((step for step in steps if step in SCALINGS), None)
+    coding = steps[-1] if steps[-1] in CODINGS else "clip" if scaling == "awq" else "rtn"
+    return Method(word, ROTATION in steps, scaling, coding)

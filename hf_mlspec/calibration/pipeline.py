@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..formats import Int4Weight
-from ..nn.linear import KernelLinear, is_dense
+from ..nn.castable import has_dense_weight
+from ..nn.linear import KernelLinear
 from ..nn.packed import PackedLinear
 from ..nn.packed_formats import PACKINGS
 from ..nn.switch import PrecisionSwitch
-from ..nn.transforms import NONE, ORDER, Transform
+from ..nn.transforms import Transform, TransformedLinear
 from .blocks import blocks_of, first_inputs
 from .coding import DAMPING, clipped_weight, feedback_weight
 from .families import Feed, feeds_of
@@ -34,7 +35,8 @@ from .statistics import Inputs, collect
 @dataclass(frozen=True)
 class Plan:
     """What is to be done. search_bits: activation bits that SmoothQuant's search assumes. act_order: GPTQ rounds the
-    inputs of the largest squares first; layers get the "order" transform. kept: full names of linears that stay."""
+    inputs of the largest squares first. transform: of the inputs of every packed layer; of a rotated model the
+    rotations. kept: full names of linears that stay."""
 
     method: Method
     group_size: int
@@ -42,13 +44,9 @@ class Plan:
     activation_bits: int
     search_bits: int
     act_order: bool
+    transform: Transform
     kept: frozenset[str]
     damping: float = DAMPING
-
-    @property
-    def transform(self) -> Transform:
-        """Of the inputs of every packed layer."""
-        return ORDER if self.act_order else NONE
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class _Work:
         return reports
 
     def _linears(self, block: nn.Module, where: str) -> list[str]:
-        found = [name for name, module in block.named_modules() if is_dense(module)]
+        found = [name for name, module in block.named_modules() if has_dense_weight(module)]
         return [name for name in found if f"{where}.{name}" not in self.plan.kept]
 
     def _scale(self, block: nn.Module, feed: Feed, seen: list[Inputs]) -> dict[str, float]:
@@ -150,7 +148,8 @@ class _Work:
             wide, rows = wide[:, order], rows[:, order]
             hessian = hessian[order][:, order]
         weight = self._coded(wide, hessian, path)
-        packed = self._module(linear, weight, None if order is None else {"order": order.int()})
+        own = linear.transform_tensors() if isinstance(linear, TransformedLinear) else None
+        packed = self._module(linear, weight, own if order is None else {"order": order.int()})
         block.set_submodule(name, packed)
         wanted = F.linear(rows, wide.float())
         error = F.linear(rows, weight.dequantize() - wide.float())
@@ -177,8 +176,9 @@ class _Work:
             device = linear.weight.device
             parts = [tensors.get(f"{name}.weight_{part}") for part in ("packed", "scale", "zero")]
             weight = Int4Weight(*[None if part is None else part.to(device) for part in parts], f"{where}.{name}")
-            order = {"order": tensors[f"{name}.transform_order"].to(device)} if self.plan.act_order else None
-            block.set_submodule(name, self._module(linear, weight, order))
+            own = self.plan.transform.tensors(linear.in_features, device)
+            own = {word: tensors[f"{name}.transform_{word}"].to(device) for word in own}
+            block.set_submodule(name, self._module(linear, weight, own))
         packed = tuple(f"{name}." for name in self._linears_packed(block))
         for name, parameter in list(block.named_parameters()):
             if not name.startswith(packed) or name.endswith(".bias"):

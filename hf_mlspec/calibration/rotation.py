@@ -8,7 +8,8 @@ matrix in front of down_proj and one across heads in front of o_proj, becomes a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,8 @@ def rotate(
     residual: gains of norms into the linears behind them, then a Hadamard matrix with random signs into the embedding,
     the linears and the head; a tied head gets a weight of its own. heads: one on the values of each head, into v_proj
     and o_proj. online: in front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the
-    signs. Which matrix a width gets: `fitting_hadamard`.
+    signs. Which matrix a width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, or the
+    embedding and the head, are held in float32 meanwhile.
 
     ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
     rotated already, odd widths, and with residual norms behind a block (Gemma 2 and 3), which do not commute with it.
@@ -59,18 +61,22 @@ def rotate(
     entry = _require_rotatable(model, residual)
     plan = _planned(model, entry, residual, heads, online)
     signs = torch.Generator().manual_seed(seed)
+    stream = _signs(model.config.hidden_size, signs) if residual else None
     if residual:
-        _fold_norms(model, entry, plan.untied)
-        _rotate_residual(model, entry, plan.residual, _signs(model.config.hidden_size, signs))
+        _rotate_ends(model, entry, plan, stream)
     for layer in model.get_submodule(entry.layers):
         parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
-        if plan.value is not None:
-            _rotate_values(parts, _Heads.of(model, parts), plan.value, signs)
-        if plan.across_heads is not None:
-            _put_in_front(layer, entry.linears["o"], plan.across_heads)
-        if plan.down is not None:
-            _flip_products(parts, _signs(parts["down"].weight.shape[1], signs))
-            _put_in_front(layer, entry.linears["down"], plan.down)
+        with _in_float32(layer):
+            if residual:
+                _fold_norms(layer, entry, parts)
+                _rotate_residual(parts, plan.residual, stream)
+            if plan.value is not None:
+                _rotate_values(parts, _Heads.of(model, parts), plan.value, signs)
+            if plan.across_heads is not None:
+                _put_in_front(layer, entry.linears["o"], plan.across_heads)
+            if plan.down is not None:
+                _flip_products(parts, _signs(parts["down"].weight.shape[1], signs))
+                _put_in_front(layer, entry.linears["down"], plan.down)
     return plan
 
 
@@ -144,39 +150,60 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().double()
 
 
-def _fold_norms(model: nn.Module, entry: Description, untie: bool) -> None:
-    """Gains into the linears that read them; the last one's into the head, which is untied first."""
-    head, plus = model.get_submodule(entry.head), 1.0 if entry.norm == "rms plus one" else 0.0
-    if untie:
+@contextmanager
+def _in_float32(*modules: nn.Module) -> Iterator[None]:
+    """Parameters of 16 bits have 32 while it lasts."""
+    own = {parameter: parameter.dtype for module in modules for parameter in module.parameters()}
+    try:
+        for parameter, dtype in own.items():
+            parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+        yield
+    finally:
+        for parameter, dtype in own.items():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Tensor) -> None:
+    """Embedding and head; the head, untied first, takes the gain of the last norm."""
+    head, table = model.get_submodule(entry.head), model.get_submodule(entry.embedding)
+    if plan.untied:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
         untie_head(model)
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
-    readers = [(model.get_submodule(entry.final_norm), [head])]
-    for layer in model.get_submodule(entry.layers):
-        for norm, names in _READERS.items():
-            linears = [layer.get_submodule(entry.linears[name]) for name in names if name in entry.linears]
-            readers.append((layer.get_submodule(entry.norms[norm]), linears))
-    for norm, linears in readers:
-        gain = _wide(norm.weight) + plus
-        for linear in linears:
-            _write(linear.weight, _wide(linear.weight) * gain)
-        norm.weight.fill_(1.0 - plus)
+    with _in_float32(norm := model.get_submodule(entry.final_norm), head, table):
+        _fold_gain(norm, [head], entry)
+        _rotate_rows([table.weight, head.weight], plan.residual, signs)
 
 
-def _rotate_residual(model: nn.Module, entry: Description, how: Hadamard, signs: Tensor) -> None:
-    signs = signs.to(model.get_submodule(entry.head).weight.device)
-    rows = [model.get_submodule(entry.embedding).weight, model.get_submodule(entry.head).weight]
-    for layer in model.get_submodule(entry.layers):
-        parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
-        rows += [parts[name].weight for names in _READERS.values() for name in names if name in parts]
-        for writer in (parts["o"], parts["down"]):
-            _write(writer.weight, how.rotate(_wide(writer.weight).T * signs).T)
-            if writer.bias is not None:
-                _write(writer.bias, how.rotate(_wide(writer.bias) * signs))
-    for weight in rows:  # a row at a time would do: the table is the largest of a model
+def _fold_norms(layer: nn.Module, entry: Description, parts: Mapping[str, nn.Module]) -> None:
+    for norm, names in _READERS.items():
+        _fold_gain(layer.get_submodule(entry.norms[norm]), [parts[name] for name in names if name in parts], entry)
+
+
+def _fold_gain(norm: nn.Module, readers: list[nn.Module], entry: Description) -> None:
+    """The gain of a norm into the linears that read it."""
+    plus = 1.0 if entry.norm == "rms plus one" else 0.0
+    gain = _wide(norm.weight) + plus
+    for linear in readers:
+        _write(linear.weight, _wide(linear.weight) * gain)
+    norm.weight.fill_(1.0 - plus)
+
+
+def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard, signs: Tensor) -> None:
+    """What reads the residual stream and what writes to it, of a layer."""
+    _rotate_rows([parts[name].weight for names in _READERS.values() for name in names if name in parts], how, signs)
+    for writer in (parts["o"], parts["down"]):
+        own = signs.to(writer.weight.device)
+        _write(writer.weight, how.rotate(_wide(writer.weight).T * own).T)
+        if writer.bias is not None:
+            _write(writer.bias, how.rotate(_wide(writer.bias) * own))
+
+
+def _rotate_rows(weights: list[nn.Parameter], how: Hadamard, signs: Tensor) -> None:
+    for weight in weights:  # a row at a time would do: the table is the largest of a model
         for some in weight.split(8192):
-            some.copy_(how.rotate(_wide(some) * signs).to(weight.dtype))
+            some.copy_(how.rotate(_wide(some) * signs.to(some.device)).to(weight.dtype))
 
 
 def _rotate_values(parts: Mapping[str, nn.Module], own: _Heads, how: Hadamard, generator: torch.Generator) -> None:

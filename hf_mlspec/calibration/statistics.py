@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..nn.transforms import TransformedLinear
+
 KEPT_ROWS = 256  # inputs that searches and the summary compare outputs on
 
 
@@ -52,7 +54,7 @@ class Inputs:
 def collect(
     linears: dict[str, nn.Module], passes: list[Callable[[], object]], where: str, with_hessians: bool
 ) -> list[Inputs]:
-    """What the layers, by name in the block, multiply in some forward passes of it.
+    """What the weights of layers, by name in the block, multiply in some forward passes of it.
 
     ValueError for NaN or Inf, naming ``where`` and the layer, and for a layer that nothing reached.
     """
@@ -76,7 +78,7 @@ def collect(
         found[name].add(rows, keep)
 
     hooks = [
-        linear.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
+        linear.register_forward_pre_hook(lambda layer, args, name=name: see(name, _multiplied(layer, args[0])))
         for name, linear in linears.items()
     ]
     try:
@@ -88,6 +90,13 @@ def collect(
             hook.remove()
     _require_reached(linears, found, where)
     return list(found.values())
+
+
+def _multiplied(layer: nn.Module, x: Tensor) -> Tensor:
+    """What the weight of a layer multiplies where its inputs are x."""
+    if isinstance(layer, TransformedLinear):
+        return layer.transform.apply(x, layer.transform_tensors())
+    return x
 
 
 def _require_finite(rows: Tensor, where: str, name: str) -> None:

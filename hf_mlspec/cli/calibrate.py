@@ -14,7 +14,7 @@ from ..integration.quantizer.calibrated_folder import CalibratedFolder, calibrat
 from ..integration.quantizer.config import MLSpecConfig
 from .tables import say, show
 
-_OPTIONS = ("samples", "tokens", "seed", "act_order", "search_bits", "evaluate", "evaluate_tokens")
+_OPTIONS = ("samples", "tokens", "seed", "act_order", "damping", "search_bits", "evaluate", "evaluate_tokens")
 
 
 def require_no_method(args: argparse.Namespace) -> None:

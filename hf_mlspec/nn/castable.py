@@ -23,6 +23,11 @@ def is_nested(module: nn.Module) -> bool:
     return isinstance(module, PackedLinear) and module.format == "nested"
 
 
+def has_dense_weight(module: nn.Module) -> bool:
+    """Whether a module multiplies its inputs, as they are or transformed, by a weight that can be cast."""
+    return is_dense(module) or isinstance(module, TransformedLinear)
+
+
 def dense_weight(linear: nn.Module) -> torch.Tensor:
     """``[out, in]``: an nn.Linear's own weight, or the exact BF16 weight of a nested one, joined."""
     return linear.dequantized(torch.bfloat16) if is_nested(linear) else linear.weight.detach()
@@ -81,7 +86,7 @@ def linears_and_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every path of every plain nn.Linear (a subclass computes something else and stays), nested linear, linear that
     transforms its inputs, and module of experts."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module) or is_nested(module) or is_experts(module) or isinstance(module, TransformedLinear):
+        if has_dense_weight(module) or is_nested(module) or is_experts(module):
             yield name, module
 
 
@@ -104,7 +109,7 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
 
 def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:
     """Why a linear layer cannot be cast; None for one that can, and for what is no linear layer."""
-    if is_dense(module) or is_nested(module) or isinstance(module, TransformedLinear):
+    if has_dense_weight(module) or is_nested(module):
         if not module.in_features or not module.out_features:
             return "it has no weights"
         odd = module.in_features % divisor

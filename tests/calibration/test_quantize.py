@@ -13,6 +13,8 @@ import hf_mlspec
 from hf_mlspec.calibration import pipeline
 from hf_mlspec.calibration.rotation import rotate
 from hf_mlspec.cli import main
+from hf_mlspec.nn.linear import Int4Linear
+from hf_mlspec.nn.transforms import hadamard_of
 
 IDS = torch.arange(3, 43).view(1, 40)
 ROWS = [torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(6)]
@@ -120,11 +122,72 @@ def test_a_damaged_block_of_a_work_folder_is_refused(tmp_path):
         quantize(model_of(), "rtn", work_folder=tmp_path / "work")
 
 
-def test_a_rotated_model_is_refused():
+def errors_of(model, wanted, **options):
+    """Of the logits, in parts of their size."""
+    found = hf_mlspec.quantize(model, calibration=ROWS, **options)
+    with torch.no_grad():
+        return float((model(IDS).logits - wanted).norm() / wanted.norm()), found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
+def test_a_rotated_model_gets_its_codes_on_what_its_weights_multiply(tmp_path, kind):
+    wanted = model_of(kind)(IDS).logits
+    model, other = model_of(kind), model_of(kind)
+    rotate(other, seed=3)
+    error, found = errors_of(model, wanted, method="quarot+gptq", group_size=32, seed=3)
+    again, _ = errors_of(other, wanted, method="gptq", group_size=32, seed=3)
+    assert error == again < 0.6
+    assert min(layer.sqnr for layer in found.layers) > 8
+    blocks = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    assert {module.transform.word for module in blocks} == {"hadamard"}
+    down = model.model.layers[0].mlp.down_proj
+    assert not hadamard_of(down.transform_tensors()).is_nothing
+    model.save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_hessians_of_rotated_layers_are_those_of_rotated_inputs(monkeypatch):
+    seen, feedback = [], pipeline.feedback_weight
+    monkeypatch.setattr(pipeline, "feedback_weight", lambda *given: seen.append(given) or feedback(*given))
     model = model_of()
     rotate(model)
-    with pytest.raises(ValueError, match=r"has rotated inputs, which methods do not calibrate"):
-        quantize(model, "rtn")
+    down, inputs = model.model.layers[0].mlp.down_proj, []
+    down.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    hessian = torch.zeros(down.in_features, down.in_features)
+    for row in ROWS:
+        model(torch.tensor([row]))
+        x = down.transform.apply(inputs.pop(), down.transform_tensors())[0]
+        hessian += x.T @ x
+    quantize(model)
+    (given,) = (one for one in seen if one[4] == "model.layers.0.mlp.down_proj")
+    # What comes before it in the block is not rounded yet.
+    torch.testing.assert_close(given[1], hessian, rtol=1e-3, atol=1e-3)
+
+
+def test_a_rotated_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
+    whole, resumed = model_of(), model_of()
+    quantize(whole, "quarot+gptq", work_folder=tmp_path / "work")
+    (tmp_path / "work" / "block_0001.safetensors").unlink()
+    quantize(resumed, "quarot+gptq", work_folder=tmp_path / "work")
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in resumed.state_dict().items())
+    with pytest.raises(ValueError, match="holds blocks of a calibration with"):
+        quantize(model_of(), "quarot+gptq", work_folder=tmp_path / "work", seed=1)
+
+
+@pytest.mark.parametrize(("turned", "given", "words"), [
+    (True, {"method": "awq"}, r"down_proj has rotated inputs|o_proj has rotated inputs, whose scales 'awq'"),
+    (True, {"method": "quarot"}, "is rotated already: start from the original model"),
+    (True, {"method": "gptq", "skip_modules": ["down_proj"]}, "down_proj has rotated inputs, which no dense layer"),
+    (True, {"method": "gptq", "act_order": True}, "two transforms of a layer's inputs: leave one out"),
+    (False, {"method": "quarot+gptq", "act_order": True}, "two transforms of a layer's inputs: leave one out")])
+def test_what_does_not_go_with_rotations_is_refused(turned, given, words):
+    model = model_of()
+    if turned:
+        rotate(model)
+    with pytest.raises(ValueError, match=words):
+        quantize(model, **given)
+    assert isinstance(model.model.layers[0].mlp.up_proj, torch.nn.Linear)
 
 
 def test_a_layer_without_signal_has_no_ratio():

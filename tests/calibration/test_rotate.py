@@ -161,6 +161,17 @@ def test_what_cannot_be_rotated_is_named():
         rotate(odd)
 
 
+def test_weights_of_16_bits_are_rounded_once():
+    model, wide = (model_of("qwen3", torch.bfloat16, **PACKABLE) for _ in range(2))
+    wide.load_state_dict(model.state_dict())
+    wide.float()
+    for one in (model, wide):
+        rotate(one, seed=1)
+    for (name, found), wanted in zip(model.named_parameters(), wide.parameters(), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, wanted.bfloat16()), name
+
+
 PACKABLE = {"hidden_size": 128, "intermediate_size": 7 * 64, "head_dim": 32}
 
 

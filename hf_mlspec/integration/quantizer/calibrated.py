@@ -24,13 +24,14 @@ from ...calibration.finished import FinishedBlocks
 from ...calibration.methods import method_named
 from ...calibration.needed import memory_needed, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
+from ...calibration.rotation import rotate
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
 from ...nn.calibration import read_samples
 from ...nn.castable import require_dense, require_finite_floats
 from ...nn.expert_modules import is_experts
 from ...nn.replace import attach_quantizer
-from ...nn.transforms import TransformedLinear
+from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ..levels.resolve import clear
 from ..request import max_positions, vocab_size
 from .calibration_text import rows_of
@@ -61,14 +62,14 @@ def quantize(
 ) -> Calibrated:  # fmt: skip
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
-    method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq".
+    method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq"; "quarot" (`rotate`
+        by ``seed``, then round to nearest) and "quarot+gptq". A model that is rotated already takes "rtn" and "gptq".
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
-    work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. The caller
-        removes it.
+    work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. Not removed.
 
     The head, embeddings and norms keep their dtype; AWQ and SmoothQuant change norms, which take their scales. The
     model can be saved and loaded as any packed one. TypeError, ValueError, MemoryError and OSError before the first
@@ -81,6 +82,8 @@ def quantize(
     rows = read_samples(ids, vocab_size(model), model.device)
     require_lengths(rows, max_positions(model))
     require_memory(memory_needed(model, rows, plan.method.needs_hessians), model.device)
+    if plan.method.rotates:
+        rotate(model, seed=seed)
     record = _record(plan, rows)
     begin, finished = time.perf_counter(), None
     if work_folder is not None:
@@ -100,10 +103,11 @@ def _planned(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"quantize takes a transformers PreTrainedModel, not {type(model).__name__}")
     require_dense(model, "quantize")
-    turned = next((name for name, one in model.named_modules() if isinstance(one, TransformedLinear)), None)
-    if turned is not None:
-        raise ValueError(f"{turned} has rotated inputs, which methods do not calibrate: hf_mlspec.direct_cast packs a "
-                         "rotated model, rounded to nearest")
+    turned = [name for name, one in model.named_modules() if isinstance(one, TransformedLinear)]
+    if turned and chosen.scaling:
+        raise ValueError(f"{turned[0]} has rotated inputs, whose scales {method!r} cannot fold: use rtn or gptq")
+    if act_order and (turned or chosen.rotates):
+        raise ValueError("act_order and rotations are two transforms of a layer's inputs: leave one out")
     if not isinstance(damping, int | float) or not 0 < damping < math.inf:
         raise ValueError(f"damping is {damping!r}, it must be a number above 0")
     experts = next((name for name, module in model.named_modules() if is_experts(module)), None)
@@ -122,12 +126,15 @@ def _planned(
         model, None, model._keep_in_fp32_modules, add_default_skips=True
     )
     kept = choose_kept(model, config, defaults)
+    if lost := sorted(kept & set(turned)):
+        raise ValueError(f"{lost[0]} has rotated inputs, which no dense layer of a checkpoint says: do not skip it")
     require_groups_fit(model, config, kept)
     require_finite_floats(model, dict.fromkeys(kept, "kept"), "quantize")
     warn_of_unpackable(model, config, kept)
     bits = search_bits or min(config.activation_bits, 8)
-    return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, frozenset(kept),
-                damping)  # fmt: skip
+    transform = HADAMARD if turned or chosen.rotates else ORDER if act_order else NONE
+    return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
+                frozenset(kept), damping)  # fmt: skip
 
 
 def _run(
@@ -159,7 +166,8 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     """What the bits of the result depend on."""
     settings = replace(plan, kept=frozenset())
     own = {name: getattr(settings, name) for name in ("group_size", "symmetric", "activation_bits")}
-    weights = hashlib.sha256(json.dumps(sorted(checksums(model.state_dict()).items())).encode()).hexdigest()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # a rotated model has no state_dict
+    weights = hashlib.sha256(json.dumps(sorted(checksums(tensors).items())).encode()).hexdigest()
     return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ...nn.castable import has_dense_weight
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.experts import PackedExperts
 from ...nn.linear import is_dense
@@ -51,7 +52,7 @@ def _packable(model: nn.Module, config: MLSpecConfig) -> Iterator[tuple[str, nn.
     """Every path of every module that has a counterpart in the format."""
     experts = config.record.experts
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_dense(module) or (experts and ExpertModule.obstacle(module) is None):
+        if has_dense_weight(module) or (experts and ExpertModule.obstacle(module) is None):
             yield name, module
 
 
@@ -103,7 +104,7 @@ def _inputs(model: nn.Module, config: MLSpecConfig, kept: set[str]) -> Iterator[
     for name, module in _packable(model, config):
         if name in kept:
             continue
-        if is_dense(module):
+        if has_dense_weight(module):
             yield name, module.in_features
         else:
             sizes = ExpertModule.of(module, name).sizes
@@ -181,7 +182,7 @@ def warn_of_unpackable(model: PreTrainedModel, config: MLSpecConfig, kept: set[s
     """One warning with the kinds of weights that stay unpacked because there is no packed module for them."""
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
-        other_linear = isinstance(module, nn.Linear | Conv1D) and not is_dense(module)
+        other_linear = isinstance(module, nn.Linear | Conv1D) and not has_dense_weight(module)
         unknown = not config.record.experts or ExpertModule.obstacle(module) is not None
         if name not in kept and (other_linear or (is_experts(module) and unknown)):
             kinds[type(module).__name__] += 1
