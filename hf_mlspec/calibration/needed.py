@@ -35,6 +35,15 @@ def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) 
     return states + most
 
 
+def memory_to_rotate(model: nn.Module) -> int:
+    """Bytes beside the model that `rotate` takes, at most: embedding and head, or a block, in float32, float64 copies
+    of its largest weight, and a head of its own."""
+    ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    blocks = [list(block.parameters()) for _, block in blocks_of(model)]
+    held = max(sum(weight.numel() for weight in group) for group in (ends, *blocks))
+    return 4 * held + 3 * 8 * max(weight.numel() for group in blocks for weight in group) + ends[1].nbytes
+
+
 def require_memory(needed: int, device: torch.device) -> None:
     """MemoryError with both numbers where less is free. Where the system does not say what is free, nothing is
     checked."""

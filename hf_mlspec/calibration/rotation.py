@@ -43,6 +43,16 @@ class Rotation:
     untied: bool = False
 
 
+def turned_inputs(model: nn.Module) -> list[str]:
+    """Paths of the linears whose inputs `rotate` is going to transform. ValueError as it raises."""
+    entry = _require_rotatable(model, True)
+    plan = _planned(model, entry, True, True, True)
+    turned = {"o": plan.across_heads, "down": plan.down}
+    places = [entry.linears[name] for name, how in turned.items() if how is not None]
+    count = len(model.get_submodule(entry.layers))
+    return [f"{entry.layers}.{index}.{place}" for index in range(count) for place in places]
+
+
 @torch.no_grad()
 def rotate(
     model: nn.Module, *, seed: int = 0, residual: bool = True, heads: bool = True, online: bool = True

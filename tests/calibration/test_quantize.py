@@ -171,8 +171,11 @@ def test_a_rotated_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     (tmp_path / "work" / "block_0001.safetensors").unlink()
     quantize(resumed, "quarot+gptq", work_folder=tmp_path / "work")
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in resumed.state_dict().items())
-    with pytest.raises(ValueError, match="holds blocks of a calibration with"):
-        quantize(model_of(), "quarot+gptq", work_folder=tmp_path / "work", seed=1)
+    other = model_of()
+    before = other(IDS).logits
+    with pytest.raises(ValueError, match="holds blocks of a calibration with seed 0, now it is 1"):
+        quantize(other, "quarot+gptq", work_folder=tmp_path / "work", seed=1)
+    assert torch.equal(other(IDS).logits, before)
 
 
 @pytest.mark.parametrize(("turned", "given", "words"), [
@@ -180,13 +183,16 @@ def test_a_rotated_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     (True, {"method": "quarot"}, "is rotated already: start from the original model"),
     (True, {"method": "gptq", "skip_modules": ["down_proj"]}, "down_proj has rotated inputs, which no dense layer"),
     (True, {"method": "gptq", "act_order": True}, "two transforms of a layer's inputs: leave one out"),
+    (False, {"method": "quarot", "skip_modules": ["down_proj"]}, "down_proj has rotated inputs, which no dense layer"),
     (False, {"method": "quarot+gptq", "act_order": True}, "two transforms of a layer's inputs: leave one out")])
 def test_what_does_not_go_with_rotations_is_refused(turned, given, words):
     model = model_of()
     if turned:
         rotate(model)
+    before = model(IDS).logits
     with pytest.raises(ValueError, match=words):
         quantize(model, **given)
+    assert torch.equal(model(IDS).logits, before)
     assert isinstance(model.model.layers[0].mlp.up_proj, torch.nn.Linear)
 
 

@@ -22,9 +22,9 @@ from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
 from ...calibration.methods import method_named
-from ...calibration.needed import memory_needed, require_disk, require_memory
+from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
-from ...calibration.rotation import rotate
+from ...calibration.rotation import rotate, turned_inputs
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
 from ...nn.calibration import read_samples
@@ -81,15 +81,14 @@ def quantize(
     ids = rows_of(calibration, tokenizer, samples, tokens, seed)
     rows = read_samples(ids, vocab_size(model), model.device)
     require_lengths(rows, max_positions(model))
-    require_memory(memory_needed(model, rows, plan.method.needs_hessians), model.device)
-    if plan.method.rotates:
-        rotate(model, seed=seed)
-    record = _record(plan, rows)
+    needed = memory_needed(model, rows, plan.method.needs_hessians)
+    require_memory(max(needed, memory_to_rotate(model)) if plan.method.rotates else needed, model.device)
+    record = _record(plan, rows, seed)
     begin, finished = time.perf_counter(), None
     if work_folder is not None:
         require_disk(model, work_folder)
         finished = FinishedBlocks(work_folder, _identity(model, plan, record))
-    layers = _run(model, rows, plan, config, finished)
+    layers = _run(model, rows, plan, config, seed, finished)
     settings = {**config.to_dict(), "modules_to_not_convert": sorted(plan.kept), "calibration": record}
     settings.pop("skip_modules", None)
     attach_quantizer(model, {**settings, "transform": plan.transform.word})
@@ -103,10 +102,11 @@ def _planned(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"quantize takes a transformers PreTrainedModel, not {type(model).__name__}")
     require_dense(model, "quantize")
-    turned = [name for name, one in model.named_modules() if isinstance(one, TransformedLinear)]
+    there = [name for name, one in model.named_modules() if isinstance(one, TransformedLinear)]
+    turned = turned_inputs(model) if chosen.rotates else there
     if turned and chosen.scaling:
         raise ValueError(f"{turned[0]} has rotated inputs, whose scales {method!r} cannot fold: use rtn or gptq")
-    if act_order and (turned or chosen.rotates):
+    if act_order and turned:
         raise ValueError("act_order and rotations are two transforms of a layer's inputs: leave one out")
     if not isinstance(damping, int | float) or not 0 < damping < math.inf:
         raise ValueError(f"damping is {damping!r}, it must be a number above 0")
@@ -132,16 +132,19 @@ def _planned(
     require_finite_floats(model, dict.fromkeys(kept, "kept"), "quantize")
     warn_of_unpackable(model, config, kept)
     bits = search_bits or min(config.activation_bits, 8)
-    transform = HADAMARD if turned or chosen.rotates else ORDER if act_order else NONE
+    transform = HADAMARD if turned else ORDER if act_order else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
                 frozenset(kept), damping)  # fmt: skip
 
 
 def _run(
-    model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, finished: FinishedBlocks | None
-) -> list[LayerReport]:
+    model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, seed: int,
+    finished: FinishedBlocks | None,
+) -> list[LayerReport]:  # fmt: skip
     training = model.training
     clear(model)  # what was compiled or cast from the dense weights
+    if plan.method.rotates:
+        rotate(model, seed=seed)
     bar = logging.tqdm(total=len(blocks_of(model)), desc=f"Calibrating {plan.method.word}", unit="block", leave=False)
     try:
         with bar:
@@ -150,11 +153,13 @@ def _run(
         model.train(training)
 
 
-def _record(plan: Plan, rows: Iterable[Tensor]) -> dict[str, Any]:
+def _record(plan: Plan, rows: Iterable[Tensor], seed: int) -> dict[str, Any]:
     """What config.json says: method and text; nothing reads it."""
     told: dict[str, Any] = {"method": plan.method.word}
     if plan.method.coding == "gptq":
         told |= {"damping": plan.damping, "act_order": plan.act_order}
+    if plan.method.rotates:
+        told["seed"] = seed
     if plan.method.scaling == "smoothquant":
         told["search_bits"] = plan.search_bits
     lists = [row.flatten().tolist() for row in rows]
@@ -163,7 +168,7 @@ def _record(plan: Plan, rows: Iterable[Tensor]) -> dict[str, Any]:
 
 
 def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
-    """What the bits of the result depend on."""
+    """What the bits of the result depend on; the weights before they are rotated."""
     settings = replace(plan, kept=frozenset())
     own = {name: getattr(settings, name) for name in ("group_size", "symmetric", "activation_bits")}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # a rotated model has no state_dict
