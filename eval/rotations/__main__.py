@@ -4,8 +4,8 @@
 
 Of a model as it is and of the same model rotated (QuaRot's rotations), both with int4 weights in groups, rounded to
 the nearest and, with a text to calibrate on, by GPTQ, its head left as it is: perplexity of the text's first windows
-and of HumanEval's solutions behind their prompts, at w4a16 and w4a4; the share of "w4a4" drafts of three tokens that
-the model at w4a16 accepts; and seconds a step of each, greedy, measured in turns on one thread, of which the least
+and of HumanEval's solutions behind their prompts, at w4a16 and w4a4; how many tokens of "w4a4" drafts of three the
+model at w4a16 accepts; and seconds a step of each, greedy, measured in turns on one thread, of which the least
 counts.
 """
 
@@ -79,14 +79,15 @@ def tasks_of(args: argparse.Namespace) -> list[dict]:
     return [json.loads(line) for line in args.humaneval.read_text(encoding="utf-8").splitlines() if line]
 
 
-def acceptance(model: nn.Module, prompts: list[torch.Tensor], tokens: int) -> float:
-    drafted = accepted = 0
+def acceptance(model: nn.Module, prompts: list[torch.Tensor], tokens: int) -> dict[str, float]:
+    """Of "w4a4" drafts: accepted tokens over all that were drafted, and over those whose verdict is known."""
+    drafted = tested = accepted = 0
     for ids in prompts:
         options = {"assistant_models": ["w4a4"], "speculation_config": {"num_draft_tokens": 3}}
         model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, **options)
         level = hf_mlspec.last_stats(model).levels[0]
-        drafted, accepted = drafted + level.drafted, accepted + level.accepted
-    return accepted / drafted
+        drafted, tested, accepted = drafted + level.drafted, tested + level.tested, accepted + level.accepted
+    return {"w4a4 accepted / drafted": accepted / drafted, "accepted / tested": accepted / tested}
 
 
 def step_seconds(models: list[nn.Module], ids: torch.Tensor, tokens: int, repeats: int) -> list[float]:
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         for text, (rows, scored) in texts.items():
             for precision in ("w4a16", "w4a4"):
                 line[f"{text} {precision}"] = perplexity(model, rows, scored, precision)
-        line["w4a4 accepted"] = acceptance(model, prompts, args.tokens)
+        line |= acceptance(model, prompts, args.tokens)
         results.append(line)
         print(line, file=sys.stderr, flush=True)
     for line, seconds in zip(results, step_seconds(models, prompts[0], args.tokens, args.repeats), strict=True):
