@@ -20,6 +20,7 @@ print(attention_cases.check_all())
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_width(isa):
     assert output_on(isa, CHECK, Path(__file__).parent) == "ok"
