@@ -68,7 +68,8 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--calibration", metavar="FILE", help="a text file like what the model will read")
     group.add_argument("--samples", type=positive, metavar="N", help="windows of the text (default 32)")
     group.add_argument("--tokens", type=positive, metavar="N", help="tokens of each (default 512)")
-    group.add_argument("--seed", type=seed, metavar="N", help="draws the windows (default 0)")
+    group.add_argument("--seed", type=seed, metavar="N",
+                       help="draws the windows, and the signs of rotations (default 0)")
     group.add_argument("--act-order", action="store_const", const=True,
                        help="gptq: inputs of the largest squares first")
     group.add_argument("--damping", type=float, metavar="X",

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import blocks_of
+from .rotation import ROWS
 from .statistics import KEPT_ROWS
 
+_WIDE = 5  # float64 copies of the largest weight while it is rotated: products, butterflies, what was and comes
 _TRIALS = 4  # float32 copies of the largest weight: targets, a trial, its values, their difference
 
 
@@ -41,7 +43,9 @@ def memory_to_rotate(model: nn.Module) -> int:
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     blocks = [list(block.parameters()) for _, block in blocks_of(model)]
     held = max(sum(weight.numel() for weight in group) for group in (ends, *blocks))
-    return 4 * held + 3 * 8 * max(weight.numel() for group in blocks for weight in group) + ends[1].nbytes
+    some = [weight[:ROWS].numel() for weight in ends]
+    widest = max(*some, *(weight.numel() for group in blocks for weight in group))
+    return 4 * held + _WIDE * 8 * widest + ends[1].nbytes
 
 
 def require_memory(needed: int, device: torch.device) -> None:
@@ -51,7 +55,7 @@ def require_memory(needed: int, device: torch.device) -> None:
     if free is not None and free < needed:
         raise MemoryError(
             f"calibration needs {needed / 2**20:.0f} MiB beside the model, {free / 2**20:.0f} are free on {device}: "
-            "give fewer samples or tokens, or use method rtn"
+            "give fewer samples or tokens, use method rtn, or free some"
         )
 
 

@@ -23,7 +23,9 @@ from ..nn.linear import is_dense
 from ..nn.replace import untie_head
 from ..nn.transforms import HADAMARD, TransformedLinear, record_of
 
+ROWS = 8192  # in float64 at once: a table of embeddings is the largest weight of many models
 _log = logging.getLogger(__name__)
+_IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
 _READERS = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up")}  # of what each norm writes
 
 
@@ -71,6 +73,7 @@ def rotate(
     entry = _require_rotatable(model, residual)
     plan = _planned(model, entry, residual, heads, online)
     signs = torch.Generator().manual_seed(seed)
+    vars(model)[_IN_PART] = True
     stream = _signs(model.config.hidden_size, signs) if residual else None
     if residual:
         _rotate_ends(model, entry, plan, stream)
@@ -87,6 +90,7 @@ def rotate(
             if plan.down is not None:
                 _flip_products(parts, _signs(parts["down"].weight.shape[1], signs))
                 _put_in_front(layer, entry.linears["down"], plan.down)
+    del vars(model)[_IN_PART]
     return plan
 
 
@@ -109,6 +113,8 @@ def _require_rotatable(model: nn.Module, residual: bool) -> Description:
         raise ValueError(f"rotate: {name} is unknown, choose one of {', '.join(KNOWN)}")
     if any(isinstance(module, TransformedLinear) for module in model.modules()):
         raise ValueError(f"rotate: this {name} is rotated already: start from the original model")
+    if vars(model).get(_IN_PART):
+        raise ValueError(f"rotate: this {name} was rotated in part, by a call that did not end: load it again")
     require_dense(model, "rotate")
     behind = [entry.norms[norm] for norm in ("attention_out", "mlp_out") if norm in entry.norms]
     if residual and behind:
@@ -117,8 +123,12 @@ def _require_rotatable(model: nn.Module, residual: bool) -> Description:
             "written and the residual stream: a rotation of it cannot be folded; rotate(model, residual=False) does "
             "the heads and the online Hadamard matrices"
         )
+    seen: set[int] = set()
     for layer in model.get_submodule(entry.layers):
         for place in entry.linears.values():
+            if id(layer.get_submodule(place).weight) in seen:
+                raise ValueError(f"rotate: {place} of this {name} shares its weight with another layer")
+            seen.add(id(layer.get_submodule(place).weight))
             if not is_dense(linear := layer.get_submodule(place)):
                 raise ValueError(f"rotate: {place} of this {name} is a {type(linear).__name__}, expected nn.Linear")
     return entry
@@ -128,7 +138,7 @@ def _planned(model: nn.Module, entry: Description, residual: bool, heads: bool, 
     layer, head = model.get_submodule(entry.layers)[0], model.get_submodule(entry.head)
     parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
     own = _Heads.of(model, parts)
-    tied = head.weight is model.get_submodule(entry.embedding).weight
+    tied = head.weight.data_ptr() == model.get_submodule(entry.embedding).weight.data_ptr()
     across = fitting_hadamard(own.queries, own.dim)
     return Rotation(
         residual=_fitting(model.config.hidden_size, "hidden_size", "residual") if residual else None,
@@ -152,7 +162,7 @@ def _signs(count: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (count,), generator=generator, dtype=torch.float64) * 2 - 1
 
 
-def _write(parameter: nn.Parameter, value: Tensor) -> None:
+def _write(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value.to(parameter.dtype))
 
 
@@ -196,7 +206,8 @@ def _fold_gain(norm: nn.Module, readers: list[nn.Module], entry: Description) ->
     plus = 1.0 if entry.norm == "rms plus one" else 0.0
     gain = _wide(norm.weight) + plus
     for linear in readers:
-        _write(linear.weight, _wide(linear.weight) * gain)
+        for some in linear.weight.split(ROWS):
+            _write(some, _wide(some) * gain.to(some.device))
     norm.weight.fill_(1.0 - plus)
 
 
@@ -211,9 +222,9 @@ def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard, signs: Tenso
 
 
 def _rotate_rows(weights: list[nn.Parameter], how: Hadamard, signs: Tensor) -> None:
-    for weight in weights:  # a row at a time would do: the table is the largest of a model
-        for some in weight.split(8192):
-            some.copy_(how.rotate(_wide(some) * signs.to(some.device)).to(weight.dtype))
+    for weight in weights:
+        for some in weight.split(ROWS):
+            _write(some, how.rotate(_wide(some) * signs.to(some.device)))
 
 
 def _rotate_values(parts: Mapping[str, nn.Module], own: _Heads, how: Hadamard, generator: torch.Generator) -> None:

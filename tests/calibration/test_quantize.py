@@ -10,7 +10,7 @@ from models import tiny
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
-from hf_mlspec.calibration import pipeline
+from hf_mlspec.calibration import needed, pipeline
 from hf_mlspec.calibration.rotation import rotate
 from hf_mlspec.cli import main
 from hf_mlspec.nn.linear import Int4Linear
@@ -98,6 +98,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, monkeypatch, meth
     ({"calibration": []}, ValueError, "calibration is empty"),
     ({"damping": -1.0}, ValueError, "damping is -1.0, it must be a number above 0"),
     ({"damping": "x"}, ValueError, "damping is 'x'"),
+    ({"method": "rtn", "damping": 0.5}, ValueError, "damping is GPTQ's, method 'rtn' has none"),
+    ({"method": "quarot", "seed": 1.5}, ValueError, r"seed is 1\.5, it must be a whole number"),
     ({"calibration": None}, TypeError, "calibration is None"),
     ({"calibration": True}, TypeError, "calibration is True"),
     ({"calibration": {"train": ROWS, "test": ROWS}}, TypeError, r"a dict with \['test', 'train'\]: give one of them"),
@@ -165,6 +167,38 @@ def test_hessians_of_rotated_layers_are_those_of_rotated_inputs(monkeypatch):
     torch.testing.assert_close(given[1], hessian, rtol=1e-3, atol=1e-3)
 
 
+def test_a_tied_model_in_16_bits_is_rotated_and_loads_bit_for_bit(tmp_path):
+    model = tiny("qwen2", dtype=torch.bfloat16, tie_word_embeddings=True)
+    wanted = model(IDS).logits.float()
+    error, _ = errors_of(model, wanted, method="quarot+gptq", group_size=32)
+    assert error < 0.6
+    assert {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} >= {torch.bfloat16}
+    model.save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert not loaded.config.tie_word_embeddings
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_heads_alone_are_rotated_where_nothing_is_in_front_of_layers():
+    model = model_of("gemma3")
+    wanted = model(IDS).logits
+    with pytest.raises(ValueError, match="norms behind its blocks"):
+        quantize(model, "quarot+gptq")
+    assert torch.equal(model(IDS).logits, wanted)
+    rotate(model, residual=False, online=False)
+    assert errors_of(model, wanted, method="gptq", group_size=32)[0] < 0.6
+    assert {one.transform.word for one in model.modules() if isinstance(one, Int4Linear)} == {"none"}
+
+
+def test_memory_for_a_rotation_is_asked_for_before_it(monkeypatch):
+    model = model_of()
+    before = model(IDS).logits
+    monkeypatch.setattr(needed, "_free_bytes", lambda device: needed.memory_to_rotate(model) - 1)
+    with pytest.raises(MemoryError, match="calibration needs"):
+        quantize(model, "quarot")
+    assert torch.equal(model(IDS).logits, before)
+
+
 def test_a_rotated_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     whole, resumed = model_of(), model_of()
     quantize(whole, "quarot+gptq", work_folder=tmp_path / "work")
@@ -179,7 +213,7 @@ def test_a_rotated_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize(("turned", "given", "words"), [
-    (True, {"method": "awq"}, r"down_proj has rotated inputs|o_proj has rotated inputs, whose scales 'awq'"),
+    (True, {"method": "awq"}, r"(down|o)_proj has rotated inputs, whose scales 'awq'"),
     (True, {"method": "quarot"}, "is rotated already: start from the original model"),
     (True, {"method": "gptq", "skip_modules": ["down_proj"]}, "down_proj has rotated inputs, which no dense layer"),
     (True, {"method": "gptq", "act_order": True}, "two transforms of a layer's inputs: leave one out"),
@@ -213,8 +247,6 @@ def test_nan_inputs_name_block_and_layer():
 
 
 def test_too_little_memory_is_said_before_the_first_block(monkeypatch):
-    from hf_mlspec.calibration import needed
-
     monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"calibration needs .* MiB beside the model, 0 are free"):
         quantize(model_of())

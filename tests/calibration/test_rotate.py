@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from accelerate.hooks import attach_execution_device_hook
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 import hf_mlspec
+from hf_mlspec.calibration import rotation
 from hf_mlspec.calibration.rotation import rotate
 from hf_mlspec.formats.hadamard import Hadamard
 from hf_mlspec.integration.quantizer.examine import examine
@@ -159,6 +161,44 @@ def test_what_cannot_be_rotated_is_named():
     odd = model_of("qwen3", intermediate_size=7 * 9)
     with pytest.raises(ValueError, match=r"intermediate_size 63, is odd: .* leave it out with online=False"):
         rotate(odd)
+
+
+def test_hooks_of_accelerate_stay():
+    model = model_of("llama")
+    wanted = logits_of(model)
+    attach_execution_device_hook(model, "cpu")
+    rotate(model)
+    down = model.model.layers[0].mlp.down_proj
+    assert down._hf_hook.execution_device == "cpu"
+    assert (logits_of(model) - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_a_head_over_the_tables_memory_is_untied():
+    model = model_of("llama")
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+    wanted = logits_of(model)
+    assert rotate(model).untied
+    assert (logits_of(model) - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_what_was_rotated_in_part_is_refused(monkeypatch):
+    def stops(*_):
+        raise KeyboardInterrupt
+
+    model = model_of("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(rotation, "_rotate_values", stops)
+        with pytest.raises(KeyboardInterrupt):
+            rotate(model)
+    with pytest.raises(ValueError, match="was rotated in part, by a call that did not end: load it again"):
+        rotate(model)
+
+
+def test_layers_that_share_weights_are_refused():
+    model = model_of("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(ValueError, match="shares its weight with another layer"):
+        rotate(model)
 
 
 def test_weights_of_16_bits_are_rounded_once():

@@ -21,7 +21,7 @@ from ...calibration.blocks import blocks_of
 from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
-from ...calibration.methods import method_named
+from ...calibration.methods import Method, method_named
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
@@ -71,18 +71,19 @@ def quantize(
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. Not removed.
 
-    The head, embeddings and norms keep their dtype; AWQ and SmoothQuant change norms, which take their scales. The
-    model can be saved and loaded as any packed one. TypeError, ValueError, MemoryError and OSError before the first
-    block for what cannot work; ValueError in a block names it, and the model is then packed in part: load it again.
+    The head, embeddings and norms keep their dtype. AWQ and SmoothQuant change norms; "quarot" changes all three, and
+    unties the head: casts that share them are to be made anew. The model is saved and loaded as any packed one.
+    TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
+    names it, and the model is then packed in part: load it again.
     """
     config = MLSpecConfig(format=format, group_size=group_size, symmetric=symmetric, activation_bits=activation_bits,
                           skip_modules=skip_modules)  # fmt: skip
     plan = _planned(model, method, config, search_bits, act_order, damping)
-    ids = rows_of(calibration, tokenizer, samples, tokens, seed)
-    rows = read_samples(ids, vocab_size(model), model.device)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed is {seed!r}, it must be a whole number")
+    rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)
     require_lengths(rows, max_positions(model))
-    needed = memory_needed(model, rows, plan.method.needs_hessians)
-    require_memory(max(needed, memory_to_rotate(model)) if plan.method.rotates else needed, model.device)
+    _require_memory(model, rows, plan)
     record = _record(plan, rows, seed)
     begin, finished = time.perf_counter(), None
     if work_folder is not None:
@@ -95,30 +96,39 @@ def quantize(
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
 
 
+def _require_options(chosen: Method, search_bits: int | None, act_order: bool, damping: float) -> None:
+    if not isinstance(damping, int | float) or not 0 < damping < math.inf:
+        raise ValueError(f"damping is {damping!r}, it must be a number above 0")
+    if act_order and chosen.coding != "gptq":
+        raise ValueError(f"act_order is GPTQ's, method {chosen.word!r} has none: leave it out")
+    if damping != DAMPING and chosen.coding != "gptq":
+        raise ValueError(f"damping is GPTQ's, method {chosen.word!r} has none: leave it out")
+    if search_bits not in (None, 4, 8):
+        raise ValueError(f"search_bits is {search_bits!r}, SmoothQuant's search assumes 8 or 4")
+    if search_bits is not None and chosen.scaling != "smoothquant":
+        raise ValueError(f"search_bits is SmoothQuant's, method {chosen.word!r} has no such search: leave it out")
+
+
 def _planned(
     model: PreTrainedModel, method: str, config: MLSpecConfig, search_bits: int | None, act_order: bool, damping: float
 ) -> Plan:
     chosen = method_named(method, config.format)
+    _require_options(chosen, search_bits, act_order, damping)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"quantize takes a transformers PreTrainedModel, not {type(model).__name__}")
     require_dense(model, "quantize")
-    there = [name for name, one in model.named_modules() if isinstance(one, TransformedLinear)]
-    turned = turned_inputs(model) if chosen.rotates else there
+    there = {name: one for name, one in model.named_modules() if isinstance(one, TransformedLinear)}
+    if other := sorted(name for name, one in there.items() if one.transform is not HADAMARD):
+        raise ValueError(f"{other[0]} transforms its inputs ({there[other[0]].transform.word}), not as `rotate` does: "
+                         "start from the original model")
+    turned = turned_inputs(model) if chosen.rotates else list(there)
     if turned and chosen.scaling:
         raise ValueError(f"{turned[0]} has rotated inputs, whose scales {method!r} cannot fold: use rtn or gptq")
     if act_order and turned:
         raise ValueError("act_order and rotations are two transforms of a layer's inputs: leave one out")
-    if not isinstance(damping, int | float) or not 0 < damping < math.inf:
-        raise ValueError(f"damping is {damping!r}, it must be a number above 0")
     experts = next((name for name, module in model.named_modules() if is_experts(module)), None)
     if experts is not None:
         raise ValueError(f"{experts} holds experts: calibration is of dense models; without a method they are packed")
-    if act_order and chosen.coding != "gptq":
-        raise ValueError(f"act_order is GPTQ's, method {method!r} has none: leave it out")
-    if search_bits not in (None, 4, 8):
-        raise ValueError(f"search_bits is {search_bits!r}, SmoothQuant's search assumes 8 or 4")
-    if search_bits is not None and chosen.scaling != "smoothquant":
-        raise ValueError(f"search_bits is SmoothQuant's, method {method!r} has no such search: leave it out")
     blocks_of(model)
     if chosen.scaling:
         feeds_of(type(model).__name__, chosen.scaling)
@@ -135,6 +145,13 @@ def _planned(
     transform = HADAMARD if turned else ORDER if act_order else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
                 frozenset(kept), damping)  # fmt: skip
+
+
+def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> None:
+    needed = memory_needed(model, rows, plan.method.needs_hessians)
+    if plan.method.rotates:  # its head of its own stays
+        needed = max(needed + model.get_output_embeddings().weight.nbytes, memory_to_rotate(model))
+    require_memory(needed, model.device)
 
 
 def _run(
@@ -171,7 +188,8 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     """What the bits of the result depend on; the weights before they are rotated."""
     settings = replace(plan, kept=frozenset())
     own = {name: getattr(settings, name) for name in ("group_size", "symmetric", "activation_bits")}
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # a rotated model has no state_dict
+    records = {name: tensor for name, tensor in model.named_buffers() if ".transform_" in name}
+    tensors = {**dict(model.named_parameters()), **records}  # a rotated model has no state_dict
     weights = hashlib.sha256(json.dumps(sorted(checksums(tensors).items())).encode()).hexdigest()
     return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
 

@@ -16,7 +16,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ...nn.castable import has_dense_weight
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.experts import PackedExperts
-from ...nn.linear import is_dense
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch, switch_for
@@ -155,7 +154,7 @@ def _empty(
     module: nn.Module, name: str, switch: PrecisionSwitch, config: MLSpecConfig, **settings: int
 ) -> PackedModule:
     settings |= config.record.shaping(config.format_settings)
-    if is_dense(module):
+    if has_dense_weight(module):
         packed = PACKINGS[config.weights].linear.empty(module, name=name, switch=switch, **settings)
         if config.transform != NONE.word:
             packed.transform_(transform_named(config.transform))
