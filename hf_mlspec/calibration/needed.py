@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..nn.castable import has_dense_weight
 from .blocks import blocks_of
 from .rotation import ROWS
 from .statistics import KEPT_ROWS
@@ -25,7 +26,7 @@ def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) 
     longest = max(ids.numel() for ids in samples)
     most = 0
     for _, block in blocks_of(model):
-        linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+        linears = [module for module in block.modules() if has_dense_weight(module)]
         statistics = sum(
             (4 * linear.in_features**2 if with_hessians else 0) + KEPT_ROWS * linear.in_features * model.dtype.itemsize
             for linear in linears
@@ -74,7 +75,7 @@ def require_disk(model: nn.Module, folder: str | os.PathLike) -> None:
     weight of a linear and as they are otherwise."""
     needed = 0
     for _, block in blocks_of(model):
-        dense = {id(module.weight) for module in block.modules() if isinstance(module, nn.Linear)}
+        dense = {id(module.weight) for module in block.modules() if has_dense_weight(module)}
         for tensor in block.parameters():
             needed += tensor.numel() * 6 // 8 if id(tensor) in dense else tensor.nbytes
     place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
