@@ -1,14 +1,15 @@
 """How is a model rotated so that its outputs stay and its activations lose their outliers?
 
-QuaRot (arXiv 2404.00456): orthogonal matrices are folded into weights, in float64. What cannot be folded, a Hadamard
-matrix in front of down_proj and one across heads in front of o_proj, becomes a transform of these layers' inputs
-(nn/transforms.py), of which their weights take the way back. Any quantization may follow.
+QuaRot (arXiv 2404.00456), and SpinQuant (arXiv 2405.16406) where matrices are given: orthogonal matrices are folded
+into weights, in float64. What cannot be folded, a Hadamard matrix in front of down_proj and one across heads in front
+of o_proj, becomes a transform of these layers' inputs (nn/transforms.py), of which their weights take the way back.
+Any quantization may follow.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,24 +23,25 @@ from ..nn.castable import require_dense
 from ..nn.linear import is_dense
 from ..nn.replace import untie_head
 from ..nn.transforms import HADAMARD, TransformedLinear, record_of
+from .matrices import GivenRotation, given_rotation
 
 ROWS = 8192  # in float64 at once: a table of embeddings is the largest weight of many models
 _log = logging.getLogger(__name__)
 _IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
-_READERS = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up")}  # of what each norm writes
+READERS = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up")}  # of what each norm writes
 
 
 @dataclass(frozen=True)
 class Rotation:
     """What `rotate` did to a model. None: nothing of the kind.
 
-    residual: folded into everything that reads or writes the residual stream. value: folded, on each head's values.
-    across_heads, down: of the inputs of o_proj and down_proj at run time. untied: whether the head was given a weight
-    of its own.
+    residual: folded into everything that reads or writes the residual stream. value: folded, on each head's values,
+    one for all layers or one for each. across_heads, down: of the inputs of o_proj and down_proj at run time. untied:
+    whether the head was given a weight of its own.
     """
 
-    residual: Hadamard | None = None
-    value: Hadamard | None = None
+    residual: Hadamard | GivenRotation | None = None
+    value: Hadamard | tuple[GivenRotation, ...] | None = None
     across_heads: Hadamard | None = None
     down: Hadamard | None = None
     untied: bool = False
@@ -57,41 +59,53 @@ def turned_inputs(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def rotate(
-    model: nn.Module, *, seed: int = 0, residual: bool = True, heads: bool = True, online: bool = True
-) -> Rotation:
+    model: nn.Module, *, seed: int = 0, residual: bool | Tensor = True, heads: bool | Sequence[Tensor] = True,
+    online: bool = True,
+) -> Rotation:  # fmt: skip
     """Rotate a dense causal model in place; its outputs stay the same but for rounding in its dtype.
 
     residual: gains of norms into the linears behind them, then a Hadamard matrix with random signs into the embedding,
     the linears and the head; a tied head gets a weight of its own. heads: one on the values of each head, into v_proj
-    and o_proj. online: in front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the
-    signs. Which matrix a width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, or the
-    embedding and the head, are held in float32 meanwhile.
+    and o_proj. Both may be given, as SpinQuant's (`read_rotations`): an orthogonal ``[hidden_size, hidden_size]`` R,
+    by which rows x of the residual stream become x R, and for each layer one ``[head_dim, head_dim]``. online: in
+    front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the signs. Which matrix a
+    width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, or the embedding and the head,
+    are held in float32 meanwhile.
 
     ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
-    rotated already, odd widths, and with residual norms behind a block (Gemma 2 and 3), which do not commute with it.
+    rotated already, odd widths, given matrices that do not fit, and with residual norms behind a block (Gemma 2 and
+    3), which do not commute with it.
     """
-    entry = _require_rotatable(model, residual)
+    entry = _require_rotatable(model, residual is not False)
     plan = _planned(model, entry, residual, heads, online)
     signs = torch.Generator().manual_seed(seed)
     vars(model)[_IN_PART] = True
-    stream = _signs(model.config.hidden_size, signs) if residual else None
-    if residual:
+    stream = _stream_signs(model, plan.residual, signs) if plan.residual is not None else None
+    if plan.residual is not None:
         _rotate_ends(model, entry, plan, stream)
-    for layer in model.get_submodule(entry.layers):
-        parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
+    for index, layer in enumerate(model.get_submodule(entry.layers)):
         with _in_float32(layer):
-            if residual:
-                _fold_norms(layer, entry, parts)
-                _rotate_residual(parts, plan.residual, stream)
-            if plan.value is not None:
-                _rotate_values(parts, _Heads.of(model, parts), plan.value, signs)
-            if plan.across_heads is not None:
-                _put_in_front(layer, entry.linears["o"], plan.across_heads)
-            if plan.down is not None:
-                _flip_products(parts, _signs(parts["down"].weight.shape[1], signs))
-                _put_in_front(layer, entry.linears["down"], plan.down)
+            _rotate_layer(model, entry, plan, index, stream, signs)
     del vars(model)[_IN_PART]
     return plan
+
+
+def _rotate_layer(
+    model: nn.Module, entry: Description, plan: Rotation, index: int, stream: Tensor | None, signs: torch.Generator
+) -> None:
+    layer = model.get_submodule(entry.layers)[index]
+    parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
+    if plan.residual is not None:
+        _fold_norms(layer, entry, parts)
+        _rotate_residual(parts, plan.residual, stream)
+    if plan.value is not None:
+        how = plan.value[index] if isinstance(plan.value, tuple) else plan.value
+        _rotate_values(parts, _Heads.of(model, parts), how, signs)
+    if plan.across_heads is not None:
+        _put_in_front(layer, entry.linears["o"], plan.across_heads)
+    if plan.down is not None:
+        _flip_products(parts, _signs(parts["down"].weight.shape[1], signs))
+        _put_in_front(layer, entry.linears["down"], plan.down)
 
 
 @dataclass(frozen=True)
@@ -134,19 +148,45 @@ def _require_rotatable(model: nn.Module, residual: bool) -> Description:
     return entry
 
 
-def _planned(model: nn.Module, entry: Description, residual: bool, heads: bool, online: bool) -> Rotation:
+def _planned(
+    model: nn.Module, entry: Description, residual: bool | Tensor, heads: bool | Sequence[Tensor], online: bool
+) -> Rotation:
     layer, head = model.get_submodule(entry.layers)[0], model.get_submodule(entry.head)
     parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
     own = _Heads.of(model, parts)
     tied = head.weight.data_ptr() == model.get_submodule(entry.embedding).weight.data_ptr()
     across = fitting_hadamard(own.queries, own.dim)
+    width, layers = model.config.hidden_size, len(model.get_submodule(entry.layers))
+    if isinstance(residual, Tensor):
+        stream = given_rotation(residual, width, "residual")
+    else:
+        stream = _fitting(width, "hidden_size", "residual") if residual else None
+    if isinstance(heads, bool):
+        value = _fitting(own.dim, "the size of a head,", "heads") if heads else None
+    elif len(heads) != layers:
+        raise ValueError(f"rotate: heads holds {len(heads)} matrices, the model has {layers} layers")
+    else:
+        value = tuple(given_rotation(one, own.dim, f"heads[{index}]") for index, one in enumerate(heads))
     return Rotation(
-        residual=_fitting(model.config.hidden_size, "hidden_size", "residual") if residual else None,
-        value=_fitting(own.dim, "the size of a head,", "heads") if heads else None,
+        residual=stream,
+        value=value,
         across_heads=across if online and not across.is_nothing else None,
         down=_fitting(parts["down"].weight.shape[1], "intermediate_size", "online") if online else None,
-        untied=residual and tied,
+        untied=stream is not None and tied,
     )
+
+
+def stream_matrix(model: nn.Module, seed: int) -> Tensor:
+    """The rotation of the residual stream by which `rotate` multiplies with this seed, float64 ``[hidden_size,
+    hidden_size]``."""
+    how = _fitting(model.config.hidden_size, "hidden_size", "residual")
+    return how.rotate(_stream_signs(model, how, torch.Generator().manual_seed(seed)).diag())
+
+
+def _stream_signs(model: nn.Module, how: Hadamard | GivenRotation, generator: torch.Generator) -> Tensor:
+    """Float64 ``[hidden_size]``, the first that `rotate` draws; before a given matrix nothing changes its sign."""
+    signs = _signs(model.config.hidden_size, generator)
+    return signs if isinstance(how, Hadamard) else torch.ones_like(signs)
 
 
 def _fitting(width: int, what: str, part: str) -> Hadamard:
@@ -187,8 +227,7 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
     """Embedding and head; the head, untied first, takes the gain of the last norm."""
     head, table = model.get_submodule(entry.head), model.get_submodule(entry.embedding)
     if plan.untied:
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-        untie_head(model)
+        separate_head(model)
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
     with _in_float32(norm := model.get_submodule(entry.final_norm), head, table):
@@ -196,8 +235,15 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
         _rotate_rows([table.weight, head.weight], plan.residual, signs)
 
 
+def separate_head(model: nn.Module) -> None:
+    """A weight of its own for a head that shares the embedding's."""
+    head = model.get_submodule(KNOWN[type(model).__name__].head)
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    untie_head(model)
+
+
 def _fold_norms(layer: nn.Module, entry: Description, parts: Mapping[str, nn.Module]) -> None:
-    for norm, names in _READERS.items():
+    for norm, names in READERS.items():
         _fold_gain(layer.get_submodule(entry.norms[norm]), [parts[name] for name in names if name in parts], entry)
 
 
@@ -211,9 +257,9 @@ def _fold_gain(norm: nn.Module, readers: list[nn.Module], entry: Description) ->
     norm.weight.fill_(1.0 - plus)
 
 
-def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard, signs: Tensor) -> None:
+def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard | GivenRotation, signs: Tensor) -> None:
     """What reads the residual stream and what writes to it, of a layer."""
-    _rotate_rows([parts[name].weight for names in _READERS.values() for name in names if name in parts], how, signs)
+    _rotate_rows([parts[name].weight for names in READERS.values() for name in names if name in parts], how, signs)
     for writer in (parts["o"], parts["down"]):
         own = signs.to(writer.weight.device)
         _write(writer.weight, how.rotate(_wide(writer.weight).T * own).T)
@@ -221,17 +267,20 @@ def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard, signs: Tenso
             _write(writer.bias, how.rotate(_wide(writer.bias) * own))
 
 
-def _rotate_rows(weights: list[nn.Parameter], how: Hadamard, signs: Tensor) -> None:
+def _rotate_rows(weights: list[nn.Parameter], how: Hadamard | GivenRotation, signs: Tensor) -> None:
     for weight in weights:
         for some in weight.split(ROWS):
             _write(some, how.rotate(_wide(some) * signs.to(some.device)))
 
 
-def _rotate_values(parts: Mapping[str, nn.Module], own: _Heads, how: Hadamard, generator: torch.Generator) -> None:
-    """What each head mixes, with signs per key head; o_proj's columns take the way back."""
+def _rotate_values(
+    parts: Mapping[str, nn.Module], own: _Heads, how: Hadamard | GivenRotation, generator: torch.Generator
+) -> None:
+    """What each head mixes, with signs per key head before a Hadamard matrix; o_proj's columns take the way back."""
     first = 0 if "v" in parts else (own.queries + own.keys) * own.dim
     values, out = parts["v" if "v" in parts else "qkv"], parts["o"].weight
     signs = _signs(own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
+    signs = signs if isinstance(how, Hadamard) else torch.ones_like(signs)
 
     def turned(rows: Tensor) -> Tensor:  # [keys * dim, ...]
         heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)

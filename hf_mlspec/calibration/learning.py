@@ -1,0 +1,126 @@
+"""Which rotation of the residual stream loses least to 4-bit activations? Learned on calibration text.
+
+SpinQuant (arXiv 2405.16406, section 3): the model stays as it is, only an orthogonal matrix R moves, by the gradient
+of the loss of the next token while linears multiply quantized activations. Weights are not quantized, as GPTQ or
+another rounding comes behind. It starts from the matrix of QuaRot. Steps stay orthogonal by Cayley transforms (Li et
+al., arXiv 2002.01113): with momentum M and the gradient G of the loss,
+
+    M = .9 M + G        A = M R^T - R (R^T M R^T) / 2        W = A - A^T        M = W R
+    R becomes (I + t W / 2)^-1 (I - t W / 2) R        t = rate (1 - step / steps) sqrt(width) / |W|
+
+so that a step turns rows by an angle of ``rate``, whatever the size of the gradient. A quantized activation passes its
+gradient on as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..engines.architecture.known import KNOWN
+from ..formats.activations import dequantize_rows, quantize_rows
+from ..nn.transforms import TransformedLinear
+from .blocks import blocks_of
+from .rotation import READERS, rotate, separate_head, stream_matrix
+
+STEPS, RATE, BATCH = 64, 0.002, 4
+_MOMENTUM = 0.9
+
+
+def learn_rotation(
+    model: nn.Module, samples: list[Tensor], *, group_size: int = 128, activation_bits: int = 4, seed: int = 0,
+    steps: int = STEPS, rate: float = RATE, batch: int = BATCH, progress: Callable[[int], None] = lambda step: None,
+) -> Tensor:  # fmt: skip
+    """The rotation of a dense model's residual stream, float64 ``[hidden_size, hidden_size]``, for
+    ``rotate(model, residual=...)``; the model stays as it is.
+
+    samples: int64 ``[1, tokens]`` each, of two tokens or more; ``batch`` of them a step, drawn by ``seed``, which also
+    draws the signs of the rotation that it starts from. rate: radians of the first step, less and less behind it.
+    progress: called behind every step. Beside the model, a
+    float32 copy of it is held, and the activations of one sample. ValueError as of `rotate`, and for a loss that is
+    not finite.
+    """
+    turned = copy.deepcopy(model).float().eval().requires_grad_(False)
+    start = stream_matrix(turned, seed)
+    separate_head(turned)  # or rotate would say that it does
+    rotate(turned, seed=seed)
+    with torch.enable_grad():
+        learned = nn.Parameter(torch.eye(len(start), device=samples[0].device))
+        with _quantized(turned, learned, group_size, activation_bits):
+            _learn(turned, learned, samples, torch.Generator().manual_seed(seed), steps, rate, batch, progress)
+    return start @ learned.detach().cpu().double()
+
+
+def _learn(
+    model: nn.Module, learned: nn.Parameter, samples: list[Tensor], drawn: torch.Generator, steps: int, rate: float,
+    batch: int, progress: Callable[[int], None],
+) -> None:  # fmt: skip
+    momentum = torch.zeros_like(learned)
+    for step in range(steps):
+        for index in torch.randint(len(samples), (batch,), generator=drawn).tolist():
+            ids = samples[index]
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits.float(), ids[0, 1:]) / batch
+            if not math.isfinite(loss.item()):
+                raise ValueError(f"the loss of sample {index} is {loss.item()}: no rotation is learned from it")
+            loss.backward()
+        with torch.no_grad():
+            momentum = _step(learned, _MOMENTUM * momentum + learned.grad, rate * (1 - step / steps))
+        learned.grad = None
+        progress(step)
+
+
+def _step(learned: nn.Parameter, momentum: Tensor, rate: float) -> Tensor:
+    """Move along the orthogonal matrices; -> the momentum, along them."""
+    now = learned.data
+    part = momentum @ now.T - now @ (now.T @ momentum @ now.T) / 2
+    skew = part - part.T
+    size = rate * math.sqrt(len(now)) / max(float(skew.norm()), 1e-12)
+    half, one = (size / 2 * skew).double(), torch.eye(len(now), dtype=torch.float64, device=now.device)
+    learned.data = torch.linalg.solve(one + half, (one - half) @ now.double()).to(now.dtype)
+    return skew @ now
+
+
+class _Quantized(torch.autograd.Function):
+    """Activations as their codes stand for; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group_size: int, bits: int) -> Tensor:
+        return dequantize_rows(*quantize_rows(x, group_size, bits), group_size, x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+
+@contextmanager
+def _quantized(model: nn.Module, learned: nn.Parameter, group_size: int, bits: int) -> Iterator[None]:
+    """Linears of a rotated model's blocks multiply quantized inputs; those that read the residual stream, inputs that
+    the matrix rotated once more, by weights that it rotated, too."""
+    entry = KNOWN[type(model).__name__]
+    readers = {entry.linears[name] for names in READERS.values() for name in names if name in entry.linears}
+
+    def over(linear: nn.Module, turns: bool) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            if isinstance(linear, TransformedLinear):
+                x = linear.transform.apply(x, linear.transform_tensors())
+            x, weight = (x @ learned, linear.weight @ learned) if turns else (x, linear.weight)
+            return F.linear(_Quantized.apply(x, group_size, bits), weight, linear.bias)
+
+        return forward
+
+    linears = [(block.get_submodule(place), place in readers)
+               for _, block in blocks_of(model) for place in entry.linears.values()]  # fmt: skip
+    for linear, turns in linears:
+        linear.forward = over(linear, turns)
+    try:
+        yield
+    finally:
+        for linear, _ in linears:
+            del linear.forward
