@@ -46,7 +46,8 @@ class Rotation:
 
 
 def turned_inputs(model: nn.Module) -> list[str]:
-    """Paths of the linears whose inputs `rotate` is going to transform. ValueError as it raises."""
+    """Paths of the linears whose inputs `rotate` is going to transform, of a dense model, whose weights need not be in
+    memory yet. ValueError as it raises."""
     entry = _require_rotatable(model, True)
     plan = _planned(model, entry, True, True, True)
     turned = {"o": plan.across_heads, "down": plan.down}
@@ -70,6 +71,7 @@ def rotate(
     ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
     rotated already, odd widths, and with residual norms behind a block (Gemma 2 and 3), which do not commute with it.
     """
+    require_dense(model, "rotate")
     entry = _require_rotatable(model, residual)
     plan = _planned(model, entry, residual, heads, online)
     signs = torch.Generator().manual_seed(seed)
@@ -115,7 +117,6 @@ def _require_rotatable(model: nn.Module, residual: bool) -> Description:
         raise ValueError(f"rotate: this {name} is rotated already: start from the original model")
     if vars(model).get(_IN_PART):
         raise ValueError(f"rotate: this {name} was rotated in part, by a call that did not end: load it again")
-    require_dense(model, "rotate")
     behind = [entry.norms[norm] for norm in ("attention_out", "mlp_out") if norm in entry.norms]
     if residual and behind:
         raise ValueError(

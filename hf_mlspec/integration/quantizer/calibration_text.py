@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,13 @@ from typing import Any
 from ...calibration.samples import windows
 
 
-def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: int) -> Iterable[Any]:
+def rows_of(
+    calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: int,
+    read_tokenizer: Callable[[], Any] | None = None,
+) -> Iterable[Any]:  # fmt: skip
     """Rows of token ids as `read_samples` takes them: of texts windows of one stream, ids as they are given.
+
+    read_tokenizer: called for texts where ``tokenizer`` is None.
 
     ValueError for a file that cannot be read or is shorter than asked, a row of a data set without "text" and
     "input_ids", and texts without ``tokenizer``; TypeError for what is none of these.
@@ -39,6 +44,8 @@ def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: i
         if not isinstance(first, str):
             return list(rows)
         texts = rows
+    if tokenizer is None and read_tokenizer is not None:
+        tokenizer = read_tokenizer()
     if tokenizer is None:
         raise ValueError("calibration is text: give its tokenizer too, or rows of token ids")
     return windows(_stream(texts, tokenizer, samples * tokens), samples, tokens, seed)
