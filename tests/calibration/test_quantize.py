@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import hf_mlspec
 from hf_mlspec.calibration import needed, pipeline
 from hf_mlspec.calibration.rotation import rotate
-from hf_mlspec.cli import main
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.transforms import hadamard_of
 
@@ -250,21 +249,3 @@ def test_too_little_memory_is_said_before_the_first_block(monkeypatch):
     monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"calibration needs .* MiB beside the model, 0 are free"):
         quantize(model_of())
-
-
-def test_the_command_writes_a_folder_and_a_summary(capsys, saved_model, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {n}: the area of {n * n}\n" for n in range(200)), encoding="utf-8")
-    command = ["quantize", str(saved_model), str(tmp_path / "out"), "--method", "gptq", "--format", "int4"]
-    command += ["--group-size", "32", "--calibration", str(text), "--tokens", "64", "--evaluate", str(text)]
-    assert main([*command, "--samples", "1000"]) == 2
-    assert "1000 samples of 64 need 64000" in capsys.readouterr().err
-    assert main([*command, "--samples", "4", "--evaluate-tokens", "200"]) == 0
-    told = capsys.readouterr().out
-    words = ("self_attn.q_proj: least", "calibrated on: 256 tokens in 4 samples", "perplexity before",
-             "perplexity w4a4")
-    assert [word for word in words if word not in told] == []
-    assert not (tmp_path / "out.blocks").exists()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert main(["quantize", str(saved_model), str(tmp_path / "other"), "--samples", "4"]) == 2
-    assert "--samples goes with --method" in capsys.readouterr().err

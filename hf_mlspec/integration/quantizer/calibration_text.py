@@ -28,7 +28,7 @@ def rows_of(
     if not isinstance(calibration, (str, os.PathLike, Iterable)) or isinstance(calibration, bytes):
         raise TypeError(f"calibration is {calibration!r}: give a text file, texts, a data set or rows of token ids")
     if isinstance(calibration, (str, os.PathLike)):
-        texts: Iterator[str] = iter([_read(Path(calibration))])
+        texts: Iterator[str] = iter([_read(Path(calibration), "calibration file")])
     else:
         rows = iter(calibration)
         first = next(rows, None)
@@ -53,7 +53,7 @@ def rows_of(
 
 def token_stream(file: str | os.PathLike, tokenizer: Any) -> list[int]:
     """The ids of a text file, without special tokens."""
-    return tokenizer(_read(Path(file)), add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(_read(Path(file), "text file"), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> list[int]:
@@ -67,9 +67,9 @@ def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> list[int]:
     return ids
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, what: str) -> str:
     if not file.is_file():
-        raise ValueError(f"calibration file {str(file)!r} does not exist; give a text file")
+        raise ValueError(f"{what} {str(file)!r} does not exist; give a text file")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
