@@ -249,3 +249,39 @@ def test_too_little_memory_is_said_before_the_first_block(monkeypatch):
     monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"calibration needs .* MiB beside the model, 0 are free"):
         quantize(model_of())
+
+
+@pytest.mark.parametrize("skipped", [["proj"], ["model.layers"], [".*mlp.*", ".*self_attn.*"]], ids=str)
+def test_skipping_every_layer_is_refused(skipped):
+    model = model_of()
+    before = model(IDS).logits
+    with pytest.raises(ValueError, match=r"skip_modules=\[.*\] leaves nothing to pack of the 14 linear layers"):
+        quantize(model, "gptq", skip_modules=skipped)
+    assert torch.equal(model(IDS).logits, before)
+    assert model.config.to_dict().get("quantization_config") is None
+
+
+ALONE = r"rotate\(model, online=False\)( on the original model)?, then quantize by rtn or gptq"
+
+
+@pytest.mark.parametrize(("kind", "sizes", "given", "words"), [
+    ("gemma3", {}, {}, r"quarot: Gemma3\w+ has norms behind.*call .*rotation\.rotate\(model, residual=False"),
+    ("llama", {"intermediate_size": 63}, {}, f"quarot: intermediate_size 63, is odd: .*{ALONE}"),
+    ("llama", {"intermediate_size": 48}, {}, f"{ALONE}; only then leave them unpacked with skip_modules"),
+    ("llama", {}, {"skip_modules": ["down_proj"]}, f"down_proj has rotated inputs, .*do not skip it, or .*{ALONE}")])
+def test_remedies_of_rotations_can_be_followed(kind, sizes, given, words):
+    model = tiny(kind, dtype=torch.float32, **sizes)
+    before = model(IDS).logits
+    with pytest.raises(ValueError, match=words):
+        quantize(model, "quarot+gptq", **given)
+    assert torch.equal(model(IDS).logits, before)
+    rotate(model, residual=kind != "gemma3", online=False)
+    assert quantize(model, "gptq", skip_modules=["down_proj"]).layers
+
+
+def test_a_model_of_inference_mode_is_not_rotated_by_a_method():
+    with torch.inference_mode():
+        model = model_of()
+    with pytest.raises(ValueError, match=r"quarot: .* weights were made under torch\.inference_mode"):
+        quantize(model, "quarot")
+    quantize(model, "gptq")  # which changes no weight in place

@@ -28,7 +28,7 @@ from ...calibration.rotation import rotate, turned_inputs
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
 from ...nn.calibration import read_samples
-from ...nn.castable import require_dense, require_finite_floats
+from ...nn.castable import has_dense_weight, require_dense, require_finite_floats
 from ...nn.expert_modules import is_experts
 from ...nn.replace import attach_quantizer
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
@@ -38,6 +38,9 @@ from .calibration_request import SAMPLES, TOKENS, require_choices
 from .calibration_text import rows_of
 from .config import MLSpecConfig
 from .packing import choose_kept, require_groups_fit, switch_of, warn_of_unpackable
+
+_WITHOUT_ONLINE = ("call hf_mlspec.calibration.rotation.rotate(model, online=False) on the original model, then "
+                   "quantize by rtn or gptq")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,15 @@ def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> se
     defaults = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules, add_default_skips=True)
     kept = choose_kept(model, config, defaults)
     if lost := sorted(kept & set(turned)):
-        raise ValueError(f"{lost[0]} has rotated inputs, which no dense layer of a checkpoint says: do not skip it")
-    require_groups_fit(model, config, kept)
+        raise ValueError(f"{lost[0]} has rotated inputs, which no dense layer of a checkpoint says: do not skip it, "
+                         f"or {_WITHOUT_ONLINE}")  # fmt: skip
+    require_groups_fit(model, config, kept, dict.fromkeys(turned, _WITHOUT_ONLINE))
+    names = [f"{where}.{name}" for where, block in blocks_of(model)
+             for name, module in block.named_modules() if has_dense_weight(module)]  # fmt: skip
+    if kept.issuperset(names):
+        patterns = [*(config.skip_modules or ()), *config.modules_to_not_convert]
+        raise ValueError(f"skip_modules={patterns} leaves nothing to pack of the {len(names)} linear layers in the "
+                         f"blocks of {type(model).__name__}: skip fewer")  # fmt: skip
     return kept
 
 
