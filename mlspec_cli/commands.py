@@ -79,6 +79,8 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--evaluate", metavar="FILE", help="a text file: its perplexity before and after")
     group.add_argument("--evaluate-tokens", type=positive, metavar="N",
                        help="of that file, the first N tokens (default 32768)")
+    group.add_argument("--plot", metavar="FILE.png",
+                       help="draw the signal to noise of all layers over the blocks (needs matplotlib)")
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:

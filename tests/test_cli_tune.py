@@ -10,7 +10,7 @@ import torch
 from refused_command import refusal
 
 import hf_mlspec
-from hf_mlspec.cli import main, tune
+from hf_mlspec.cli import main, picture
 from hf_mlspec.cli.tables import show_plans
 from hf_mlspec.integration import adaptive
 from hf_mlspec.integration.costs import learned, probe
@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_written_is_refused(capsys, tmp_path):
 
 
 def test_a_picture_without_matplotlib_is_refused(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     line = refusal(capsys, "tune", "./model", "--level", "mxfp4", "--plot", tmp_path / "p.png")
     assert line == "mlspec tune: --plot needs matplotlib: pip install matplotlib, or leave --plot out\n"
 

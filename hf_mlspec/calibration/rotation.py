@@ -24,8 +24,10 @@ from ..nn.linear import is_dense
 from ..nn.replace import untie_head
 from ..nn.transforms import HADAMARD, TransformedLinear, record_of
 from .matrices import GivenRotation, given_rotation
+from .methods import ROTATION
 
 ROWS = 8192  # in float64 at once: a table of embeddings is the largest weight of many models
+LARGEST = torch.finfo(torch.float16).max
 _log = logging.getLogger(__name__)
 _IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
 READERS = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up")}  # of what each norm writes
@@ -48,9 +50,10 @@ class Rotation:
 
 
 def turned_inputs(model: nn.Module) -> list[str]:
-    """Paths of the linears whose inputs `rotate` is going to transform. ValueError as it raises."""
-    entry = _require_rotatable(model, True)
-    plan = _planned(model, entry, True, True, True)
+    """Paths of the linears whose inputs `rotate` is going to transform, of a dense model, whose weights need not be in
+    memory yet. ValueError as it raises, of a method: with a remedy that does without its options."""
+    entry = _require_rotatable(model, True, ROTATION)
+    plan = _planned(model, entry, True, True, True, ROTATION)
     turned = {"o": plan.across_heads, "down": plan.down}
     places = [entry.linears[name] for name, how in turned.items() if how is not None]
     count = len(model.get_submodule(entry.layers))
@@ -74,17 +77,19 @@ def rotate(
 
     ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
     rotated already, odd widths, given matrices that do not fit, and with residual norms behind a block (Gemma 2 and
-    3), which do not commute with it.
+    3), which do not commute with it. Within a block, naming the weight, for one of float16 that grows beyond what
+    float16 holds: load the model again.
     """
-    entry = _require_rotatable(model, residual is not False)
-    plan = _planned(model, entry, residual, heads, online)
+    require_dense(model, "rotate")
+    entry = _require_rotatable(model, residual is not False, "rotate")
+    plan = _planned(model, entry, residual, heads, online, "rotate")
     signs = torch.Generator().manual_seed(seed)
     vars(model)[_IN_PART] = True
     stream = _stream_signs(model, plan.residual, signs) if plan.residual is not None else None
     if plan.residual is not None:
         _rotate_ends(model, entry, plan, stream)
     for index, layer in enumerate(model.get_submodule(entry.layers)):
-        with _in_float32(layer):
+        with _in_float32({f"{entry.layers}.{index}": layer}):
             _rotate_layer(model, entry, plan, index, stream, signs)
     del vars(model)[_IN_PART]
     return plan
@@ -120,37 +125,54 @@ class _Heads:
         return cls(queries, model.config.num_key_value_heads, parts["o"].weight.shape[1] // queries)
 
 
-def _require_rotatable(model: nn.Module, residual: bool) -> Description:
+def _without(part: str, action: str) -> str:
+    """How to leave out a part: an option of `rotate` that a method does not have."""
+    if action == ROTATION:
+        return f"call hf_mlspec.calibration.rotation.rotate(model, {part}=False), then quantize by rtn or gptq"
+    return f"leave it out, rotate(model, {part}=False)"
+
+
+def _require_rotatable(model: nn.Module, residual: bool, action: str) -> Description:
     name = type(model).__name__
     entry = KNOWN.get(name)
     if entry is None:
-        raise ValueError(f"rotate: {name} is unknown, choose one of {', '.join(KNOWN)}")
+        raise ValueError(f"{action}: {name} is unknown, choose one of {', '.join(KNOWN)}")
     if any(isinstance(module, TransformedLinear) for module in model.modules()):
-        raise ValueError(f"rotate: this {name} is rotated already: start from the original model")
+        raise ValueError(f"{action}: this {name} is rotated already: start from the original model")
     if vars(model).get(_IN_PART):
-        raise ValueError(f"rotate: this {name} was rotated in part, by a call that did not end: load it again")
-    require_dense(model, "rotate")
+        raise ValueError(f"{action}: this {name} was rotated in part, by a call that did not end: load it again")
     behind = [entry.norms[norm] for norm in ("attention_out", "mlp_out") if norm in entry.norms]
     if residual and behind:
         raise ValueError(
-            f"rotate: {name} has norms behind its blocks ({', '.join(behind)}), whose gains stand between what is "
-            "written and the residual stream: a rotation of it cannot be folded; rotate(model, residual=False) does "
-            "the heads and the online Hadamard matrices"
+            f"{action}: {name} has norms behind its blocks ({', '.join(behind)}), whose gains stand between what is "
+            f"written and the residual stream: a rotation of it cannot be folded; {_without('residual', action)}: the "
+            "heads and the online Hadamard matrices stay"
         )
+    _require_changeable(model, action)
     seen: set[int] = set()
     for layer in model.get_submodule(entry.layers):
         for place in entry.linears.values():
             if id(layer.get_submodule(place).weight) in seen:
-                raise ValueError(f"rotate: {place} of this {name} shares its weight with another layer")
+                raise ValueError(f"{action}: {place} of this {name} shares its weight with another layer")
             seen.add(id(layer.get_submodule(place).weight))
             if not is_dense(linear := layer.get_submodule(place)):
-                raise ValueError(f"rotate: {place} of this {name} is a {type(linear).__name__}, expected nn.Linear")
+                raise ValueError(f"{action}: {place} of this {name} is a {type(linear).__name__}, expected nn.Linear")
     return entry
 
 
+def _require_changeable(model: nn.Module, action: str) -> None:
+    fixed = [name for name, parameter in model.named_parameters() if parameter.is_inference()]
+    if fixed and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{action}: {len(fixed)} weights were made under torch.inference_mode, the first is {fixed[0]}, and "
+            "cannot be changed behind it: load the model outside of it, or call this inside, too"
+        )
+
+
 def _planned(
-    model: nn.Module, entry: Description, residual: bool | Tensor, heads: bool | Sequence[Tensor], online: bool
-) -> Rotation:
+    model: nn.Module, entry: Description, residual: bool | Tensor, heads: bool | Sequence[Tensor], online: bool,
+    action: str,
+) -> Rotation:  # fmt: skip
     layer, head = model.get_submodule(entry.layers)[0], model.get_submodule(entry.head)
     parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
     own = _Heads.of(model, parts)
@@ -160,9 +182,9 @@ def _planned(
     if isinstance(residual, Tensor):
         stream = given_rotation(residual, width, "residual")
     else:
-        stream = _fitting(width, "hidden_size", "residual") if residual else None
+        stream = _fitting(width, "hidden_size", "residual", action) if residual else None
     if isinstance(heads, bool):
-        value = _fitting(own.dim, "the size of a head,", "heads") if heads else None
+        value = _fitting(own.dim, "the size of a head,", "heads", action) if heads else None
     elif len(heads) != layers:
         raise ValueError(f"rotate: heads holds {len(heads)} matrices, the model has {layers} layers")
     else:
@@ -171,7 +193,7 @@ def _planned(
         residual=stream,
         value=value,
         across_heads=across if online and not across.is_nothing else None,
-        down=_fitting(parts["down"].weight.shape[1], "intermediate_size", "online") if online else None,
+        down=_fitting(parts["down"].weight.shape[1], "intermediate_size", "online", action) if online else None,
         untied=stream is not None and tied,
     )
 
@@ -179,7 +201,7 @@ def _planned(
 def stream_matrix(model: nn.Module, seed: int) -> Tensor:
     """The rotation of the residual stream by which `rotate` multiplies with this seed, float64 ``[hidden_size,
     hidden_size]``."""
-    how = _fitting(model.config.hidden_size, "hidden_size", "residual")
+    how = _fitting(model.config.hidden_size, "hidden_size", "residual", "rotate")
     return how.rotate(_stream_signs(model, how, torch.Generator().manual_seed(seed)).diag())
 
 
@@ -189,11 +211,11 @@ def _stream_signs(model: nn.Module, how: Hadamard | GivenRotation, generator: to
     return signs if isinstance(how, Hadamard) else torch.ones_like(signs)
 
 
-def _fitting(width: int, what: str, part: str) -> Hadamard:
+def _fitting(width: int, what: str, part: str, action: str) -> Hadamard:
     found = fitting_hadamard(width)
     if found.is_nothing:
         raise ValueError(
-            f"rotate: {what} {width}, is odd: no Hadamard matrix divides it; leave it out with {part}=False"
+            f"{action}: {what} {width}, is odd: no Hadamard matrix divides it; {_without(part, action)}"
         )
     return found
 
@@ -211,16 +233,26 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _in_float32(*modules: nn.Module) -> Iterator[None]:
-    """Parameters of 16 bits have 32 while it lasts."""
-    own = {parameter: parameter.dtype for module in modules for parameter in module.parameters()}
+def _in_float32(parts: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Parameters of 16 bits have 32 while it lasts. parts: modules by name. ValueError naming a weight that float16
+    does not hold any more; the model is then rotated in part."""
+    named = {parameter: f"{part}.{name}" for part, one in parts.items() for name, parameter in one.named_parameters()}
+    own = {parameter: parameter.dtype for parameter in named}
     try:
         for parameter, dtype in own.items():
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
         yield
     finally:
+        narrow = [parameter for parameter, dtype in own.items() if dtype == torch.float16 and parameter.numel()]
+        largest = {parameter: max(map(abs, map(float, torch.aminmax(parameter.detach())))) for parameter in narrow}
         for parameter, dtype in own.items():
             parameter.data = parameter.data.to(dtype)
+    for parameter, most in largest.items():
+        if not torch.tensor(most).half().isfinite():
+            raise ValueError(
+                f"rotate: {named[parameter]} would hold {most:.3g}, float16 holds {LARGEST:.0f} at most; load the "
+                "model again, in bfloat16 or float32"
+            )
 
 
 def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Tensor) -> None:
@@ -230,7 +262,8 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
         separate_head(model)
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
-    with _in_float32(norm := model.get_submodule(entry.final_norm), head, table):
+    norm = model.get_submodule(entry.final_norm)
+    with _in_float32({entry.final_norm: norm, entry.head: head, entry.embedding: table}):
         _fold_gain(norm, [head], entry)
         _rotate_rows([table.weight, head.weight], plan.residual, signs)
 

@@ -10,16 +10,19 @@ from collections import defaultdict
 
 from rich.console import Console
 
+from ..calibration.pipeline import LayerReport
 from ..integration.quantizer.calibrated_folder import CalibratedFolder, calibrate_folder
 from ..integration.quantizer.config import MLSpecConfig
+from .picture import require_picture
 from .tables import say, show
 
+WORST = 5  # layers that are named one by one
 _OPTIONS = ("samples", "tokens", "seed", "act_order", "damping", "search_bits", "evaluate", "evaluate_tokens")
 
 
 def require_no_method(args: argparse.Namespace) -> None:
     """ValueError for options of calibration without a method."""
-    given = next((name for name in ("calibration", *_OPTIONS) if getattr(args, name) is not None), None)
+    given = next((name for name in ("calibration", "plot", *_OPTIONS) if getattr(args, name) is not None), None)
     if given is not None:
         raise ValueError(f"--{given.replace('_', '-')} goes with --method, which chooses codes on a text: add one")
 
@@ -28,12 +31,19 @@ def run_calibrated(args: argparse.Namespace, config: MLSpecConfig) -> int:
     """`mlspec quantize --method`."""
     if args.calibration is None:
         raise ValueError("--method chooses codes on a text: name its file with --calibration")
+    if args.plot is not None:
+        require_picture(args.plot)
     options = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     found = calibrate_folder(args.model, args.out, args.method, config, calibration=args.calibration,
                              max_shard_size=args.max_shard_size, dtype=args.dtype, overwrite=args.overwrite,
                              **options)
+    if args.plot is not None:
+        from .calibrate_plot import draw  # matplotlib is optional
+
+        draw(found.calibrated.layers, found.calibrated.method, args.plot)
     if args.json:
-        print(json.dumps({**dataclasses.asdict(found), "asked": {"model": args.model, "out": args.out}}))
+        asked = {name: getattr(args, name) for name in ("model", "out", "plot")}
+        print(json.dumps({**dataclasses.asdict(found), "asked": asked}))
     else:
         _show(Console(), args, found)
     return 0
@@ -41,6 +51,12 @@ def run_calibrated(args: argparse.Namespace, config: MLSpecConfig) -> int:
 
 def _least_and_median(sqnr: list[float]) -> tuple[str, str]:
     return (f"{min(sqnr):.1f}", f"{statistics.median(sqnr):.1f}") if sqnr else ("-", "-")
+
+
+def _worst(layers: list[LayerReport]) -> list[tuple[str, str]]:
+    """The layers with the most noise, the worst first."""
+    noisy = sorted((layer for layer in layers if layer.sqnr is not None), key=lambda layer: layer.sqnr)
+    return [(f"block {layer.block}, {layer.name}", f"{layer.sqnr:.1f}") for layer in noisy[:WORST]]
 
 
 def _show(console: Console, args: argparse.Namespace, found: CalibratedFolder) -> None:
@@ -53,11 +69,15 @@ def _show(console: Console, args: argparse.Namespace, found: CalibratedFolder) -
          ("layer", "least", "median", "scaled"),
          [(name, *_least_and_median([own.sqnr for own in same if own.sqnr is not None]),
            f"{sum(own.alpha is not None for own in same)} of {len(same)}") for name, same in kinds.items()])
+    show(console, "layers with the most noise", ("", "dB"), _worst(layers))
     rows = [("calibrated on", f"{record['tokens']} tokens in {record['samples']} samples"),
             ("seconds", f"{found.calibrated.seconds:.1f} to calibrate, {sizes.save_seconds:.2f} to save"),
             ("peak memory of the process", "unknown" if peak is None else f"{peak / 1e6:.0f} MB"),
             ("size", f"{sizes.wide_bytes / 1e6:.1f} MB before, {sizes.packed_bytes / 1e6:.1f} after"),
             ("kept wide", f"{len(sizes.kept)} linear layers")]
     rows += [(f"perplexity {word}", f"{value:.3f}") for word, value in found.perplexity.items()]
+    rows += [("perplexity is of", f"{found.evaluated} tokens of {args.evaluate}")] if found.perplexity else []
     show(console, "calibration", ("", "value"), rows)
     say(console, f"written to {args.out}")
+    if args.plot is not None:
+        say(console, f"picture written to {args.plot}")

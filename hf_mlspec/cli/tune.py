@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -15,11 +14,11 @@ from ..evaluation.certificate_badge import check_folder
 from ..integration.costs.file import cache_folder
 from ..integration.costs.survey import ROOM, SLOTS, Example, Survey
 from ..speculation.costs import PassCosts
+from .picture import require_picture
 from .request import chain_config, load_target
 from .tables import say, show
 
 BATCHES, ACCEPTANCES = (1, 4, 8, 32), (0.5, 0.7, 0.9)
-PICTURES = (".png", ".svg", ".pdf")
 _BUDGET = 60.0  # seconds for a model, so that one of a second a pass is measured too
 _SHOWN_SLOTS = 1000
 
@@ -57,13 +56,9 @@ def _require_input(args: argparse.Namespace) -> None:
         check_folder(args.output, "the profile")
     if args.plot is None:
         return
-    if Path(args.plot).suffix.lower() not in PICTURES:
-        raise ValueError(f"--plot is {args.plot!r}; a picture's name ends with {', '.join(PICTURES)}")
-    check_folder(args.plot, "the picture")
+    require_picture(args.plot)
     if args.output is not None and Path(args.output).resolve() == Path(args.plot).resolve():
         raise ValueError(f"--output and --plot both name {args.plot!r}; name two files")
-    if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 def _told(args: argparse.Namespace, survey: Survey, examples: list[Example], kept: str | None) -> dict:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import hf_mlspec
 from hf_mlspec.calibration import needed, pipeline
 from hf_mlspec.calibration.rotation import rotate
-from hf_mlspec.cli import main
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.transforms import hadamard_of
 
@@ -252,19 +251,37 @@ def test_too_little_memory_is_said_before_the_first_block(monkeypatch):
         quantize(model_of())
 
 
-def test_the_command_writes_a_folder_and_a_summary(capsys, saved_model, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {n}: the area of {n * n}\n" for n in range(200)), encoding="utf-8")
-    command = ["quantize", str(saved_model), str(tmp_path / "out"), "--method", "gptq", "--format", "int4"]
-    command += ["--group-size", "32", "--calibration", str(text), "--tokens", "64", "--evaluate", str(text)]
-    assert main([*command, "--samples", "1000"]) == 2
-    assert "1000 samples of 64 need 64000" in capsys.readouterr().err
-    assert main([*command, "--samples", "4", "--evaluate-tokens", "200"]) == 0
-    told = capsys.readouterr().out
-    words = ("self_attn.q_proj: least", "calibrated on: 256 tokens in 4 samples", "perplexity before",
-             "perplexity w4a4")
-    assert [word for word in words if word not in told] == []
-    assert not (tmp_path / "out.blocks").exists()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert main(["quantize", str(saved_model), str(tmp_path / "other"), "--samples", "4"]) == 2
-    assert "--samples goes with --method" in capsys.readouterr().err
+@pytest.mark.parametrize("skipped", [["proj"], ["model.layers"], [".*mlp.*", ".*self_attn.*"]], ids=str)
+def test_skipping_every_layer_is_refused(skipped):
+    model = model_of()
+    before = model(IDS).logits
+    with pytest.raises(ValueError, match=r"skip_modules=\[.*\] leaves nothing to pack of the 14 linear layers"):
+        quantize(model, "gptq", skip_modules=skipped)
+    assert torch.equal(model(IDS).logits, before)
+    assert model.config.to_dict().get("quantization_config") is None
+
+
+ALONE = r"rotate\(model, online=False\)( on the original model)?, then quantize by rtn or gptq"
+
+
+@pytest.mark.parametrize(("kind", "sizes", "given", "words"), [
+    ("gemma3", {}, {}, r"quarot: Gemma3\w+ has norms behind.*call .*rotation\.rotate\(model, residual=False"),
+    ("llama", {"intermediate_size": 63}, {}, f"quarot: intermediate_size 63, is odd: .*{ALONE}"),
+    ("llama", {"intermediate_size": 48}, {}, f"{ALONE}; only then leave them unpacked with skip_modules"),
+    ("llama", {}, {"skip_modules": ["down_proj"]}, f"down_proj has rotated inputs, .*do not skip it, or .*{ALONE}")])
+def test_remedies_of_rotations_can_be_followed(kind, sizes, given, words):
+    model = tiny(kind, dtype=torch.float32, **sizes)
+    before = model(IDS).logits
+    with pytest.raises(ValueError, match=words):
+        quantize(model, "quarot+gptq", **given)
+    assert torch.equal(model(IDS).logits, before)
+    rotate(model, residual=kind != "gemma3", online=False)
+    assert quantize(model, "gptq", skip_modules=["down_proj"]).layers
+
+
+def test_a_model_of_inference_mode_is_not_rotated_by_a_method():
+    with torch.inference_mode():
+        model = model_of()
+    with pytest.raises(ValueError, match=r"quarot: .* weights were made under torch\.inference_mode"):
+        quantize(model, "quarot")
+    quantize(model, "gptq")  # which changes no weight in place

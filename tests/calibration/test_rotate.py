@@ -159,7 +159,7 @@ def test_what_cannot_be_rotated_is_named():
     with pytest.raises(ValueError, match="already quantized"):
         rotate(hf_mlspec.direct_cast(model_of("mistral", torch.bfloat16, intermediate_size=32 * 9), "mxfp4"))
     odd = model_of("qwen3", intermediate_size=7 * 9)
-    with pytest.raises(ValueError, match=r"intermediate_size 63, is odd: .* leave it out with online=False"):
+    with pytest.raises(ValueError, match=r"intermediate_size 63, is odd: .* leave it out, rotate\(model, online=F"):
         rotate(odd)
 
 
@@ -191,6 +191,32 @@ def test_what_was_rotated_in_part_is_refused(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             rotate(model)
     with pytest.raises(ValueError, match="was rotated in part, by a call that did not end: load it again"):
+        rotate(model)
+
+
+def test_weights_of_inference_mode_are_refused_behind_it_and_rotated_inside():
+    with torch.inference_mode():
+        model = model_of("llama")
+    with pytest.raises(ValueError, match=r"weights were made under torch\.inference_mode, the first is model\.em"):
+        rotate(model)
+    with torch.inference_mode():
+        before = logits_of(model)
+        rotate(model)
+        assert (logits_of(model) - before).norm() < 1e-4 * before.norm()
+
+
+def test_a_weight_that_float16_does_not_hold_is_named():
+    def with_row(value: float) -> nn.Module:
+        model = model_of("qwen3", torch.float16)
+        with torch.no_grad():
+            model.model.layers[1].mlp.gate_proj.weight[0] = value
+        return model
+
+    rotate(with_row(6000.0), heads=False, online=False)  # of 64 values: 8 times as much at most
+    words = r"rotate: model\.layers\.1\.mlp\.gate_proj\.weight would hold .*e\+05, float16 holds 65504 at most"
+    with pytest.raises(ValueError, match=words):
+        rotate(model := with_row(60000.0), heads=False, online=False)
+    with pytest.raises(ValueError, match="was rotated in part"):
         rotate(model)
 
 

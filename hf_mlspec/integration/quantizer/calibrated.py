@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -15,31 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer
 from transformers.utils import logging
 
 from ...calibration.blocks import blocks_of
 from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
-from ...calibration.methods import Method, method_named
+from ...calibration.methods import method_named
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
 from ...nn.calibration import read_samples
-from ...nn.castable import require_dense, require_finite_floats
+from ...nn.castable import has_dense_weight, require_dense, require_finite_floats
 from ...nn.expert_modules import is_experts
 from ...nn.replace import attach_quantizer
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ..levels.resolve import clear
 from ..request import max_positions, vocab_size
+from .calibration_request import SAMPLES, TOKENS, require_choices
 from .calibration_text import rows_of
 from .config import MLSpecConfig
 from .packing import choose_kept, require_groups_fit, switch_of, warn_of_unpackable
-from .quantizer import MLSpecQuantizer
 
-SAMPLES, TOKENS = 32, 512
+_WITHOUT_ONLINE = ("call hf_mlspec.calibration.rotation.rotate(model, online=False) on the original model, then "
+                   "quantize by rtn or gptq")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,8 @@ def quantize(
     """
     config = MLSpecConfig(format=format, group_size=group_size, symmetric=symmetric, activation_bits=activation_bits,
                           skip_modules=skip_modules)  # fmt: skip
-    plan = _planned(model, method, config, search_bits, act_order, damping)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed is {seed!r}, it must be a whole number")
+    choices = {"seed": seed, "damping": damping, "act_order": act_order, "search_bits": search_bits}
+    plan = _planned(model, method, config, choices)
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)
     require_lengths(rows, max_positions(model))
     _require_memory(model, rows, plan)
@@ -96,27 +96,24 @@ def quantize(
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
 
 
-def _require_options(chosen: Method, search_bits: int | None, act_order: bool, damping: float) -> None:
-    if not isinstance(damping, int | float) or not 0 < damping < math.inf:
-        raise ValueError(f"damping is {damping!r}, it must be a number above 0")
-    if act_order and chosen.coding != "gptq":
-        raise ValueError(f"act_order is GPTQ's, method {chosen.word!r} has none: leave it out")
-    if damping != DAMPING and chosen.coding != "gptq":
-        raise ValueError(f"damping is GPTQ's, method {chosen.word!r} has none: leave it out")
-    if search_bits not in (None, 4, 8):
-        raise ValueError(f"search_bits is {search_bits!r}, SmoothQuant's search assumes 8 or 4")
-    if search_bits is not None and chosen.scaling != "smoothquant":
-        raise ValueError(f"search_bits is SmoothQuant's, method {chosen.word!r} has no such search: leave it out")
-
-
-def _planned(
-    model: PreTrainedModel, method: str, config: MLSpecConfig, search_bits: int | None, act_order: bool, damping: float
-) -> Plan:
-    chosen = method_named(method, config.format)
-    _require_options(chosen, search_bits, act_order, damping)
+def _planned(model: PreTrainedModel, method: str, config: MLSpecConfig, choices: dict[str, Any]) -> Plan:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"quantize takes a transformers PreTrainedModel, not {type(model).__name__}")
     require_dense(model, "quantize")
+    plan = plan_of(model, method, config, **choices)
+    require_finite_floats(model, dict.fromkeys(plan.kept, "kept"), "quantize")
+    warn_of_unpackable(model, config, set(plan.kept))
+    return plan
+
+
+def plan_of(
+    model: PreTrainedModel, method: str, config: MLSpecConfig, *, seed: int, damping: float, act_order: bool,
+    search_bits: int | None,
+) -> Plan:  # fmt: skip
+    """How a dense model gets its codes; its weights need not be in memory yet. ValueError as of `quantize`, for all
+    that classes, names and shapes tell."""
+    chosen = method_named(method, config.format)
+    require_choices(chosen, seed, damping, act_order, search_bits)
     there = {name: one for name, one in model.named_modules() if isinstance(one, TransformedLinear)}
     if other := sorted(name for name, one in there.items() if one.transform is not HADAMARD):
         raise ValueError(f"{other[0]} transforms its inputs ({there[other[0]].transform.word}), not as `rotate` does: "
@@ -132,19 +129,28 @@ def _planned(
     blocks_of(model)
     if chosen.scaling:
         feeds_of(type(model).__name__, chosen.scaling)
-    defaults = MLSpecQuantizer(config).get_modules_to_not_convert(
-        model, None, model._keep_in_fp32_modules, add_default_skips=True
-    )
-    kept = choose_kept(model, config, defaults)
-    if lost := sorted(kept & set(turned)):
-        raise ValueError(f"{lost[0]} has rotated inputs, which no dense layer of a checkpoint says: do not skip it")
-    require_groups_fit(model, config, kept)
-    require_finite_floats(model, dict.fromkeys(kept, "kept"), "quantize")
-    warn_of_unpackable(model, config, kept)
+    kept = _kept(model, config, turned)
     bits = search_bits or min(config.activation_bits, 8)
     transform = HADAMARD if turned else ORDER if act_order else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
                 frozenset(kept), damping)  # fmt: skip
+
+
+def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> set[str]:
+    """Full names of the layers that stay as they are."""
+    defaults = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules, add_default_skips=True)
+    kept = choose_kept(model, config, defaults)
+    if lost := sorted(kept & set(turned)):
+        raise ValueError(f"{lost[0]} has rotated inputs, which no dense layer of a checkpoint says: do not skip it, "
+                         f"or {_WITHOUT_ONLINE}")  # fmt: skip
+    require_groups_fit(model, config, kept, dict.fromkeys(turned, _WITHOUT_ONLINE))
+    names = [f"{where}.{name}" for where, block in blocks_of(model)
+             for name, module in block.named_modules() if has_dense_weight(module)]  # fmt: skip
+    if kept.issuperset(names):
+        patterns = [*(config.skip_modules or ()), *config.modules_to_not_convert]
+        raise ValueError(f"skip_modules={patterns} leaves nothing to pack of the {len(names)} linear layers in the "
+                         f"blocks of {type(model).__name__}: skip fewer")  # fmt: skip
+    return kept
 
 
 def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> None:

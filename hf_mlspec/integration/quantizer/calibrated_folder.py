@@ -30,7 +30,8 @@ WINDOW = 1024  # tokens of a row whose perplexity is measured, where the model h
 @dataclass(frozen=True)
 class CalibratedFolder:
     """quantized: sizes and seconds. calibrated: layers, time, memory. perplexity: by precision, "before" the model's
-    own; empty where none was asked for. evaluated: tokens scored."""
+    own; empty where none was asked for. evaluated: tokens whose chance was measured, which the first of a window has
+    none."""
 
     quantized: Quantized
     calibrated: Calibrated
@@ -56,18 +57,17 @@ def calibrate_folder(
     if config.kv_cache is not None:
         raise ValueError("kv_cache goes with a format alone: set it in the config.json of the calibrated model")
     tokenizer = read_tokenizer(source)
-    text = None if evaluate is None else token_stream(evaluate, tokenizer)[:evaluate_tokens]
+    ids = None if evaluate is None else token_stream(evaluate, tokenizer)[:evaluate_tokens]
     begin = time.perf_counter()
     model = read_model(source, dtype).eval()
-    perplexity = {} if text is None else {"before": _perplexity(model, text, None)}
+    windows = [] if ids is None else _windows(ids, max_positions(model))
+    perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
     folder = Path(f"{target.rstrip('/')}.blocks")
-    found = quantize(
-        model, method, config.format, calibration=calibration, tokenizer=tokenizer, group_size=config.group_size,
-        symmetric=config.symmetric, activation_bits=config.activation_bits, skip_modules=config.skip_modules,
-        work_folder=folder, **options,
-    )  # fmt: skip
-    if text is not None:
-        perplexity |= {word: _perplexity(model, text, word) for word in _precisions(model)}
+    given = {name: getattr(config, name) for name in ("group_size", "symmetric", "activation_bits", "skip_modules")}
+    found = quantize(model, method, config.format, calibration=calibration, tokenizer=tokenizer, work_folder=folder,
+                     **given, **options)  # fmt: skip
+    if windows:
+        perplexity |= {word: _perplexity(model, windows, word) for word in _precisions(model)}
     done = time.perf_counter()
     model.save_pretrained(target, max_shard_size=max_shard_size)
     copied = copy_tokenizer(source, Path(target))
@@ -77,7 +77,7 @@ def calibrate_folder(
         format=config.format, **measure(model), kept=kept, copied=copied, quantize_seconds=done - begin,
         save_seconds=time.perf_counter() - done,
     )  # fmt: skip
-    return CalibratedFolder(sizes, found, perplexity, 0 if text is None else len(text))
+    return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows))
 
 
 def _precisions(model: PreTrainedModel) -> Iterator[str]:
@@ -86,13 +86,18 @@ def _precisions(model: PreTrainedModel) -> Iterator[str]:
         yield str(Precision(record.family, *bits))
 
 
-def _perplexity(model: PreTrainedModel, ids: list[int], precision: str | None) -> float:
-    """Per token, of windows that do not overlap; the first token of each is given. ValueError for fewer than 2."""
-    size = min(WINDOW, max_positions(model) or WINDOW)
+def _windows(ids: list[int], positions: int | None) -> list[list[int]]:
+    """Rows that do not overlap; ValueError for a text of fewer than 2 tokens."""
+    size = min(WINDOW, positions or WINDOW)
     rows = [ids[first : first + size] for first in range(0, len(ids), size)]
     rows = [row for row in rows if len(row) > 1]
     if not rows:
         raise ValueError(f"the text to evaluate has {len(ids)} tokens, at least 2 are needed: give a longer one")
+    return rows
+
+
+def _perplexity(model: PreTrainedModel, rows: list[list[int]], precision: str | None) -> float:
+    """Per token; the first token of each row is given."""
     with torch.inference_mode():
         scores = token_logprobs(model, rows, precision=precision)
     clear(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,13 @@ from typing import Any
 from ...calibration.samples import windows
 
 
-def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: int) -> Iterable[Any]:
+def rows_of(
+    calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: int,
+    read_tokenizer: Callable[[], Any] | None = None,
+) -> Iterable[Any]:  # fmt: skip
     """Rows of token ids as `read_samples` takes them: of texts windows of one stream, ids as they are given.
+
+    read_tokenizer: called for texts where ``tokenizer`` is None.
 
     ValueError for a file that cannot be read or is shorter than asked, a row of a data set without "text" and
     "input_ids", and texts without ``tokenizer``; TypeError for what is none of these.
@@ -23,7 +28,7 @@ def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: i
     if not isinstance(calibration, (str, os.PathLike, Iterable)) or isinstance(calibration, bytes):
         raise TypeError(f"calibration is {calibration!r}: give a text file, texts, a data set or rows of token ids")
     if isinstance(calibration, (str, os.PathLike)):
-        texts: Iterator[str] = iter([_read(Path(calibration))])
+        texts: Iterator[str] = iter([_read(Path(calibration), "calibration file")])
     else:
         rows = iter(calibration)
         first = next(rows, None)
@@ -39,6 +44,8 @@ def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: i
         if not isinstance(first, str):
             return list(rows)
         texts = rows
+    if tokenizer is None and read_tokenizer is not None:
+        tokenizer = read_tokenizer()
     if tokenizer is None:
         raise ValueError("calibration is text: give its tokenizer too, or rows of token ids")
     return windows(_stream(texts, tokenizer, samples * tokens), samples, tokens, seed)
@@ -46,7 +53,7 @@ def rows_of(calibration: Any, tokenizer: Any, samples: int, tokens: int, seed: i
 
 def token_stream(file: str | os.PathLike, tokenizer: Any) -> list[int]:
     """The ids of a text file, without special tokens."""
-    return tokenizer(_read(Path(file)), add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(_read(Path(file), "text file"), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> list[int]:
@@ -60,9 +67,9 @@ def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> list[int]:
     return ids
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, what: str) -> str:
     if not file.is_file():
-        raise ValueError(f"calibration file {str(file)!r} does not exist; give a text file")
+        raise ValueError(f"{what} {str(file)!r} does not exist; give a text file")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

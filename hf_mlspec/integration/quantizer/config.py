@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits
 from ...nn.transforms import NONE, transform_named
+from .calibration_request import OPTIONS, requested
 from .source_config import SourceConfig
 
 QUANT_METHOD = "mlspec"
@@ -55,15 +56,24 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.
-    calibration: how `hf_mlspec.quantize` chose the codes, for the reader of config.json; it changes nothing.
+    method: int4 only: the codes are chosen on a text, as `hf_mlspec.quantize` does it: "gptq", "quarot+gptq" ... The
+        model is then loaded dense, and packed block by block. None: every tensor is rounded to nearest while it loads.
+    calibration: with ``method`` the text: a text file, texts, a `datasets` object with a column "text", or rows of
+        token ids. Without: how the codes were chosen, for the reader of config.json; it changes nothing.
+    tokenizer: of the text; None: that of the model's folder. samples, tokens, seed, damping, act_order, search_bits:
+        with ``method``, as of `hf_mlspec.quantize`.
     others: options of registered formats.
 
     config.json also has ``format_version`` and ``modules_to_not_convert``, the full names of the linear layers and
     experts that were skipped: loading packs exactly the others.
 
     Raises ValueError, naming the setting and the possible values, for an unknown format, version, rule, group size,
-    activation bits or setting, and for a setting that the chosen format does not have.
+    activation bits or setting, for a setting that the chosen format does not have, and for a method without a text and
+    the reverse. A folder that is quantized already refuses a config with a method, by the name of its class.
     """
+
+    def __new__(cls, *settings: Any, method: str | None = None, **others: Any) -> MLSpecConfig:
+        return super().__new__(cls if method is None else MLSpecConfigWithMethod)
 
     def __init__(
         self,
@@ -80,9 +90,12 @@ class MLSpecConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word,
         kv_cache: str | None = None,
-        calibration: dict[str, Any] | None = None,
+        calibration: Any = None,
+        *,
+        method: str | None = None,
         **others: Any,
     ) -> None:
+        asked = {name: others.pop(name) for name in OPTIONS if name in others}
         unknown = set(others) - set(options())
         record = _require_known(quant_method, format, format_version, unknown)
         self.kv_cache = kv_cache if kv_cache is None else cache_format(kv_cache, "MLSpecConfig: kv_cache").word
@@ -99,7 +112,7 @@ class MLSpecConfig(QuantizationConfigMixin):
             setattr(self, name, given.get(name, option.default))
         self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
         self.transform = transform_named(transform).word
-        self.calibration = _told(calibration)
+        self.request, self.calibration = requested(method, self.format, calibration, asked)
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
 
@@ -142,7 +155,14 @@ class MLSpecConfig(QuantizationConfigMixin):
         omitted |= {"calibration"} if self.calibration is None else set()
         omitted |= {"skip_modules"} if self.skip_modules is None else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
-        return {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in omitted}
+        omitted |= {"request"}
+        told = {} if self.request is None else self.request.told()
+        return told | {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in omitted}
+
+
+class MLSpecConfigWithMethod(MLSpecConfig):
+    """What MLSpecConfig(method=...) is. transformers reads the config of a folder that is quantized already, and drops
+    the one that was given with a warning, where both are of one class; here it refuses."""
 
 
 def _require_known(quant_method: str, format: str | None, version: int, unknown: set[str]) -> Format | None:
@@ -205,15 +225,6 @@ def _require_activations(bits: int, record: Format) -> int:
             "the level of a draft selects fewer bits"
         )
     return bits
-
-
-def _told(calibration: dict[str, Any] | None) -> dict[str, Any] | None:
-    if calibration is not None and not isinstance(calibration, dict):
-        raise ValueError(
-            f"MLSpecConfig: calibration is {calibration!r}: it records how codes were chosen; quantize takes "
-            "calibration text"
-        )
-    return copy.deepcopy(calibration)
 
 
 def _names(setting: str, names: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ import difflib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -80,8 +80,11 @@ def _require_fitting(pattern: str, names: list[str], model: str) -> None:
         raise ValueError(f"skip_modules: {pattern!r} matches no module of {model}{hint}")
 
 
-def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[str]) -> None:
-    """ValueError naming the first layer whose in_features the format's groups do not divide, and the remedy."""
+def require_groups_fit(
+    model: PreTrainedModel, config: MLSpecConfig, kept: set[str], bound: Mapping[str, str] | None = None
+) -> None:
+    """ValueError naming the first layer whose in_features the format's groups do not divide, and the remedy. bound:
+    what comes before skipping a layer that cannot be skipped as it is, by its name."""
     group = config.record.group(**config.format_settings)
     choices = next((option.choices for option in config.record.options if option.name == "group_size"), ())
     unfit = {name: n for name, n in _inputs(model, config, kept) if n % group}
@@ -90,7 +93,9 @@ def require_groups_fit(model: PreTrainedModel, config: MLSpecConfig, kept: set[s
     name, inputs = next(iter(unfit.items()))
     sizes = [size for size in choices if not any(n % size for _, n in _inputs(model, config, kept))]
     ends = sorted({".".join(path.split(".")[-2:]) for path in unfit})
+    first = next((how for path, how in (bound or {}).items() if path in unfit), None)
     keep = f"leave them unpacked with skip_modules={ends[:4]}"
+    keep = keep if first is None else f"{first}; only then {keep}"
     remedy = f"use group_size={sizes[-1]}, or {keep}" if sizes else keep
     what = f"{config.format} with group_size={group}" if choices else f"{config.format}, in blocks of {group},"
     raise ValueError(

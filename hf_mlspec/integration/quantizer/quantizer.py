@@ -22,6 +22,7 @@ from ...nn.castable import require_plain_inputs
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.transforms import NONE
+from .calibrated_loading import calibrate_loaded, prepare_to_calibrate
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import (
@@ -53,6 +54,7 @@ class MLSpecQuantizer(PackedQuantizer):
     def __init__(self, quantization_config: MLSpecConfig, **kwargs: Any) -> None:
         super().__init__(copy.deepcopy(quantization_config), **kwargs)  # the user's object serves other models, too
         self._quantize: QuantizeTensor | None = None
+        self._samples: list[torch.Tensor] = []
         self._checked = False
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
@@ -83,6 +85,8 @@ class MLSpecQuantizer(PackedQuantizer):
             self._prepare_to_load(model, checkpoint)
         elif transform != NONE.word:
             raise ValueError(f"MLSpecConfig: transform is {transform!r}: quantizing chooses none, leave it out")
+        elif self.quantization_config.request is not None:
+            self._samples = prepare_to_calibrate(model, self.quantization_config, checkpoint)
         elif self._nests:
             require_nestable(model, self.quantization_config)
         else:
@@ -129,6 +133,9 @@ class MLSpecQuantizer(PackedQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.quantization_config.record is None:
+            return model
+        if self.quantization_config.request is not None:
+            calibrate_loaded(model, self.quantization_config, self._samples)
             return model
         if self._quantize is not None:
             self._quantize.close()

@@ -1,0 +1,96 @@
+"""What does an MLSpecConfig ask of calibration, and what of it does not fit together?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...calibration.coding import DAMPING
+from ...calibration.methods import Method, method_named
+
+SAMPLES, TOKENS = 32, 512
+CHOICES = {"seed": 0, "damping": DAMPING, "act_order": False, "search_bits": None}  # of methods, and their defaults
+OPTIONS = {"tokenizer": None, "samples": SAMPLES, "tokens": TOKENS, **CHOICES}  # all that go with a method
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a model is calibrated once its weights are loaded. text: anything that `hf_mlspec.quantize` takes. given:
+    the options that were given, of OPTIONS."""
+
+    method: Method
+    text: Any
+    given: Mapping[str, Any]
+
+    def __deepcopy__(self, memo: dict) -> Request:
+        return self  # a text may be a stream, or a data set of any size
+
+    def option(self, name: str) -> Any:
+        """What was given, or the default."""
+        return self.given.get(name, OPTIONS[name])
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """All options of methods."""
+        return {name: self.option(name) for name in CHOICES}
+
+    def told(self) -> dict[str, Any]:
+        """For to_dict: what was given, without text and tokenizer, so that nobody reads it back and has another
+        model: there is no method without a text."""
+        return {"method": self.method.word, **{name: own for name, own in self.given.items() if name != "tokenizer"}}
+
+
+def requested(
+    method: Any, format: str | None, calibration: Any, given: dict[str, Any]
+) -> tuple[Request | None, dict[str, Any] | None]:
+    """What is to be done, and the record of what was done: one or neither.
+
+    given: options of OPTIONS. ValueError, of MLSpecConfig, for a method without a text and the reverse, a method that
+    is unknown or does not fit ``format``, and options that do not fit the method.
+    """
+    if method is None:
+        for name in given:
+            raise ValueError(f"MLSpecConfig: {name} goes with a method, which chooses codes on a text: add method")
+        return None, _record(calibration)
+    try:
+        request = Request(method_named(method, format), calibration, given)
+        require_choices(request.method, **request.choices)
+    except ValueError as error:
+        raise ValueError(f"MLSpecConfig: {error}") from error
+    if calibration is None:
+        raise ValueError(
+            f"MLSpecConfig: method {method!r} chooses codes on a text: add calibration, a text file, texts, a data "
+            "set or rows of token ids"
+        )
+    return request, None
+
+
+def _record(calibration: Any) -> dict[str, Any] | None:
+    """As config.json has it. It is told from text by its word for the method."""
+    if calibration is not None and not (type(calibration) is dict and "method" in calibration):
+        raise ValueError(
+            f"MLSpecConfig: calibration is a {type(calibration).__name__}, and there is no method that chooses codes "
+            "on it: add one, such as method='gptq'"
+        )
+    return copy.deepcopy(calibration)
+
+
+def require_choices(chosen: Method, seed: int, damping: float, act_order: bool, search_bits: int | None) -> None:
+    """ValueError for a value that cannot be, and for an option that the method has no use for."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed is {seed!r}, it must be a whole number")
+    if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < math.inf:
+        raise ValueError(f"damping is {damping!r}, it must be a number above 0")
+    if not isinstance(act_order, bool):
+        raise ValueError(f"act_order is {act_order!r}, it must be True or False")
+    if act_order and chosen.coding != "gptq":
+        raise ValueError(f"act_order is GPTQ's, method {chosen.word!r} has none: leave it out")
+    if damping != DAMPING and chosen.coding != "gptq":
+        raise ValueError(f"damping is GPTQ's, method {chosen.word!r} has none: leave it out")
+    if search_bits not in (None, 4, 8):
+        raise ValueError(f"search_bits is {search_bits!r}, SmoothQuant's search assumes 8 or 4")
+    if search_bits is not None and chosen.scaling != "smoothquant":
+        raise ValueError(f"search_bits is SmoothQuant's, method {chosen.word!r} has no such search: leave it out")

@@ -1,0 +1,106 @@
+"""Does `mlspec quantize --method` write a folder, and say and draw how exact its layers are and what it cost?"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from refused_command import refusal
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_mlspec.calibration.pipeline import LayerReport
+from hf_mlspec.cli import main, picture
+from hf_mlspec.cli.calibrate import WORST
+
+SIZES = ["--samples", "4", "--tokens", "64", "--evaluate-tokens", "513"]
+pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {n}: the area of {n * n}\n" for n in range(200)), encoding="utf-8")
+    return file
+
+
+def command(folder, text, tmp_path, *more: object) -> list[str]:
+    words = ["quantize", folder, tmp_path / "out", "--method", "gptq", "--format", "int4", "--group-size", "32",
+             "--calibration", text, "--evaluate", text, *more]  # fmt: skip
+    return [str(word) for word in words]
+
+
+def test_the_command_writes_a_folder_and_a_summary(capsys, saved_model, text, tmp_path):
+    assert main(command(saved_model, text, tmp_path, *SIZES)) == 0
+    told = capsys.readouterr().out
+    words = ("self_attn.q_proj: least", "layers with the most noise", "calibrated on: 256 tokens in 4 samples",
+             "perplexity before", "perplexity w4a4", f"perplexity is of: 511 tokens of {text}")  # 513 in 2 windows
+    assert [word for word in words if word not in told] == []
+    lines = told.splitlines()
+    first = next(at for at, line in enumerate(lines) if "the most noise" in line)
+    noise = [float(line.rpartition(" ")[2]) for line in lines[first + 1 : first + 1 + WORST]]
+    assert noise == sorted(noise)
+    assert all("block " in line for line in lines[first + 1 : first + 1 + WORST])
+    assert not (tmp_path / "out.blocks").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_json_has_all_layers_and_the_perplexity_of_the_tokens_it_counts(capsys, saved_model, text, tmp_path):
+    assert main(command(saved_model, text, tmp_path, *SIZES, "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    layers = told["calibrated"]["layers"]
+    assert [layer["block"] for layer in layers] == [0] * 7 + [1] * 7
+    assert len({(layer["block"], layer["name"]) for layer in layers}) == 14
+    assert all(layer["sqnr"] > 8 for layer in layers)
+    assert (told["evaluated"], told["asked"]["plot"]) == (511, None)
+    ids = AutoTokenizer.from_pretrained(saved_model)(text.read_text())["input_ids"][:512]
+    row = torch.tensor([ids])
+    loss = AutoModelForCausalLM.from_pretrained(saved_model)(row, labels=row).loss
+    assert told["perplexity"]["before"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".SVG"])
+def test_the_picture_is_drawn(capsys, saved_model, text, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"noise{suffix}"
+    assert main(command(saved_model, text, tmp_path, *SIZES, "--plot", file)) == 0
+    assert f"picture written to {file}" in capsys.readouterr().out
+    assert file.read_bytes()[:4] == (b"\x89PNG" if suffix == ".png" else b"<?xm")
+
+
+def test_the_lines_of_the_picture_are_the_layers():
+    pytest.importorskip("matplotlib")
+    from hf_mlspec.cli.calibrate_plot import noise
+
+    given = [(0, "mlp.up_proj", 20.0), (0, "mlp.down_proj", 15.0), (1, "mlp.up_proj", None),
+             (1, "mlp.down_proj", 16.5), (2, "mlp.up_proj", 21.0)]  # fmt: skip
+    (axes,) = noise([LayerReport(block, name, sqnr, None) for block, name, sqnr in given], "gptq").axes
+    up, down = axes.lines
+    assert (up.get_label(), down.get_label()) == ("up_proj", "down_proj")
+    assert (list(down.get_xdata()), list(down.get_ydata())) == ([0, 1], [15.0, 16.5])
+    assert math.isnan(up.get_ydata()[1])
+    assert list(up.get_ydata())[::2] == [20.0, 21.0]
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (["--samples", "1000", "--tokens", "64"], "1000 samples of 64 need 64000"),
+    (["--plot", "p.jpeg"], "--plot is 'p.jpeg'; a picture's name ends with .png, .svg, .pdf"),
+    (["--plot", "nowhere/p.png"], "that folder does not exist"),
+    (["--evaluate", "nowhere.txt"], "text file 'nowhere.txt' does not exist")])
+def test_a_bad_call_is_refused_and_writes_nothing(capsys, saved_model, text, tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refusal(capsys, *command(saved_model, text, tmp_path, *change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_without_matplotlib_is_refused(capsys, saved_model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    line = refusal(capsys, *command(saved_model, text, tmp_path, "--plot", tmp_path / "p.png"))
+    assert "--plot needs matplotlib: pip install matplotlib" in line
+
+
+@pytest.mark.parametrize("option", [["--samples", "4"], ["--plot", "p.png"]])
+def test_options_of_calibration_go_with_a_method(capsys, saved_model, tmp_path, option):
+    line = refusal(capsys, "quantize", saved_model, tmp_path / "other", *option)
+    assert f"{option[0]} goes with --method" in line
