@@ -76,6 +76,8 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
                        help="gptq: added to the Hessian's diagonal, in units of its mean (default 0.1)")
     group.add_argument("--search-bits", type=int, metavar="N",
                        help="smoothquant: activation bits of its search, 8 or 4 (default: --activation-bits, or 8)")
+    group.add_argument("--rotations", metavar="FILE",
+                       help="quarot: matrices in place of Hadamard's, such as SpinQuant's R.bin")
     group.add_argument("--evaluate", metavar="FILE", help="a text file: its perplexity before and after")
     group.add_argument("--evaluate-tokens", type=positive, metavar="N",
                        help="of that file, the first N tokens (default 32768)")

@@ -29,7 +29,7 @@ from ..nn.transforms import TransformedLinear
 from .blocks import blocks_of
 from .rotation import READERS, rotate, separate_head, stream_matrix
 
-STEPS, RATE, BATCH = 64, 0.002, 4
+STEPS, RATE, BATCH = 48, 0.001, 2
 _MOMENTUM = 0.9
 
 

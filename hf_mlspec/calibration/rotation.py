@@ -49,11 +49,14 @@ class Rotation:
     untied: bool = False
 
 
-def turned_inputs(model: nn.Module) -> list[str]:
+def turned_inputs(
+    model: nn.Module, *, residual: bool | Tensor = True, heads: bool | Sequence[Tensor] = True
+) -> list[str]:
     """Paths of the linears whose inputs `rotate` is going to transform, of a dense model, whose weights need not be in
-    memory yet. ValueError as it raises, of a method: with a remedy that does without its options."""
+    memory yet. residual, heads: as there. ValueError as it raises, of a method: with a remedy that does without its
+    options."""
     entry = _require_rotatable(model, True, ROTATION)
-    plan = _planned(model, entry, True, True, True, ROTATION)
+    plan = _planned(model, entry, residual, heads, True, ROTATION)
     turned = {"o": plan.across_heads, "down": plan.down}
     places = [entry.linears[name] for name, how in turned.items() if how is not None]
     count = len(model.get_submodule(entry.layers))

@@ -17,7 +17,8 @@ from .picture import require_picture
 from .tables import say, show
 
 WORST = 5  # layers that are named one by one
-_OPTIONS = ("samples", "tokens", "seed", "act_order", "damping", "search_bits", "evaluate", "evaluate_tokens")
+_OPTIONS = ("samples", "tokens", "seed", "act_order", "damping", "search_bits", "rotations", "evaluate",
+            "evaluate_tokens")
 
 
 def require_no_method(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec.calibration import needed, pipeline
+from hf_mlspec.calibration.matrices import write_rotations
 from hf_mlspec.calibration.rotation import rotate
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.transforms import hadamard_of
@@ -146,6 +147,40 @@ def test_a_rotated_model_gets_its_codes_on_what_its_weights_multiply(tmp_path, k
     model.save_pretrained(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_given_rotations_take_the_place_of_hadamards(tmp_path):
+    wanted = model_of("qwen3")(IDS).logits
+    model, other, resumed = model_of("qwen3"), model_of("qwen3"), model_of("qwen3")
+    drawn = torch.Generator().manual_seed(0)
+    size, dim, layers = model.config.hidden_size, model.config.head_dim, model.config.num_hidden_layers
+    residual, *heads = (torch.linalg.qr(torch.randn(n, n, generator=drawn))[0] for n in (size, *[dim] * layers))
+    write_rotations(tmp_path / "R.bin", residual, heads)
+    rotate(other, seed=3, residual=residual, heads=heads)
+    options = {"method": "quarot+gptq", "group_size": 32, "seed": 3, "rotations": tmp_path / "R.bin"}
+    error, found = errors_of(model, wanted, **options, work_folder=tmp_path / "work")
+    again, _ = errors_of(other, wanted, method="gptq", group_size=32, seed=3)
+    assert error == again < 0.6
+    assert len(found.record["rotations_sha256"]) == 64
+    write_rotations(tmp_path / "R.bin", residual)
+    with pytest.raises(ValueError, match="holds blocks of a calibration with rotations_sha256"):
+        errors_of(resumed, wanted, **options, work_folder=tmp_path / "work")
+
+
+@pytest.mark.parametrize(("given", "error", "words"), [
+    ({"rotations": "no.bin"}, FileNotFoundError, r"'no\.bin' is no file of rotations, such as SpinQuant's R\.bin"),
+    ({"rotations": 5}, TypeError, r"rotations is a int, it must be the name of a file such as R\.bin"),
+    ({"rotations": "no.bin", "method": "gptq"}, ValueError, "rotations are of quarot .*, method 'gptq'"),
+    ({"rotations": "small.bin"}, ValueError, r"residual is \[8, 8\], this model's is \[\d+, \d+\]"),
+], ids=["no file", "no name", "method", "another model"])  # fmt: skip
+def test_rotations_that_do_not_fit_are_refused_before_the_model_changes(tmp_path, monkeypatch, given, error, words):
+    monkeypatch.chdir(tmp_path)
+    write_rotations("small.bin", torch.eye(8))
+    model = model_of("qwen3")
+    before = model(IDS).logits
+    with pytest.raises(error, match=words):
+        quantize(model, **{"method": "quarot", **given})
+    assert torch.equal(model(IDS).logits, before)
 
 
 def test_hessians_of_rotated_layers_are_those_of_rotated_inputs(monkeypatch):

@@ -21,6 +21,7 @@ from ...calibration.blocks import blocks_of
 from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
+from ...calibration.matrices import read_rotations
 from ...calibration.methods import method_named
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
@@ -59,7 +60,8 @@ def quantize(
     model: PreTrainedModel, method: str = "gptq", format: str = "int4", *, calibration: Any, tokenizer: Any = None,
     samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128, symmetric: bool = True,
     activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False, damping: float = DAMPING,
-    skip_modules: list[str] | None = None, work_folder: str | os.PathLike | None = None,
+    rotations: str | os.PathLike | None = None, skip_modules: list[str] | None = None,
+    work_folder: str | os.PathLike | None = None,
 ) -> Calibrated:  # fmt: skip
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
@@ -70,6 +72,7 @@ def quantize(
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
+    rotations: a file of matrices, as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
     work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. Not removed.
 
     The head, embeddings and norms keep their dtype. AWQ and SmoothQuant change norms; "quarot" changes all three, and
@@ -79,17 +82,16 @@ def quantize(
     """
     config = MLSpecConfig(format=format, group_size=group_size, symmetric=symmetric, activation_bits=activation_bits,
                           skip_modules=skip_modules)  # fmt: skip
-    choices = {"seed": seed, "damping": damping, "act_order": act_order, "search_bits": search_bits}
-    plan = _planned(model, method, config, choices)
+    plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
+                                            "search_bits": search_bits, "rotations": rotations})  # fmt: skip
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)
     require_lengths(rows, max_positions(model))
     _require_memory(model, rows, plan)
-    record = _record(plan, rows, seed)
-    begin, finished = time.perf_counter(), None
-    if work_folder is not None:
-        require_disk(model, work_folder)
-        finished = FinishedBlocks(work_folder, _identity(model, plan, record))
-    layers = _run(model, rows, plan, config, seed, finished)
+    given = given_rotations(rotations)
+    record = _record(plan, rows, seed, given)
+    begin = time.perf_counter()
+    finished = None if work_folder is None else _finished(model, plan, record, work_folder)
+    layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
     settings = {**config.to_dict(), "modules_to_not_convert": sorted(plan.kept), "calibration": record}
     settings.pop("skip_modules", None)
     attach_quantizer(model, {**settings, "transform": plan.transform.word})
@@ -108,17 +110,17 @@ def _planned(model: PreTrainedModel, method: str, config: MLSpecConfig, choices:
 
 def plan_of(
     model: PreTrainedModel, method: str, config: MLSpecConfig, *, seed: int, damping: float, act_order: bool,
-    search_bits: int | None,
+    search_bits: int | None, rotations: str | os.PathLike | None,
 ) -> Plan:  # fmt: skip
     """How a dense model gets its codes; its weights need not be in memory yet. ValueError as of `quantize`, for all
     that classes, names and shapes tell."""
     chosen = method_named(method, config.format)
-    require_choices(chosen, seed, damping, act_order, search_bits)
+    require_choices(chosen, seed, damping, act_order, search_bits, rotations)
     there = {name: one for name, one in model.named_modules() if isinstance(one, TransformedLinear)}
     if other := sorted(name for name, one in there.items() if one.transform is not HADAMARD):
         raise ValueError(f"{other[0]} transforms its inputs ({there[other[0]].transform.word}), not as `rotate` does: "
                          "start from the original model")
-    turned = turned_inputs(model) if chosen.rotates else list(there)
+    turned = turned_inputs(model, **given_rotations(rotations)) if chosen.rotates else list(there)
     if turned and chosen.scaling:
         raise ValueError(f"{turned[0]} has rotated inputs, whose scales {method!r} cannot fold: use rtn or gptq")
     if act_order and turned:
@@ -160,14 +162,21 @@ def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> N
     require_memory(needed, model.device)
 
 
+def _finished(
+    model: PreTrainedModel, plan: Plan, record: dict[str, Any], folder: str | os.PathLike
+) -> FinishedBlocks:
+    require_disk(model, folder)
+    return FinishedBlocks(folder, _identity(model, plan, record))
+
+
 def _run(
-    model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, seed: int,
+    model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, rotation: dict[str, Any],
     finished: FinishedBlocks | None,
 ) -> list[LayerReport]:  # fmt: skip
     training = model.training
     clear(model)  # what was compiled or cast from the dense weights
     if plan.method.rotates:
-        rotate(model, seed=seed)
+        rotate(model, **rotation)
     bar = logging.tqdm(total=len(blocks_of(model)), desc=f"Calibrating {plan.method.word}", unit="block", leave=False)
     try:
         with bar:
@@ -176,18 +185,28 @@ def _run(
         model.train(training)
 
 
-def _record(plan: Plan, rows: Iterable[Tensor], seed: int) -> dict[str, Any]:
+def given_rotations(file: str | os.PathLike | None) -> dict[str, Any]:
+    """What `rotate` is called with for a file of rotations."""
+    if file is None:
+        return {}
+    residual, heads = read_rotations(file)
+    return {"residual": residual, **({} if heads is None else {"heads": heads})}
+
+
+def _record(plan: Plan, rows: Iterable[Tensor], seed: int, given: dict[str, Any]) -> dict[str, Any]:
     """What config.json says: method and text; nothing reads it."""
     told: dict[str, Any] = {"method": plan.method.word}
     if plan.method.coding == "gptq":
         told |= {"damping": plan.damping, "act_order": plan.act_order}
     if plan.method.rotates:
         told["seed"] = seed
+    if given:
+        matrices = [given["residual"], *given.get("heads", ())]
+        told["rotations_sha256"] = _hash(checksums({str(index): one for index, one in enumerate(matrices)}))
     if plan.method.scaling == "smoothquant":
         told["search_bits"] = plan.search_bits
     lists = [row.flatten().tolist() for row in rows]
-    text = hashlib.sha256(json.dumps(lists).encode()).hexdigest()
-    return {**told, "samples": len(lists), "tokens": sum(map(len, lists)), "text_sha256": text}
+    return {**told, "samples": len(lists), "tokens": sum(map(len, lists)), "text_sha256": _hash(lists)}
 
 
 def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
@@ -196,8 +215,13 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     own = {name: getattr(settings, name) for name in ("group_size", "symmetric", "activation_bits")}
     records = {name: tensor for name, tensor in model.named_buffers() if ".transform_" in name}
     tensors = {**dict(model.named_parameters()), **records}  # a rotated model has no state_dict
-    weights = hashlib.sha256(json.dumps(sorted(checksums(tensors).items())).encode()).hexdigest()
+    weights = _hash(sorted(checksums(tensors).items()))
     return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
+
+
+def _hash(told: Any) -> str:
+    """SHA-256, in hexadecimal digits, of what JSON can tell."""
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _peak(device: torch.device) -> int | None:

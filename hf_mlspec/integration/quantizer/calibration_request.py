@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from ...calibration.coding import DAMPING
 from ...calibration.methods import Method, method_named
 
 SAMPLES, TOKENS = 32, 512
-CHOICES = {"seed": 0, "damping": DAMPING, "act_order": False, "search_bits": None}  # of methods, and their defaults
+CHOICES = {"seed": 0, "damping": DAMPING, "act_order": False, "search_bits": None, "rotations": None}  # of methods
 OPTIONS = {"tokenizer": None, "samples": SAMPLES, "tokens": TOKENS, **CHOICES}  # all that go with a method
 
 
@@ -40,7 +41,10 @@ class Request:
     def told(self) -> dict[str, Any]:
         """For to_dict: what was given, without text and tokenizer, so that nobody reads it back and has another
         model: there is no method without a text."""
-        return {"method": self.method.word, **{name: own for name, own in self.given.items() if name != "tokenizer"}}
+        told = {name: own for name, own in self.given.items() if name != "tokenizer"}
+        if told.get("rotations") is not None:
+            told["rotations"] = os.fspath(told["rotations"])
+        return {"method": self.method.word, **told}
 
 
 def requested(
@@ -78,7 +82,10 @@ def _record(calibration: Any) -> dict[str, Any] | None:
     return copy.deepcopy(calibration)
 
 
-def require_choices(chosen: Method, seed: int, damping: float, act_order: bool, search_bits: int | None) -> None:
+def require_choices(
+    chosen: Method, seed: int, damping: float, act_order: bool, search_bits: int | None,
+    rotations: str | os.PathLike | None,
+) -> None:  # fmt: skip
     """ValueError for a value that cannot be, and for an option that the method has no use for."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed is {seed!r}, it must be a whole number")
@@ -94,3 +101,9 @@ def require_choices(chosen: Method, seed: int, damping: float, act_order: bool, 
         raise ValueError(f"search_bits is {search_bits!r}, SmoothQuant's search assumes 8 or 4")
     if search_bits is not None and chosen.scaling != "smoothquant":
         raise ValueError(f"search_bits is SmoothQuant's, method {chosen.word!r} has no such search: leave it out")
+    if rotations is None:
+        return
+    if not isinstance(rotations, str | os.PathLike):
+        raise TypeError(f"rotations is a {type(rotations).__name__}, it must be the name of a file such as R.bin")
+    if not chosen.rotates:
+        raise ValueError(f"rotations are of quarot and quarot+gptq, method {chosen.word!r} has none: leave them out")

@@ -60,8 +60,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         model is then loaded dense, and packed block by block. None: every tensor is rounded to nearest while it loads.
     calibration: with ``method`` the text: a text file, texts, a `datasets` object with a column "text", or rows of
         token ids. Without: how the codes were chosen, for the reader of config.json; it changes nothing.
-    tokenizer: of the text; None: that of the model's folder. samples, tokens, seed, damping, act_order, search_bits:
-        with ``method``, as of `hf_mlspec.quantize`.
+    tokenizer: of the text; None: that of the model's folder. samples, tokens, seed, damping, act_order, search_bits,
+        rotations: with ``method``, as of `hf_mlspec.quantize`.
     others: options of registered formats.
 
     config.json also has ``format_version`` and ``modules_to_not_convert``, the full names of the linear layers and
