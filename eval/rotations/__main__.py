@@ -23,7 +23,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
+from hf_mlspec.calibration.learning import learn_rotation
+from hf_mlspec.calibration.matrices import write_rotations
 from hf_mlspec.evaluation import score_rows
+from hf_mlspec.integration.quantizer.calibration_text import rows_of as text_rows
 
 WINDOW = 512  # tokens
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -43,16 +46,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the rotation's signs, and of the samples")
     parser.add_argument("--calibration", type=Path, help="a text for GPTQ (default: rounding to nearest only)")
     parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of that text (%(default)s)")
+    parser.add_argument("--learned", type=Path, metavar="R.bin",
+                        help="file of a residual rotation, for one more line; where there is none, it is learned")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
 
 
-def int4_model(args: argparse.Namespace, method: str, calibration: object, tokenizer) -> nn.Module:
-    """Loaded, its linears but the head packed."""
+def learn(args: argparse.Namespace, tokenizer) -> None:
+    """Write the file of a rotation, unless it is there."""
+    if args.learned.exists():
+        return
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    rows = [torch.tensor([row]) for row in text_rows(args.calibration, tokenizer, args.samples, WINDOW, args.seed)]
+    began = time.perf_counter()
+    write_rotations(args.learned, learn_rotation(model, rows, group_size=args.group_size, seed=args.seed))
+    print(f"learned a rotation in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def int4_model(args: argparse.Namespace, name: str, calibration: object, tokenizer) -> nn.Module:
+    """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+    method, _, given = name.partition(", ")
     found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
-                               tokens=WINDOW, seed=args.seed, group_size=args.group_size)  # fmt: skip
-    print(f"{method}: {found.seconds:.0f} s, {(found.peak_bytes or 0) / 2**20:.0f} MiB at the peak so far",
+                               tokens=WINDOW, seed=args.seed, group_size=args.group_size,
+                               rotations=args.learned if given else None)  # fmt: skip
+    print(f"{name}: {found.seconds:.0f} s, {(found.peak_bytes or 0) / 2**20:.0f} MiB at the peak so far",
           file=sys.stderr, flush=True)  # fmt: skip
     return hf_mlspec.prepare(model)
 
@@ -104,11 +122,16 @@ def step_seconds(models: list[nn.Module], ids: torch.Tensor, tokens: int, repeat
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; -> the exit status."""
     args = parse(argv)
+    if args.learned is not None and args.calibration is None:
+        raise SystemExit("--learned learns on a text: give one with --calibration")
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = rows_of(args, tokenizer)
     prompts = [tokenizer(task["prompt"], return_tensors="pt")["input_ids"] for task in tasks_of(args)[: args.prompts]]
     methods = ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
+    if args.learned is not None:
+        learn(args, tokenizer)
+        methods += ("quarot+gptq, learned",)
     calibration = args.calibration or [prompts[0][0].tolist()]  # rounding to nearest needs none, and looks at one
     models = [int4_model(args, method, calibration, tokenizer) for method in methods]
     results = []

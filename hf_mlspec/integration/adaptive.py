@@ -62,12 +62,11 @@ def controller_of(
     key = (*_key(wiring, levels, chain, settings), captures is not None)
     exact = target.can.bit_exact
     if exact and key not in wiring.state.learned:
-        wiring.state.learned[key] = learned_of(target, captures is not None, key, _TWINS * len(told))
+        wiring.state.learned[key] = learned_of(target, captures is not None, key, _TWINS * len(levels))
     learned = wiring.state.learned[key] if exact else None
     memory = memories.get(key) if exact else None
     memory = memory.kept() if memory is not None else learned and learned.read()
     how = {"by_clock": exact, "memory": memory, "seen": chain.seen}
-    told = _windowed(told, chain) if chain.seen else told
     if captures is None:
         made = Controller(own, told, **how)
     else:
@@ -80,7 +79,8 @@ def controller_of(
 
 
 def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) -> tuple[PassCosts, list[LevelCosts]]:
-    """Of the target, and what a controller is told of each level. replayed: inside captured rounds."""
+    """Of the target, and what a controller is told of each level, and again of each with a draft window where it may
+    choose one. replayed: inside captured rounds."""
     config, target = wiring.config, chain.target.runner
     engines = [runner for runner in chain.runners if runner is not None]
     own, *costs = costs_of(target, engines, profile=config.profile, prepare=config.prepare, replayed=replayed)
@@ -95,7 +95,7 @@ def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) ->
         )
         for level, runner, joined in zip(levels, chain.runners, chain.joined, strict=True)
     ]
-    return own, told
+    return own, _windowed(told, chain) if chain.seen else told
 
 
 def _seen_by_choice(wiring: Wiring, chain: Chain) -> int:
@@ -105,7 +105,7 @@ def _seen_by_choice(wiring: Wiring, chain: Chain) -> int:
 
 
 def _windowed(told: list[LevelCosts], chain: Chain) -> list[LevelCosts]:
-    """Levels for a controller that may choose a draft window: as they are, and again with it."""
+    """Levels as they are, and again with a draft window."""
     count = len(told)
     can = [runner is not None and runner.can.draft_window for runner in chain.runners]
     whole = [replace(level, twin=index + count) for index, level in enumerate(told)]
@@ -129,9 +129,8 @@ def _outlook(
     own, told = _costs(wiring, levels, chain, replayed=False)
     memory = wiring.state.memories.get((*_key(wiring, levels, chain, settings), False))
     positions = [getattr(inside(level), "max_positions", None) or max(lengths) for level in chain.levels]
+    positions *= len(told) // len(positions)
     missing = [[min(n, most) * level.own_cache for n in lengths] for level, most in zip(told, positions, strict=True)]
-    if chain.seen:
-        told, missing = _windowed(told, chain), 2 * missing
     controller = Controller(own, told, by_clock=chain.target.runner.can.bit_exact, memory=memory and memory.kept(),
                             seen=chain.seen)  # fmt: skip
     controller.start(rows)
