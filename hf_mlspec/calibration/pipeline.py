@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..formats import Int4Weight
 from ..nn.castable import has_dense_weight
+from ..nn.hooks import keep_hook
 from ..nn.linear import KernelLinear
 from ..nn.packed import PackedLinear
 from ..nn.packed_formats import PACKINGS
@@ -166,6 +167,7 @@ class _Work:
 
     def _module(self, linear: nn.Module, weight: Int4Weight, tensors: dict[str, Tensor] | None) -> PackedLinear:
         packed = PACKINGS["int4"].linear(weight, linear.bias, self.switch).train(linear.training)
+        keep_hook(linear, packed)
         packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard
         return packed.transform_(self.plan.transform, tensors)
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from accelerate.hooks import add_hook_to_module
 from torch import nn
 
 from .castable import is_nested
+from .hooks import keep_hook
 from .linear import KernelLinear
 from .nested import NestedEmbedding, NestedLinear
 
@@ -104,5 +104,4 @@ def _take_over(old: nn.Module, new: nn.Module) -> None:
     for name in _HOOKS:
         vars(new)[name] = vars(old)[name]
     new.train(old.training)
-    if hasattr(old, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
-        add_hook_to_module(new, old._hf_hook)
+    keep_hook(old, new)

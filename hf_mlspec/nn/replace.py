@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from accelerate.hooks import add_hook_to_module
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
+from .hooks import keep_hook
 from .nested import NestedEmbedding
 from .packed import PackedLinear, PackedModule
 from .settings import cache_settings
@@ -154,9 +154,7 @@ def _replace(draft: nn.Module, cast: Cast, kept: dict[str, str], dense: torch.dt
         if name in kept:
             continue
         if id(module) not in done:
-            layer = cast.layer(module, name)
-            if hasattr(module, "_hf_hook"):  # accelerate's: moves the inputs to this layer's device
-                add_hook_to_module(layer, module._hf_hook)
+            layer = keep_hook(module, cast.layer(module, name))
             done[id(module)] = layer if dense is None else layer.materialize(dense)
         draft.set_submodule(name, done[id(module)])
     return len(done)

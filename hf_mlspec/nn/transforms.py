@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from accelerate.hooks import add_hook_to_module
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -20,6 +19,7 @@ from ..formats.damage import ValueCheck, require_permutation
 from ..formats.hadamard import Hadamard
 from ..ops.hadamard import hadamard_rows, matrix_on
 from ..ops.operator import REFERENCES
+from .hooks import keep_hook
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,13 @@ class TransformedLinear(nn.Linear):
         """With the parameters of ``linear``, whose weight was made for inputs that ``kind`` transforms."""
         own = cls.__new__(cls)
         vars(own).update(vars(linear))
-        hook = vars(own).pop("_hf_hook", None)  # accelerate's, whose forward is bound to the linear
-        for name in ("forward", "_old_forward"):
+        for name in ("_hf_hook", "forward", "_old_forward"):  # accelerate's, bound to the linear
             vars(own).pop(name, None)
         own._buffers = {}
         own.transform = kind
         for name, tensor in tensors.items():
             own.register_buffer(f"transform_{name}", tensor.to(linear.weight.device))
-        return own if hook is None else add_hook_to_module(own, hook)
+        return keep_hook(linear, own)
 
     def transform_tensors(self) -> dict[str, Tensor]:
         """Those of its transform, by name."""

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from accelerate.hooks import attach_execution_device_hook
 from models import tiny
 from transformers import AutoModelForCausalLM
 
@@ -147,6 +148,16 @@ def test_a_rotated_model_gets_its_codes_on_what_its_weights_multiply(tmp_path, k
     model.save_pretrained(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("method", ["gptq", "quarot+gptq"])
+def test_hooks_of_accelerate_go_on_with_the_packed_layers(method):
+    model, plain = model_of("llama"), model_of("llama")
+    attach_execution_device_hook(model, "cpu")
+    quantize(model, method)
+    quantize(plain, method)
+    assert model.model.layers[0].mlp.down_proj._hf_hook.execution_device == "cpu"
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
 
 
 def test_given_rotations_take_the_place_of_hadamards(tmp_path):
