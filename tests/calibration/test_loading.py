@@ -118,6 +118,7 @@ def test_what_does_not_fit_together_is_refused_by_the_config(given, words):
     ({"calibration": [[3, 300]]}, ValueError, "holds token 300, the model has 258"),
     ({"calibration": [[3] * 600]}, ValueError, "has 600 tokens, the model 512 positions"),
     ({"calibration": 7}, TypeError, "calibration is 7: give a text file"),
+    ({"calibration": TEXTS, "tokenizer": "name"}, TypeError, "tokenizer is 'name': give the tokenizer itself"),
     ({"calibration": {"train": ROWS}}, TypeError, "give one of them"),
     ({"calibration": ROWS, "group_size": 64}, ValueError, "does not divide the in_features"),
     ({"calibration": ROWS, "skip_modules": ["dwn_proj"]}, ValueError, "did you mean down_proj"),

@@ -20,7 +20,7 @@ def rows_of(
     read_tokenizer: called for texts where ``tokenizer`` is None.
 
     ValueError for a file that cannot be read or is shorter than asked, a row of a data set without "text" and
-    "input_ids", and texts without ``tokenizer``; TypeError for what is none of these.
+    "input_ids", and texts without ``tokenizer``; TypeError for what is none of these, and no tokenizer.
     """
     if isinstance(calibration, Mapping):  # a DatasetDict, or what a tokenizer returns
         names = sorted(map(str, calibration))
@@ -48,6 +48,8 @@ def rows_of(
         tokenizer = read_tokenizer()
     if tokenizer is None:
         raise ValueError("calibration is text: give its tokenizer too, or rows of token ids")
+    if not callable(tokenizer):
+        raise TypeError(f"tokenizer is {tokenizer!r}: give the tokenizer itself, as of AutoTokenizer.from_pretrained")
     return windows(_stream(texts, tokenizer, samples * tokens), samples, tokens, seed)
 
 
