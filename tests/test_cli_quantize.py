@@ -113,7 +113,7 @@ def test_a_folder_is_overwritten_only_when_told(capsys, saved_model, tmp_path):
     (["MODEL", "OUT", "--format", "nf4"], "mlspec quantize: format 'nf4' is unknown to this version, it has"),
     (["MODEL", "OUT", "--dtype", "int8"], "--dtype is 'int8', it must be one of auto, float32, bfloat16, float16"),
     (["MODEL", "OUT", "--format", "mxfp4", "--skip", "dwn_proj"], "did you mean down_proj"),
-    (["MODEL", "OUT", "--kv-cache", "int5"], "kv_cache is 'int5', choose 'int8'"),
+    (["MODEL", "OUT", "--kv-cache", "int5"], "kv_cache is 'int5', choose 'int8' or 'int4'"),
     (["MODEL", "OUT", "--format", "mxfp4", "--max-shard-size", "5G"], "5G is no size"),
     (["./nowhere", "OUT", "--format", "mxfp4"], "model folder './nowhere' does not exist"),
     (["MODEL", "MODEL", "--format", "mxfp4", "--overwrite"], "is the folder of the model itself"),

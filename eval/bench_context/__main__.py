@@ -151,7 +151,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="calls of each contender that count (3)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, help="threads of the CPU (torch's own choice)")
-    parser.add_argument("--kv-cache", metavar="WORD", help="also ours with keys and values in this format: int8")
+    parser.add_argument("--kv-cache", metavar="WORD", help="also ours with keys and values in this format: int8, int4")
     parser.add_argument("--json", type=Path, help="write a line of JSON for each row of the table")
     parser.add_argument("--quick", action="store_true", help="shape tiny, contexts 16 and 64, once")
     args = parser.parse_args(argv)

@@ -30,7 +30,7 @@ import hf_mlspec
 from eval.records import machine
 from hf_mlspec.evaluation import TokenScores, token_logprobs
 
-CACHES = {"as computed": None, "int8": "int8"}
+CACHES = {"as computed": None, "int8": "int8", "int4": "int4"}
 NAMES = ("port", "retries", "color", "offset", "height", "budget", "radius", "serial", "weight", "delay")
 QUICK = {"contexts": [64, 200], "depths": [0.0, 0.5], "lines_asked": 2, "lines": 40, "window": 128}
 

@@ -89,6 +89,9 @@ class Engine(Protocol):
     forwards: int
     seconds: float
 
+    def keep_in(self, kept: CacheFormat) -> None:
+        """Have a cache of its own in this format, before it starts; ValueError for one that the engine cannot read."""
+
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
 

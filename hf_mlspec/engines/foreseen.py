@@ -14,6 +14,8 @@ from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture, outline, require_format
 from .cpu import weights as cpu
 from .cuda import weights as cuda
+from .cuda.decoder import require_read
+from .rows import cache_format_of
 from .slots import order_of, require_one_order, rotation_of, slot_of
 
 _SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}
@@ -28,6 +30,8 @@ def why_not_decoded(model: nn.Module, word: str) -> str | None:
     if word == "cuda" and (reason := ops.why_no_cuda_kernels()) is not None:
         return reason
     try:
+        if word == "cuda":
+            require_read(cache_format_of(model), torch.device("cuda"))
         found = outline(model, torch.device("meta"))
         for modules in (*(block.modules for block in found.blocks), {"lm_head": found.head}):
             _require_read(modules, word)

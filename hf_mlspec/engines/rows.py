@@ -59,6 +59,10 @@ class CachedRows:
         """The format of the cache that it reads and writes, its own or its leader's."""
         return self.follow.kept_in if self.follow else self.cache_format
 
+    def keep_in(self, kept: CacheFormat) -> None:
+        """Have a cache of its own in this format, before it starts."""
+        self.cache_format = kept
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values this engine holds itself."""

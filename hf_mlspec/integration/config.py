@@ -34,10 +34,10 @@ class SpeculationConfig:
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
         direct casts of the target) draft in the target's KV cache, and the check overwrites what they wrote; False
         gives each its own cache.
-    draft_cache: "int8": levels with a cache of their own keep keys and values as int8 codes with a scale per token and
-        key head (formats/cache.py), in half the memory; they draft other tokens now and then, and the target writes
-        what it writes. Levels in the target's cache follow the target's (MLSpecConfig.kv_cache). None: as the level's
-        own model says.
+    draft_cache: "int8", "int4": levels with a cache of their own keep keys and values as 8- or 4-bit codes per token
+        and key head (formats/cache/), in about half or a quarter of the memory; they draft other tokens now and then,
+        and the target writes what it writes. "int4" is not for compiled steps on a GPU. Levels in the target's cache
+        follow the target's (MLSpecConfig.kv_cache). None: as the level's own model says.
     draft_window: how many of the last tokens levels see, besides the first 64 of a row; the target always sees all, so
         that this changes time, never a token. 0: levels see all, too. None: where lengths are chosen and rows are
         longer than 1360 tokens, rounds in which levels see the last 1024 are weighed against those in which they see

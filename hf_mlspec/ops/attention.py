@@ -32,7 +32,7 @@ def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
     for name in ("keys", "values"):
         lanes = vars(given)[name]
         if lanes.dtype not in CACHE_FLOATS and stored_format(lanes.dtype) is None:
-            raise TypeError(f"{given.op}: {name} is {lanes.dtype}, a cache is float32, bfloat16 or int8")
+            raise TypeError(f"{given.op}: {name} is {lanes.dtype}, a cache is float32, bfloat16, int8 or uint8")
         if lanes.ndim != 4:
             raise ValueError(
                 f"{given.op}: {name} has shape {list(lanes.shape)}, expected [batch, kv_heads, slots, head_dim]"
@@ -45,10 +45,11 @@ def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
     given.require_same("values", "keys")
     batch, kv_heads, slots, _ = given.keys.shape
     dim = _head_dim(given.keys)
-    if dim < 1 and _codes_of(given.keys.dtype) is not None:
+    codes = _codes_of(given.keys.dtype)
+    if codes is not None and dim < 1:
         raise ValueError(
-            f"{given.op}: keys has shape {list(given.keys.shape)}, rows of an int8 cache are head_dim codes and the 4 "
-            "bytes of a scale"
+            f"{given.op}: keys has shape {list(given.keys.shape)}, rows of an {codes.word} cache are codes and "
+            f"{codes.width(0)} bytes behind them"
         )
     shape = vars(given)[q].shape if q else None
     if q and (len(shape) != 4 or shape[0] != batch or shape[3] != dim or not kv_heads or shape[2] % kv_heads):
@@ -135,8 +136,8 @@ def rope_write(
 
     Token t of row r has position and slot ``starts[r] + t``. cos, sin float32 ``[positions, rotary_dim / 2]``: the
     first rotary_dim elements of a head are rotated, halves against each other. keys, values float32 or bfloat16
-    ``[batch, kv_heads, slots, dim]``, or int8 ``[batch, kv_heads, slots, dim + 4]``, rows of codes (formats/cache.py);
-    dense in their last two axes.
+    ``[batch, kv_heads, slots, dim]``, or rows of codes ``[batch, kv_heads, slots, width]`` of a format whose dtype
+    they have (formats/cache/: int8 ``dim + 4``, uint8 ``dim / 2 + 4``); dense in their last two axes.
     """
     return _rope_write(q, k, v, cos, sin, starts, keys, values)
 
@@ -191,7 +192,7 @@ def ragged_attention(
     Token t of row r sits in slot ``starts[r] + t`` and sees the slots up to its own, only the last ``window`` of them
     unless that is 0. Unless it is 0, ``draft_window`` leaves of these the first FIRST_SLOTS of the row and the last
     ``draft_window`` (StreamingLLM, arXiv 2309.17453, section 3). Scores are multiplied by ``scale``, then capped to
-    ``softcap * tanh(score / softcap)`` unless 0. Over a bfloat16 or int8 cache a kernel may round queries, softmax
+    ``softcap * tanh(score / softcap)`` unless 0. Over bfloat16 or codes a kernel may round queries, softmax
     weights and what codes stand for to bfloat16; it sums in float32.
     """
     return _ragged_attention(q, keys, values, starts, scale, window, softcap, draft_window)

@@ -20,6 +20,13 @@ inline mlspec_dtype float_dtype(const char* op, const char* name, const at::Tens
   }
 }
 
+// Which codes a cache of bytes holds: no two have one type. None where it holds keys and values as they are.
+inline std::optional<mlspec_dtype> rows_of_codes(at::ScalarType type) {
+  if (type == at::kChar) return MLSPEC_INT8_ROWS;
+  if (type == at::kByte) return MLSPEC_INT4_ROWS;
+  return std::nullopt;
+}
+
 inline void check_dtype(const char* op, const char* name, const at::Tensor& t, at::ScalarType wanted) {
   TORCH_CHECK_TYPE(t.scalar_type() == wanted, op, ": ", name, " is ", t.scalar_type(), ", expected ", wanted);
 }

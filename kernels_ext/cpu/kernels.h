@@ -10,15 +10,30 @@
 
 extern "C" {
 
-enum mlspec_dtype { MLSPEC_FLOAT32 = 0, MLSPEC_BFLOAT16 = 1, MLSPEC_FLOAT16 = 2, MLSPEC_INT8_ROWS = 3 };
+enum mlspec_dtype {
+  MLSPEC_FLOAT32 = 0,
+  MLSPEC_BFLOAT16 = 1,
+  MLSPEC_FLOAT16 = 2,
+  MLSPEC_INT8_ROWS = 3,
+  MLSPEC_INT4_ROWS = 4
+};
 
-// INT8_ROWS, of a cache: rows of head_dim int8 codes and, behind them, the bytes of a float scale; value = code * scale
-// (hf_mlspec/formats/cache.py defines both). Elements of the array are bytes.
+// Rows of a cache, whose arrays have bytes for elements (hf_mlspec/formats/cache/ defines both). INT8_ROWS: head_dim int8 codes
+// and, behind them, the bytes of a float scale; value = code * scale. INT4_ROWS: head_dim / 2 bytes of two codes each and, behind
+// them, the bfloat16 of code 0 and that of code 15; value = (low * (15 - code) + high * code) / 15. head_dim is even.
+enum { MLSPEC_CACHE_TAIL_BYTES = 4 };
+static inline int mlspec_is_rows(enum mlspec_dtype dtype) { return dtype == MLSPEC_INT8_ROWS || dtype == MLSPEC_INT4_ROWS; }
 static inline int64_t mlspec_element_bytes(enum mlspec_dtype dtype) {
-  return dtype == MLSPEC_FLOAT32 ? 4 : dtype == MLSPEC_INT8_ROWS ? 1 : 2;
+  return dtype == MLSPEC_FLOAT32 ? 4 : mlspec_is_rows(dtype) ? 1 : 2;
 }
 static inline int64_t mlspec_cache_row_bytes(enum mlspec_dtype dtype, int64_t head_dim) {
-  return head_dim * mlspec_element_bytes(dtype) + (dtype == MLSPEC_INT8_ROWS ? 4 : 0);
+  if (!mlspec_is_rows(dtype)) return head_dim * mlspec_element_bytes(dtype);
+  return (dtype == MLSPEC_INT4_ROWS ? head_dim / 2 : head_dim) + MLSPEC_CACHE_TAIL_BYTES;
+}
+// of rows of so many elements
+static inline int64_t mlspec_cache_head_dim(enum mlspec_dtype dtype, int64_t width) {
+  if (!mlspec_is_rows(dtype)) return width;
+  return (width - MLSPEC_CACHE_TAIL_BYTES) * (dtype == MLSPEC_INT4_ROWS ? 2 : 1);
 }
 
 // How a linear wants its activations.
@@ -137,7 +152,7 @@ enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2,
 
 // Causal attention of the queries that share one key head, of one row of the batch. Keys are visited in chunks of 64
 // absolute slots in ascending order with an online softmax, so a query's bits depend on its position and on the cache only.
-// Over a cache of bfloat16 or int8 rows, instruction sets that multiply bfloat16 round queries, weights, and values of codes
+// Over a cache of bfloat16 or rows of codes, instruction sets that multiply bfloat16 round queries, weights, and values of codes
 // to it; all sums are float32.
 struct mlspec_attention_args {
   const float* q;           // query of token t and head h: q + t * q_token_stride + h * head_dim, already rotated
@@ -146,8 +161,8 @@ struct mlspec_attention_args {
   int64_t first_position;   // token t sits in slot first_position + t and sees slots up to its own
   const void* keys;         // [slots] rows of mlspec_cache_row_bytes(kv_dtype, head_dim)
   const void* values;       // the same
-  mlspec_dtype kv_dtype;    // FLOAT32, BFLOAT16 or INT8_ROWS
-  int64_t head_dim;         // any
+  mlspec_dtype kv_dtype;    // FLOAT32, BFLOAT16, INT8_ROWS or INT4_ROWS
+  int64_t head_dim;         // any; even over INT4_ROWS
   int64_t window;           // 0, or: token at p sees slots > p - window only
   int64_t draft_window;     // 0, or: of these, token at p sees the first 64 slots and those > p - draft_window
   float scale;              // multiplies the scores
@@ -168,7 +183,7 @@ struct mlspec_row_ops {
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);  // y may be x
   void (*add)(const float* x, int64_t n, float* y);                                        // y += x
   void (*widen)(const void* x, mlspec_dtype dtype, float multiplier, int64_t n, float* y);
-  // Rounds to nearest even; y of INT8_ROWS is one row of codes and scale.
+  // Rounds to nearest even; y of INT8_ROWS and INT4_ROWS is one row of codes.
   void (*narrow)(const float* x, mlspec_dtype dtype, int64_t n, void* y);
   void (*activate_mul)(const float* gate, const float* up, mlspec_activation kind, int64_t n, float* y);
   // Rotates the first rotary_dim elements of a head in place, halves against each other; cos, sin: [rotary_dim / 2]

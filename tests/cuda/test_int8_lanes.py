@@ -1,4 +1,4 @@
-"""Do the kernels of a GPU write int8 keys and values as formats/cache.py says, and attend to what they stand for?"""
+"""Do the kernels of a GPU write int8 keys and values as formats/cache/ says, and attend to what they stand for?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hf_mlspec
 from hf_mlspec import ops
 from hf_mlspec.demo_pair import demo_prompts
 from hf_mlspec.engines.choose import engine_of
-from hf_mlspec.formats.cache import dequantize, quantize
+from hf_mlspec.formats.cache.int8 import dequantize, quantize
 from hf_mlspec.ops.attention import FIRST_SLOTS
 
 SLOTS = 48

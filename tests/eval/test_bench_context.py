@@ -37,7 +37,7 @@ def test_a_cache_of_codes_is_one_more_contender(bench, capsys, tmp_path):
     assert ours["step_bytes"] - codes["step_bytes"] == (64 + 8) * 2 * 2 * 2 * (32 - 20)  # of heads of 16
     with pytest.raises(SystemExit):
         bench.parse(["--kv-cache", "int5"])
-    assert "kv_cache is 'int5', choose 'int8'" in capsys.readouterr().err
+    assert "kv_cache is 'int5', choose 'int8' or 'int4'" in capsys.readouterr().err
 
 
 def test_bytes_of_a_step(bench):

@@ -1,4 +1,4 @@
-"""Does kv_cache="int8" hold wherever a model generates, is saved or drafts, and is what goes against it said?"""
+"""Does kv_cache hold wherever a model generates, is saved or drafts, and is what goes against it said?"""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from warned import forget_warnings
 import hf_mlspec
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.evaluation.certificate_subject import _format
+from hf_mlspec.formats import CACHE_FORMATS
 from hf_mlspec.formats.cache import INT8
 from hf_mlspec.integration.costs.identity import key_of, model_of
 from hf_mlspec.integration.costs.probe import _state_key
@@ -27,12 +28,14 @@ from hf_mlspec.speculation.rounds.chain import bucket_of
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 ALONE = hf_mlspec.MLSpecConfig(format=None, kv_cache="int8")
+WORDS = pytest.mark.parametrize("word", CACHE_FORMATS)
+ROW = {"int8": 12, "int4": 8, None: 16}  # bytes of 8 elements; of bfloat16 where there is no word
 WIDE = {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2}
 
 
-def coded(seed: int = 2, dtype: torch.dtype = torch.bfloat16, **options):
+def coded(seed: int = 2, dtype: torch.dtype = torch.bfloat16, word: str = "int8", **options):
     model = tiny(seed=seed, dtype=dtype, **options)
-    model.config.quantization_config = ALONE
+    model.config.quantization_config = hf_mlspec.MLSpecConfig(format=None, kv_cache=word)
     return model
 
 
@@ -61,45 +64,49 @@ def load(folder, **options):
 @pytest.mark.parametrize(
     "levels", [["mxfp4"], ["early_exit:1"], ["mxfp4", "near"], ["near"], ["prompt_lookup"]], ids=str
 )
-@pytest.mark.parametrize("how", [{}, {"draft_cache": "int8"}, {"shared_cache": False},
-                                 {"engine": "cuda", "draft_cache": "int8"}], ids=str)  # fmt: skip
-def test_a_chain_writes_what_the_target_alone_writes(lengths, levels, how):
-    target, inputs = coded(), prompts(lengths)
+@pytest.mark.parametrize(("word", "how"), [
+    ("int8", {}), ("int8", {"draft_cache": "int8"}), ("int8", {"shared_cache": False}),
+    ("int8", {"engine": "cuda", "draft_cache": "int8"}), ("int4", {}), ("int4", {"draft_cache": "int8"}),
+    ("int8", {"draft_cache": "int4"}),
+], ids=str)  # fmt: skip
+def test_a_chain_writes_what_the_target_alone_writes(lengths, levels, word, how):
+    target, inputs = coded(word=word), prompts(lengths)
     given = [other(target) if level == "near" else level for level in levels]
     engine = {name: word for name, word in how.items() if name == "engine"}
     alone = written(target, inputs, assistant_models=[], speculation_config=engine)
     assert written(target, inputs, assistant_models=given, speculation_config=how) == alone
     held = [level.cache_bytes for level in hf_mlspec.last_stats(target).levels]
-    row = {True: 12, False: 16}  # int8 of 8 elements, and bfloat16
     layers = {"mxfp4": 2, "early_exit:1": 1, "near": 2, "prompt_lookup": 0}
     for level, size in zip(levels, held, strict=True):
         shares = level in ("mxfp4", "early_exit:1") and how.get("shared_cache", True)
-        codes = how.get("draft_cache") == "int8" or level != "near"  # views of the target keep its format
+        kept = how.get("draft_cache", None if level == "near" else word)  # views of the target keep its format
         rows = bucket_of(len(lengths)) if engine else len(lengths)
-        assert size == (0 if shares else layers[level] * 2 * 2 * 256 * rows * row[codes])
+        assert size == (0 if shares else layers[level] * 2 * 2 * 256 * rows * ROW[kept])
 
 
-def test_levels_that_see_a_part_of_the_codes():
-    target, inputs = coded(), prompts([150, 90])
+@WORDS
+def test_levels_that_see_a_part_of_the_codes(word):
+    target, inputs = coded(word=word), prompts([150, 90])
     alone = written(target, inputs, assistant_models=[])
     for levels in (["mxfp4"], ["mxfp4", other(target)]):
-        how = {"draft_window": 8, "draft_cache": "int8"}
+        how = {"draft_window": 8, "draft_cache": word}
         assert written(target, inputs, assistant_models=levels, speculation_config=how) == alone
     engine = {"engine": "cuda"}
     alone = written(target, inputs, assistant_models=[], speculation_config=engine)
     assert written(target, inputs, assistant_models=["mxfp4"], speculation_config=how | engine) == alone
 
 
-def test_the_word_changes_what_the_target_computes_and_how_much_it_holds():
+@WORDS
+def test_the_word_changes_what_the_target_computes_and_how_much_it_holds(word):
     inputs = prompts([40])
-    plain, model = tiny(seed=2, dtype=torch.float32), coded(dtype=torch.float32)
+    plain, model = tiny(seed=2, dtype=torch.float32), coded(dtype=torch.float32, word=word)
     scored = [token_logprobs(one, inputs["input_ids"].tolist())[0].logprobs for one in (plain, model)]
     off = (scored[0] - scored[1]).abs()
-    assert 0 < off.max() < 0.5
+    assert 0 < off.max() < {"int8": 0.5, "int4": 5}[word]
     for one in (plain, model):
         written(one, inputs, assistant_models=[])
     sizes = [hf_mlspec.last_stats(one).target_cache_bytes for one in (plain, model)]
-    assert sizes[1] * 32 == sizes[0] * 12
+    assert sizes[1] * 32 == sizes[0] * ROW[word]
 
 
 @pytest.mark.parametrize("engine", ["cpu", "modules"])
@@ -134,14 +141,15 @@ def test_what_stock_decodes_is_said_once(caplog):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("engine", ["cpu", "modules", "cuda"])
-def test_past_key_values_go_out_and_come_back_bit_for_bit(dtype, engine):
-    model, inputs = coded(dtype=dtype), prompts([20, 20])
+@WORDS
+def test_past_key_values_go_out_and_come_back_bit_for_bit(dtype, engine, word):
+    model, inputs, record = coded(dtype=dtype, word=word), prompts([20, 20]), CACHE_FORMATS[word]
     how = {"assistant_models": [], "speculation_config": {"engine": engine}, "return_dict_in_generate": True}
     whole = model.generate(**inputs, **OPTIONS | {"max_new_tokens": 30}, **how)
     first = model.generate(**inputs, **OPTIONS | {"max_new_tokens": 12}, **how)
     cache = first.past_key_values
     assert cache.layers[0].keys.dtype == dtype
-    assert all(torch.equal(INT8.dequantize(INT8.quantize(states), dtype), states)
+    assert all(torch.equal(record.dequantize(record.quantize(states), dtype), states)
                for layer in cache.layers for states in (layer.keys, layer.values))  # fmt: skip
     mask = torch.ones_like(first.sequences)
     second = model.generate(first.sequences, attention_mask=mask, past_key_values=cache,
@@ -159,8 +167,9 @@ def test_past_key_values_go_out_and_come_back_bit_for_bit(dtype, engine):
                        past_key_values=wrong, **OPTIONS, **how)  # fmt: skip
 
 
-def test_streams_and_scores_use_it():
-    model, inputs = coded(), prompts([9, 9])
+@WORDS
+def test_streams_and_scores_use_it(word):
+    model, inputs = coded(word=word), prompts([9, 9])
     alone = written(model, inputs, assistant_models=[])
     rows = inputs["input_ids"].tolist()
     requests = [hf_mlspec.Request(row, max_new_tokens=24) for row in rows]
@@ -174,24 +183,27 @@ def test_streams_and_scores_use_it():
 @pytest.mark.parametrize("settings", [
     {"format": None}, {"format": "int4", "group_size": 32}, {"format": "mxfp4"}, {"format": "nested-bf16"},
     {"format": "bitplanes", "group_size": 32},
+    {"format": None, "word": "int4"},
 ], ids=str)  # fmt: skip
 def test_it_is_saved_and_comes_back(folder, tmp_path, settings):
-    model = load(folder, quantization_config=hf_mlspec.MLSpecConfig(**settings, kv_cache="int8"))
+    word = settings.get("word", "int8")
+    settings = {name: value for name, value in settings.items() if name != "word"}
+    model = load(folder, quantization_config=hf_mlspec.MLSpecConfig(**settings, kv_cache=word))
     inputs = prompts([9])
     alone = written(model, inputs)
-    assert hf_mlspec.last_stats(model).target_cache_bytes == 2 * 2 * 2 * 256 * 20
+    assert hf_mlspec.last_stats(model).target_cache_bytes == 2 * 2 * 2 * 256 * {"int8": 20, "int4": 12}[word]
     model.save_pretrained(tmp_path / "saved")
     stored = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
-    assert stored["kv_cache"] == "int8"
+    assert stored["kv_cache"] == word
     assert stored["format"] == settings["format"]
     again = load(tmp_path / "saved")
-    assert again.config.quantization_config.kv_cache == "int8"
+    assert again.config.quantization_config.kv_cache == word
     assert written(again, inputs) == alone
     assert written(again, inputs, assistant_models=["prompt_lookup"]) == alone
     packed = any(isinstance(module, PackedLinear) for module in again.modules())
     assert packed is (settings["format"] is not None)
     found = examine(str(tmp_path / "saved"))
-    assert found.kv_cache == "int8"
+    assert found.kv_cache == word
     assert found.title == "hf_mlspec"
 
 
@@ -241,7 +253,7 @@ def test_a_config_of_before_has_none(folder):
 
 
 @pytest.mark.parametrize(("settings", "error", "said"), [
-    ({"kv_cache": "int5"}, ValueError, "MLSpecConfig: kv_cache is 'int5', choose 'int8', or None"),
+    ({"kv_cache": "int5"}, ValueError, "MLSpecConfig: kv_cache is 'int5', choose 'int8' or 'int4', or None"),
     ({"kv_cache": 8}, TypeError, "MLSpecConfig: kv_cache is 8, expected a word"),
     ({"format": None}, ValueError, "format is None and kv_cache is None: nothing is to be quantized"),
     ({"format": None, "kv_cache": "int8", "group_size": 32}, ValueError, "group_size is 32, but format=None packs no"),
@@ -269,25 +281,26 @@ def test_a_plain_target_with_drafts_over_codes_on_steps_of_a_gpu(sampled, captur
     target, texts, sizes = tiny(seed=2, dtype=torch.bfloat16), [], []
     level, inputs = near(target, 0.05), prompts([9, 40])
     slow = {} if captured else {"repetition_penalty": 1.2}
-    for how in (None, {}, {"draft_cache": "int8"}, {"draft_cache": "int8", "draft_window": 8}):
+    codes = {"draft_cache": "int8"}
+    for how in (None, {}, codes, codes | {"draft_window": 8}, {"draft_cache": "int4"}):
         torch.manual_seed(1)
         out = target.generate(**inputs, **OPTIONS | {"do_sample": sampled, **slow},
                               assistant_models=[] if how is None else [level],
                               speculation_config={"engine": "cuda", **(how or {})})  # fmt: skip
         texts.append(out.tolist())
         sizes += [level.cache_bytes for level in hf_mlspec.last_stats(target).levels]
-    assert texts[1:] == texts[:1] * 3
+    assert texts[1:] == texts[:1] * 4
     assert sizes[1] * 16 == sizes[0] * 12 == sizes[2] * 16
+    assert sizes[3] * 16 == sizes[0] * 8
 
 
 def test_costs_of_one_are_not_those_of_the_other():
     model = tiny(seed=2, dtype=torch.bfloat16)
     plain = engine_of(model)
-    model.config.quantization_config = ALONE
-    kept = engine_of(model)
-    assert model_of(plain) != model_of(kept)
-    assert key_of(plain) != key_of(kept)
-    assert _state_key(plain, False) != _state_key(kept, False)
+    kept, other_kept = engine_of(coded()), engine_of(coded(word="int4"))
+    assert len({model_of(one) for one in (plain, kept, other_kept)}) == 3
+    assert len({key_of(one) for one in (plain, kept, other_kept)}) == 3
+    assert len({_state_key(one, False) for one in (plain, kept, other_kept)}) == 3
     follower = engine_of(tiny(seed=2, dtype=torch.bfloat16))
     alone = model_of(follower)
     follower.follow = kept
@@ -300,3 +313,15 @@ def test_a_certificate_says_so(folder):
     packed = load(folder, quantization_config=hf_mlspec.MLSpecConfig(format="mxfp4", kv_cache="int8"))
     assert _format(packed)["kv_cache"] == "int8"
     assert _format(packed)["activation_bits"] == 16
+
+
+def test_a_level_that_cannot_have_the_codes_says_so(monkeypatch):
+    """As on a GPU, whose kernels do not read 4-bit codes."""
+    target, inputs = coded(), prompts([9])
+
+    def refuses(engine, kept):
+        raise ValueError(f"the kernels here read no {kept.word}")
+
+    monkeypatch.setattr("hf_mlspec.engines.rows.CachedRows.keep_in", refuses)
+    with pytest.raises(ValueError, match=r"draft_cache is 'int4', which level .* cannot have: the kernels here read"):
+        written(target, inputs, assistant_models=[other(target)], speculation_config={"draft_cache": "int4"})

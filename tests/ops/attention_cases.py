@@ -21,6 +21,10 @@ RULES = (
 )
 
 
+# Two elements of a head share a byte of uint8 rows.
+CACHES = [(shape, dtype) for shape in SHAPES for dtype in CACHE_DTYPES if dtype != torch.uint8 or shape[2] % 2 == 0]
+
+
 def prompt(shape: tuple[int, int, int], dtype: torch.dtype, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """q float32, keys and values of `dtype`, of a whole prompt: every slot is some token's."""
     heads, kv_heads, dim = shape
@@ -43,7 +47,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_widths() -> None:
-    for shape, dtype, rule in itertools.product(SHAPES, CACHE_DTYPES, RULES):
+    for (shape, dtype), rule in itertools.product(CACHES, RULES):
         q, keys, values = prompt(shape, dtype)
         rule = (shape[2] ** -0.5, *rule)
         whole = ops.ragged_attention(q, keys, values, [0], *rule)
@@ -69,7 +73,7 @@ def check_batches_and_threads() -> None:
 
 def check_later_tokens_that_are_not_finite() -> None:
     """What stands in a later token's slot, were it Inf or NaN, reaches no earlier token of the same call."""
-    for shape, dtype, bad in itertools.product(SHAPES, CACHE_DTYPES, (torch.inf, -torch.inf, torch.nan)):
+    for (shape, dtype), bad in itertools.product(CACHES, (torch.inf, -torch.inf, torch.nan)):
         q, keys, values = prompt(shape, dtype)
         clean = ops.ragged_attention(q, keys, values, [0], 0.1)
         for token in (1, 63, 64, 170, 299):

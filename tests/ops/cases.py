@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats import activations, cache, int4, mxfp4, nested
+from hf_mlspec.formats import CACHE_FORMATS, activations, int4, mxfp4, nested, stored_format
 from hf_mlspec.formats import planes as bitplanes
+from hf_mlspec.formats.cache import CacheFormat
 from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.formats.packing import unpack_nibbles
 from hf_mlspec.ops import library
@@ -358,17 +359,20 @@ def check_choose_rows() -> None:
                     assert tokens.dtype == torch.int32
 
 
-CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+CACHE_DTYPES = (torch.float32, torch.bfloat16, *(record.dtype for record in CACHE_FORMATS.values()))
+CODES = {torch.int8: 127, torch.uint8: 15}  # the largest one
 
 
 def kept_as(kv_dtype: torch.dtype, states: Tensor) -> Tensor:
     """Keys or values as a cache of this dtype holds them."""
-    return cache.quantize(states) if kv_dtype == torch.int8 else states.to(kv_dtype)
+    record = stored_format(kv_dtype)
+    return states.to(kv_dtype) if record is None else record.quantize(states)
 
 
 def read_as(dtype: torch.dtype, lanes: Tensor) -> Tensor:
     """What a cache holds, rounded to a dtype, as float32."""
-    return (cache.dequantize(lanes) if lanes.dtype == torch.int8 else lanes.float()).to(dtype).float()
+    record = stored_format(lanes.dtype)
+    return (lanes if record is None else record.dequantize(lanes, torch.float32)).to(dtype).float()
 
 
 def cache_operands(
@@ -392,8 +396,9 @@ def check_rope_write() -> None:
             step = 2 * ROUNDING[dtype]
             assert torch.allclose(rotated.float(), expected.float(), rtol=step, atol=4e-7)
             off = (read_as(torch.float32, ours[0]) - read_as(torch.float32, theirs[0])).abs()
-            if kv_dtype == torch.int8:  # a rotation in another order may give the next code
-                assert (off <= 1.01 / 127 * read_as(torch.float32, theirs[0]).abs().amax(-1, keepdim=True)).all()
+            if kv_dtype in CODES:  # a rotation in another order may give the next code
+                reach = 2 * read_as(torch.float32, theirs[0]).abs().amax(-1, keepdim=True)
+                assert (off <= 1.01 / CODES[kv_dtype] * reach).all()
                 assert (off > 0).sum() <= off.numel() / 1000
             else:
                 assert (off <= 2 * ROUNDING[kv_dtype] * theirs[0].float().abs() + 4e-7).all()
@@ -405,23 +410,31 @@ def check_rope_write() -> None:
 
 
 def check_cache_codes() -> None:
-    """Codes and scales that the reference gives, to the bit: halves, zeros, tiny, huge and infinite ones, and NaN."""
-    for dim in (1, 15, 16, 17, 33, 64, 128):
-        powers = 2.0 ** torch.arange(-126, 124, 12.5)[:20, None]
-        v = torch.cat([seeded(20, dim, seed=dim) * powers, torch.zeros(9, dim)])
-        v[20, 0], v[21, -1], v[22, dim // 2], v[23] = torch.nan, torch.inf, -torch.inf, 3.4e38
-        v[24], v[25], v[26, 0] = 2.0**-100, 2.0**-101, -1e-45
-        v[27] = (torch.arange(dim) % 255 - 127) / 2
-        v[28] = (torch.arange(dim) % 3 - 1).float()
-        for dtype in DTYPES:
-            states = v.to(dtype)[None, :, None]  # [batch, tokens, kv_heads, dim]
-            lanes = torch.zeros(2, 1, 1, len(v) + 2, dim + 4, dtype=torch.int8)
-            angle = torch.zeros(len(v) + 2, 0)
-            ops.rope_write(states, states, states, angle, angle, [1], *lanes)
-            expected = cache.quantize(states)[0, :, 0]
-            for lane in lanes:
-                assert torch.equal(lane[0, 0, 1:-1], expected), (dim, dtype)
-                assert not lane[0, 0, [0, -1]].any()
+    """Codes that the reference gives, to the bit: halves, one-sided rows, zeros, tiny, huge and infinite ones, NaN."""
+    for record, dims in zip(CACHE_FORMATS.values(), ((1, 15, 16, 17, 33, 64, 128), (2, 14, 16, 18, 34, 64, 128)),
+                            strict=True):  # fmt: skip
+        for dim in dims:
+            check_rows_of_codes(record, dim)
+
+
+def check_rows_of_codes(record: CacheFormat, dim: int) -> None:
+    powers = 2.0 ** torch.arange(-126, 124, 12.5)[:20, None]
+    v = torch.cat([seeded(20, dim, seed=dim) * powers, torch.zeros(14, dim), seeded(20, dim, seed=9).abs() * powers])
+    v[20, 0], v[21, -1], v[22, dim // 2], v[23] = torch.nan, torch.inf, -torch.inf, 3.4e38
+    v[24], v[25], v[26, 0] = 2.0**-100, 2.0**-101, -1e-45
+    v[27] = (torch.arange(dim) % 255 - 127) / 2
+    v[28] = (torch.arange(dim) % 3 - 1).float()
+    v[29], v[30], v[31] = -(torch.arange(dim) % 31) / 2, 1.004, -1.004
+    v[32, 0], v[32, -1], v[33, 0], v[33, -1] = 2.0**-101, -(2.0**-100), 2.0**120, -1.0
+    for dtype in DTYPES:
+        states = v.to(dtype)[None, :, None]  # [batch, tokens, kv_heads, dim]
+        lanes = torch.zeros(2, 1, 1, len(v) + 2, record.width(dim), dtype=record.dtype)
+        angle = torch.zeros(len(v) + 2, 0)
+        ops.rope_write(states, states, states, angle, angle, [1], *lanes)
+        expected = record.quantize(states)[0, :, 0]
+        for lane in lanes:
+            assert torch.equal(lane[0, 0, 1:-1], expected), (record.word, dim, dtype)
+            assert not lane[0, 0, [0, -1]].any()
 
 
 def check_attention_values(y: Tensor, q: Tensor, keys: Tensor, values: Tensor, *rest) -> None:
@@ -440,6 +453,7 @@ def check_ragged_attention() -> None:
     for dtype in DTYPES:
         for kv_dtype in CACHE_DTYPES:
             for dim, heads, kv_heads, tokens in ((40, 6, 2, 5), (64, 4, 4, 1), (128, 8, 1, 19), (33, 3, 1, 9)):
+                dim += dim % 2 if kv_dtype == torch.uint8 else 0  # two elements in a byte
                 operands = cache_operands(dtype, kv_dtype, dim, heads, kv_heads, tokens)
                 q, starts, keys, values = operands[0], *operands[5:]
                 for rule in ((0, 0.0, 0), (7, 0.0, 0), (0, 5.0, 0), (80, 2.0, 0), (0, 0.0, 7), (80, 2.0, 40)):

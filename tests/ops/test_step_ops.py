@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats.cache import dequantize, quantize
+from hf_mlspec.formats.cache.int8 import dequantize, quantize
 from hf_mlspec.ops import choose, library
 from hf_mlspec.ops.rows import ACTIVATIONS
 

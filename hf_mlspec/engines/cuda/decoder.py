@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...formats import stored_format
+from ...formats import CACHE_FORMATS, CacheFormat, stored_format
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
@@ -24,6 +24,7 @@ from ...precision import OWN_BITS, Bits
 from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
+from ..rows import cache_format_of
 from .weights import JoinedLinear, OrderedLinear, joined
 
 _ROW_BYTES = 16  # what the kernels load at once
@@ -74,6 +75,7 @@ class CudaDecoder:
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
+        require_read(cache_format_of(model), device)
         architecture.require_known(model, device)
         if device.type != "cpu":
             require_bfloat16(model, device)
@@ -212,6 +214,16 @@ def require_bfloat16(model: nn.Module, device: torch.device) -> None:
     dtype = table_dtype(model.model.embed_tokens)
     if dtype != torch.bfloat16:
         raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
+
+
+def require_read(kept: CacheFormat | None, device: torch.device) -> None:
+    """UnknownArchitecture for keys and values in codes that the kernels of a GPU do not read."""
+    if kept is not None and not kept.on_gpus and device.type != "cpu":
+        words = " or ".join(repr(word) for word, record in CACHE_FORMATS.items() if record.on_gpus)
+        raise UnknownArchitecture(
+            f"it is to keep keys and values as {kept.word}, and the kernels on {device} read {words} or keys and "
+            "values as they are computed"
+        )
 
 
 def require_served(found: Outline) -> None:

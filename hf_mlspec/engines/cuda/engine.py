@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...formats import CacheFormat
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..memory import out_of_memory
 from ..rows import DecoderRows
-from .decoder import CudaDecoder, Packing
+from .decoder import CudaDecoder, Packing, require_read
 from .steps import CudaSteps
 
 CHUNK = 4096  # tokens of a step: linear layers of a GPU get no cheaper per token beyond, and memory stays small
@@ -39,6 +40,11 @@ class CudaEngine(DecoderRows):
         super().__init__(model, decoder, **options)
         self.device = decoder.device
         self._steps = CudaSteps(model, decoder)
+
+    def keep_in(self, kept: CacheFormat) -> None:
+        """As `Engine.keep_in`; UnknownArchitecture, a ValueError, for codes that the device's kernels do not read."""
+        require_read(kept, self.device)
+        super().keep_in(kept)
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """Score rows and guesses as `Engine.feed` does: float32 logits `[batch, k + 1, vocab]`.

@@ -117,10 +117,18 @@ class Wiring:
             engine = at_lower_precision(engine, level.bits)
         if leader is None or not (level.shape_of_target and self.config.shared_cache and engine.name == leader.name):
             if self.config.draft_cache is not None:
-                engine.cache_format = cache_format(self.config.draft_cache, "draft_cache")
+                self._keep_in(level, engine)
             return None
         engine.follow = leader
         return engine
+
+    def _keep_in(self, level: Level, engine: Engine) -> None:
+        """Give a level's own cache the format that was asked for."""
+        word = self.config.draft_cache
+        try:
+            engine.keep_in(cache_format(word, "draft_cache"))
+        except ValueError as error:
+            raise ValueError(f"draft_cache is {word!r}, which level {level.name} cannot have: {error}") from error
 
     def _set_window(self, level: Level, engine: Engine) -> None:
         """Let a level see only a part of the cache, where that is asked for."""

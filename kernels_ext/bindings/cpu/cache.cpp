@@ -12,8 +12,8 @@ namespace {
 using namespace mlspec;
 using at::Tensor;
 
-// Keys or values [batch, kv_heads, slots, head_dim], or int8 rows of codes and scale [.., head_dim + 4], whose lanes (the last two
-// axes) are dense; batch and heads may have gaps.
+// Keys or values [batch, kv_heads, slots, head_dim], or rows of codes [.., mlspec_cache_row_bytes], whose lanes (the last two axes)
+// are dense; batch and heads may have gaps.
 struct Lanes {
   char* data;
   mlspec_dtype dtype;
@@ -24,25 +24,24 @@ struct Lanes {
   }
 };
 
-constexpr int64_t kScaleBytes = 4;
-
 Lanes check_lanes(const char* op, const char* name, const Tensor& t) {
-  const bool codes = t.scalar_type() == at::kChar;
+  const std::optional<mlspec_dtype> codes = rows_of_codes(t.scalar_type());
   TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16 || codes, op, ": ", name, " is ",
-                   t.scalar_type(), ", a cache is float32, bfloat16 or int8");
+                   t.scalar_type(), ", a cache is float32, bfloat16, int8 or uint8");
+  const mlspec_dtype dtype = codes.value_or(t.scalar_type() == at::kFloat ? MLSPEC_FLOAT32 : MLSPEC_BFLOAT16);
   TORCH_CHECK_VALUE(t.dim() == 4, op, ": ", name, " has shape ", t.sizes(), ", expected [batch, kv_heads, slots, head_dim]");
   TORCH_CHECK_VALUE(t.numel() == 0 || (t.stride(3) == 1 && t.stride(2) == t.size(3)), op, ": ", name, " of shape ", t.sizes(),
                     " is not contiguous in its last two axes (strides ", t.strides(), ")");
   check_cpu(op, name, t);
   check_aligned(op, name, t, static_cast<int64_t>(t.element_size()));
-  TORCH_CHECK_VALUE(!codes || t.size(3) > kScaleBytes, op, ": ", name, " has shape ", t.sizes(), ", rows of an int8 cache are ",
-                    "head_dim codes and the ", kScaleBytes, " bytes of a scale");
+  TORCH_CHECK_VALUE(!codes || t.size(3) > MLSPEC_CACHE_TAIL_BYTES, op, ": ", name, " has shape ", t.sizes(), ", rows of ",
+                    t.scalar_type(), " are codes and ", int64_t(MLSPEC_CACHE_TAIL_BYTES), " bytes behind them");
   return {static_cast<char*>(const_cast<void*>(t.const_data_ptr())),
-          codes ? MLSPEC_INT8_ROWS : t.scalar_type() == at::kFloat ? MLSPEC_FLOAT32 : MLSPEC_BFLOAT16,
+          dtype,
           t.size(1),
           t.size(2),
           t.size(3),
-          t.size(3) - (codes ? kScaleBytes : 0),
+          mlspec_cache_head_dim(dtype, t.size(3)),
           t.stride(0),
           t.stride(1)};
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <vector>
 
+#include "../operands.h"
 #include "decoder_precisions.h"
 
 namespace mlspec {
@@ -38,7 +39,7 @@ inline void check_able(const Decoder& decoder, Bits bits) {
 }
 
 // A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim] of what the
-// model writes, or int8 [.., head_dim + 4], rows of codes and scale.
+// model writes, or rows of codes [.., mlspec_cache_row_bytes].
 inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::vector<int64_t>& lengths, Bits bits,
                            int64_t draft_window) {
   TORCH_CHECK_VALUE(draft_window >= 0, "draft_window is ", draft_window, ", 0 (none) or a number of slots is meant");
@@ -46,13 +47,16 @@ inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::ve
   check_able(decoder, bits);
   const DecoderShape& s = decoder.shape;
   const int64_t layers = decoder.layers.size();
-  const mlspec_dtype dtype = kv.scalar_type() == at::kChar ? MLSPEC_INT8_ROWS : storage_dtype(kv, "the cache");
+  const std::optional<mlspec_dtype> codes = rows_of_codes(kv.scalar_type());
+  const mlspec_dtype dtype = codes ? *codes : storage_dtype(kv, "the cache");
+  TORCH_CHECK_VALUE(dtype != MLSPEC_INT4_ROWS || s.head_dim % 2 == 0, "the cache is ", kv.scalar_type(),
+                    ", two codes a byte, and heads have ", s.head_dim, " elements");
   const int64_t width = mlspec_cache_row_bytes(dtype, s.head_dim) / mlspec_element_bytes(dtype);
   TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
                         kv.size(5) == width && kv.is_contiguous() && kv.is_cpu(),
                     "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
                     ", slots, ", width, "] on the CPU");
-  TORCH_CHECK_TYPE(dtype == s.kv_dtype || dtype == MLSPEC_INT8_ROWS, "the cache is ", kv.scalar_type(),
+  TORCH_CHECK_TYPE(dtype == s.kv_dtype || codes, "the cache is ", kv.scalar_type(),
                    ", which is not what the model writes");
   return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype}, lengths, bits, draft_window};
 }

@@ -2,6 +2,8 @@
 //
 // Included inside the anonymous namespaces of attention_<isa>.cpp, after Vec.
 
+#include "../rows/row_ops_words.h"
+
 constexpr int kChunk = 64;  // slots between two updates of the running maximum; a draft window leaves the first ones in view
 constexpr int kStep = 32;   // elements of a head, and slots of a chunk, that are multiplied at a time
 
@@ -9,6 +11,42 @@ struct SlotRange {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
   SlotRange within(int64_t low, int64_t high) const { return {std::max(begin, low), std::min(end, high)}; }
+};
+
+// How a row of codes becomes values (hf_mlspec/formats/cache/). kPerByte: codes in a byte. widen: kStep of them, as two Vecs.
+struct Int8Row {
+  static constexpr mlspec_dtype kDtype = MLSPEC_INT8_ROWS;
+  static constexpr int kPerByte = 1;
+  Vec scale;
+
+  explicit Int8Row(const char* tail) {
+    float stored;
+    std::memcpy(&stored, tail, sizeof stored);
+    scale = Vec::all(stored);
+  }
+  void widen(const char* from, Vec (&to)[2]) const {
+    const auto* const codes = reinterpret_cast<const int8_t*>(from);
+    to[0] = Vec::load_int8(codes) * scale;
+    to[1] = Vec::load_int8(codes + kLanes) * scale;
+  }
+};
+
+struct Int4Row {
+  static constexpr mlspec_dtype kDtype = MLSPEC_INT4_ROWS;
+  static constexpr int kPerByte = 2;
+  Vec values;  // of the 16 codes
+
+  explicit Int4Row(const char* tail) {
+    alignas(64) static const float kCodes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    uint16_t ends[2];
+    std::memcpy(ends, tail, sizeof ends);
+    const Vec code = Vec::load(kCodes), all = Vec::all(15.f);
+    const Vec low = Vec::all(float_of(uint32_t(ends[0]) << 16)), high = Vec::all(float_of(uint32_t(ends[1]) << 16));
+    values = fma(high, code, low * (all - code)) / all;  // both products are exact, so that fused or not the sum is the same
+  }
+  void widen(const char* from, Vec (&to)[2]) const {
+    Vec::look_up_nibbles(values, reinterpret_cast<const uint8_t*>(from), to);
+  }
 };
 
 // Where 16 slots' rows of whole steps lie: in the cache, or here where somebody may not look, or a step is not whole.
@@ -23,7 +61,8 @@ struct CacheRows {
   void find(const mlspec_attention_args& args, const void* lanes, int64_t slot, SlotRange seen) {
     const int64_t bytes = row_bytes(args);
     first = static_cast<const char*>(lanes) + slot * bytes;
-    if (args.kv_dtype == MLSPEC_INT8_ROWS) return widen<Terms>(args.head_dim, slot, seen);
+    if (args.kv_dtype == MLSPEC_INT8_ROWS) return widen<Terms, Int8Row>(args.head_dim, slot, seen);
+    if (args.kv_dtype == MLSPEC_INT4_ROWS) return widen<Terms, Int4Row>(args.head_dim, slot, seen);
     stride = bytes;
     const bool whole = seen.begin <= slot && slot + kLanes <= seen.end;
     if (whole && args.head_dim % kStep == 0) return;
@@ -38,11 +77,11 @@ struct CacheRows {
   }
 
   // The 16 rows of codes at `first` as elements, whole steps, zeros behind the last and outside `seen`.
-  template <class Terms>
+  template <class Terms, class Row>
   void widen(int64_t head_dim, int64_t slot, SlotRange seen) {
     using Element = typename Terms::Element;
     const int64_t steps = (head_dim + kStep - 1) / kStep * kStep, whole = head_dim / kStep * kStep;
-    const int64_t bytes = mlspec_cache_row_bytes(MLSPEC_INT8_ROWS, head_dim);
+    const int64_t bytes = mlspec_cache_row_bytes(Row::kDtype, head_dim), codes = head_dim / Row::kPerByte;
     const int64_t to_stride = steps * static_cast<int64_t>(sizeof(Element)) + 64;  // rows fall into different sets of the L1 cache
     for (int s = 0; s < kLanes; ++s) {
       char* const to = padded[0] + s * to_stride;
@@ -50,14 +89,18 @@ struct CacheRows {
         std::memset(to, 0, steps * sizeof(Element));
         continue;
       }
-      const int8_t* const codes = reinterpret_cast<const int8_t*>(first) + s * bytes;
-      float scale;
-      std::memcpy(&scale, codes + head_dim, sizeof scale);
-      for (int64_t d = 0; d < whole; d += kStep) Terms::widen(codes + d, scale, to + d * sizeof(Element));
+      const char* const from = first + s * bytes;
+      const Row row(from + codes);
+      Vec values[2];
+      for (int64_t d = 0; d < whole; d += kStep) {
+        row.widen(from + d / Row::kPerByte, values);
+        Terms::store_widened(values, to + d * sizeof(Element));
+      }
       if (whole == steps) continue;
-      int8_t rest[kStep] = {};
-      std::memcpy(rest, codes + whole, head_dim - whole);
-      Terms::widen(rest, scale, to + whole * sizeof(Element));
+      char rest[kStep] = {};
+      std::memcpy(rest, from + whole / Row::kPerByte, codes - whole / Row::kPerByte);
+      row.widen(rest, values);
+      Terms::store_widened(values, to + whole * sizeof(Element));
       std::memset(to + head_dim * sizeof(Element), 0, (steps - head_dim) * sizeof(Element));  // zero times NaN is NaN
     }
     first = padded[0];

@@ -66,11 +66,11 @@ struct FloatTerms {
 
   static void restore_order(float*, int64_t) {}
 
-  // kStep codes times their scale, as elements
-  static void widen(const int8_t* codes, float scale, char* to) {
+  // kStep values of codes, as elements
+  static void store_widened(const Vec (&from)[2], char* to) {
     float values[kStep];
-    (Vec::load_int8(codes) * Vec::all(scale)).store(values);
-    (Vec::load_int8(codes + kLanes) * Vec::all(scale)).store(values + kLanes);
+    from[0].store(values);
+    from[1].store(values + kLanes);
     std::memcpy(to, values, sizeof values);
   }
 

@@ -12,11 +12,8 @@ struct PairLayout {
     _mm512_storeu_si512(to, (__m512i)narrow(Vec::load(from), Vec::load(from + kLanes)));
   }
 
-  // kStep codes times their scale, as elements: each value is rounded to bfloat16
-  static void widen(const int8_t* codes, float scale, char* to) {
-    const Vec factor = Vec::all(scale);
-    _mm512_storeu_si512(to, (__m512i)narrow(Vec::load_int8(codes) * factor, Vec::load_int8(codes + kLanes) * factor));
-  }
+  // kStep values of codes, as elements: each is rounded to bfloat16
+  static void store_widened(const Vec (&from)[2], char* to) { _mm512_storeu_si512(to, (__m512i)narrow(from[0], from[1])); }
 
   // kStep weights, rounded; -> sum plus the weights as they are then, lane by lane
   static Vec store_weights(const Vec* from, uint16_t* to, Vec sum) {

@@ -40,7 +40,7 @@ struct DecoderShape {
 struct RaggedKv {
   void* data = nullptr;
   int64_t layers = 0, batch = 0, slots = 0;
-  mlspec_dtype dtype = MLSPEC_FLOAT32;  // the decoder's kv_dtype, or INT8_ROWS
+  mlspec_dtype dtype = MLSPEC_FLOAT32;  // the decoder's kv_dtype, or rows of codes
 };
 
 class Decoder;

@@ -2,6 +2,8 @@
 //
 // Included inside the anonymous namespace of row_ops_<isa>.cpp, after row_ops_math.h.
 
+#include "row_ops_words.h"
+
 // f(offset, lanes) for every Vec of n elements; lanes is kLanes but in the last.
 template <class F>
 inline void for_each_vec(int64_t n, F&& f) {
@@ -85,6 +87,12 @@ void widen(const void* x, mlspec_dtype dtype, float multiplier, int64_t n, float
   map(static_cast<const float*>(x), n, y, [&](Vec v) { return v * factor; });
 }
 
+inline float rounded_to_bfloat16(float x) {
+  uint16_t rounded[kLanes];
+  Vec::all(x).store_bfloat16(rounded);
+  return Vec::first(Vec::load_bfloat16(rounded));
+}
+
 // The largest magnitude of a row, rounded to bfloat16; not finite where one of its elements is not.
 inline float largest_magnitude(const float* x, int64_t n) {
   Vec most = Vec::zero(), products = Vec::zero();  // of elements and zero: NaN where one is not finite
@@ -94,12 +102,10 @@ inline float largest_magnitude(const float* x, int64_t n) {
     products = fma(v, Vec::zero(), products);
   });
   if (bits(is_nan(products))) return NAN;
-  uint16_t rounded[kLanes];
-  Vec::all(Vec::largest(most)).store_bfloat16(rounded);
-  return Vec::first(Vec::load_bfloat16(rounded));
+  return rounded_to_bfloat16(Vec::largest(most));
 }
 
-// hf_mlspec/formats/cache.py: codes and scale of a row, the scale NaN where an element is not finite.
+// hf_mlspec/formats/cache/int8.py: codes and scale of a row, the scale NaN where an element is not finite.
 inline void narrow_to_codes(const float* x, int64_t n, int8_t* codes) {
   const float largest = largest_magnitude(x, n);
   const bool finite = std::isfinite(largest), coded = finite && largest >= 0x1p-100f;
@@ -118,8 +124,50 @@ inline void narrow_to_codes(const float* x, int64_t n, int8_t* codes) {
   std::memcpy(codes + i, padded, n - i);
 }
 
+// hf_mlspec/formats/cache/int4.py: how far a row reaches below and above zero, as bfloat16; NaN where an element is not finite.
+struct Reach {
+  float below, above;
+
+  static Reach of(const float* x, int64_t n) {
+    Vec least = Vec::zero(), most = Vec::zero(), products = Vec::zero();  // products: as in largest_magnitude
+    for_each_vec(n, [&](int64_t i, auto lanes) {
+      const Vec v = load(x + i, lanes);
+      least = min(v, least);
+      most = max(v, most);
+      products = fma(v, Vec::zero(), products);
+    });
+    if (bits(is_nan(products))) return {NAN, NAN};
+    return {end(Vec::largest(Vec::zero() - least)), end(Vec::largest(most))};
+  }
+  static float end(float size) {
+    const float rounded = rounded_to_bfloat16(size);
+    return rounded < 0x1p-100f ? 0.f : rounded;
+  }
+};
+
+// The same: two codes a byte and the bfloat16 values of codes 0 and 15, NaN where an element is not finite.
+inline void narrow_to_nibbles(const float* x, int64_t n, uint8_t* row) {
+  const Reach reach = Reach::of(x, n);
+  const float range = reach.above + reach.below;
+  const bool small = range < 0x1p120f;
+  const float low = small ? (reach.below > 0.f ? -reach.below : 0.f) : NAN, high = small ? reach.above : NAN;
+  const uint16_t ends[2] = {static_cast<uint16_t>(bits_of(low) >> 16), static_cast<uint16_t>(bits_of(high) >> 16)};
+  std::memcpy(row + n / 2, ends, sizeof ends);
+  if (!small || range == 0.f) {
+    std::memset(row, 0, n / 2);
+    return;
+  }
+  const Vec factor = Vec::all(15.f / range), from = Vec::all(low), to = Vec::all(high);
+  for_each_vec(n, [&](int64_t i, auto lanes) {
+    int8_t codes[kLanes];
+    ((min(max(load(x + i, lanes), from), to) - from) * factor).store_int8(codes);
+    for (int j = 0; j < lanes / 2; ++j) row[i / 2 + j] = static_cast<uint8_t>(codes[2 * j] | codes[2 * j + 1] << 4);
+  });
+}
+
 void narrow(const float* x, mlspec_dtype dtype, int64_t n, void* y) {
   if (dtype == MLSPEC_INT8_ROWS) return narrow_to_codes(x, n, static_cast<int8_t*>(y));
+  if (dtype == MLSPEC_INT4_ROWS) return narrow_to_nibbles(x, n, static_cast<uint8_t*>(y));
   if (dtype == MLSPEC_BFLOAT16) return narrow_row<Bfloat16>(x, n, static_cast<uint16_t*>(y));
   if (dtype == MLSPEC_FLOAT16) return narrow_row<Float16>(x, n, static_cast<uint16_t*>(y));
   std::memmove(y, x, 4 * n);

@@ -67,6 +67,10 @@ struct Vec {
   static Vec load_int8(const int8_t* p) {
     return of([&](int i) { return static_cast<float>(p[i]); });
   }
+  // to: what `table` holds for 32 nibbles, the lower one of a byte first
+  static void look_up_nibbles(const Vec& table, const uint8_t* p, Vec (&to)[2]) {
+    for (int i = 0; i < 2 * kLanes; ++i) to[i / kLanes].lane[i % kLanes] = table.lane[i % 2 ? p[i / 2] >> 4 : p[i / 2] & 15];
+  }
   void store(float* p) const { std::memcpy(p, lane, sizeof lane); }
   void store_first(float* p, int n) const { std::memcpy(p, lane, 4 * n); }
   void store_bfloat16(uint16_t* p) const {

@@ -48,6 +48,19 @@ struct Vec {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
   }
+  // to: what `table` holds for 32 nibbles, the lower one of a byte first
+  static void look_up_nibbles(Vec table, const uint8_t* p, Vec (&to)[2]) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), four = _mm_set1_epi8(15);
+    const __m128i even = _mm_and_si128(bytes, four), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), four);
+    const auto eight = [&](__m128i codes) {
+      const __m256i index = _mm256_cvtepu8_epi32(codes);  // a permutation looks at its lowest three bits
+      const __m256 below = _mm256_permutevar8x32_ps(table.low, index), above = _mm256_permutevar8x32_ps(table.high, index);
+      return _mm256_blendv_ps(below, above, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+    };
+    const __m128i first = _mm_unpacklo_epi8(even, odd), second = _mm_unpackhi_epi8(even, odd);
+    to[0] = {eight(first), eight(_mm_srli_si128(first, 8))};
+    to[1] = {eight(second), eight(_mm_srli_si128(second, 8))};
+  }
   void store(float* p) const {
     _mm256_storeu_ps(p, low);
     _mm256_storeu_ps(p + 8, high);

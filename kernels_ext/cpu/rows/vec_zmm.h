@@ -27,6 +27,13 @@ struct Vec {
   static Vec load_int8(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
   }
+  // to: what `table` holds for 32 nibbles, the lower one of a byte first
+  static void look_up_nibbles(Vec table, const uint8_t* p, Vec (&to)[2]) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), four = _mm_set1_epi8(15);
+    const __m128i even = _mm_and_si128(bytes, four), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), four);
+    to[0] = {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(even, odd)), table.v)};
+    to[1] = {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpackhi_epi8(even, odd)), table.v)};
+  }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store_first(float* p, int n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
   void store_bfloat16(uint16_t* p) const {

@@ -1,6 +1,6 @@
 // How do keys and values that are kept as int8 codes reach the tensor cores?
 //
-// A row is its head's codes and the float32 scale behind them (hf_mlspec/formats/cache.py). 64 rows are a multiple of 16 bytes,
+// A row is its head's codes and the float32 scale behind them (hf_mlspec/formats/cache/int8.py). 64 rows are a multiple of 16 bytes,
 // whatever their width, so a chunk is copied as it lies. Each warp then widens 16 slots of it to bfloat16, which holds every code.
 // The scale of a key multiplies, in float32, the products of its slot; that of a value the weights of its slot, before they are
 // rounded to bfloat16. The sum of weights is that of the weights as they are.

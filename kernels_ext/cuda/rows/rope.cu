@@ -73,7 +73,7 @@ struct HeadPart {
     });
   }
 
-  // Codes and scale of hf_mlspec/formats/cache.py, bit for bit. to: int8 [dim + 4], at a multiple of 4 bytes.
+  // Codes and scale of hf_mlspec/formats/cache/int8.py, bit for bit. to: int8 [dim + 4], at a multiple of 4 bytes.
   __device__ __forceinline__ void store_codes(int lane, int half, int dim, int8_t* to) {
     constexpr uint32_t kInfinite = 0x7F800000;
     uint32_t most = 0;  // of magnitudes as bits: what is not finite is larger than all that is

@@ -16,7 +16,7 @@ typedef struct {
 } mlspec_cuda_row_launch;
 
 // Keys and values bfloat16 [batch, kv_heads, slots, dim], dense in the last two axes; strides in elements, multiples of 8. coded:
-// rows are int8 codes [dim] and a float32 scale behind them (hf_mlspec/formats/cache.py); strides in bytes, multiples of 16.
+// rows are int8 codes [dim] and a float32 scale behind them (hf_mlspec/formats/cache/int8.py); strides in bytes, multiples of 16.
 typedef struct {
   void *keys, *values;
   int64_t batch, kv_heads, slots, dim;
