@@ -13,6 +13,7 @@ from .integration.hook import disable, enable, enabled
 from .integration.levels.resolve import clear
 from .integration.load import load
 from .integration.quantizer.calibrated import Calibrated, quantize
+from .integration.quantizer.learned_rotation import learn_rotation
 from .integration.quantizer.quantizer import MLSpecConfig
 from .integration.stream.events import NewTokens
 from .integration.stream.request import Completion, Request
@@ -54,6 +55,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "last_stats",
+    "learn_rotation",
     "load",
     "nest",
     "precision_switch",

@@ -23,10 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from hf_mlspec.calibration.learning import learn_rotation
-from hf_mlspec.calibration.matrices import write_rotations
 from hf_mlspec.evaluation import score_rows
-from hf_mlspec.integration.quantizer.calibration_text import rows_of as text_rows
 
 WINDOW = 512  # tokens
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -57,9 +54,9 @@ def learn(args: argparse.Namespace, tokenizer) -> None:
     if args.learned.exists():
         return
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    rows = [torch.tensor([row]) for row in text_rows(args.calibration, tokenizer, args.samples, WINDOW, args.seed)]
     began = time.perf_counter()
-    write_rotations(args.learned, learn_rotation(model, rows, group_size=args.group_size, seed=args.seed))
+    hf_mlspec.learn_rotation(model, args.learned, calibration=args.calibration, tokenizer=tokenizer,
+                             samples=args.samples, tokens=WINDOW, seed=args.seed, group_size=args.group_size)
     print(f"learned a rotation in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
 

@@ -33,7 +33,7 @@ STEPS, RATE, BATCH = 48, 0.001, 2
 _MOMENTUM = 0.9
 
 
-def learn_rotation(
+def learned_rotation(
     model: nn.Module, samples: list[Tensor], *, group_size: int = 128, activation_bits: int = 4, seed: int = 0,
     steps: int = STEPS, rate: float = RATE, batch: int = BATCH, progress: Callable[[int], None] = lambda step: None,
 ) -> Tensor:  # fmt: skip

@@ -16,6 +16,7 @@ from .rotation import ROWS
 from .statistics import KEPT_ROWS
 
 _WIDE = 5  # float64 copies of the largest weight while it is rotated: products, butterflies, what was and comes
+_LOGITS = 4  # float32 copies of the logits: themselves, their chances, and the gradients of both
 _TRIALS = 4  # float32 copies of the largest weight: targets, a trial, its values, their difference
 
 
@@ -47,6 +48,17 @@ def memory_to_rotate(model: nn.Module) -> int:
     some = [weight[:ROWS].numel() for weight in ends]
     widest = max(*some, *(weight.numel() for group in blocks for weight in group))
     return 4 * held + _WIDE * 8 * widest + ends[1].nbytes
+
+
+def memory_to_learn(model: nn.Module, samples: list[Tensor]) -> int:
+    """Bytes beside the model, at most: a float32 copy and its rotated weights, and what the gradient of the longest
+    sample needs of every block and of the logits."""
+    config = model.config.get_text_config(decoder=True)
+    tokens = max(ids.numel() for ids in samples)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    wide = 12 * config.hidden_size + 8 * config.intermediate_size + 2 * config.num_attention_heads * tokens
+    logits = _LOGITS * tokens * model.get_output_embeddings().weight.shape[0]
+    return 4 * (2 * weights + len(blocks_of(model)) * tokens * wide + logits)
 
 
 def require_memory(needed: int, device: torch.device) -> None:

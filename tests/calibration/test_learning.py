@@ -13,9 +13,10 @@ from test_rotate import FAMILIES, logits_of, model_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_mlspec
 from hf_mlspec import demo_pair
-from hf_mlspec.calibration import learning
-from hf_mlspec.calibration.learning import learn_rotation
+from hf_mlspec.calibration import learning, needed
+from hf_mlspec.calibration.learning import learned_rotation
 from hf_mlspec.calibration.matrices import read_rotations, write_rotations
 from hf_mlspec.calibration.rotation import rotate, stream_matrix
 
@@ -161,7 +162,7 @@ def unlucky() -> tuple[nn.Module, list[torch.Tensor]]:
 def test_a_learned_rotation_loses_less_than_the_one_it_starts_from(unlucky):
     model, samples = unlucky
     weights, seen = {name: tensor.clone() for name, tensor in model.state_dict().items()}, []
-    found = learn_rotation(model, samples, group_size=32, steps=16, batch=2, rate=0.02, progress=seen.append)
+    found = learned_rotation(model, samples, group_size=32, steps=16, batch=2, rate=0.02, progress=seen.append)
     assert seen == list(range(16))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     assert (found.T @ found - torch.eye(len(found))).abs().max() < 1e-5
@@ -170,7 +171,7 @@ def test_a_learned_rotation_loses_less_than_the_one_it_starts_from(unlucky):
 
 def test_the_same_seed_learns_the_same_rotation(unlucky):
     model, samples = unlucky
-    first, second, other = (learn_rotation(model, samples, steps=1, batch=1, seed=seed) for seed in (1, 1, 2))
+    first, second, other = (learned_rotation(model, samples, steps=1, batch=1, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
 
@@ -180,4 +181,41 @@ def test_a_loss_that_is_not_finite_names_its_sample():
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
     with pytest.raises(ValueError, match=r"the loss of sample 0 is nan"):
-        learn_rotation(model, [torch.tensor([[3, 7, 5]])], steps=1)
+        learned_rotation(model, [torch.tensor([[3, 7, 5]])], steps=1)
+
+
+def test_a_model_gets_a_file_from_a_text_that_quantize_takes(tmp_path, unlucky):
+    model, samples = unlucky
+    file, rows = tmp_path / "R.bin", [row[0].tolist() for row in samples]
+    found = hf_mlspec.learn_rotation(model, file, calibration=rows, group_size=32, steps=2, seed=1)
+    assert torch.equal(found, learned_rotation(model, samples, group_size=32, steps=2, seed=1))
+    residual, heads = read_rotations(file)
+    assert torch.equal(residual, found.float())
+    assert heads is None
+    packed = copy.deepcopy(model)
+    made = hf_mlspec.quantize(packed, "quarot", calibration=rows, group_size=32, rotations=file)
+    assert len(made.record["rotations_sha256"]) == 64
+
+
+@pytest.mark.parametrize(("given", "error", "words"), [
+    ({"steps": 0}, ValueError, "steps is 0, it must be a whole number of at least 1"),
+    ({"rate": 2}, ValueError, "rate is 2, it must be a number between 0 and 1"),
+    ({"group_size": 48}, ValueError, "groups hold 32, 64, 128 elements, not 48"),
+    ({"calibration": [[5]]}, ValueError, "sample 0 has one token: nothing follows it"),
+    ({"calibration": [[5, 10**6]]}, ValueError, "holds token 1000000"),
+    ({"calibration": "no.txt"}, ValueError, r"no\.txt"),
+    ({"file": "none/R.bin"}, OSError, "none/R.bin' cannot be written: name a file in a folder that exists"),
+    ({"model": nn.Linear(2, 2)}, TypeError, "learn_rotation takes a transformers PreTrainedModel, not Linear"),
+    ({"model": model_of("gemma2")}, ValueError, "norms behind its blocks"),
+], ids=str)  # fmt: skip
+def test_what_cannot_be_learned_is_refused(tmp_path, monkeypatch, unlucky, given, error, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=words):
+        hf_mlspec.learn_rotation(**{"model": unlucky[0], "file": "R.bin", "calibration": [[5, 6, 7]], **given})
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_said_before_the_first_step(tmp_path, monkeypatch, unlucky):
+    monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
+    with pytest.raises(MemoryError, match="calibration needs"):
+        hf_mlspec.learn_rotation(unlucky[0], tmp_path / "R.bin", calibration=[[5, 6, 7]])
