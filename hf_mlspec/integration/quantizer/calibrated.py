@@ -27,6 +27,7 @@ from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
+from ...formats.int4_int8 import OUTLIERS
 from ...nn.calibration import read_samples
 from ...nn.castable import require_dense, require_finite_floats
 from ...nn.expert_modules import is_experts
@@ -63,7 +64,8 @@ def quantize(
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
     method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq"; "quarot" (`rotate`
-        by ``seed``, then round to nearest) and "quarot+gptq". A model that is rotated already takes "rtn" and "gptq".
+        by ``seed``, then round to nearest), "quarot+gptq" (rotated models take "rtn", "gptq"); "atom" and "atom+gptq"
+        for format "int4-int8": inputs by size, the last 128 with int8 codes.
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
@@ -76,8 +78,7 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    config = MLSpecConfig(format=format, group_size=group_size, symmetric=symmetric, activation_bits=activation_bits,
-                          skip_modules=skip_modules)  # fmt: skip
+    config = MLSpecConfig(format, group_size, symmetric, activation_bits, skip_modules)
     plan = _planned(model, method, config, search_bits, act_order, damping)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed is {seed!r}, it must be a whole number")
@@ -101,6 +102,8 @@ def _require_options(chosen: Method, search_bits: int | None, act_order: bool, d
         raise ValueError(f"damping is {damping!r}, it must be a number above 0")
     if act_order and chosen.coding != "gptq":
         raise ValueError(f"act_order is GPTQ's, method {chosen.word!r} has none: leave it out")
+    if act_order and chosen.reorders:
+        raise ValueError(f"act_order and {chosen.word!r} are two orders of a layer's inputs: leave act_order out")
     if damping != DAMPING and chosen.coding != "gptq":
         raise ValueError(f"damping is GPTQ's, method {chosen.word!r} has none: leave it out")
     if search_bits not in (None, 4, 8):
@@ -122,8 +125,9 @@ def _planned(
         raise ValueError(f"{other[0]} transforms its inputs ({there[other[0]].transform.word}), not as `rotate` does: "
                          "start from the original model")
     turned = turned_inputs(model) if chosen.rotates else list(there)
-    if turned and chosen.scaling:
-        raise ValueError(f"{turned[0]} has rotated inputs, whose scales {method!r} cannot fold: use rtn or gptq")
+    if turned and (chosen.scaling or chosen.reorders):
+        what = "order" if chosen.reorders else "scales"
+        raise ValueError(f"{turned[0]} has rotated inputs, whose {what} {method!r} cannot fold: use rtn or gptq")
     if act_order and turned:
         raise ValueError("act_order and rotations are two transforms of a layer's inputs: leave one out")
     experts = next((name for name, module in model.named_modules() if is_experts(module)), None)
@@ -142,7 +146,7 @@ def _planned(
     require_finite_floats(model, dict.fromkeys(kept, "kept"), "quantize")
     warn_of_unpackable(model, config, kept)
     bits = search_bits or min(config.activation_bits, 8)
-    transform = HADAMARD if turned else ORDER if act_order else NONE
+    transform = HADAMARD if turned else ORDER if act_order or chosen.reorders else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
                 frozenset(kept), damping)  # fmt: skip
 
@@ -175,6 +179,8 @@ def _record(plan: Plan, rows: Iterable[Tensor], seed: int) -> dict[str, Any]:
     told: dict[str, Any] = {"method": plan.method.word}
     if plan.method.coding == "gptq":
         told |= {"damping": plan.damping, "act_order": plan.act_order}
+    if plan.method.reorders:
+        told["outliers"] = OUTLIERS
     if plan.method.rotates:
         told["seed"] = seed
     if plan.method.scaling == "smoothquant":
