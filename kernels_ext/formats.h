@@ -31,6 +31,7 @@ namespace cpu_tiles {
 
 inline constexpr int64_t kTileOutputs = 16;  // the lanes of a 512-bit register
 inline constexpr int64_t kTileBytes = kTileOutputs * kBlock / 2;
+inline constexpr int64_t kOutliers = 128;  // int8 columns of an int4 weight that has some: two groups of nibbles
 inline constexpr int64_t kLowTileBytes = kTileOutputs * kBlock * 12 / 8;  // a nested weight's other bits
 inline constexpr int64_t kPlaneBytes = kTileOutputs * kBlock / 8;         // of one plane
 static_assert(kTileBytes == 4 * 16 * 4, "[4][16][4] bytes, two codes each");

@@ -23,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from hf_mlspec.nn.int4_int8 import Int4Int8Linear
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.nested import NestedLinear
 from hf_mlspec.nn.planes import PlanesLinear
@@ -99,7 +100,8 @@ def near(model: PreTrainedModel, noise: float = 0.03, seed: int = 1) -> PreTrain
 
 def packed(model: PreTrainedModel, weights: str = "int4", *, keep_head: bool = True, **settings) -> PreTrainedModel:
     """The model itself, its linear layers packed in place and called by one switch; settings are the format's."""
-    kind = {"int4": Int4Linear, "mxfp4": Mxfp4Linear, "nested": NestedLinear, "planes": PlanesLinear}[weights]
+    kind = {"int4": Int4Linear, "mxfp4": Mxfp4Linear, "nested": NestedLinear, "planes": PlanesLinear,
+            "int4_int8": Int4Int8Linear}[weights]  # fmt: skip
     switch = PrecisionSwitch(weights, num_planes=settings.get("num_planes", 8))
     if weights in ("int4", "planes"):
         settings = {"group_size": 32, **settings}

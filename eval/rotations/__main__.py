@@ -1,12 +1,13 @@
-"""What does a rotation change: perplexity with int4 weights and activations, accepted drafts, and time of a step?
+"""What does a rotation, or an order with outliers, change: perplexity with int4 weights and activations, accepted
+drafts, and time of a step?
 
     python -m eval.rotations --model FOLDER --text FILE --humaneval FILE --calibration FILE
 
 Of a model as it is and of the same model rotated (QuaRot's rotations), both with int4 weights in groups, rounded to
-the nearest and, with a text to calibrate on, by GPTQ, its head left as it is: perplexity of the text's first windows
-and of HumanEval's solutions behind their prompts, at w4a16 and w4a4; how many tokens of "w4a4" drafts of three the
-model at w4a16 accepts; and seconds a step of each, greedy, measured in turns on one thread, of which the least
-counts.
+the nearest and, with a text to calibrate on, by GPTQ, or of one by each of the methods that are named, its head left
+as it is: perplexity of the text's first windows and of HumanEval's solutions behind their prompts, at w4a16 and w4a4;
+how many tokens of "w4a4" drafts of three the model at w4a16 accepts; and seconds a step of each, greedy, measured in
+turns on one thread, of which the least counts.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of that text (%(default)s)")
     parser.add_argument("--learned", type=Path, metavar="R.bin",
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
+    parser.add_argument("--methods", nargs="+", help="of quantize (default: rtn, quarot, and with a text their gptq)")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
 
@@ -64,8 +66,9 @@ def int4_model(args: argparse.Namespace, name: str, calibration: object, tokeniz
     """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
     method, _, given = name.partition(", ")
-    found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
-                               tokens=WINDOW, seed=args.seed, group_size=args.group_size,
+    format = "int4-int8" if method.startswith("atom") else "int4"
+    options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size}
+    found = hf_mlspec.quantize(model, method, format, calibration=calibration, tokenizer=tokenizer, **options,
                                rotations=args.learned if given else None)  # fmt: skip
     print(f"{name}: {found.seconds:.0f} s, {(found.peak_bytes or 0) / 2**20:.0f} MiB at the peak so far",
           file=sys.stderr, flush=True)  # fmt: skip
@@ -126,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     texts = rows_of(args, tokenizer)
     prompts = [tokenizer(task["prompt"], return_tensors="pt")["input_ids"] for task in tasks_of(args)[: args.prompts]]
     methods = ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
+    methods = tuple(args.methods or methods)
     if args.learned is not None:
         learn(args, tokenizer)
         methods += ("quarot+gptq, learned",)

@@ -4,7 +4,7 @@
 the columns behind one make up for its error. A group's scale is searched when the group is reached, on what columns
 before it left, with each column's cost in that algorithm, ``1 / U_cc^2``. `clipped_weight` rounds every column by
 itself, with scales of the least error of the outputs (the clip search of AWQ, Lin et al., arXiv 2306.00978, section
-4.1).
+4.1). `outlier_weight` is for layers whose last inputs are outliers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ..formats.hessian import inverse_factor
-from ..formats.int4 import Int4Weight
+from ..formats.int4 import SYMMETRIC_ZERO, Int4Weight
+from ..formats.int4_int8 import GROUP, OUTLIERS, Int4Int8Weight, quantize_outliers
 from ..formats.packing import LARGEST_CODE, pack_nibbles
-from .grid import encode, search
+from .grid import clipped_scales, encode, search
 
 # Of the mean diagonal. At .01, GPTQ's own, some thousands of tokens of code cost prose more than rounding to nearest.
 DAMPING = 0.1
+CLIP = 0.85  # of a group's largest weight: Atom's, for codes that are rounded to nearest
 _ELEMENTS = 1 << 22  # of a weight in flight: 16 MiB each of a few temporaries
 
 
@@ -27,24 +29,54 @@ def feedback_weight(
 ) -> Int4Weight:
     """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x. ValueError as
     `inverse_factor` and `search`, naming ``name``."""
-    out_features, in_features = weight.shape
     try:
-        factor = inverse_factor(hessian, in_features, damping)
-        targets = weight.float().T.contiguous()  # [in, out]: what is left to be rounded
-        codes = torch.empty(in_features, out_features, dtype=torch.uint8, device=weight.device)
-        scales, zeros = [], []
-        for first in range(0, in_features, group_size):
-            end = first + group_size
-            costs = factor.diagonal()[first:end].square().reciprocal()[None]
-            scale, zero = search(targets[first:end].T.contiguous()[:, None], costs / costs.max(), symmetric)
-            scale, zero = scale[:, 0], zero[:, 0]
-            errors = _round_group(targets[first:end], codes[first:end], factor[first:end, first:end], scale, zero)
-            targets[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
-            scales.append(scale)
-            zeros.append(zero)
+        codes, scales, zeros, _ = _fed_back(weight, hessian, group_size, symmetric, damping, weight.shape[1])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return _weight(codes.T.contiguous(), torch.stack(scales, 1), torch.stack(zeros, 1), symmetric, name)
+    return _weight(codes, scales, zeros, symmetric, name)
+
+
+def outlier_weight(
+    weight: Tensor, hessian: Tensor, feedback: bool, name: str, damping: float = DAMPING
+) -> Int4Int8Weight:
+    """weight float ``[out, in]``, its last 128 inputs outliers, hessian ``[in, in]`` in the same order. Atom (Zhao et
+    al., arXiv 2310.19102, section 4): int4 groups clipped at `CLIP` of their largest, or with feedback codes as
+    `feedback_weight` chooses them, errors of which outliers take up, too; these are rounded at the end. ValueError
+    naming ``name``."""
+    columns = weight.shape[1] - OUTLIERS
+    try:
+        if feedback:
+            codes, scales, _, rest = _fed_back(weight, hessian, GROUP, True, damping, columns)
+        else:
+            groups, rest = weight[:, :columns].float().unflatten(-1, (-1, GROUP)), weight[:, columns:].float()
+            scales = clipped_scales(groups, CLIP)
+            codes = encode(groups, scales, torch.full_like(scales, SYMMETRIC_ZERO)).to(torch.uint8).flatten(-2)
+        outliers = quantize_outliers(rest)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return Int4Int8Weight(pack_nibbles(codes), scales.to(torch.float16), *outliers, name)
+
+
+def _fed_back(
+    weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, damping: float, columns: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes uint8 of the first ``columns``, their scales and zero points, and what is left to be rounded of the
+    others, ``[out, in - columns]``."""
+    out_features, in_features = weight.shape
+    factor = inverse_factor(hessian, in_features, damping)
+    targets = weight.float().T.contiguous()  # [in, out]: what is left to be rounded
+    codes = torch.empty(columns, out_features, dtype=torch.uint8, device=weight.device)
+    scales, zeros = [], []
+    for first in range(0, columns, group_size):
+        end = first + group_size
+        costs = factor.diagonal()[first:end].square().reciprocal()[None]
+        scale, zero = search(targets[first:end].T.contiguous()[:, None], costs / costs.max(), symmetric)
+        scale, zero = scale[:, 0], zero[:, 0]
+        errors = _round_group(targets[first:end], codes[first:end], factor[first:end, first:end], scale, zero)
+        targets[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
+        scales.append(scale)
+        zeros.append(zero)
+    return codes.T.contiguous(), torch.stack(scales, 1), torch.stack(zeros, 1), targets[columns:].T.contiguous()
 
 
 def _round_group(targets: Tensor, codes: Tensor, factor: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

@@ -26,9 +26,7 @@ def search(groups: Tensor, costs: Tensor, symmetric: bool) -> tuple[Tensor, Tens
     low, high = groups.amin(-1), groups.amax(-1)
     span = torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
     divisors = _SYMMETRIC_DIVISORS if symmetric else _ASYMMETRIC_DIVISORS
-    widest = span.max() / divisors[0]
-    if not widest <= _LARGEST:  # NaN does not
-        raise ValueError(f"a group needs the scale {widest:g}, float16 ends at {_LARGEST:g}: keep it in 16 bits")
+    _require_scale(span.max() / divisors[0])
     best = torch.full_like(span, torch.inf)
     best_scale, best_zero = torch.ones_like(span), torch.full_like(span, SYMMETRIC_ZERO if symmetric else 0)
     for divisor in divisors:
@@ -40,6 +38,20 @@ def search(groups: Tensor, costs: Tensor, symmetric: bool) -> tuple[Tensor, Tens
         best = torch.where(better, cost, best)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
     return best_scale, best_zero
+
+
+def clipped_scales(groups: Tensor, clip: float) -> Tensor:
+    """Symmetric scales ``clip amax / 7`` of float32 ``[out, n, group]``, float32 that float16 holds; 1 for zeros.
+    ValueError as `search`."""
+    span = groups.abs().amax(-1)
+    _require_scale(clip * span.max() / _SYMMETRIC_DIVISORS[0])
+    scale = (clip * span / _SYMMETRIC_DIVISORS[0]).clamp_(min=_SMALLEST).to(torch.float16).float()
+    return torch.where(span > 0, scale, 1.0)
+
+
+def _require_scale(widest: Tensor) -> None:
+    if not widest <= _LARGEST:  # NaN does not
+        raise ValueError(f"a group needs the scale {widest:g}, float16 ends at {_LARGEST:g}: keep it in 16 bits")
 
 
 def encode(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

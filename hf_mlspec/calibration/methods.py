@@ -7,24 +7,31 @@ from dataclasses import dataclass
 SCALINGS = ("awq", "smoothquant")  # multiply input channels, and what feeds them divides
 ROTATION = "quarot"  # before anything else, with what it puts in front of layers as their transform
 CODINGS = ("rtn", "gptq")
-FORMATS = ("int4",)
-WORDS = (*CODINGS, *SCALINGS, ROTATION, *(f"{first}+gptq" for first in (*SCALINGS, ROTATION)))
+REORDER = "atom"  # inputs by their size, the largest last, as outliers with int8 codes
+WORDS = (*CODINGS, *SCALINGS, ROTATION, REORDER, *(f"{first}+gptq" for first in (*SCALINGS, ROTATION, REORDER)))
 
 
 @dataclass(frozen=True)
 class Method:
     """rotates: whether `rotate` comes first. scaling: of input channels, or None. coding: "rtn" as a format rounds by
-    itself, "clip" with scales that are searched for the layer's outputs (AWQ), "gptq" with the feedback of errors."""
+    itself, "clip" with scales that are searched for the layer's outputs (AWQ), "gptq" with the feedback of errors.
+    reorders: whether inputs are put in the order of their squares, those with int8 codes last."""
 
     word: str
     rotates: bool
     scaling: str | None
     coding: str
+    reorders: bool = False
+
+    @property
+    def format(self) -> str:
+        """The one format whose codes it chooses, as config.json writes it."""
+        return "int4-int8" if self.reorders else "int4"
 
     @property
     def needs_hessians(self) -> bool:
         """Whether products of all inputs with one another are summed up; else a few inputs are kept."""
-        return self.coding != "rtn"
+        return self.coding != "rtn" or self.reorders
 
 
 def method_named(word: object, format: str = "int4") -> Method:
@@ -32,12 +39,13 @@ def method_named(word: object, format: str = "int4") -> Method:
     fit."""
     if not isinstance(word, str) or word not in WORDS:
         raise ValueError(f"method is {word!r}, choose one of {', '.join(WORDS)}")
-    if format not in FORMATS:
-        raise ValueError(
-            f"method {word!r} does not fit format {format!r}: {', '.join(WORDS)} choose codes of "
-            f"{', '.join(FORMATS)}; without a method every format rounds to nearest"
-        )
     steps = word.split("+")
     scaling = next((step for step in steps if step in SCALINGS), None)
     coding = steps[-1] if steps[-1] in CODINGS else "clip" if scaling == "awq" else "rtn"
-    return Method(word, ROTATION in steps, scaling, coding)
+    method = Method(word, ROTATION in steps, scaling, coding, REORDER in steps)
+    if format != method.format:
+        raise ValueError(
+            f"method {word!r} does not fit format {format!r}: it chooses codes of {method.format!r}; without a method "
+            "every format rounds to nearest"
+        )
+    return method

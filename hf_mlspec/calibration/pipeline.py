@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..formats import Int4Weight
+from ..formats import Int4Weight, NibbleWeight, format_named
 from ..nn.castable import has_dense_weight
 from ..nn.hooks import keep_hook
 from ..nn.linear import KernelLinear
@@ -24,7 +24,7 @@ from ..nn.packed_formats import PACKINGS
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import Transform, TransformedLinear
 from .blocks import blocks_of, first_inputs
-from .coding import DAMPING, clipped_weight, feedback_weight
+from .coding import DAMPING, clipped_weight, feedback_weight, outlier_weight
 from .families import Feed, feeds_of
 from .finished import FinishedBlocks
 from .fold import fold, shared
@@ -101,6 +101,7 @@ class _Work:
         self.plan, self.switch = plan, switch
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.record = format_named(plan.method.format)
         scaling = plan.method.scaling
         self.feeds = feeds_of(type(model).__name__, scaling) if scaling else ()
 
@@ -116,12 +117,18 @@ class _Work:
             alphas |= self._scale(block, feed, seen)
         reports = []
         for inputs in seen:
-            order = inputs.hessian.diagonal().argsort(descending=True, stable=True) if self.plan.act_order else None
+            order = self._order(inputs)
             for name in inputs.names:
                 sqnr = self._replace(block, f"{where}.{name}", name, inputs, order)
                 reports.append(LayerReport(index, name, sqnr, alphas.get(name)))
             inputs.hessian = None
         return reports
+
+    def _order(self, inputs: Inputs) -> Tensor | None:
+        """Of inputs by their squares: GPTQ's begins with the largest, Atom's outliers come last."""
+        if not (self.plan.act_order or self.plan.method.reorders):
+            return None
+        return inputs.hessian.diagonal().argsort(descending=self.plan.act_order, stable=True)
 
     def _linears(self, block: nn.Module, where: str) -> list[str]:
         found = [name for name, module in block.named_modules() if has_dense_weight(module)]
@@ -157,16 +164,18 @@ class _Work:
         signal, noise = (float(part.square().sum(dtype=torch.float64)) for part in (wanted, error))
         return 10 * math.log10(signal / noise) if signal and noise else None
 
-    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> Int4Weight:
+    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> NibbleWeight:
         plan = self.plan
+        if plan.method.reorders:
+            return outlier_weight(wide, hessian, plan.method.coding == "gptq", path, plan.damping)
         if plan.method.coding == "gptq":
             return feedback_weight(wide, hessian, plan.group_size, plan.symmetric, path, plan.damping)
         if plan.method.coding == "clip" and not path.endswith(("q_proj", "k_proj")):  # as AWQ: they meet in a product
             return clipped_weight(wide, hessian, plan.group_size, plan.symmetric, path)
         return Int4Weight.from_dense(wide, plan.group_size, plan.symmetric, path)
 
-    def _module(self, linear: nn.Module, weight: Int4Weight, tensors: dict[str, Tensor] | None) -> PackedLinear:
-        packed = PACKINGS["int4"].linear(weight, linear.bias, self.switch).train(linear.training)
+    def _module(self, linear: nn.Module, weight: NibbleWeight, tensors: dict[str, Tensor] | None) -> PackedLinear:
+        packed = PACKINGS[self.record.word].linear(weight, linear.bias, self.switch).train(linear.training)
         keep_hook(linear, packed)
         packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard
         return packed.transform_(self.plan.transform, tensors)
@@ -176,8 +185,9 @@ class _Work:
         for name in self._linears(block, where):
             linear = block.get_submodule(name)
             device = linear.weight.device
-            parts = [tensors.get(f"{name}.weight_{part}") for part in ("packed", "scale", "zero")]
-            weight = Int4Weight(*[None if part is None else part.to(device) for part in parts], f"{where}.{name}")
+            held = [tensors.get(f"{name}.weight_{part}") for part in self.record.parts]
+            parts = [None if part is None else part.to(device) for part in held]
+            weight = self.record.weight(*parts, f"{where}.{name}")
             own = self.plan.transform.tensors(linear.in_features, device)
             own = {word: tensors[f"{name}.transform_{word}"].to(device) for word in own}
             block.set_submodule(name, self._module(linear, weight, own))

@@ -13,6 +13,7 @@ from .cuda_library import why_no_cuda_kernels
 from .dense import bf16_linear, f32_linear
 from .hadamard import hadamard_rows
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
+from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
 from .library import KernelError, kernel_table, why_not_compiled
 from .lut import lut_linear, prepack_lut, unprepack_lut
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
@@ -32,6 +33,7 @@ __all__ = [
     "gated_in_order",
     "hadamard_rows",
     "int4_dequantize",
+    "int4_int8_linear",
     "int4_linear",
     "kernel_table",
     "lut_linear",
@@ -40,6 +42,7 @@ __all__ = [
     "nested_rows",
     "ordered_rows",
     "prepack_int4",
+    "prepack_int4_int8",
     "prepack_lut",
     "prepack_mxfp4",
     "prepack_nested",
@@ -57,6 +60,7 @@ __all__ = [
     "round_window",
     "silu_mul",
     "unprepack_int4",
+    "unprepack_int4_int8",
     "unprepack_lut",
     "unprepack_mxfp4",
     "unprepack_nested",

@@ -26,6 +26,8 @@ class Weight:
     NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES. tables: of LUT, tiles of ``ops.prepack_lut``.
     order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
     input; None: element i. rotation: of o and down: what the input is multiplied by first; None: nothing.
+    outliers: of INT4, 128 where the tiles are of ``ops.prepack_int4_int8``; then order, int32 ``[in + 128]``, has its
+    last 128 entries twice.
     """
 
     format: int
@@ -45,6 +47,7 @@ class Weight:
     order: Tensor | None = None
     tables: Tensor | None = None
     rotation: Hadamard | None = None
+    outliers: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,9 @@ def _set_weight(decoder, name: str, weight: Weight) -> None:
         decoder.set_lut(name, *shape, weight.weight, weight.tables, weight.bias, weight.bits.weight)
         return
     tensors = weight.weight, weight.scale, weight.zero, weight.bias
+    if weight.outliers:
+        decoder.set_outliers(name, *shape, *tensors, weight.bits.activation or 16)
+        return
     decoder.set_linear(name, weight.format, *shape, *tensors, weight.group_size, weight.bits.activation or 16)
 
 

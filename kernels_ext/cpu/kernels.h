@@ -50,6 +50,7 @@ struct mlspec_acts {
   int64_t group;  // INT: elements that share a scale: 32, 64 or 128 (the last group may be short); else 0
   int64_t bits;   // INT: 8 (codes -127..127) or 4 (codes -7..7); else 0
   void* data;     // 64-byte aligned, mlspec_acts_bytes(...) long
+  int64_t wide = 0;  // INT at 4 bits: so many of the last elements, whole groups, have 8 bits all the same
 };
 
 // The three arrays of ACTS_INT lie one behind the other, each 64-byte aligned.

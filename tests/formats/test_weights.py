@@ -101,6 +101,7 @@ def test_values_that_no_check_is_for_are_not_looked_at():
     assert replace(FORMATS["int4"], value_checks=None).value_check("packed", torch.uint8) is None
     checked = {(word, part) for word in FORMATS for part in FORMATS[word].parts
                if FORMATS[word].value_check(part, torch.float16)}  # fmt: skip
-    scaled = {(word, "scale") for word in ("mxfp4", "int4", "nested", "planes")}
-    assert checked == {("int4", "zero"), ("lut", "tables"), *scaled}
+    scaled = {(word, "scale") for word in ("mxfp4", "int4", "nested", "planes", "int4_int8")}
+    outliers = {("int4_int8", "outlier"), ("int4_int8", "outlier_scale")}
+    assert checked == {("int4", "zero"), ("lut", "tables"), *scaled, *outliers}
     require_finite("q_proj", "weight_scale", torch.empty(2, 2, dtype=torch.float16, device="meta"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.formats import CACHE_FORMATS, activations, int4, mxfp4, nested, stored_format
+from hf_mlspec.formats import CACHE_FORMATS, activations, int4, int4_int8, mxfp4, nested, stored_format
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.cache import CacheFormat
 from hf_mlspec.formats.nested import codebooks
@@ -68,6 +68,26 @@ def int4_case(out: int, size: int, group: int, symmetric: bool, bits: int) -> Li
         int4.dequantize(packed, scale, zero, torch.float64),
         (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, group, bits),
         None if bits == 16 else (codes, scale.float(), group, bits),
+    )
+
+
+def int4_int8_case(out: int, size: int, bits: int) -> Linear:
+    """Outliers that matter: their weights are larger. At 4 bits they meet 8-bit activations."""
+    wide = seeded(out, size, seed=6) * 0.05
+    wide[:, -128:] *= 4
+    weight = int4_int8.Int4Int8Weight.from_dense(wide)
+    tiles = ops.prepack_int4_int8(*weight.parts)
+
+    def seen(x: Tensor) -> Tensor:
+        inputs, outliers = x.split([size - 128, 128], -1)
+        return torch.cat([quantized(inputs, 128, bits), quantized(outliers, 128, 8)], -1)
+
+    return Linear(
+        f"int4-int8 {bits}",
+        lambda x, bias=None: ops.int4_int8_linear(x, *tiles, out, bias, activation_bits=bits),
+        lambda x, bias=None: REFERENCES["int4_int8_linear"](x, *tiles, out, bias, bits),
+        weight.dequantize(torch.float64),
+        (lambda x: x.bfloat16().double()) if bits == 16 else seen,
     )
 
 
@@ -131,6 +151,8 @@ def linears(out: int, size: int) -> Iterator[Linear]:
         if size % group == 0:
             yield from (int4_case(out, size, group, group != 64, bits) for bits in (4, 8, 16))
     yield int4_case(out, size, 32, False, 8)
+    if size % 128 == 0 and size > 128:
+        yield from (int4_int8_case(out, size, bits) for bits in (4, 8, 16))
     yield dense_case(out, size, torch.bfloat16)
     yield dense_case(out, size, torch.float32)
     yield from many_precisions(out, size)
@@ -184,6 +206,19 @@ def check_no_worse_than_torch(case: Linear, size: int, dtype: torch.dtype) -> No
     torch_error = (torch.nn.functional.linear(x, case.dense.float()).double() - exact).square().mean().sqrt()
     error = (case.call(x).double() - exact).square().mean().sqrt()
     assert error <= 2 * torch_error, (case.name, error / torch_error)
+
+
+def check_outliers() -> None:
+    """int4 with int8 outliers: near float64 in every dtype, and a row by itself; at 4 bits outliers keep their 8."""
+    for out, size, bits in ((33, 256, 4), (17, 384, 8), (40, 1280, 16), (33, 1280, 4)):
+        case = int4_int8_case(out, size, bits)
+        x, bias = seeded(40, size, seed=7), seeded(out, seed=8)
+        x[:, -128:] *= 20
+        for dtype in DTYPES:
+            check_linear(case, x.to(dtype), bias.to(dtype))
+            whole = case.call(x.to(dtype))
+            for rows in (slice(0, 1), slice(3, 8), slice(7, 40)):
+                assert torch.equal(case.call(x[rows].to(dtype)), whole[rows]), (case.name, dtype, rows)
 
 
 def check_special_blocks() -> None:
@@ -504,6 +539,7 @@ def check_all() -> str:
                 digest.update(case.call(x).numpy().tobytes())
     for case in linears(33, 96):
         check_rows_stand_alone(case, 96)
+    check_outliers()
     for check in (check_special_blocks, check_dequantize, check_exact_is_bf16_linear, check_nested_rows,
                   check_bad_activations, check_quantize_rows):  # fmt: skip
         check()

@@ -6,7 +6,7 @@ import test_step_ops
 import torch
 
 from hf_mlspec import ops
-from hf_mlspec.formats import int4, mxfp4, nested
+from hf_mlspec.formats import int4, int4_int8, mxfp4, nested
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.ops.operator import REFERENCES
@@ -34,6 +34,10 @@ def good(op: str) -> dict:
             "activation_bits",
         )
         return dict(zip(names, (x, *tiles, 8, None, 32, 8), strict=True))
+    if op == "int4_int8_linear":
+        tiles = ops.prepack_int4_int8(*int4_int8.Int4Int8Weight.from_dense(torch.ones(8, 256)).parts)
+        return {"x": torch.zeros(2, 256), "weight_tiles": tiles.weight, "scale_tiles": tiles.scale,
+                "zero_tiles": tiles.zero, "out_features": 8, "bias": None, "activation_bits": 4}  # fmt: skip
     if op == "int4_dequantize":
         tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
         return dict(zip(("weight_tiles", "scale_tiles", "zero_tiles", "out_features", "group_size"),
@@ -68,7 +72,8 @@ def good(op: str) -> dict:
 
 
 OPS = ("mxfp4_linear", "int4_linear", "int4_dequantize", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm",
-       "silu_mul", "rope_write", "ragged_attention", "nested_linear", "nested_rows", "bitplane_linear")  # fmt: skip
+       "silu_mul", "rope_write", "ragged_attention", "nested_linear", "nested_rows", "bitplane_linear",
+       "int4_int8_linear")  # fmt: skip
 I8_LANES = torch.zeros(3, 2, 150, 44, dtype=torch.int8)
 BAD = [
     (
@@ -114,6 +119,14 @@ BAD = [
     ("int4_linear", {"activation_bits": 5}, ValueError, r"activation_bits is 5, choose one of \[4, 8, 16\]"),
     ("int4_linear", {"zero_tiles": torch.zeros(1, 1, 16, dtype=U8)}, ValueError, r"zero_tiles has shape \[1, 1, 16\]"),
     ("int4_linear", {"scale_tiles": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}, TypeError, "scale_tiles is"),
+    ("int4_int8_linear", {"x": torch.zeros(2, 384)}, ValueError, "the weight takes in_features = 256"),
+    ("int4_int8_linear", {"activation_bits": 5}, ValueError, r"activation_bits is 5, choose one of \[4, 8, 16\]"),
+    ("int4_int8_linear", {"zero_tiles": torch.zeros(1, 3, 16)}, TypeError, "zero_tiles is"),
+    ("int4_int8_linear", {"scale_tiles": torch.zeros(1, 2, 16, dtype=F16)}, ValueError, r"scale_tiles has shape"),
+    ("int4_int8_linear", {"weight_tiles": torch.zeros(1, 8, 256, dtype=U8), "x": torch.zeros(2, 128),
+                          "scale_tiles": torch.zeros(1, 2, 16, dtype=F16),
+                          "zero_tiles": torch.zeros(1, 2, 16, dtype=U8)},
+     ValueError, "weight_tiles have 256 columns, expected .*384"),
     ("int4_dequantize", {"weight_tiles": torch.zeros(1, 2, 256)}, TypeError, "weight_tiles is"),
     ("int4_dequantize", {"weight_tiles": torch.zeros(1, 2, 128, dtype=U8)}, ValueError, "weight_tiles .*prepack"),
     ("int4_dequantize", {"out_features": 17}, ValueError, "out_features is 17, weight_tiles hold 1 tiles of 16"),

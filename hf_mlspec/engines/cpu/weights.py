@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from ...formats import Parts
 from ...formats.int4 import Int4Parts
+from ...formats.int4_int8 import OUTLIERS, Int4Int8Parts
 from ...formats.lut import LutParts
 from ...formats.mxfp4 import BLOCK, Mxfp4Parts
 from ...formats.nested import NestedParts
 from ...formats.planes import PlanesParts
+from ...nn.int4_int8 import Int4Int8Linear
 from ...nn.linear import Int4Linear, Mxfp4Linear
 from ...nn.lut import LutLinear
 from ...nn.nested import NestedEmbedding, NestedLinear
@@ -104,6 +106,8 @@ def _packed(linear: PackedLinear, bias: Tensor | None, name: str) -> Weight:
     shape |= {"order": order_of(linear), "rotation": rotation_of(linear, name)}
     if shape["order"] is not None and linear.format == "nested":
         raise UnknownArchitecture(f"its {name} orders the inputs of a nested weight")
+    if shape["rotation"] is not None and linear.format == "int4_int8":
+        raise UnknownArchitecture(f"its {name} rotates the inputs of an int4-int8 weight")
     return slot(linear, linear.prepack_().parts("weight"), {**shape, "bits": linear.switch.bits})
 
 
@@ -131,6 +135,15 @@ def _int4(linear: Int4Linear, parts: Int4Parts, shape: dict[str, Any]) -> Weight
     return Weight(INT4, parts.packed, **own, **shape)
 
 
+def _int4_int8(linear: Int4Int8Linear, parts: Int4Int8Parts, shape: dict[str, Any]) -> Weight:
+    order = shape["order"]
+    if order is None:
+        order = torch.arange(linear.in_features, dtype=torch.int32)
+    own = {"zero": parts.outlier.view(torch.uint8), "group_size": linear.group_size, "outliers": OUTLIERS}
+    twice = {**shape, "order": torch.cat([order, order[-OUTLIERS:]])}
+    return Weight(INT4, parts.packed, scale=parts.scale, **own, **twice)
+
+
 # Of each format: (linear, its tiles, its shape, bias and bits as fields of a Weight) -> how the CPU decoder reads it.
 SLOTS: dict[str, Callable[[Any, Parts, dict[str, Any]], Weight]] = {
     "mxfp4": _mxfp4,
@@ -138,6 +151,7 @@ SLOTS: dict[str, Callable[[Any, Parts, dict[str, Any]], Weight]] = {
     "nested": _nested,
     "planes": _planes,
     "lut": _lut,
+    "int4_int8": _int4_int8,
 }
 
 

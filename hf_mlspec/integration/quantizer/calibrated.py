@@ -28,6 +28,7 @@ from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
+from ...formats.int4_int8 import OUTLIERS
 from ...nn.calibration import read_samples
 from ...nn.castable import has_dense_weight, require_dense, require_finite_floats
 from ...nn.expert_modules import is_experts
@@ -66,7 +67,8 @@ def quantize(
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
     method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq"; "quarot" (`rotate`
-        by ``seed``, then round to nearest) and "quarot+gptq". A model that is rotated already takes "rtn" and "gptq".
+        by ``seed``, then round to nearest), "quarot+gptq" (rotated models take "rtn", "gptq"); "atom" and "atom+gptq"
+        for format "int4-int8": inputs by size, the last 128 with int8 codes.
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
@@ -80,8 +82,7 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    config = MLSpecConfig(format=format, group_size=group_size, symmetric=symmetric, activation_bits=activation_bits,
-                          skip_modules=skip_modules)  # fmt: skip
+    config = MLSpecConfig(format, group_size, symmetric, activation_bits, skip_modules)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)
@@ -121,8 +122,9 @@ def plan_of(
         raise ValueError(f"{other[0]} transforms its inputs ({there[other[0]].transform.word}), not as `rotate` does: "
                          "start from the original model")
     turned = turned_inputs(model, **given_rotations(rotations)) if chosen.rotates else list(there)
-    if turned and chosen.scaling:
-        raise ValueError(f"{turned[0]} has rotated inputs, whose scales {method!r} cannot fold: use rtn or gptq")
+    if turned and (chosen.scaling or chosen.reorders):
+        what = "order" if chosen.reorders else "scales"
+        raise ValueError(f"{turned[0]} has rotated inputs, whose {what} {method!r} cannot fold: use rtn or gptq")
     if act_order and turned:
         raise ValueError("act_order and rotations are two transforms of a layer's inputs: leave one out")
     experts = next((name for name, module in model.named_modules() if is_experts(module)), None)
@@ -133,7 +135,7 @@ def plan_of(
         feeds_of(type(model).__name__, chosen.scaling)
     kept = _kept(model, config, turned)
     bits = search_bits or min(config.activation_bits, 8)
-    transform = HADAMARD if turned else ORDER if act_order else NONE
+    transform = HADAMARD if turned else ORDER if act_order or chosen.reorders else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
                 frozenset(kept), damping)  # fmt: skip
 
@@ -198,6 +200,8 @@ def _record(plan: Plan, rows: Iterable[Tensor], seed: int, given: dict[str, Any]
     told: dict[str, Any] = {"method": plan.method.word}
     if plan.method.coding == "gptq":
         told |= {"damping": plan.damping, "act_order": plan.act_order}
+    if plan.method.reorders:
+        told["outliers"] = OUTLIERS
     if plan.method.rotates:
         told["seed"] = seed
     if given:

@@ -95,6 +95,8 @@ def require_choices(
         raise ValueError(f"act_order is {act_order!r}, it must be True or False")
     if act_order and chosen.coding != "gptq":
         raise ValueError(f"act_order is GPTQ's, method {chosen.word!r} has none: leave it out")
+    if act_order and chosen.reorders:
+        raise ValueError(f"act_order and {chosen.word!r} are two orders of a layer's inputs: leave act_order out")
     if damping != DAMPING and chosen.coding != "gptq":
         raise ValueError(f"damping is GPTQ's, method {chosen.word!r} has none: leave it out")
     if search_bits not in (None, 4, 8):

@@ -89,6 +89,8 @@ def require_groups_fit(
     choices = next((option.choices for option in config.record.options if option.name == "group_size"), ())
     unfit = {name: n for name, n in _inputs(model, config, kept) if n % group}
     if not unfit:
+        for name, inputs in _inputs(model, config, kept):
+            config.record.require_fit(inputs, name, **config.format_settings)
         return
     name, inputs = next(iter(unfit.items()))
     sizes = [size for size in choices if not any(n % size for _, n in _inputs(model, config, kept))]

@@ -139,7 +139,15 @@ class DecoderObject : public torch::CustomClassHolder {
     put(name, linear, bias);
   }
 
-  // Of the linear `name`, which was set before: column i of its weight multiplies element order[i] of the input. int32 [in].
+  // The same for int4 columns with int8 outliers; set_order has to follow, and names outliers twice.
+  void set_outliers(const std::string& name, int64_t in, int64_t out, const Tensor& weight, const Tensor& scale,
+                    const Tensor& zero, const MaybeTensor& bias, int64_t bits) {
+    const mlspec::Linear linear = mlspec::outlier_linear(name, in, out, weight, scale, zero, bits);
+    for (const Tensor* part : {&weight, &scale, &zero}) hold(*part);
+    put(name, linear, bias);
+  }
+
+  // Of the linear `name`, which was set before: column i of its weight multiplies element order[i] of the input. int32 [columns].
   // Where another linear of the layer has an equal one it is that one: which linears share their inputs, addresses tell.
   void set_order(const std::string& name, const Tensor& order) {
     mlspec::Linear& linear = place(name);
@@ -148,8 +156,8 @@ class DecoderObject : public torch::CustomClassHolder {
     if (name == "head") return;
     const DecoderLayer& l = decoder_.layers.back();
     for (const mlspec::Linear* other : {&l.q, &l.k, &l.v, &l.gate, &l.up}) {
-      if (!other->order || other->in_features != linear.in_features) continue;
-      if (std::equal(other->order, other->order + linear.in_features, linear.order)) linear.order = other->order;
+      if (!other->order || other->columns() != linear.columns()) continue;
+      if (std::equal(other->order, other->order + linear.columns(), linear.order)) linear.order = other->order;
     }
   }
 
@@ -157,7 +165,8 @@ class DecoderObject : public torch::CustomClassHolder {
   void set_hadamard(const std::string& name, const MaybeTensor& matrix, int64_t size, int64_t inner) {
     TORCH_CHECK_VALUE(name == "o" || name == "down", name, ".hadamard: o and down have rotated inputs, others do not");
     mlspec::Linear& linear = place(name);
-    TORCH_CHECK_VALUE(linear.weight && !linear.order, name, ".hadamard: set the linear first, and no order of its inputs");
+    TORCH_CHECK_VALUE(linear.weight && !linear.order && !linear.outliers, name,
+                      ".hadamard: set the linear first, and no order of its inputs");
     linear.hadamard = mlspec::checked_hadamard((name + ".hadamard").c_str(), linear.in_features, matrix, size, inner);
     if (matrix) hold(*matrix);
   }
@@ -301,6 +310,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)
       .def("set_lut", &DecoderObject::set_lut)
+      .def("set_outliers", &DecoderObject::set_outliers)
       .def("set_order", &DecoderObject::set_order)
       .def("set_hadamard", &DecoderObject::set_hadamard)
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)

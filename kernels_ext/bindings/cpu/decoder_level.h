@@ -10,15 +10,17 @@ namespace mlspec {
 // Linears that read the same packed activations must want them in one form, and every linear must be there.
 inline void check_complete(const Decoder& decoder, Bits bits) {
   const auto alike = [&](const Linear& a, const Linear& b) {
-    return a.format == b.format && a.group == b.group && a.at(bits) == b.at(bits) && a.order == b.order;
+    return a.format == b.format && a.group == b.group && a.at(bits) == b.at(bits) && a.order == b.order &&
+           a.outliers == b.outliers;
   };
+  const auto ready = [](const Linear& linear) { return linear.weight && (linear.order || !linear.outliers); };
   TORCH_CHECK_VALUE(decoder.embedding || decoder.nested_embedding.weight,
                     "the decoder has no embedding yet: its table has 0 rows, and set_nested_embedding was not called");
-  TORCH_CHECK_VALUE(decoder.head.weight, "the decoder has no head yet");
+  TORCH_CHECK_VALUE(ready(decoder.head), "the decoder has no head yet");
   for (size_t i = 0; i < decoder.layers.size(); ++i) {
     const DecoderLayer& l = decoder.layers[i];
     for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
-      TORCH_CHECK_VALUE(linear->weight, "layer ", i, " of the decoder has not all of its seven linears yet");
+      TORCH_CHECK_VALUE(ready(*linear), "layer ", i, " of the decoder has not all of its seven linears yet");
     TORCH_CHECK_VALUE(alike(l.q, l.k) && alike(l.q, l.v) && alike(l.gate, l.up), "layer ", i,
                       ": q, k, v and gate, up need weights of one format, group, numbers of bits, and order of inputs");
   }

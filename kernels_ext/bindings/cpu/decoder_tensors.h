@@ -73,12 +73,27 @@ inline void check_weight(const std::string& name, const Linear& linear, const at
   check_plain(weight, what, at::kByte, {tiles, blocks, kTileBytes});
 }
 
+// int4 columns and, as two groups of nibbles, kOutliers int8 columns (hf_mlspec/ops/int4_int8.py); set_order completes it.
+inline Linear outlier_linear(const std::string& name, int64_t in, int64_t out, const at::Tensor& weight, const at::Tensor& scale,
+                             const at::Tensor& zero, int64_t bits) {
+  TORCH_CHECK_VALUE(in % kOutliers == 0 && in >= 2 * kOutliers, name, ".weight: int4-int8 takes in_features a multiple of ",
+                    kOutliers, " from ", 2 * kOutliers, " on, not ", in);
+  Linear linear;
+  linear.format = WeightFormat::kInt4;
+  linear.group = kOutliers, linear.own = {4, bits};
+  linear.in_features = in + kOutliers, linear.out_features = out;
+  check_weight(name, linear, weight, scale, zero);
+  linear.in_features = in, linear.outliers = kOutliers;
+  linear.weight = weight.const_data_ptr(), linear.scale = scale.const_data_ptr(), linear.zero = zero.const_data_ptr<uint8_t>();
+  return linear;
+}
+
 // The inputs of a linear that is there already, in the order of its weight's columns.
 inline const int32_t* checked_order(const std::string& name, const Linear& linear, const at::Tensor& order) {
   TORCH_CHECK_VALUE(linear.weight && linear.is_packed() && linear.format != WeightFormat::kNested, name,
                     ".order: only packed weights that are not nested order their inputs; set the linear first");
   TORCH_CHECK_VALUE(!linear.rotates(), name, ".order: its inputs are rotated, set the linear again first");
-  check_plain(order, name + ".order", at::kInt, {linear.in_features});
+  check_plain(order, name + ".order", at::kInt, {linear.columns()});
   const int32_t* const from = order.const_data_ptr<int32_t>();
   std::vector<bool> taken(linear.in_features);
   for (int64_t i = 0; i < linear.in_features; ++i) {
@@ -86,6 +101,9 @@ inline const int32_t* checked_order(const std::string& name, const Linear& linea
                       ", expected each of ", linear.in_features, " inputs once");
     taken[from[i]] = true;
   }
+  for (int64_t i = linear.in_features; i < linear.columns(); ++i)
+    TORCH_CHECK_VALUE(from[i] == from[i - linear.outliers], name, ".order[", i, "] is ", from[i], ", expected ",
+                      from[i - linear.outliers], ": outliers are there twice");
   return from;
 }
 

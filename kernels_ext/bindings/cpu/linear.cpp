@@ -22,16 +22,29 @@ using at::Tensor;
 constexpr int64_t kRowsPerPass = 512;  // bounds the scratch of a long prompt; a row's bits do not depend on it
 constexpr int64_t kPackColumns = 1024;  // of a piece of packing: a multiple of 32 and of every group
 
-// Rows [0, acts.num_rows) of x in dtype: widened, then packed, in pieces of 16 rows and kPackColumns elements.
-void pack(const CpuKernels& kernels, Team& team, const void* x, mlspec_dtype dtype, float* wide, const mlspec_acts& acts) {
-  const int64_t n = acts.num_rows, in = acts.in_features, columns = round_up(in, kPackColumns);
-  const mlspec_pack_args args{dtype == MLSPEC_FLOAT32 ? static_cast<const float*>(x) : wide, in, &acts};
+// Rows [0, acts.num_rows) of x in dtype: widened, then packed, in pieces of 16 rows and kPackColumns elements. The last
+// `again` elements of a row of x stand in the activations twice.
+void pack(const CpuKernels& kernels, Team& team, const void* x, mlspec_dtype dtype, float* wide, const mlspec_acts& acts,
+          int64_t again) {
+  const int64_t n = acts.num_rows, in = acts.in_features, columns = round_up(in, kPackColumns), given = in - again;
+  const bool copies = dtype != MLSPEC_FLOAT32 || again;
+  const mlspec_pack_args args{copies ? wide : static_cast<const float*>(x), in, &acts};
+  const auto widen = [&](int64_t row, int64_t k, int64_t k_end, int64_t from) {
+    const void* const source = bytes_at(x, dtype, row * given + from);
+    float* const to = wide + row * in + k;
+    if (k >= k_end) return;
+    if (dtype == MLSPEC_FLOAT32) std::memcpy(to, source, (k_end - k) * sizeof(float));
+    else kernels.row.widen(source, dtype, 1.0f, k_end - k, to);
+  };
   team.share(round_up(n, 16) * columns, 1, [&](int64_t piece, int64_t end) {
     for (; piece < end; ++piece) {
       const int64_t row = piece / columns * 16, last_row = std::min(row + 16, n);
       const int64_t k = piece % columns * kPackColumns, last_k = std::min(k + kPackColumns, in);
-      for (int64_t r = row; dtype != MLSPEC_FLOAT32 && r < last_row; ++r)
-        kernels.row.widen(bytes_at(x, dtype, r * in + k), dtype, 1.0f, last_k - k, wide + r * in + k);
+      const int64_t second = std::clamp(given, k, last_k);  // where what is there twice begins for the second time
+      for (int64_t r = row; copies && r < last_row; ++r) {
+        widen(r, k, second, k);
+        widen(r, second, last_k, second - again);
+      }
       kernels.pack_rows(&args, row, last_row, k, last_k);
     }
   });
@@ -40,9 +53,10 @@ void pack(const CpuKernels& kernels, Team& team, const void* x, mlspec_dtype dty
 void multiply_rows(const Form& form, mlspec_linear_args args, const void* x, mlspec_dtype dtype, int64_t rows, void* y) {
   const int64_t in = args.in_features, out = args.out_features;
   const bool wide = dtype == MLSPEC_FLOAT32;
-  mlspec_acts acts{form.kind, rows, in, form.group, form.bits, nullptr};
+  mlspec_acts acts{form.kind, rows, in, form.group, form.bits, nullptr, 2 * form.outliers};
   const Tensor packed = at::empty({mlspec_acts_bytes(&acts)}, at::kByte);
-  const Tensor wide_x = at::empty({wide ? 0 : rows * in}, at::kFloat), wide_y = at::empty({wide ? 0 : rows * out}, at::kFloat);
+  const Tensor wide_x = at::empty({wide && !form.outliers ? 0 : rows * in}, at::kFloat);
+  const Tensor wide_y = at::empty({wide ? 0 : rows * out}, at::kFloat);
   acts.data = packed.mutable_data_ptr();
   args.acts = &acts;
   args.y = wide ? static_cast<float*>(y) : wide_y.mutable_data_ptr<float>();
@@ -52,7 +66,7 @@ void multiply_rows(const Form& form, mlspec_linear_args args, const void* x, mls
   float* const widened = wide_x.mutable_data_ptr<float>();
   const CpuKernels& kernels = cpu_kernels();
   run(threads_for(work), [&](Team& team) {
-    pack(kernels, team, x, dtype, widened, acts);
+    pack(kernels, team, x, dtype, widened, acts, form.outliers);
     team.share(round_up(out, kTileOutputs), grain, [&](int64_t begin, int64_t end) {
       form.kernel(&args, begin * kTileOutputs, std::min(end * kTileOutputs, out));
     });
@@ -70,7 +84,7 @@ namespace mlspec {
 
 Tensor multiply(const char* op, const Form& form, const Tensor& x, mlspec_linear_args args, const std::optional<Tensor>& bias) {
   const mlspec_dtype dtype = float_dtype(op, "x", x);
-  const int64_t in = args.in_features, out = args.out_features;
+  const int64_t in = args.in_features - form.outliers, out = args.out_features;
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == in, op, ": x has shape ", x.sizes(), ", the weight takes in_features = ", in);
   if (bias) {
     float_dtype(op, "bias", *bias);
@@ -164,6 +178,21 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
   return multiply(op, form, x, args, bias);
 }
 
+// The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
+Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Tensor& zero_tiles,
+                        int64_t out_features, const std::optional<Tensor>& bias, int64_t activation_bits) {
+  constexpr const char* op = "int4_int8_linear";
+  const mlspec_linear_args args = int4_weight(op, weight_tiles, scale_tiles, zero_tiles, out_features, kOutliers);
+  TORCH_CHECK_VALUE(args.in_features >= 3 * kOutliers, op, ": weight_tiles have ", args.in_features, " columns, expected ",
+                    3 * kOutliers, " or more: in_features and ", kOutliers, " outliers again");
+  check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  const CpuKernels& kernels = cpu_kernels();
+  const Form form = activation_bits == 16
+                        ? Form{kernels.int4_linear_bf16, MLSPEC_ACTS_BF16, 0, 0, kOutliers}
+                        : Form{kernels.int4_linear_int8, MLSPEC_ACTS_INT, kOutliers, activation_bits, kOutliers};
+  return multiply(op, form, x, args, bias);
+}
+
 Tensor int4_dequantize(const Tensor& weight_tiles, const Tensor& scale_tiles, const std::optional<Tensor>& zero_tiles,
                        int64_t out_features, int64_t group_size) {
   const mlspec_linear_args args =
@@ -226,7 +255,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, in
     acts.data = packed.mutable_data_ptr();
     float* const widened = wide.mutable_data_ptr<float>();
     run(threads_for(static_cast<double>(n) * in), [&](Team& team) {
-      pack(kernels, team, bytes_at(flat.const_data_ptr(), dtype, first * in), dtype, widened, acts);
+      pack(kernels, team, bytes_at(flat.const_data_ptr(), dtype, first * in), dtype, widened, acts, 0);
     });
     std::memcpy(codes.mutable_data_ptr<int8_t>() + first * in, mlspec_acts_codes(&acts), n * in);
     std::memcpy(scales.mutable_data_ptr<float>() + first * groups, mlspec_acts_scales(&acts), n * groups * sizeof(float));
@@ -241,6 +270,7 @@ std::string cpu_isa() { return cpu_kernels().isa; }
 TORCH_LIBRARY_IMPL(mlspec, CPU, m) {
   m.impl("mxfp4_linear", mxfp4_linear);
   m.impl("int4_linear", int4_linear);
+  m.impl("int4_int8_linear", int4_int8_linear);
   m.impl("int4_dequantize", int4_dequantize);
   m.impl("bf16_linear", bf16_linear);
   m.impl("f32_linear", f32_linear);

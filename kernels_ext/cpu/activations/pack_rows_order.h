@@ -148,8 +148,13 @@ void pack_tiles(const mlspec_pack_args& a, int64_t row_begin, int64_t row_end, i
 }
 
 inline void pack_codes(const mlspec_acts& acts, const float* x, int64_t row, int64_t k_begin, int64_t k_end) {
+  const int64_t wide_begin = acts.in_features - acts.wide;
+  if (k_begin < wide_begin && wide_begin < k_end) {
+    pack_codes(acts, x, row, k_begin, wide_begin);
+    return pack_codes(acts, x + wide_begin - k_begin, row, wide_begin, k_end);
+  }
   const int64_t at = row * mlspec_groups(&acts) + k_begin / acts.group, n = k_end - k_begin;
-  const float limit = acts.bits == 4 ? 7.0f : 127.0f;
+  const float limit = acts.bits == 4 && k_begin < wide_begin ? 7.0f : 127.0f;
   int8_t* codes = mlspec_acts_codes(&acts) + row * acts.in_features + k_begin;
   float* scales = mlspec_acts_scales(&acts) + at;
   int32_t* sums = mlspec_acts_sums(&acts) + at;

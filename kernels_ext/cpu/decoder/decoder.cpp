@@ -27,7 +27,7 @@ void gather(const float* x, const int32_t* order, int64_t count, float* to) {
 // A whole row in the order that `next` wants: x itself, or gathered in `room`.
 const float* in_order(const Linear& next, const float* x, float* room) {
   if (!next.order) return x;
-  gather(x, next.order, next.in_features, room);
+  gather(x, next.order, next.columns(), room);
   return room;
 }
 
@@ -60,7 +60,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.gate_up.reserve(n * 2 * shape.intermediate);
   w.scored.reserve(std::min(kept, kScoredTogether) * shape.hidden);
   w.normed.reserve(n * shape.hidden);
-  w.row_stride = std::max(2 * shape.hidden, kTileOutputs * kChunk) + kTileOutputs;
+  w.row_stride = std::max(2 * shape.hidden + cpu_tiles::kOutliers, kTileOutputs * kChunk) + kTileOutputs;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
   const auto measure = [&](const Linear& next, int64_t rows) {
@@ -96,7 +96,7 @@ void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const f
       kernels.row.rms_norm(hidden, norm, shape.norm_eps, shape.hidden, normed);
       if (together) continue;
       const mlspec_pack_args pack{in_order(next, normed, own + shape.hidden), 0, &acts};
-      kernels.pack_rows(&pack, n, n + 1, 0, shape.hidden);
+      kernels.pack_rows(&pack, n, n + 1, 0, acts.in_features);
     }
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, rows, next);
@@ -294,7 +294,7 @@ void Decoder::score(Team& team, Pass& pass, const float* pending, int64_t first,
       kernels.row.rms_norm(hidden, final_norm, shape.norm_eps, shape.hidden, normed);
       if (together) continue;
       const mlspec_pack_args pack{in_order(head, normed, own + shape.hidden), 0, &acts};
-      kernels.pack_rows(&pack, i, i + 1, 0, shape.hidden);
+      kernels.pack_rows(&pack, i, i + 1, 0, acts.in_features);
     }
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, count, head);

@@ -36,12 +36,17 @@ struct Linear {
   EscapedRows escaped;
   int64_t stored_planes = 0, plane_bytes = 0, zero_doubled = 0;  // bit-planes, of which those with tables have no zero
   int64_t table_columns = 0;  // lookup-table planes
-  // [in], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of packed
-  // weights that are not nested.
+  // [columns], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of
+  // packed weights that are not nested.
   const int32_t* order = nullptr;
   mlspec_hadamard hadamard = {nullptr, 1, 1, 1};  // what its inputs are multiplied by first; of o and down
 
   bool rotates() const { return hadamard.size > 1; }
+
+  // int4: the last so many inputs have int8 weights, whose high and then whose low nibbles are columns of the tiles. `order` names
+  // these inputs twice.
+  int64_t outliers = 0;
+  int64_t columns() const { return in_features + outliers; }
 
   // Whether a call has a choice.
   bool is_packed() const { return format != WeightFormat::kBf16 && format != WeightFormat::kF32; }
@@ -56,7 +61,7 @@ struct Linear {
   }
 
   // Bytes that a call reads of 16 outputs, nearly.
-  int64_t bytes_per_tile(Bits asked) const { return cpu_tiles::kTileOutputs * in_features * at(asked).weight / 8; }
+  int64_t bytes_per_tile(Bits asked) const { return cpu_tiles::kTileOutputs * columns() * at(asked).weight / 8; }
 };
 
 }  // namespace mlspec

@@ -8,11 +8,11 @@
 namespace mlspec {
 
 bool Decoder::dequantizes(const Linear& linear) const {
-  return dequantize && linear.format == WeightFormat::kInt4 && linear.at(work_->bits).activation == 16;
+  return dequantize && linear.format == WeightFormat::kInt4 && !linear.outliers && linear.at(work_->bits).activation == 16;
 }
 
 mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
-  mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.in_features, 0, 0, work_->acts.data()};
+  mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.columns(), 0, 0, work_->acts.data()};
   const int64_t bits = next.at(work_->bits).activation;
   if (next.format == WeightFormat::kF32) {
     acts.kind = MLSPEC_ACTS_F32;
@@ -22,6 +22,7 @@ mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
     acts.kind = MLSPEC_ACTS_INT;
     acts.group = next.format == WeightFormat::kInt4 ? next.group : 32;
     acts.bits = bits;
+    acts.wide = 2 * next.outliers;
   }
   return acts;
 }
@@ -90,7 +91,7 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
   for (int i = 0; i < count; ++i) {
     const Linear& part = *parts[i];
     args[i] = {part.weight, part.scale, part.zero, part.group, part.bias, &acts, y + column, stride, accumulate,
-               part.in_features, part.out_features, part.low, part.codebook, part.at(work_->bits).weight,
+               part.columns(), part.out_features, part.low, part.codebook, part.at(work_->bits).weight,
                part.stored_planes, part.plane_bytes, part.zero_doubled, part.table_columns};
     compute[i] = kernel_for(part);
     escapes[i] = has_escapes(part);
