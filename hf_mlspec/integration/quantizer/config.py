@@ -57,8 +57,9 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.
-    method: int4 only: the codes are chosen on a text, as `hf_mlspec.quantize` does it: "gptq", "quarot+gptq" ... The
-        model is then loaded dense, and packed block by block. None: every tensor is rounded to nearest while it loads.
+    method: int4 and int4-int8 only: the codes are chosen on a text, as `hf_mlspec.quantize` does it: "gptq",
+        "quarot+gptq" ... The model is then loaded dense, and packed block by block. None: every tensor is rounded to
+        nearest while it loads.
     calibration: with ``method`` the text: a text file, texts, a `datasets` object with a column "text", or rows of
         token ids. Without: how the codes were chosen, for the reader of config.json; it changes nothing.
     tokenizer: of the text; None: that of the model's folder. samples, tokens, seed, damping, act_order, search_bits,
