@@ -13,7 +13,8 @@ struct SlotRange {
   SlotRange within(int64_t low, int64_t high) const { return {std::max(begin, low), std::min(end, high)}; }
 };
 
-// How a row of codes becomes values (hf_mlspec/formats/cache/). kPerByte: codes in a byte. widen: kStep of them, as two Vecs.
+// How a row of codes becomes Terms' elements (hf_mlspec/formats/cache/). kPerByte: codes in a byte. widen: kStep of them.
+template <class Terms>
 struct Int8Row {
   static constexpr mlspec_dtype kDtype = MLSPEC_INT8_ROWS;
   static constexpr int kPerByte = 1;
@@ -24,17 +25,17 @@ struct Int8Row {
     std::memcpy(&stored, tail, sizeof stored);
     scale = Vec::all(stored);
   }
-  void widen(const char* from, Vec (&to)[2]) const {
+  void widen(const char* from, char* to) const {
     const auto* const codes = reinterpret_cast<const int8_t*>(from);
-    to[0] = Vec::load_int8(codes) * scale;
-    to[1] = Vec::load_int8(codes + kLanes) * scale;
+    Terms::store_widened(Vec::load_int8(codes) * scale, Vec::load_int8(codes + kLanes) * scale, to);
   }
 };
 
+template <class Terms>
 struct Int4Row {
   static constexpr mlspec_dtype kDtype = MLSPEC_INT4_ROWS;
   static constexpr int kPerByte = 2;
-  Vec values;  // of the 16 codes
+  typename Terms::Table values;  // of the 16 codes
 
   explicit Int4Row(const char* tail) {
     alignas(64) static const float kCodes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -42,10 +43,10 @@ struct Int4Row {
     std::memcpy(ends, tail, sizeof ends);
     const Vec code = Vec::load(kCodes), all = Vec::all(15.f);
     const Vec low = Vec::all(float_of(uint32_t(ends[0]) << 16)), high = Vec::all(float_of(uint32_t(ends[1]) << 16));
-    values = fma(high, code, low * (all - code)) / all;  // both products are exact, so that fused or not the sum is the same
+    values = Terms::table(fma(high, code, low * (all - code)) / all);  // exact products: fused or not, the sum is the same
   }
-  void widen(const char* from, Vec (&to)[2]) const {
-    Vec::look_up_nibbles(values, reinterpret_cast<const uint8_t*>(from), to);
+  void widen(const char* from, char* to) const {
+    Terms::store_looked_up(values, reinterpret_cast<const uint8_t*>(from), to);
   }
 };
 
@@ -61,8 +62,8 @@ struct CacheRows {
   void find(const mlspec_attention_args& args, const void* lanes, int64_t slot, SlotRange seen) {
     const int64_t bytes = row_bytes(args);
     first = static_cast<const char*>(lanes) + slot * bytes;
-    if (args.kv_dtype == MLSPEC_INT8_ROWS) return widen<Terms, Int8Row>(args.head_dim, slot, seen);
-    if (args.kv_dtype == MLSPEC_INT4_ROWS) return widen<Terms, Int4Row>(args.head_dim, slot, seen);
+    if (args.kv_dtype == MLSPEC_INT8_ROWS) return widen<Terms, Int8Row<Terms>>(args.head_dim, slot, seen);
+    if (args.kv_dtype == MLSPEC_INT4_ROWS) return widen<Terms, Int4Row<Terms>>(args.head_dim, slot, seen);
     stride = bytes;
     const bool whole = seen.begin <= slot && slot + kLanes <= seen.end;
     if (whole && args.head_dim % kStep == 0) return;
@@ -91,16 +92,11 @@ struct CacheRows {
       }
       const char* const from = first + s * bytes;
       const Row row(from + codes);
-      Vec values[2];
-      for (int64_t d = 0; d < whole; d += kStep) {
-        row.widen(from + d / Row::kPerByte, values);
-        Terms::store_widened(values, to + d * sizeof(Element));
-      }
+      for (int64_t d = 0; d < whole; d += kStep) row.widen(from + d / Row::kPerByte, to + d * sizeof(Element));
       if (whole == steps) continue;
       char rest[kStep] = {};
       std::memcpy(rest, from + whole / Row::kPerByte, codes - whole / Row::kPerByte);
-      row.widen(rest, values);
-      Terms::store_widened(values, to + whole * sizeof(Element));
+      row.widen(rest, to + whole * sizeof(Element));
       std::memset(to + head_dim * sizeof(Element), 0, (steps - head_dim) * sizeof(Element));  // zero times NaN is NaN
     }
     first = padded[0];

@@ -67,11 +67,20 @@ struct FloatTerms {
   static void restore_order(float*, int64_t) {}
 
   // kStep values of codes, as elements
-  static void store_widened(const Vec (&from)[2], char* to) {
+  static void store_widened(Vec first, Vec second, char* to) {
     float values[kStep];
-    from[0].store(values);
-    from[1].store(values + kLanes);
+    first.store(values);
+    second.store(values + kLanes);
     std::memcpy(to, values, sizeof values);
+  }
+
+  // Of 16 codes the elements, and those of kStep nibbles.
+  using Table = Vec;
+  static Table table(Vec values) { return values; }
+  static void store_looked_up(const Table& table, const uint8_t* from, char* to) {
+    Vec values[2];
+    Vec::look_up_nibbles(table, from, values);
+    store_widened(values[0], values[1], to);
   }
 
   // kStep weights; -> sum plus the weights, lane by lane

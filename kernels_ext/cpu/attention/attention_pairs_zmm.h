@@ -13,7 +13,15 @@ struct PairLayout {
   }
 
   // kStep values of codes, as elements: each is rounded to bfloat16
-  static void store_widened(const Vec (&from)[2], char* to) { _mm512_storeu_si512(to, (__m512i)narrow(from[0], from[1])); }
+  static void store_widened(Vec first, Vec second, char* to) { _mm512_storeu_si512(to, (__m512i)narrow(first, second)); }
+
+  // Of 16 codes the elements, twice, and those of kStep nibbles.
+  using Table = __m512i;
+  static Table table(Vec values) { return (__m512i)narrow(values, values); }
+  static void store_looked_up(Table table, const uint8_t* from, char* to) {
+    const __m256i codes = nibbles(from);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(codes), table));
+  }
 
   // kStep weights, rounded; -> sum plus the weights as they are then, lane by lane
   static Vec store_weights(const Vec* from, uint16_t* to, Vec sum) {

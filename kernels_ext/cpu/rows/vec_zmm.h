@@ -10,6 +10,13 @@ struct Mask {
 
 inline __mmask16 first_lanes(int64_t n) { return n <= 0 ? 0 : n >= kLanes ? 0xFFFF : (1u << n) - 1; }
 
+// 32 nibbles as bytes, the lower one of a byte first.
+inline __m256i nibbles(const uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), four = _mm_set1_epi8(15);
+  const __m128i even = _mm_and_si128(bytes, four), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), four);
+  return _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+}
+
 struct Vec {
   __m512 v;
   static constexpr int kTile = 4;   // rows, and Vecs of a row, of a tile of products: 16 sums and 4 factors of 32 registers
@@ -29,10 +36,9 @@ struct Vec {
   }
   // to: what `table` holds for 32 nibbles, the lower one of a byte first
   static void look_up_nibbles(Vec table, const uint8_t* p, Vec (&to)[2]) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), four = _mm_set1_epi8(15);
-    const __m128i even = _mm_and_si128(bytes, four), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), four);
-    to[0] = {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(even, odd)), table.v)};
-    to[1] = {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpackhi_epi8(even, odd)), table.v)};
+    const __m256i codes = nibbles(p);
+    to[0] = {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm256_castsi256_si128(codes)), table.v)};
+    to[1] = {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm256_extracti128_si256(codes, 1)), table.v)};
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store_first(float* p, int n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
