@@ -18,7 +18,7 @@ from eval.peers.ggml_linear import GgmlLinear
 from eval.peers.openvino_linear import OpenVinoInt4
 from eval.peers.torch_linear import TorchBf16, TorchInt4
 from hf_mlspec import ops
-from hf_mlspec.formats import int4, mxfp4, nested, packing
+from hf_mlspec.formats import int4, int4_int8, mxfp4, nested, packing
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.nested import codebooks
 
@@ -91,6 +91,11 @@ class Weights:
         return ops.prepack_int4(*self.int4(group_size))[:2]
 
     @cached_property
+    def int4_int8_tiles(self) -> tuple[Tensor, ...]:
+        parts = int4_int8.Int4Int8Weight.from_dense(self.slab).parts
+        return ops.prepack_int4_int8(*(self.repeated(part) for part in parts))
+
+    @cached_property
     def nested_tiles(self) -> tuple[Tensor, ...]:
         """Draft, exponents and low bits in tiles, and the codebook."""
         codebook = codebooks.codebook_of("lloyd_max")
@@ -131,6 +136,15 @@ def our_int4(w: Weights, group: int, bits: int) -> Contender:
 
     make = lambda copies: Ours(w.int4_tiles(group), run, copies)  # noqa: E731
     return Contender(f"int4 g{group} x {_activations(bits)}", _int4_bytes(w, group), make, ours=True)
+
+
+def our_int4_int8(w: Weights, bits: int) -> Contender:
+    def run(x, tiles, scales, zeros):
+        return ops.int4_int8_linear(x, tiles, scales, zeros, w.out_features, activation_bits=bits)
+
+    make = lambda copies: Ours(w.int4_int8_tiles, run, copies)  # noqa: E731
+    nbytes = sum(part.nbytes for part in w.int4_int8_tiles)
+    return Contender(f"int4 with int8 outliers x {_activations(bits)}", nbytes, make, ours=True)
 
 
 def our_nested(w: Weights, weight_bits: int, activation_bits: int) -> Contender:
@@ -204,6 +218,9 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
     elif op == "int4_linear":
         ours = [our_int4(w, group, bits) for group in (128, 32) for bits in (8, 16)]
         peers = [openvino_int4(w, 128), openvino_int4(w, 32), torch_int4(w, 128), torch_int4(w, 32), torch_bf16(w)]
+    elif op == "int4_int8_linear":
+        ours = [our_int4_int8(w, bits) for bits in (8, 16)]
+        peers = [replace(our_int4(w, 128, bits), ours=False) for bits in (8, 16)]
     elif op == "nested_linear":
         ours = [our_nested(w, 4, 8), our_nested(w, 4, 16), our_nested(w, 16, 16)]
         peers = [replace(one, ours=False) for one in (our_mxfp4(w, 8), our_mxfp4(w, 16), our_bf16(w))]
@@ -219,7 +236,8 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
     return [*ours, *peers]
 
 
-OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear", "lut_linear")
+OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear", "lut_linear",
+       "int4_int8_linear")
 
 
 def not_compiled() -> str | None:
