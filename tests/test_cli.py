@@ -116,7 +116,7 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     known = {"gptq", "awq", "auto-round", "compressed-tensors", "gguf", "mxfp4", "anyprec"}
     assert told["checkpoints"].keys() == known
     assert "  gguf: stock transformers\n" in shown
-    assert told["methods"]["quarot+gptq"] == ["int4"]
+    assert (told["methods"]["quarot+gptq"], told["methods"]["atom"]) == ("int4", "int4-int8")
     assert "methods that choose codes on a text\n  rtn: int4\n" in shown
     compiled = "Gemma2, Gemma3, Llama, Mistral, Phi3, Qwen2, Qwen3" if told["compiled_decoder"] else "none"
     assert f"  whole decoders compiled: {compiled}\n" in shown

@@ -24,14 +24,14 @@ class Method:
     reorders: bool = False
 
     @property
-    def format(self) -> str:
-        """The one format whose codes it chooses, as config.json writes it."""
-        return "int4-int8" if self.reorders else "int4"
-
-    @property
     def needs_hessians(self) -> bool:
         """Whether products of all inputs with one another are summed up; else a few inputs are kept."""
         return self.coding != "rtn" or self.reorders
+
+
+def format_of(word: str) -> str:
+    """The one format whose codes a method chooses, as config.json writes it."""
+    return "int4-int8" if REORDER in word.split("+") else "int4"
 
 
 def method_named(word: object, format: str = "int4") -> Method:
@@ -43,9 +43,9 @@ def method_named(word: object, format: str = "int4") -> Method:
     scaling = next((step for step in steps if step in SCALINGS), None)
     coding = steps[-1] if steps[-1] in CODINGS else "clip" if scaling == "awq" else "rtn"
     method = Method(word, ROTATION in steps, scaling, coding, REORDER in steps)
-    if format != method.format:
+    if format != format_of(word):
         raise ValueError(
-            f"method {word!r} does not fit format {format!r}: it chooses codes of {method.format!r}; without a method "
-            "every format rounds to nearest"
+            f"method {word!r} does not fit format {format!r}: it chooses codes of {format_of(word)!r}; without a "
+            "method every format rounds to nearest"
         )
     return method

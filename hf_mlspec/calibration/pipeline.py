@@ -28,7 +28,7 @@ from .coding import DAMPING, clipped_weight, feedback_weight, outlier_weight
 from .families import Feed, feeds_of
 from .finished import FinishedBlocks
 from .fold import fold, shared
-from .methods import Method
+from .methods import Method, format_of
 from .scaling import best_scales
 from .statistics import Inputs, collect
 
@@ -101,7 +101,7 @@ class _Work:
         self.plan, self.switch = plan, switch
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        self.record = format_named(plan.method.format)
+        self.record = format_named(format_of(plan.method.word))
         scaling = plan.method.scaling
         self.feeds = feeds_of(type(model).__name__, scaling) if scaling else ()
 

@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 
 from .. import ops
-from ..calibration.methods import FORMATS as CALIBRATED
-from ..calibration.methods import WORDS
+from ..calibration.methods import WORDS, format_of
 from ..checkpoints.readers import READERS
 from ..engines.architecture import KNOWN
 from ..formats import FORMATS, Format
@@ -39,7 +38,7 @@ def run_info(args: argparse.Namespace) -> int:
              "kernels_problem": problem,
              "cuda_problem": ops.why_no_cuda_kernels(),
              "formats": {record.written: _precisions(record) for record in FORMATS.values()},
-             "methods": {word: list(CALIBRATED) for word in WORDS},
+             "methods": {word: format_of(word) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "hook": "on" if enabled() else "off",
@@ -56,8 +55,8 @@ def run_info(args: argparse.Namespace) -> int:
     problems = [("problem", problem), ("problem on cuda", found["cuda_problem"])]
     show(console, "kernels", ("", "kernel"), [*rows, *(row for row in problems if row[1])])
     show(console, "weight formats", ("", "read at"), list(found["formats"].items()))
-    methods = [(word, ", ".join(formats)) for word, formats in found["methods"].items()]
-    show(console, "methods that choose codes on a text", ("", "of formats"), methods)
+    methods = list(found["methods"].items())
+    show(console, "methods that choose codes on a text", ("", "of format"), methods)
     others = list(found["checkpoints"].items())
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
