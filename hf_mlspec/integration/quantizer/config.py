@@ -30,7 +30,8 @@ class MLSpecConfig(QuantizationConfigMixin):
     are not changed.
 
     format: ``"mxfp4"`` (4.25 bits per weight; blocks of 32 with a power of two), ``"int4"`` (groups with a float16
-        scale; 4.13 bits per weight at ``group_size=128``), ``"nested-bf16"`` (16.25 bits: exact BF16, 4.25 bits of
+        scale; 4.13 bits per weight at ``group_size=128``), ``"int4-int8"`` (groups of 128 and 128 int8 outliers, the
+        last inputs), ``"nested-bf16"`` (16.25 bits: exact BF16, 4.25 bits of
         which are a draft; as ``hf_mlspec.nest`` after loading, output head and tied embedding included) or
         ``"bitplanes"`` (one bit per plane, and a float16 scale per group; any number of the first planes is a draft).
         docs/formats.md shows the bits. ``"nested"`` and ``"planes"`` are other words for the last two. Registered
@@ -41,9 +42,9 @@ class MLSpecConfig(QuantizationConfigMixin):
     symmetric: int4 only: codes mean -8 ... 7 times the scale; False stores a zero point per group as well.
     codebook: nested-bf16 only: magnitudes of the draft, ``"lloyd_max"``, ``"mxfp4"`` or ``"fitted"`` (to each tensor).
     num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/planes/codes.py).
-    activation_bits: default bits of the layers' activations: 16 (bfloat16), for mxfp4 and int4 also 8, for int4 also 4
-        (integers, one scale per token and group). It changes no weight; ``hf_mlspec.precision_switch(model)`` can
-        change it at any time.
+    activation_bits: default bits of the layers' activations: 16 (bfloat16), for mxfp4, int4 and int4-int8 also 8, for
+        the last two also 4 (integers, one scale per token and group). It changes no weight;
+        ``hf_mlspec.precision_switch(model)`` can change it at any time.
     skip_modules: names or patterns of modules that are not packed, as transformers matches them
         (should_convert_module): the start of a name up to a dot, a regular expression, or the end of a name, such as
         ``["mlp.down_proj"]``. What transformers skips by default is skipped as well: the output head, modules tied to
