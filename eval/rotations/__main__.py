@@ -66,9 +66,8 @@ def int4_model(args: argparse.Namespace, name: str, calibration: object, tokeniz
     """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
     method, _, given = name.partition(", ")
-    format = "int4-int8" if method.startswith("atom") else "int4"
     options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size}
-    found = hf_mlspec.quantize(model, method, format, calibration=calibration, tokenizer=tokenizer, **options,
+    found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, **options,
                                rotations=args.learned if given else None)  # fmt: skip
     print(f"{name}: {found.seconds:.0f} s, {(found.peak_bytes or 0) / 2**20:.0f} MiB at the peak so far",
           file=sys.stderr, flush=True)  # fmt: skip

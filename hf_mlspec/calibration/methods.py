@@ -34,18 +34,22 @@ def format_of(word: str) -> str:
     return "int4-int8" if REORDER in word.split("+") else "int4"
 
 
-def method_named(word: object, format: str = "int4") -> Method:
-    """The method of a word, such as "gptq" or "awq+gptq". ValueError listing the methods, or the formats that they
-    fit."""
+def method_named(word: object) -> Method:
+    """The method of a word, such as "gptq" or "awq+gptq". ValueError listing the methods."""
     if not isinstance(word, str) or word not in WORDS:
         raise ValueError(f"method is {word!r}, choose one of {', '.join(WORDS)}")
     steps = word.split("+")
     scaling = next((step for step in steps if step in SCALINGS), None)
     coding = steps[-1] if steps[-1] in CODINGS else "clip" if scaling == "awq" else "rtn"
-    method = Method(word, ROTATION in steps, scaling, coding, REORDER in steps)
-    if format != format_of(word):
+    return Method(word, ROTATION in steps, scaling, coding, REORDER in steps)
+
+
+def method_for(word: object, format: object) -> Method:
+    """`method_named`; ValueError, too, where it chooses codes of another format."""
+    method = method_named(word)
+    if format != format_of(method.word):
         raise ValueError(
-            f"method {word!r} does not fit format {format!r}: it chooses codes of {format_of(word)!r}; without a "
-            "method every format rounds to nearest"
+            f"method {word!r} does not fit format {format!r}: it chooses codes of {format_of(method.word)!r}; without "
+            "a method every format rounds to nearest"
         )
     return method

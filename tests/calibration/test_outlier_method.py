@@ -28,7 +28,7 @@ def model_of(kind: str = "llama", **options):
 
 
 def quantize(model, method: str = "atom", **options):
-    return hf_mlspec.quantize(model, method, **{"format": "int4-int8", "calibration": ROWS, **options})
+    return hf_mlspec.quantize(model, method, **{"calibration": ROWS, **options})
 
 
 @pytest.mark.parametrize(("kind", "method"), [("llama", "atom"), ("qwen2", "atom+gptq"), ("phi3", "atom")])

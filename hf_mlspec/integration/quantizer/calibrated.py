@@ -22,7 +22,7 @@ from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
 from ...calibration.matrices import read_rotations
-from ...calibration.methods import method_named
+from ...calibration.methods import format_of, method_for, method_named
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
@@ -58,17 +58,17 @@ class Calibrated:
 
 
 def quantize(
-    model: PreTrainedModel, method: str = "gptq", format: str = "int4", *, calibration: Any, tokenizer: Any = None,
-    samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128, symmetric: bool = True,
-    activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False, damping: float = DAMPING,
-    rotations: str | os.PathLike | None = None, skip_modules: list[str] | None = None,
+    model: PreTrainedModel, method: str = "gptq", format: str | None = None, *, calibration: Any,
+    tokenizer: Any = None, samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128,
+    symmetric: bool = True, activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False,
+    damping: float = DAMPING, rotations: str | os.PathLike | None = None, skip_modules: list[str] | None = None,
     work_folder: str | os.PathLike | None = None,
 ) -> Calibrated:  # fmt: skip
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
     method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq"; "quarot" (`rotate`
         by ``seed``, then round to nearest), "quarot+gptq" (rotated models take "rtn", "gptq"); "atom" and "atom+gptq"
-        for format "int4-int8": inputs by size, the last 128 with int8 codes.
+        for format "int4-int8": inputs by size, the last 128 with int8 codes. format: None: the method's.
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
@@ -82,6 +82,7 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
+    format = format or format_of(method_named(method).word)
     config = MLSpecConfig(format, group_size, symmetric, activation_bits, skip_modules)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
@@ -93,9 +94,7 @@ def quantize(
     begin = time.perf_counter()
     finished = None if work_folder is None else _finished(model, plan, record, work_folder)
     layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
-    settings = {**config.to_dict(), "modules_to_not_convert": sorted(plan.kept), "calibration": record}
-    settings.pop("skip_modules", None)
-    attach_quantizer(model, {**settings, "transform": plan.transform.word})
+    _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
 
 
@@ -115,7 +114,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """How a dense model gets its codes; its weights need not be in memory yet. ValueError as of `quantize`, for all
     that classes, names and shapes tell."""
-    chosen = method_named(method, config.format)
+    chosen = method_for(method, config.format)
     require_choices(chosen, seed, damping, act_order, search_bits, rotations)
     there = {name: one for name, one in model.named_modules() if isinstance(one, TransformedLinear)}
     if other := sorted(name for name, one in there.items() if one.transform is not HADAMARD):
@@ -162,6 +161,12 @@ def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> N
     if plan.method.rotates:  # its head of its own stays
         needed = max(needed + model.get_output_embeddings().weight.nbytes, memory_to_rotate(model))
     require_memory(needed, model.device)
+
+
+def _attach(model: PreTrainedModel, config: MLSpecConfig, plan: Plan, record: dict[str, Any]) -> None:
+    settings = {**config.to_dict(), "modules_to_not_convert": sorted(plan.kept), "calibration": record}
+    settings.pop("skip_modules", None)
+    attach_quantizer(model, {**settings, "transform": plan.transform.word})
 
 
 def _finished(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...calibration.methods import method_named
+from ...calibration.methods import method_for
 from ...precision import Precision
 from ..levels.load import read_model, read_tokenizer, require_folder
 from ..levels.resolve import clear
@@ -50,7 +50,7 @@ def calibrate_folder(
     evaluate: a text file; perplexity of its first ``evaluate_tokens`` tokens, in windows that do not overlap, before
     and at every precision of the packed model. options: of `quantize`. Raises as `quantize_folder` and `quantize`.
     """
-    method_named(method, config.format)
+    method_for(method, config.format)
     require_folder(source)
     require_free(source, target, overwrite)
     require_wide(source)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...calibration.coding import DAMPING
-from ...calibration.methods import Method, method_named
+from ...calibration.methods import Method, method_for
 
 SAMPLES, TOKENS = 32, 512
 CHOICES = {"seed": 0, "damping": DAMPING, "act_order": False, "search_bits": None, "rotations": None}  # of methods
@@ -60,7 +60,7 @@ def requested(
             raise ValueError(f"MLSpecConfig: {name} goes with a method, which chooses codes on a text: add method")
         return None, _record(calibration)
     try:
-        request = Request(method_named(method, format), calibration, given)
+        request = Request(method_for(method, format), calibration, given)
         require_choices(request.method, **request.choices)
     except ValueError as error:
         raise ValueError(f"MLSpecConfig: {error}") from error
