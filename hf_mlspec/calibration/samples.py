@@ -16,9 +16,10 @@ def windows(ids: Sequence[int], samples: int, tokens: int, seed: int) -> list[li
             raise ValueError(f"{name} is {value!r}, it must be a positive number")
     there = len(ids) // tokens
     if there < samples:
+        less = f"at most {there} samples" if there else f"samples of at most {len(ids)} tokens"
         raise ValueError(
             f"the calibration text has {len(ids)} tokens, {samples} samples of {tokens} need {samples * tokens}: give "
-            f"a longer text, or at most {there} samples"
+            f"a longer text, or {less}"
         )
     drawn = torch.randperm(there, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
     return [list(ids[first : first + tokens]) for first in (drawn * tokens).tolist()]
