@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize(("given", "shape", "words"), [
     ({"format": "int4"}, {}, "method 'atom' does not fit format 'int4': it chooses codes of 'int4-int8'"),
-    ({"method": "gptq", "format": "int4-int8"}, {}, "'gptq' does not fit format 'int4-int8': it chooses codes of 'int4'"),
+    ({"method": "gptq", "format": "int4-int8"}, {}, "'gptq' does not fit format 'int4-int8'"),
     ({"method": "atom+gptq", "act_order": True}, {}, "two orders of a layer's inputs: leave act_order out"),
     ({"act_order": True}, {}, "act_order is GPTQ's"),
     ({"group_size": 64}, {}, "format 'int4-int8' has no group_size"),
