@@ -43,7 +43,7 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("out", help="folder to write to")
     parser.add_argument("--format", metavar="WORD",
-                        help="one of the weight formats that mlspec info lists (default: mxfp4, as of MLSpecConfig)")
+                        help="a weight format that mlspec info lists (default: that of --method, else mxfp4)")
     parser.add_argument("--activation-bits", type=int, metavar="N",
                         help="what the layers compute with unless told otherwise: 16, for mxfp4 and int4 also 8, for "
                              "int4 also 4 (default 16)")
@@ -51,7 +51,7 @@ def _add_quantize(commands: Any) -> None:
                         help="a module not to quantize, by the end or start of its name or a pattern; repeat it for "
                              "more (the output head is kept, but in nested-bf16)")
     parser.add_argument("--kv-cache", metavar="WORD",
-                        help="how the model keeps keys and values: int8 (default: as it computes them)")
+                        help="how the model keeps keys and values: int8 or int4 (default: as it computes them)")
     parser.add_argument("--dtype", metavar="WORD", default="auto",
                         help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
     _add_calibration(parser)

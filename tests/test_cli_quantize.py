@@ -67,7 +67,7 @@ def test_the_default_format_is_that_of_the_config(capsys, saved_model, tmp_path)
     assert told["format"] == told["asked"]["format"] == default
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
-    assert f"(default: {default}, as of MLSpecConfig)" in " ".join(capsys.readouterr().out.split())
+    assert f"(default: that of --method, else {default})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_that_names_a_format_lists_the_options_of_all(capsys):

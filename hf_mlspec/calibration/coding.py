@@ -37,15 +37,15 @@ def feedback_weight(
 
 
 def outlier_weight(
-    weight: Tensor, hessian: Tensor, feedback: bool, name: str, damping: float = DAMPING
+    weight: Tensor, hessian: Tensor | None, name: str, damping: float = DAMPING
 ) -> Int4Int8Weight:
     """weight float ``[out, in]``, its last 128 inputs outliers, hessian ``[in, in]`` in the same order. Atom (Zhao et
-    al., arXiv 2310.19102, section 4): int4 groups clipped at `CLIP` of their largest, or with feedback codes as
+    al., arXiv 2310.19102, section 4): int4 groups clipped at `CLIP` of their largest, or with a hessian codes as
     `feedback_weight` chooses them, errors of which outliers take up, too; these are rounded at the end. ValueError
     naming ``name``."""
     columns = weight.shape[1] - OUTLIERS
     try:
-        if feedback:
+        if hessian is not None:
             codes, scales, _, rest = _fed_back(weight, hessian, GROUP, True, damping, columns)
         else:
             groups, rest = weight[:, :columns].float().unflatten(-1, (-1, GROUP)), weight[:, columns:].float()

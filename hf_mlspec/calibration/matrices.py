@@ -65,6 +65,8 @@ def read_rotations(file: str | os.PathLike) -> tuple[Tensor, list[Tensor] | None
     held = read_pickle(path)
     if not isinstance(held, Mapping) or _STREAM not in held:
         raise ValueError(f"{path} holds no {_STREAM}, the rotation of the residual stream: it is no file of rotations")
+    if wrong := [name for name, matrix in held.items() if not isinstance(matrix, Tensor)]:
+        raise ValueError(f"{path}: {wrong[0]} is a {type(held[wrong[0]]).__name__}, expected a tensor")
     layers = {name: _VALUES.fullmatch(str(name)) for name in held if name != _STREAM}
     if strange := [name for name, found in layers.items() if found is None]:
         raise ValueError(f"{path} holds {strange[0]}, expected {_STREAM} and model.layers.N.self_attn.R2")

@@ -26,7 +26,7 @@ class Method:
     @property
     def needs_hessians(self) -> bool:
         """Whether products of all inputs with one another are summed up; else a few inputs are kept."""
-        return self.coding != "rtn" or self.reorders
+        return self.coding != "rtn"
 
 
 def format_of(word: str) -> str:

@@ -61,14 +61,16 @@ def memory_to_learn(model: nn.Module, samples: list[Tensor]) -> int:
     return 4 * (2 * weights + len(blocks_of(model)) * tokens * wide + logits)
 
 
-def require_memory(needed: int, device: torch.device) -> None:
+def require_memory(
+    needed: int, device: torch.device, remedy: str = "give fewer samples or tokens, use method rtn"
+) -> None:
     """MemoryError with both numbers where less is free. Where the system does not say what is free, nothing is
     checked."""
     free = _free_bytes(device)
     if free is not None and free < needed:
         raise MemoryError(
             f"calibration needs {needed / 2**20:.0f} MiB beside the model, {free / 2**20:.0f} are free on {device}: "
-            "give fewer samples or tokens, use method rtn, or free some"
+            f"{remedy}, or free some"
         )
 
 
@@ -83,13 +85,13 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def require_disk(model: nn.Module, folder: str | os.PathLike) -> None:
-    """OSError with both numbers where the disk of a work folder does not hold the finished blocks, counted at 6 bits a
+    """OSError with both numbers where the disk of a work folder does not hold the finished blocks, counted at 7 bits a
     weight of a linear and as they are otherwise."""
     needed = 0
     for _, block in blocks_of(model):
         dense = {id(module.weight) for module in block.modules() if has_dense_weight(module)}
         for tensor in block.parameters():
-            needed += tensor.numel() * 6 // 8 if id(tensor) in dense else tensor.nbytes
+            needed += tensor.numel() * 7 // 8 if id(tensor) in dense else tensor.nbytes
     place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:

@@ -128,7 +128,7 @@ class _Work:
         """Of inputs by their squares: GPTQ's begins with the largest, Atom's outliers come last."""
         if not (self.plan.act_order or self.plan.method.reorders):
             return None
-        return inputs.hessian.diagonal().argsort(descending=self.plan.act_order, stable=True)
+        return inputs.squares.argsort(descending=self.plan.act_order, stable=True)
 
     def _linears(self, block: nn.Module, where: str) -> list[str]:
         found = [name for name, module in block.named_modules() if has_dense_weight(module)]
@@ -154,7 +154,7 @@ class _Work:
         wide, hessian, rows = linear.weight.detach(), inputs.hessian, inputs.rows.float()
         if order is not None:
             wide, rows = wide[:, order], rows[:, order]
-            hessian = hessian[order][:, order]
+            hessian = None if hessian is None else hessian[order][:, order]
         weight = self._coded(wide, hessian, path)
         own = linear.transform_tensors() if isinstance(linear, TransformedLinear) else None
         packed = self._module(linear, weight, own if order is None else {"order": order.int()})
@@ -167,7 +167,7 @@ class _Work:
     def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> NibbleWeight:
         plan = self.plan
         if plan.method.reorders:
-            return outlier_weight(wide, hessian, plan.method.coding == "gptq", path, plan.damping)
+            return outlier_weight(wide, hessian, path, plan.damping)
         if plan.method.coding == "gptq":
             return feedback_weight(wide, hessian, plan.group_size, plan.symmetric, path, plan.damping)
         if plan.method.coding == "clip" and not path.endswith(("q_proj", "k_proj")):  # as AWQ: they meet in a product

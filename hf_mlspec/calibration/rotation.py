@@ -27,7 +27,7 @@ from .matrices import GivenRotation, given_rotation
 from .methods import ROTATION
 
 ROWS = 8192  # in float64 at once: a table of embeddings is the largest weight of many models
-LARGEST = torch.finfo(torch.float16).max
+_LARGEST = torch.finfo(torch.float16).max
 _log = logging.getLogger(__name__)
 _IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
 READERS = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up")}  # of what each norm writes
@@ -182,12 +182,14 @@ def _planned(
     tied = head.weight.data_ptr() == model.get_submodule(entry.embedding).weight.data_ptr()
     across = fitting_hadamard(own.queries, own.dim)
     width, layers = model.config.hidden_size, len(model.get_submodule(entry.layers))
-    if isinstance(residual, Tensor):
+    if not isinstance(residual, bool):
         stream = given_rotation(residual, width, "residual")
     else:
         stream = _fitting(width, "hidden_size", "residual", action) if residual else None
     if isinstance(heads, bool):
         value = _fitting(own.dim, "the size of a head,", "heads", action) if heads else None
+    elif not isinstance(heads, Sequence):
+        raise TypeError(f"rotate: heads is a {type(heads).__name__}, expected True, False or a matrix for each layer")
     elif len(heads) != layers:
         raise ValueError(f"rotate: heads holds {len(heads)} matrices, the model has {layers} layers")
     else:
@@ -253,7 +255,7 @@ def _in_float32(parts: Mapping[str, nn.Module]) -> Iterator[None]:
     for parameter, most in largest.items():
         if not torch.tensor(most).half().isfinite():
             raise ValueError(
-                f"rotate: {named[parameter]} would hold {most:.3g}, float16 holds {LARGEST:.0f} at most; load the "
+                f"rotate: {named[parameter]} would hold {most:.3g}, float16 holds {_LARGEST:.0f} at most; load the "
                 "model again, in bfloat16 or float32"
             )
 

@@ -17,12 +17,14 @@ KEPT_ROWS = 256  # inputs that searches and the summary compare outputs on
 class Inputs:
     """Inputs of the layers ``names`` of a block, which read the same tensor.
 
-    absolute, largest: float32 ``[in]``, the sum and the maximum of ``|x|``. rows: some inputs, ``[KEPT_ROWS or more,
-    in]`` in the model's dtype. hessian: float32 ``[in, in]``, the sum of ``x^T x``; None where none was asked for.
+    absolute, squares, largest: float32 ``[in]``, the sums of ``|x|`` and ``x^2``, and the maximum of ``|x|``. rows:
+    some inputs, ``[KEPT_ROWS or more, in]`` in the model's dtype. hessian: float32 ``[in, in]``, the sum of ``x^T x``;
+    None where none was asked for.
     """
 
     names: list[str]
     absolute: Tensor
+    squares: Tensor
     largest: Tensor
     kept: list[Tensor]
     hessian: Tensor | None
@@ -36,6 +38,7 @@ class Inputs:
         """x ``[tokens, in]``; ``keep`` of them, evenly spaced, are kept."""
         size = x.abs().float()
         self.absolute += size.sum(0)
+        self.squares += size.square().sum(0)
         self.largest = torch.maximum(self.largest, size.amax(0))
         spread = torch.linspace(0, len(x) - 1, min(keep, len(x)), device=x.device).long()
         self.kept.append(x[spread].clone())
@@ -46,6 +49,7 @@ class Inputs:
     def divide_(self, scales: Tensor) -> None:
         """As they are when what feeds the layers was divided by ``scales`` ``[in]``."""
         self.absolute, self.largest = self.absolute / scales, self.largest / scales
+        self.squares = self.squares / scales.square()
         self.kept = [(rows.float() / scales).to(rows.dtype) for rows in self.kept]
         if self.hessian is not None:
             self.hessian.div_(scales[:, None]).div_(scales)
@@ -74,7 +78,7 @@ def collect(
         if name not in found:
             zeros = torch.zeros(rows.shape[1], device=rows.device)
             hessian = zeros.new_zeros(rows.shape[1], rows.shape[1]) if with_hessians else None
-            found[name] = Inputs([name], zeros, zeros.clone(), [], hessian)
+            found[name] = Inputs([name], zeros, zeros.clone(), zeros.clone(), [], hessian)
         found[name].add(rows, keep)
 
     hooks = [

@@ -156,7 +156,7 @@ FORMAT = Format(
     },
     group=lambda **options: GROUP,
     require_group=require_inputs,
-    bits_per_weight=lambda **options: 4.25,  # of 4096 inputs; of fewer 4 * 128 / in more than 4.125
+    bits_per_weight=lambda **options: 4.25,  # of 4096 inputs: 4.125 + 512 / in
     families=int4.FORMAT.families,
     bit_choices=int4.FORMAT.bit_choices,
     weights_called="4-bit weights",

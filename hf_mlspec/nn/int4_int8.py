@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .. import ops
@@ -48,4 +50,8 @@ def _multiply(
     return ops.int4_int8_linear(x, tiles.packed, tiles.scale, zero, rows, bias, activation_bits=switch.activation_bits)
 
 
-register_packing(Packing(Int4Int8Linear, _prepack, _unprepack, _multiply, fits=lambda tiles: True))
+def _join(weights: Sequence[Int4Int8Parts]) -> Int4Int8Parts:
+    return Int4Int8Parts(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
+
+
+register_packing(Packing(Int4Int8Linear, _prepack, _unprepack, _multiply, fits=lambda tiles: True, join=_join))

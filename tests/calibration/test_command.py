@@ -104,3 +104,11 @@ def test_a_picture_without_matplotlib_is_refused(capsys, saved_model, text, tmp_
 def test_options_of_calibration_go_with_a_method(capsys, saved_model, tmp_path, option):
     line = refusal(capsys, "quantize", saved_model, tmp_path / "other", *option)
     assert f"{option[0]} goes with --method" in line
+
+
+def test_a_method_brings_its_format_and_keys_and_values_go_with_it(saved_model, text, tmp_path):
+    words = ["quantize", saved_model, tmp_path / "out", "--method", "gptq", "--group-size", 32, "--kv-cache", "int8",
+             "--calibration", text, *SIZES[:4]]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
+    assert (config.format, config.kv_cache, config.calibration["method"]) == ("int4", "int8", "gptq")

@@ -71,7 +71,10 @@ def test_the_matrix_that_a_seed_stands_for_does_what_the_seed_does():
     (lambda residual, heads: {"heads": heads[:1]}, ValueError, "heads holds 1 matrices, the model has 2 layers"),
     (lambda residual, heads: {"heads": [heads[0], residual]}, ValueError, r"heads\[1\] is \[64, 64\]"),
     (lambda residual, heads: {"heads": [None, None]}, TypeError, r"heads\[0\] is a NoneType"),
-], ids=["shape", "length", "NaN", "dtype", "layers", "head size", "no tensor"])  # fmt: skip
+    (lambda residual, heads: {"residual": residual.tolist()}, TypeError, "residual is a list, expected a tensor"),
+    (lambda residual, heads: {"residual": None}, TypeError, "residual is a NoneType, expected a tensor"),
+    (lambda residual, heads: {"heads": None}, TypeError, "heads is a NoneType, expected True, False or a matrix for"),
+], ids=["shape", "length", "NaN", "dtype", "layers", "head size", "other", "list", "none", "no heads"])  # fmt: skip
 def test_what_is_no_rotation_is_named_and_changes_nothing(change, error, words):
     model = model_of("qwen3")
     before, given = logits_of(model), change(*matrices_of(model))
@@ -106,9 +109,10 @@ class Hostile:
     ({"R1": torch.eye(4), "R3": torch.eye(4)}, r"holds R3, expected R1 and model\.layers\.N"),
     ({"model.layers.0.self_attn.R2": torch.eye(4)}, "holds no R1"),
     ([torch.eye(4)], "holds no R1"),
+    ({"R1": [[1.0]]}, "R1 is a list, expected a tensor"),
     ({"R1": torch.eye(4), "model.layers.1.self_attn.R2": torch.eye(4)}, r"holds no model\.layers\.0\.self_attn\.R2"),
     ({"R1": Hostile()}, r"is refused: it names (builtins|__builtin__)\.exec"),
-], ids=["name", "values only", "list", "layer", "hostile"])  # fmt: skip
+], ids=["name", "values only", "list", "list in it", "layer", "hostile"])  # fmt: skip
 def test_a_file_of_something_else_is_refused(tmp_path, held, words):
     torch.save(held, tmp_path / "R.bin")
     with pytest.raises(ValueError, match=words):
@@ -200,6 +204,7 @@ def test_a_model_gets_a_file_from_a_text_that_quantize_takes(tmp_path, unlucky):
 @pytest.mark.parametrize(("given", "error", "words"), [
     ({"steps": 0}, ValueError, "steps is 0, it must be a whole number of at least 1"),
     ({"rate": 2}, ValueError, "rate is 2, it must be a number between 0 and 1"),
+    ({"seed": "x"}, ValueError, "seed is 'x', it must be a whole number"),
     ({"group_size": 48}, ValueError, "groups hold 32, 64, 128 elements, not 48"),
     ({"calibration": [[5]]}, ValueError, "sample 0 has one token: nothing follows it"),
     ({"calibration": [[5, 10**6]]}, ValueError, "holds token 1000000"),
@@ -215,7 +220,12 @@ def test_what_cannot_be_learned_is_refused(tmp_path, monkeypatch, unlucky, given
     assert not list(tmp_path.iterdir())
 
 
+def test_gradients_are_needed(tmp_path, unlucky):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"call it outside of torch\.inference_mode"):
+        hf_mlspec.learn_rotation(unlucky[0], tmp_path / "R.bin", calibration=[[5, 6, 7]])
+
+
 def test_too_little_memory_is_said_before_the_first_step(tmp_path, monkeypatch, unlucky):
     monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
-    with pytest.raises(MemoryError, match="calibration needs"):
+    with pytest.raises(MemoryError, match="give samples of fewer tokens, or free some"):
         hf_mlspec.learn_rotation(unlucky[0], tmp_path / "R.bin", calibration=[[5, 6, 7]])

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
+from hf_mlspec.calibration.matrices import write_rotations
 
 IDS = torch.arange(3, 43).view(1, 40)
 ROWS = [torch.randint(3, 250, (40,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
@@ -46,6 +47,16 @@ def test_a_loaded_model_is_saved_as_the_one_that_was_quantized(saved_model, tmp_
     assert type(loaded.config.quantization_config) is MLSpecConfig
     assert saved(loaded, tmp_path / "loaded") == saved(model, tmp_path / "model")
     assert torch.equal(load(tmp_path / "loaded")(IDS).logits, model(IDS).logits)
+
+
+def test_given_rotations_are_read_while_loading(saved_model, tmp_path):
+    model, file = load(saved_model), tmp_path / "R.bin"
+    size = model.config.hidden_size
+    write_rotations(file, torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(0)))[0])
+    loaded = load(saved_model, config_of("quarot+gptq", calibration=ROWS, rotations=file))
+    hf_mlspec.quantize(model, "quarot+gptq", calibration=ROWS, group_size=32, rotations=file)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert config_of("quarot", calibration=ROWS, rotations=file).to_dict()["rotations"] == str(file)
 
 
 @pytest.mark.parametrize("kind", ["file", "texts", "data set", "stream"])

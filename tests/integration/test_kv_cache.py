@@ -325,3 +325,10 @@ def test_a_level_that_cannot_have_the_codes_says_so(monkeypatch):
     monkeypatch.setattr("hf_mlspec.engines.rows.CachedRows.keep_in", refuses)
     with pytest.raises(ValueError, match=r"draft_cache is 'int4', which level .* cannot have: the kernels here read"):
         written(target, inputs, assistant_models=[other(target)], speculation_config={"draft_cache": "int4"})
+
+
+def test_heads_that_a_format_does_not_take_are_named_before_weights_are_loaded(tmp_path):
+    odd = {"kind": "gpt2", "n_embd": 18, "n_head": 2}  # rotary embeddings have even ones
+    tiny(seed=2, dtype=torch.bfloat16, **odd).save_pretrained(tmp_path / "odd")
+    with pytest.raises(ValueError, match=r"MLSpecConfig: kv_cache is 'int4', which this model cannot have: .* 9"):
+        load(tmp_path / "odd", quantization_config=hf_mlspec.MLSpecConfig(format=None, kv_cache="int4"))

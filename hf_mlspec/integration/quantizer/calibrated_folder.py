@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...calibration.methods import method_for
+from ...nn.replace import attach_quantizer
 from ...precision import Precision
 from ..levels.load import read_model, read_tokenizer, require_folder
 from ..levels.resolve import clear
@@ -54,14 +55,14 @@ def calibrate_folder(
     require_folder(source)
     require_free(source, target, overwrite)
     require_wide(source)
-    if config.kv_cache is not None:
-        raise ValueError("kv_cache goes with a format alone: set it in the config.json of the calibrated model")
     tokenizer = read_tokenizer(source)
     ids = None if evaluate is None else token_stream(evaluate, tokenizer)[:evaluate_tokens]
     begin = time.perf_counter()
     model = read_model(source, dtype).eval()
     windows = [] if ids is None else _windows(ids, max_positions(model))
     perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
+    if config.kv_cache is not None:
+        attach_quantizer(model, {"format": None, "kv_cache": config.kv_cache})
     folder = Path(f"{target.rstrip('/')}.blocks")
     given = {name: getattr(config, name) for name in ("group_size", "symmetric", "activation_bits", "skip_modules")}
     found = quantize(model, method, config.format, calibration=calibration, tokenizer=tokenizer, work_folder=folder,

@@ -29,8 +29,8 @@ def prepare_to_calibrate(model: PreTrainedModel, config: MLSpecConfig, checkpoin
     divide, a text that is too short or of another vocabulary; and naming weights that the files do not hold.
     """
     request = config.request
-    plan = plan_of(model, request.method.word, config, **request.choices)
     with torch.device("cpu"):  # transformers builds the model under "meta"
+        plan = plan_of(model, request.method.word, config, **request.choices)
         rows = rows_of(
             request.text, request.option("tokenizer"), request.option("samples"), request.option("tokens"),
             request.option("seed"), lambda: _tokenizer_of(model),

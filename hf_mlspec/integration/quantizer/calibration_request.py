@@ -62,8 +62,8 @@ def requested(
     try:
         request = Request(method_for(method, format), calibration, given)
         require_choices(request.method, **request.choices)
-    except ValueError as error:
-        raise ValueError(f"MLSpecConfig: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"MLSpecConfig: {error}") from error
     if calibration is None:
         raise ValueError(
             f"MLSpecConfig: method {method!r} chooses codes on a text: add calibration, a text file, texts, a data "
@@ -82,13 +82,18 @@ def _record(calibration: Any) -> dict[str, Any] | None:
     return copy.deepcopy(calibration)
 
 
+def require_seed(seed: Any) -> None:
+    """ValueError for what is no whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed is {seed!r}, it must be a whole number")
+
+
 def require_choices(
     chosen: Method, seed: int, damping: float, act_order: bool, search_bits: int | None,
     rotations: str | os.PathLike | None,
 ) -> None:  # fmt: skip
     """ValueError for a value that cannot be, and for an option that the method has no use for."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed is {seed!r}, it must be a whole number")
+    require_seed(seed)
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < math.inf:
         raise ValueError(f"damping is {damping!r}, it must be a number above 0")
     if not isinstance(act_order, bool):

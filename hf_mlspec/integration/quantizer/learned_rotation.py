@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -19,7 +20,7 @@ from ...formats.int4 import require_group_size
 from ...nn.calibration import read_samples
 from ...nn.castable import require_dense
 from ..request import max_positions, vocab_size
-from .calibration_request import SAMPLES, TOKENS
+from .calibration_request import SAMPLES, TOKENS, require_seed
 from .calibration_text import rows_of
 
 
@@ -40,13 +41,12 @@ def learn_rotation(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"learn_rotation takes a transformers PreTrainedModel, not {type(model).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("learn_rotation needs gradients: call it outside of torch.inference_mode")
     require_dense(model, "learn_rotation")
     turned_inputs(model)
     require_group_size(group_size, model.config.hidden_size)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps is {steps!r}, it must be a whole number of at least 1")
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1:
-        raise ValueError(f"rate is {rate!r}, it must be a number between 0 and 1")
+    _require_numbers(seed, steps, rate)
     place = Path(file)
     if place.is_dir() or not place.absolute().parent.is_dir():
         raise OSError(f"{str(place)!r} cannot be written: name a file in a folder that exists")
@@ -55,9 +55,17 @@ def learn_rotation(
     for index, row in enumerate(rows):
         if row.shape[1] < 2:
             raise ValueError(f"sample {index} has one token: nothing follows it; give longer ones")
-    require_memory(memory_to_learn(model, rows), model.device)
+    require_memory(memory_to_learn(model, rows), model.device, "give samples of fewer tokens")
+    how = {"group_size": group_size, "seed": seed, "steps": steps, "rate": rate}
     with logging.tqdm(total=steps, desc="Learning a rotation", unit="step", leave=False) as bar:
-        found = learned_rotation(model, rows, group_size=group_size, seed=seed, steps=steps, rate=rate,
-                                 progress=lambda step: bar.update())  # fmt: skip
+        found = learned_rotation(model, rows, **how, progress=lambda step: bar.update())
     write_rotations(place, found.float())
     return found
+
+
+def _require_numbers(seed: int, steps: int, rate: float) -> None:
+    require_seed(seed)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is {steps!r}, it must be a whole number of at least 1")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1:
+        raise ValueError(f"rate is {rate!r}, it must be a number between 0 and 1")

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ...checkpoints.safetensors_file import CHECKSUMS_KEY, checksums
+from ...formats import cache_format
 from ...nn.castable import require_plain_inputs
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
@@ -76,6 +77,7 @@ class MLSpecQuantizer(PackedQuantizer):
     ) -> PreTrainedModel:
         if checkpoint_files:
             require_own_shards(model.name_or_path, *(Path(file).parent for file in checkpoint_files))
+        _require_heads(model, self.quantization_config.kv_cache)
         if self.quantization_config.record is None:
             return model
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
@@ -237,3 +239,16 @@ def _guard_name(model: nn.Module) -> str:
 
 
 register(QUANT_METHOD, MLSpecConfig, MLSpecQuantizer)
+
+
+def _require_heads(model: PreTrainedModel, kv_cache: str | None) -> None:
+    """ValueError for keys and values in a format that does not take the size of a head."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if kv_cache is None or size is None:
+        return
+    try:
+        cache_format(kv_cache, "kv_cache").width(size)
+    except ValueError as error:
+        raise ValueError(f"MLSpecConfig: kv_cache is {kv_cache!r}, which this model cannot have: {error}") from error
