@@ -42,9 +42,8 @@ def learned_rotation(
 
     samples: int64 ``[1, tokens]`` each, of two tokens or more; ``batch`` of them a step, drawn by ``seed``, which also
     draws the signs of the rotation that it starts from. rate: radians of the first step, less and less behind it.
-    progress: called behind every step. Beside the model, a
-    float32 copy of it is held, and the activations of one sample. ValueError as of `rotate`, and for a loss that is
-    not finite.
+    progress: called behind every step. Beside the model, a float32 copy of it is held, and the activations of one
+    sample. ValueError as of `rotate`, and for a loss that is not finite.
     """
     turned = copy.deepcopy(model).float().eval().requires_grad_(False)
     start = stream_matrix(turned, seed)

@@ -115,11 +115,10 @@ def copy_tokenizer(source: str, target: Path) -> list[str]:
 def measure(model: nn.Module) -> dict[str, int]:
     """Packed modules and weights, all weights, and bytes: as wide as the model's dtype, and as they are."""
     own = {id(tensor): tensor for tensor in model.parameters()}
-    all_bytes, codes, packed_bytes, modules = sum(t.nbytes for t in own.values()), 0, 0, 0
+    all_bytes, codes, modules = sum(t.nbytes for t in own.values()), 0, 0
     for _, module in packed_modules(model):
         modules += 1
         parts = [part for name in module.names for part in module.held(name) if part is not None]
-        packed_bytes += sum(part.nbytes for part in parts)
         linear = isinstance(module, PackedLinear)
         codes += module.in_features * module.out_features if linear else _codes_of_experts(module)
         own = {key: tensor for key, tensor in own.items() if not any(tensor is part for part in parts)}

@@ -113,7 +113,8 @@ def _drop(state: dict[str, torch.Tensor], path: str) -> None:
 
 
 def require_here(model: PreTrainedModel, config: MLSpecConfig) -> None:
-    """ValueError where layers of this format were offloaded or sharded: codebooks and planes have no axis to cut."""
+    """ValueError where layers of this format were offloaded or sharded: codebooks, planes and outliers have no axis to
+    cut."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or isinstance(parameter, DTensor):
             what = "was offloaded by the device map" if parameter.is_meta else "is sharded over processes (DTensor)"
