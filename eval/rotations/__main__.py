@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,9 +26,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
+from eval.peers.llmcompressor_gptq import llmcompressor_gptq
 from hf_mlspec.evaluation import score_rows
 
 WINDOW = 512  # tokens
+PEER = "gptq of llm-compressor"
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -46,6 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of that text (%(default)s)")
     parser.add_argument("--learned", type=Path, metavar="R.bin",
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
+    parser.add_argument("--peer", action="store_true", help="one more line: llm-compressor's GPTQ on the same samples")
     parser.add_argument("--methods", nargs="+", help="of quantize (default: rtn, quarot, and with a text their gptq)")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
@@ -60,6 +65,22 @@ def learn(args: argparse.Namespace, tokenizer) -> None:
     hf_mlspec.learn_rotation(model, args.learned, calibration=args.calibration, tokenizer=tokenizer,
                              samples=args.samples, tokens=WINDOW, seed=args.seed, group_size=args.group_size)
     print(f"learned a rotation in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def drawn_rows(args: argparse.Namespace, tokenizer) -> list[list[int]]:
+    """Windows of the text to calibrate on, for us and for others."""
+    ids = tokenizer(args.calibration.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    drawn = random.Random(args.seed).sample(range(len(ids) // WINDOW), args.samples)
+    return [ids[index * WINDOW : (index + 1) * WINDOW] for index in sorted(drawn)]
+
+
+def peer_model(args: argparse.Namespace, rows: list[list[int]]) -> nn.Module:
+    """What llm-compressor wrote, read by us."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        llmcompressor_gptq(args.model, rows, args.group_size, Path(folder))
+        print(f"{PEER}: {time.perf_counter() - began:.0f} s, loaded and saved, too", file=sys.stderr, flush=True)
+        return hf_mlspec.prepare(hf_mlspec.load(folder, dtype=torch.bfloat16).eval())
 
 
 def int4_model(args: argparse.Namespace, name: str, calibration: object, tokenizer) -> nn.Module:
@@ -121,8 +142,8 @@ def step_seconds(models: list[nn.Module], ids: torch.Tensor, tokens: int, repeat
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; -> the exit status."""
     args = parse(argv)
-    if args.learned is not None and args.calibration is None:
-        raise SystemExit("--learned learns on a text: give one with --calibration")
+    if (args.learned is not None or args.peer) and args.calibration is None:
+        raise SystemExit("--learned and --peer go with a text: give one with --calibration")
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = rows_of(args, tokenizer)
@@ -133,7 +154,10 @@ def main(argv: list[str] | None = None) -> int:
         learn(args, tokenizer)
         methods += ("quarot+gptq, learned",)
     calibration = args.calibration or [prompts[0][0].tolist()]  # rounding to nearest needs none, and looks at one
+    calibration = drawn_rows(args, tokenizer) if args.peer else calibration
     models = [int4_model(args, method, calibration, tokenizer) for method in methods]
+    if args.peer:
+        models, methods = [*models, peer_model(args, calibration)], (*methods, PEER)
     results = []
     for name, model in zip(methods, models, strict=True):
         line = {"method": name}
