@@ -1,5 +1,5 @@
 # make demo   three levels write code and prose, token for token what the target alone writes
-# make test   the tests, 17 minutes on two cores; make test-slow has the others: notebooks, commands of the guide, fuzzing
+# make test   the tests, 8 to 17 minutes on two cores; make test-slow has the others: notebooks, commands of the guide, fuzzing
 # make lint   ruff
 # make docs   the site of the documentation, in site/; make docs-serve shows it while you write
 # Each makes the virtual environment $(VENV) and installs what it needs; the only things asked of the machine are
