@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM
 from eval.peers.missing import MissingPeer
 
 
-def llmcompressor_gptq(folder: Path, rows: list[list[int]], group_size: int, out: Path) -> None:
-    """Write the model in ``folder``, its linears but the head in symmetric int4 groups, as compressed-tensors.
-
-    MissingPeer where llm-compressor is not installed.
-    """
+def require_llmcompressor() -> None:
+    """MissingPeer where it is not installed."""
     if importlib.util.find_spec("llmcompressor") is None:
         raise MissingPeer("llmcompressor is not installed")
+
+
+def llmcompressor_gptq(folder: Path, rows: list[list[int]], group_size: int, out: Path) -> None:
+    """Write the model in ``folder``, its linears but the head in symmetric int4 groups, as compressed-tensors."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier

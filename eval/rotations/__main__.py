@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from eval.peers.llmcompressor_gptq import llmcompressor_gptq
+from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompressor
 from hf_mlspec.evaluation import score_rows
 
 WINDOW = 512  # tokens
@@ -144,6 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if (args.learned is not None or args.peer) and args.calibration is None:
         raise SystemExit("--learned and --peer go with a text: give one with --calibration")
+    if args.peer:
+        require_llmcompressor()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = rows_of(args, tokenizer)

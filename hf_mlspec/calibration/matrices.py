@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,9 +24,22 @@ _MOST_OFF, _EXACT = 0.01, 1e-12  # of R^T R from the identity: bfloat16 rounds b
 
 @dataclass(frozen=True, eq=False)
 class GivenRotation:
-    """An orthogonal matrix, float64 ``[width, width]``; beside `Hadamard` where weights are rotated."""
+    """The rotation nearest to a matrix that was rounded, so that outputs stay; beside `Hadamard` where weights are
+    rotated. given: float64 ``[width, width]``, off from orthogonal by at most `_MOST_OFF`."""
 
-    matrix: Tensor
+    given: Tensor
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """Float64 ``[width, width]``, orthogonal; found when it is needed: planning a rotation looks at none."""
+        wide, off = self.given, _off(self.given)
+        while off > _EXACT:
+            gram = wide.T @ wide
+            wide = (3 * wide - wide @ gram) / 2  # Newton's iteration for the polar factor, which is the nearest
+            before, off = off, _off(wide)
+            if off >= before:
+                break
+        return wide
 
     def rotate(self, x: Tensor) -> Tensor:
         """Floats ``[..., width]`` -> float64, every row times the matrix."""
@@ -33,24 +47,25 @@ class GivenRotation:
 
 
 def given_rotation(matrix: object, width: int, name: str) -> GivenRotation:
-    """The orthogonal matrix nearest to one that was rounded, so that outputs stay. TypeError and ValueError, naming
-    it, for what is no ``[width, width]`` rotation."""
+    """TypeError and ValueError, naming it, for what is no ``[width, width]`` rotation."""
     if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
         kind = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
         raise TypeError(f"rotate: {name} is a {kind}, expected a tensor of floating-point numbers")
     if list(matrix.shape) != [width, width]:
         raise ValueError(f"rotate: {name} is {list(matrix.shape)}, this model's is [{width}, {width}]: the rotation "
                          "belongs to another model")
-    wide, one = matrix.detach().cpu().double(), torch.eye(width, dtype=torch.float64)
-    off = float((wide.T @ wide - one).abs().max())
+    wide = matrix.detach().cpu().double()
+    off = _off(wide)
     if not off <= _MOST_OFF:  # NaN
         raise ValueError(f"rotate: {name} is not orthogonal: its columns are off by {off:.3g}")
-    while off > _EXACT:
-        wide = wide @ (3 * one - wide.T @ wide) / 2  # Newton's iteration for the polar factor, which is the nearest
-        before, off = off, float((wide.T @ wide - one).abs().max())
-        if off >= before:
-            break
     return GivenRotation(wide)
+
+
+def _off(matrix: Tensor) -> float:
+    """How far R^T R is from the identity."""
+    gram = matrix.T @ matrix
+    gram.diagonal().sub_(1)
+    return float(gram.abs().max())
 
 
 def read_rotations(file: str | os.PathLike) -> tuple[Tensor, list[Tensor] | None]:

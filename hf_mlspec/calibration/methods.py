@@ -29,11 +29,6 @@ class Method:
         return self.coding != "rtn"
 
 
-def format_of(word: str) -> str:
-    """The one format whose codes a method chooses, as config.json writes it."""
-    return "int4-int8" if REORDER in word.split("+") else "int4"
-
-
 def method_named(word: object) -> Method:
     """The method of a word, such as "gptq" or "awq+gptq". ValueError listing the methods."""
     if not isinstance(word, str) or word not in WORDS:
@@ -44,12 +39,17 @@ def method_named(word: object) -> Method:
     return Method(word, ROTATION in steps, scaling, coding, REORDER in steps)
 
 
+def format_of(word: object) -> str:
+    """The one format whose codes a method chooses, as config.json writes it. ValueError as of `method_named`."""
+    return "int4-int8" if method_named(word).reorders else "int4"
+
+
 def method_for(word: object, format: object) -> Method:
     """`method_named`; ValueError, too, where it chooses codes of another format."""
     method = method_named(word)
-    if format != format_of(method.word):
+    if format != format_of(word):
         raise ValueError(
-            f"method {word!r} does not fit format {format!r}: it chooses codes of {format_of(method.word)!r}; without "
+            f"method {word!r} does not fit format {format!r}: it chooses codes of {format_of(word)!r}; without "
             "a method every format rounds to nearest"
         )
     return method

@@ -88,7 +88,7 @@ def rotate(
     plan = _planned(model, entry, residual, heads, online, "rotate")
     signs = torch.Generator().manual_seed(seed)
     vars(model)[_IN_PART] = True
-    stream = _stream_signs(model, plan.residual, signs) if plan.residual is not None else None
+    stream = None if plan.residual is None else _signs_before(plan.residual, model.config.hidden_size, signs)
     if plan.residual is not None:
         _rotate_ends(model, entry, plan, stream)
     for index, layer in enumerate(model.get_submodule(entry.layers)):
@@ -207,13 +207,7 @@ def stream_matrix(model: nn.Module, seed: int) -> Tensor:
     """The rotation of the residual stream by which `rotate` multiplies with this seed, float64 ``[hidden_size,
     hidden_size]``."""
     how = _fitting(model.config.hidden_size, "hidden_size", "residual", "rotate")
-    return how.rotate(_stream_signs(model, how, torch.Generator().manual_seed(seed)).diag())
-
-
-def _stream_signs(model: nn.Module, how: Hadamard | GivenRotation, generator: torch.Generator) -> Tensor:
-    """Float64 ``[hidden_size]``, the first that `rotate` draws; before a given matrix nothing changes its sign."""
-    signs = _signs(model.config.hidden_size, generator)
-    return signs if isinstance(how, Hadamard) else torch.ones_like(signs)
+    return how.rotate(_signs_before(how, model.config.hidden_size, torch.Generator().manual_seed(seed)).diag())
 
 
 def _fitting(width: int, what: str, part: str, action: str) -> Hadamard:
@@ -227,6 +221,12 @@ def _fitting(width: int, what: str, part: str, action: str) -> Hadamard:
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (count,), generator=generator, dtype=torch.float64) * 2 - 1
+
+
+def _signs_before(how: Hadamard | GivenRotation, count: int, generator: torch.Generator) -> Tensor:
+    """What is multiplied before a rotation: before a given one nothing, and what is drawn behind it stays the same."""
+    signs = _signs(count, generator)
+    return signs if isinstance(how, Hadamard) else torch.ones_like(signs)
 
 
 def _write(parameter: Tensor, value: Tensor) -> None:
@@ -317,8 +317,7 @@ def _rotate_values(
     """What each head mixes, with signs per key head before a Hadamard matrix; o_proj's columns take the way back."""
     first = 0 if "v" in parts else (own.queries + own.keys) * own.dim
     values, out = parts["v" if "v" in parts else "qkv"], parts["o"].weight
-    signs = _signs(own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
-    signs = signs if isinstance(how, Hadamard) else torch.ones_like(signs)
+    signs = _signs_before(how, own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
 
     def turned(rows: Tensor) -> Tensor:  # [keys * dim, ...]
         heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)

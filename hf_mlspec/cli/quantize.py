@@ -9,7 +9,7 @@ import sys
 
 from rich.console import Console
 
-from ..calibration.methods import format_of, method_named
+from ..calibration.methods import format_of
 from ..formats import FORMATS, Option, options
 from ..integration.levels.load import hide_progress_bars
 from ..integration.quantizer.config import MLSpecConfig
@@ -21,8 +21,8 @@ from .tables import say, show
 
 def run_quantize(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in options()}
-    own = args.format if args.format is not None or args.method is None else format_of(method_named(args.method).word)
-    settings |= {"format": own, "activation_bits": args.activation_bits, "skip_modules": args.skip,
+    format = format_of(args.method) if args.format is None and args.method is not None else args.format
+    settings |= {"format": format, "activation_bits": args.activation_bits, "skip_modules": args.skip,
                  "kv_cache": args.kv_cache}
     config = MLSpecConfig(**{name: value for name, value in settings.items() if value is not None})
     require_dtype(args.dtype, "auto")

@@ -22,7 +22,7 @@ from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
 from ...calibration.matrices import read_rotations
-from ...calibration.methods import format_of, method_for, method_named
+from ...calibration.methods import format_of, method_for
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
@@ -82,8 +82,7 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    format = format or format_of(method_named(method).word)
-    config = MLSpecConfig(format, group_size, symmetric, activation_bits, skip_modules)
+    config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)

@@ -238,9 +238,6 @@ def _guard_name(model: nn.Module) -> str:
     return f"{name}.{module.names[0]}"
 
 
-register(QUANT_METHOD, MLSpecConfig, MLSpecQuantizer)
-
-
 def _require_heads(model: PreTrainedModel, kv_cache: str | None) -> None:
     """ValueError for keys and values in a format that does not take the size of a head."""
     config = model.config.get_text_config(decoder=True)
@@ -252,3 +249,6 @@ def _require_heads(model: PreTrainedModel, kv_cache: str | None) -> None:
         cache_format(kv_cache, "kv_cache").width(size)
     except ValueError as error:
         raise ValueError(f"MLSpecConfig: kv_cache is {kv_cache!r}, which this model cannot have: {error}") from error
+
+
+register(QUANT_METHOD, MLSpecConfig, MLSpecQuantizer)
