@@ -5,6 +5,8 @@ Small, seeded, with no weight at 0 or 1.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from models import packed
 from torch import nn
@@ -21,6 +23,7 @@ from transformers import (
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.rows import new_kv
+from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.precision import OWN_BITS, Bits
 
 _SHAPE = {
@@ -96,6 +99,20 @@ class Lanes:
     @staticmethod
     def _ints(numbers) -> torch.Tensor:
         return torch.tensor(list(numbers), dtype=torch.int32)
+
+
+def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """A copy with dense weights for inputs as they come."""
+    wide = copy.deepcopy(model)
+    for path, module in packed_layers(wide):
+        linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+        linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias
+        wide.set_submodule(path, linear.eval())
+    return wide.double()
 
 
 def capped(logits: torch.Tensor, decoder: CudaDecoder) -> torch.Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from decoders import Lanes, random_model
+from decoders import Lanes, in_float64, random_model
 from models import packed, prompts
 from torch import nn
 
@@ -32,24 +30,13 @@ def ordered(weights: str = "int4", **settings) -> nn.Module:
     return model.cuda()
 
 
-def in_float64(model: nn.Module) -> nn.Module:
-    """The model with dense weights for inputs as they come."""
-    wide = copy.deepcopy(model)
-    for path, module in list(wide.named_modules()):
-        if isinstance(module, PackedLinear):
-            linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
-            linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias
-            wide.set_submodule(path, linear.eval())
-    return wide.double().cuda()
-
-
 @pytest.mark.parametrize(("weights", "settings"), [("int4", {}), ("int4", {"symmetric": False}), ("mxfp4", {}),
                                                    ("planes", {}), ("nested", {})], ids=str)  # fmt: skip
 def test_near_float64_in_prompts_and_in_steps_with_the_same_bits(weights, settings):
     model = ordered(weights, **settings)
     ids = torch.randint(1, 199, (2, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
     with torch.no_grad():
-        exact = in_float64(model)(torch.tensor(ids).cuda()).logits
+        exact = in_float64(model).cuda()(torch.tensor(ids).cuda()).logits
     decoder = CudaDecoder(model)
     together = torch.stack(Lanes(decoder, 2, slots=128).feed(ids))
     assert (together - exact).abs().max() < 0.05 * exact.abs().max()

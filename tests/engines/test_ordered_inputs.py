@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from decoders import random_model
+from decoders import in_float64, packed_layers, random_model
 from models import packed, prompts
 from torch import nn
 from warned import forget_warnings
@@ -20,7 +20,6 @@ from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.engine import Guess
-from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.nn.transforms import NONE, ORDER
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -63,20 +62,6 @@ def ordered(name: str = "llama", weights: str = "int4", dtype: torch.dtype = tor
     for path, module in packed_layers(model):
         module.transform_(ORDER, {"order": order_of(path, module.in_features)})
     return model
-
-
-def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
-
-
-def in_float64(model: nn.Module) -> nn.Module:
-    """The model with dense weights for inputs as they come, in float64."""
-    wide = copy.deepcopy(model)
-    for path, module in packed_layers(wide):
-        linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
-        linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias
-        wide.set_submodule(path, linear.eval())
-    return wide.double()
 
 
 def scored(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from decoders import random_model
+from decoders import in_float64, packed_layers, random_model
 from models import packed
 from torch import nn
 
@@ -20,7 +18,6 @@ from hf_mlspec.engines.cuda import weights as cuda
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.slots import slot_of
 from hf_mlspec.formats.hadamard import Hadamard
-from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.nn.transforms import HADAMARD, ORDER, record_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -41,22 +38,9 @@ def order_of(path: str, size: int) -> torch.Tensor:
 def model_of(name: str = "llama", ordered: bool = True, keep_head: bool = False) -> nn.Module:
     model = random_model(name, torch.float32, **SHAPE, tie_word_embeddings=False)
     packed(model, "int4_int8", keep_head=keep_head)
-    for path, module in layers_of(model) if ordered else ():
+    for path, module in packed_layers(model) if ordered else ():
         module.transform_(ORDER, {"order": order_of(path, module.in_features)})
     return model
-
-
-def layers_of(model: nn.Module) -> list[tuple[str, PackedLinear]]:
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
-
-
-def in_float64(model: nn.Module) -> nn.Module:
-    wide = copy.deepcopy(model)
-    for path, module in layers_of(wide):
-        linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
-        linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias
-        wide.set_submodule(path, linear.eval())
-    return wide.double()
 
 
 def scored(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
@@ -83,7 +67,7 @@ def test_near_the_modules_and_float64_at_every_precision(name):
 def test_as_they_come_they_are_the_last_inputs():
     """An order that changes nothing, and none, have the same bits; outliers that are moved have others."""
     plain, same = model_of(ordered=False), model_of(ordered=False)
-    for _, module in layers_of(same):
+    for _, module in packed_layers(same):
         module.transform_(ORDER)
     for word in ("w4a16", "w4a4"):
         with precision_switch(plain).at(word), precision_switch(same).at(word):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from decoders import random_model
+from decoders import in_float64, random_model
 from models import packed, prompts
 from torch import nn
 
@@ -48,16 +46,6 @@ def rotated(name: str, weights: str, dtype: torch.dtype = torch.float32, **setti
             if path.endswith("o_proj"):
                 module.transform_(HADAMARD, record_of(Hadamard(4, 1, module.in_features // 4)))
     return model
-
-
-def in_float64(model: nn.Module) -> nn.Module:
-    wide = copy.deepcopy(model)
-    for path, module in list(wide.named_modules()):
-        if isinstance(module, PackedLinear):
-            linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
-            linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias
-            wide.set_submodule(path, linear.eval())
-    return wide.double()
 
 
 def scored(model: nn.Module, ids: torch.Tensor, decoder: CpuDecoder | CudaDecoder) -> torch.Tensor:
