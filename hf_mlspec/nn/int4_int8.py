@@ -22,6 +22,7 @@ class Int4Int8Linear(PackedLinear):
         weight_outlier        int8      [out, 128]                 zero points, as weight_scale (ops/int4_int8.py)
         weight_outlier_scale  float16   [out]                      [out]
 
+    On a GPU with kernels tiles have other shapes: ops/int4_int8.py.
     At 16 activation bits x is rounded to bfloat16; at 8 or 4 to integers, a scale per row and 128 elements, outliers
     always to 8. Which inputs are outliers says the transform "order".
     """
@@ -54,4 +55,8 @@ def _join(weights: Sequence[Int4Int8Parts]) -> Int4Int8Parts:
     return Int4Int8Parts(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
 
 
-register_packing(Packing(Int4Int8Linear, _prepack, _unprepack, _multiply, fits=lambda tiles: True, join=_join))
+def _beside(*disk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return None, None, None, Int4Int8Parts(*disk).outlier_scale
+
+
+register_packing(Packing(Int4Int8Linear, _prepack, _unprepack, _multiply, beside=_beside, join=_join))

@@ -2,7 +2,8 @@
 
 An int8 code is ``16 (high - 8) + low`` of two nibbles. So the tiles of int4 (tiles.py) hold three parts side by side:
 the int4 codes (zero point 8), high nibbles of the outliers (zero point 8, 16 times their scale) and low nibbles (zero
-point 0), and x has its last 128 elements twice. The bytes are those of the codes, and every kernel of int4 serves.
+point 0). The last 128 elements of x meet both: kernels of the CPU read them from rows that have them twice, those of
+GPUs read them again. The bytes are those of the codes, and every kernel of int4 serves.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from torch import Tensor
 
 from ..formats import int4
 from ..formats.int4_int8 import GROUP, OUTLIERS, Int4Int8Weight
-from ..formats.mxfp4 import BLOCK
 from ..formats.packing import pack_nibbles, unpack_nibbles
-from . import tiles
+from . import tiles, tiles_cuda
+from .cuda_library import serves
+from .int4 import on_cpu_order, pack_cuda, unpack_cuda
 from .operator import Operands, like_x, operator
 from .products import bias_of, finish, in_slices, integer_product, rounded, tiles_of
 
 
 class Int4Int8Tiles(NamedTuple):
-    """On every device uint8 ``[ceil(out / 16), (in + 128) / 32, 256]``, float16 ``[ceil(out / 16), in / 128 + 1, 16]``
-    and uint8 of that shape."""
+    """On the CPU uint8 ``[ceil(out / 16), (in + 128) / 32, 256]``, float16 ``[ceil(out / 16), in / 128 + 1, 16]`` and
+    uint8 of that shape; on a GPU that kernels serve those of int4 with so many inputs (tiles_cuda.py)."""
 
     weight: Tensor
     scale: Tensor
@@ -32,13 +34,17 @@ class Int4Int8Tiles(NamedTuple):
 
 
 def _check_linear(given: Operands) -> None:
-    columns = tiles.check_tiles(given)
+    on_gpu = given.weight_tiles.is_cuda and tiles_cuda.is_packed(given.weight_tiles)
+    if on_gpu:
+        columns = tiles_cuda.check_pairs(given, GROUP, tiles_cuda.pair_bytes(GROUP, zeros=True))
+    else:
+        columns = tiles.check_tiles(given)
     if columns % GROUP or columns < GROUP + 2 * OUTLIERS:
         raise ValueError(
             f"{given.op}: weight_tiles have {columns} columns, expected a multiple of {GROUP} from "
             f"{GROUP + 2 * OUTLIERS} on: in_features and {OUTLIERS} outliers again"
         )
-    groups = [given.weight_tiles.shape[0], columns // GROUP, tiles.TILE_OUTPUTS]
+    groups = [0 if on_gpu else given.weight_tiles.shape[0], columns // GROUP, tiles.TILE_OUTPUTS]
     given.require_part("scale_tiles", torch.float16, groups)
     given.require_part("zero_tiles", torch.uint8, groups)
     given.require_choice("activation_bits", (4, 8, 16))
@@ -50,6 +56,8 @@ def _int4_int8_linear(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor, out_features: int, bias: Tensor | None,
     activation_bits: int,
 ) -> Tensor:  # fmt: skip
+    weight_tiles, scale_tiles, _ = on_cpu_order(weight_tiles, scale_tiles, zero_tiles, out_features)
+
     def part(rows: slice) -> Tensor:
         cut = tiles_of(rows)
         weight = Int4Int8Weight(*unprepack_int4_int8(weight_tiles[cut], scale_tiles[cut], rows.stop - rows.start))
@@ -87,6 +95,8 @@ def prepack_int4_int8(packed: Tensor, scale: Tensor, outlier: Tensor, outlier_sc
     scales = torch.cat([scale, low * 16, low], -1)
     zero = torch.full_like(scales, int4.SYMMETRIC_ZERO, dtype=torch.uint8)
     zero[:, -1] = 0
+    if serves(packed):
+        return Int4Int8Tiles(*pack_cuda(nibbles, scales, zero))
     return Int4Int8Tiles(tiles.tile_codes(nibbles), tiles.tile_columns(scales), tiles.tile_columns(zero))
 
 
@@ -94,9 +104,14 @@ def unprepack_int4_int8(
     weight_tiles: Tensor, scale_tiles: Tensor, out_features: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The inverse of ``prepack_int4_int8``, bit for bit."""
-    tiles.require_tiles(weight_tiles, scale_tiles, out_features)
-    nibbles, scales = tiles.untile_codes(weight_tiles, out_features), tiles.untile_columns(scale_tiles, out_features)
+    if tiles_cuda.is_packed(weight_tiles):
+        zero_tiles = scale_tiles.new_empty(scale_tiles.shape, dtype=torch.uint8)
+        nibbles, scales, _ = unpack_cuda(weight_tiles, scale_tiles, zero_tiles, out_features)
+    else:
+        tiles.require_tiles(weight_tiles, scale_tiles, out_features)
+        nibbles = tiles.untile_codes(weight_tiles, out_features)
+        scales = tiles.untile_columns(scale_tiles, out_features)
     half = OUTLIERS // 2  # bytes of nibbles
-    packed, high, low = nibbles.split([weight_tiles.shape[1] * BLOCK // 2 - 2 * half, half, half], -1)
+    packed, high, low = nibbles.split([nibbles.shape[1] - 2 * half, half, half], -1)
     outlier = (unpack_nibbles(high).to(torch.int16) * 16 + unpack_nibbles(low) - 128).to(torch.int8)
     return packed.contiguous(), scales[:, :-2].contiguous(), outlier, scales[:, -1].contiguous()
