@@ -53,8 +53,8 @@ def _random_outliers(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> I
     inputs = in_features - OUTLIERS
     codes = torch.randint(0, 256, (out_features, inputs // 2), dtype=torch.uint8, device=device)
     scale = torch.full((out_features, inputs // GROUP), 0.02 / 4.6, dtype=torch.float16, device=device)
-    outlier = torch.randint(-127, 128, (out_features, OUTLIERS), dtype=torch.int8, device=device)
-    outlier_scale = torch.full((out_features,), 0.02 / 73, dtype=torch.float16, device=device)
+    outlier = torch.randint(-119, 120, (out_features, OUTLIERS), dtype=torch.int8, device=device)
+    outlier_scale = torch.full((out_features,), 0.02 / 69, dtype=torch.float16, device=device)
     weight = Int4Int8Weight(codes, scale, outlier, outlier_scale, name)
     return Int4Int8Linear(weight, linear.bias, switch).eval()
 

@@ -94,7 +94,7 @@ def test_without_an_order_the_decoder_is_not_complete():
     model = model_of(keep_head=True)
     decoder = CpuDecoder(model)
     weight = cpu.read_weight(model.model.layers[-1].mlp.up_proj, "up")
-    tensors = weight.weight, weight.scale, weight.zero, weight.bias
+    tensors = weight.weight, weight.scale, weight.bias
     decoder.handle.set_outliers("up", 256, 1152, *tensors, 16)
     engine = CpuEngine(model, decoder, capacity=8, bits=OWN_BITS)
     engine.start(1, torch.device("cpu"))

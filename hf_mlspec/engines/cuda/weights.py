@@ -71,8 +71,7 @@ class OutlierLinear:
     __slots__ = ("bias", "extra_bytes", "out_features", "own", "tiles")
 
     def __init__(self, module: Int4Int8Linear, tiles: Parts, out_features: int, bias: Tensor | None):
-        weight, scale, zero, _ = tiles
-        self.tiles = weight, scale, zero.view(torch.uint8)
+        self.tiles = tiles[:2]
         self.out_features, self.bias, self.extra_bytes, self.own = out_features, bias, 0, module.switch.bits
 
     def __call__(self, x: Tensor, bits: Bits) -> Tensor:

@@ -174,18 +174,16 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
 }
 
 // The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
-Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Tensor& zero_tiles,
-                        int64_t out_features, const Maybe& bias, int64_t activation_bits) {
+Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features,
+                        const Maybe& bias, int64_t activation_bits) {
   constexpr const char* op = "int4_int8_linear";
-  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kOutliers, 3);
+  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kOutliers, 2);
   TORCH_CHECK_VALUE(args.in_features >= 3 * kOutliers, op, ": weight_tiles have ", args.in_features, " columns, expected ",
                     3 * kOutliers, " or more: in_features and ", kOutliers, " outliers again");
   const int64_t groups[] = {0, scale_tiles.size(1), 16};
   check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
-  check_part(op, "zero_tiles", zero_tiles, at::kByte, groups, "weight_tiles", weight_tiles);
   check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
   check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features - kOutliers, bias, out_features);
-  args.has_zeros = 1;
   args.outliers = kOutliers;
   args.activation_bits = static_cast<int32_t>(activation_bits);
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
