@@ -16,6 +16,7 @@ planes   a target in 8 bit-planes that drafts with four, replayed, over its own 
 nested_exact  ids of a nested code-21m and its chains against the plain model
 startup  capturing, the first token, and with --build the extension
 attention  of a layer, over bfloat16 and int8 keys and values
+transforms  steps with int8 outliers, ordered inputs and online rotations over those of int4
 
 FOLDER holds code-21m and code-4m; the prompts lie in ../data beside it or in --data. Every line of --out names machine
 and commit; the tables of all groups come last, with shares of the memory's read bandwidth in this process. A group
@@ -43,7 +44,7 @@ GROUPS = {
     "pair": "eval.bench_gpu.pair", "exact": "eval.bench_gpu.exact", "qspec": "eval.bench_gpu.qspec",
     "formats": "eval.bench_gpu.formats", "nested": "eval.bench_gpu.nested", "planes": "eval.bench_gpu.planes",
     "nested_exact": "eval.bench_gpu.nested_exact", "startup": "eval.bench_gpu.startup",
-    "attention": "eval.bench_gpu.attention",
+    "attention": "eval.bench_gpu.attention", "transforms": "eval.bench_gpu.transforms",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ TITLES = {
     "nested_exact": "A nested target against the plain one: prompts that differ",
     "startup": "Start-up",
     "attention": "A layer's attention, 8B shape: rows x tokens at slots (share of the read bandwidth)",
+    "transforms": "A captured step with outliers, ordered and rotated inputs over int4 in groups of 128",
 }
 
 

@@ -29,8 +29,8 @@ SCHEMAS = [
     "group_size) -> Tensor",
     "int4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, Tensor? "
     "bias, int group_size, int activation_bits) -> Tensor",
-    "int4_int8_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor zero_tiles, int out_features, Tensor? "
-    "bias, int activation_bits) -> Tensor",
+    "int4_int8_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
+    "activation_bits) -> Tensor",
     "mxfp4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "activation_bits) -> Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "

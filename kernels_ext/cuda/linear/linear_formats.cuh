@@ -75,7 +75,7 @@ struct LanePlace {
 
 struct Bf16Weights {
   static constexpr int kGroups = 0;  // no late scaling
-  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false;
+  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false, kOutliers = false;
   static constexpr int kWarpGroups = 1, kMoreBytes = 0, kTurn = 1;
   static constexpr int kActivationBits = 16;
   static constexpr float kOutScale = 1;
@@ -90,6 +90,7 @@ struct PackedTiles {
   static constexpr int kChunk = kTileInputs;
   static constexpr int kWarpGroups = 2;       // that share a tile's chunks: part of the order of the sums
   static constexpr bool kPrefix = false;      // kTileBytes are the front of what a tile stores, LinearParams::tile_stride
+  static constexpr bool kOutliers = false;    // the last chunks may meet the same tokens, LinearParams::token_chunks
   static constexpr int kMoreBytes = 0;        // of a tile in a second array, LinearParams::more; behind the first in a stage
   static constexpr int kTurn = 2;             // chunks that a group of warps takes at once where it multiplies by mma
 };
@@ -119,7 +120,7 @@ struct Int4Weights : CodeWords {
   static constexpr int kGroups = kTileInputs / kGroupSize;
   static constexpr int kActivationBits = kBits;
   static constexpr float kOutScale = kBits == 16 ? 64.0f : 1.0f / 16;  // weights are multiplied as (code - zero) / 64
-  static constexpr bool kHasZeros = kZeros, kHasShift = false;
+  static constexpr bool kHasZeros = kZeros, kHasShift = false, kOutliers = kGroupSize == kTileInputs;
   static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
   static constexpr int kTileBytes = kCodeBytes + kScaleBytes + (kZeros ? kScaleBytes / 2 : 0);
   static constexpr int kScalesOfRow = kGroups * 2;

@@ -40,10 +40,13 @@ inline const char* describe(CUtensorMap* map, const void* matrix, int64_t rows, 
   return result == CUDA_SUCCESS ? nullptr : "x or the weight cannot be described to the copy engine: align rows to 16 bytes";
 }
 
+// Of x; the weight's, but for the outliers that it has twice.
+inline int64_t inputs_of(const mlspec_cuda_linear& a) { return a.in_features - a.outliers; }
+
 template <class V>
 const char* describe_operands(Maps* maps, const mlspec_cuda_linear& a) {
   constexpr int kBytes = V::Format::kActivationBits / 8;
-  if (const char* problem = describe(&maps->x, a.x, a.num_tokens, a.in_features, kBytes, V::kBoxTokens)) return problem;
+  if (const char* problem = describe(&maps->x, a.x, a.num_tokens, inputs_of(a), kBytes, V::kBoxTokens)) return problem;
   if constexpr (!V::Format::kPacked) return describe(&maps->weight, a.tiles, a.out_features, a.in_features, 2, V::kOutputs);
   return nullptr;
 }
@@ -59,7 +62,8 @@ LinearParams params_of(const mlspec_cuda_linear& a) {
   p.tiles = static_cast<const uint8_t*>(a.tiles), p.more = static_cast<const uint8_t*>(a.more);
   p.codebook = static_cast<const uint8_t*>(a.codebook), p.tile_stride = a.tile_stride, p.zero_doubled = a.zero_doubled;
   p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
-  p.bias = a.bias, p.x_row_bytes = int(a.in_features * V::Format::kActivationBits / 8);
+  p.bias = a.bias, p.x_row_bytes = int(inputs_of(a) * V::Format::kActivationBits / 8);
+  p.token_chunks = blocks_of(inputs_of(a), V::Format::kChunk);
   p.exponent_shift = a.exponent_shift, p.out = static_cast<__nv_bfloat16*>(a.out);
   p.num_tokens = int(a.num_tokens), p.out_features = int(a.out_features), p.x_scale_stride = int(a.x_scale_stride);
   p.chunks = blocks_of(a.in_features, V::Format::kChunk), p.token_blocks = blocks_of(a.num_tokens, V::kTokens);

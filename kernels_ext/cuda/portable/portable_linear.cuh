@@ -204,14 +204,15 @@ const char* launch(const mlspec_cuda_linear& a) {
   const int64_t chunks = (a.in_features + Format::kChunk - 1) / Format::kChunk;
   const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
   const int64_t token_blocks = (a.num_tokens + V::kTokens - 1) / V::kTokens;
-  const int64_t row_bytes = a.in_features * Format::kActivationBits / 8;
+  const int64_t inputs = a.in_features - a.outliers, token_chunks = (inputs + Format::kChunk - 1) / Format::kChunk;
+  const int64_t row_bytes = inputs * Format::kActivationBits / 8;
   const bool aligned = row_bytes % 16 == 0 && is_aligned(a.x) && is_aligned(a.tiles) && is_aligned(a.more);
   if (Format::kPacked && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
   if (tiles * token_blocks > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
   const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
-                      static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens), int(a.in_features),
-                      int(a.out_features), int(chunks), int(token_blocks), a.tile_stride, a.zero_doubled, a.num_planes,
+                      static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens), int(inputs),
+                      int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride, a.zero_doubled, a.num_planes,
                       aligned, a.bias_is_float32 != 0};
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
     return problem;

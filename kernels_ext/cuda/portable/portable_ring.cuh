@@ -23,7 +23,7 @@ struct Params {
   const uint8_t* codebook;
   __nv_bfloat16* out;
   int64_t x_scale_stride;
-  int num_tokens, in_features, out_features, chunks, token_blocks, tile_stride, zero_doubled, num_planes;
+  int num_tokens, in_features, out_features, chunks, token_chunks, token_blocks, tile_stride, zero_doubled, num_planes;
   bool aligned, bias_is_float32;
 };
 
@@ -115,7 +115,9 @@ struct Copier {
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
   }
-  __device__ __forceinline__ void copy_tokens(int chunk, int slot) const {
+  // Chunks of a weight with outliers beyond those of x meet the tokens of its last.
+  __device__ __forceinline__ void copy_tokens(int weight_chunk, int slot) const {
+    const int chunk = min(weight_chunk, p.token_chunks - 1);
     copy_rows<V::kTokens, V::kRowBytes>(stage(slot), p.x, first_token, p.num_tokens, int64_t(chunk) * V::kRowBytes,
                                         int64_t(p.in_features) * Format::kActivationBits / 8, p.aligned, thread);
     if constexpr (V::kScaleBytes > 0) {
