@@ -7,6 +7,7 @@ import torch
 from hf_mlspec.formats import LutWeight
 from hf_mlspec.formats.lut import table_columns
 from hf_mlspec.ops.lut import tiles, tiles_cuda
+from hf_mlspec.ops.tiles import cut
 
 # stored, smallest table, out, in
 SHAPES = [(1, 1, 1, 32), (3, 2, 7, 96), (8, 1, 128, 128), (5, 5, 200, 192), (4, 3, 300, 352), (2, 2, 0, 64)]
@@ -58,6 +59,17 @@ def test_beyond_the_last_output_and_input_stand_codes_of_zero():
     assert held.shape == (1, 1, 3 * 2048 + 32)  # one block is lacking
     bits = sum((held >> bit & 1).sum() for bit in range(8))
     assert bits == 3 * 70 * 96
+
+
+def test_weights_that_are_in_tiles_together_are_views_of_them():
+    weight = lut_cases.random_lut(5, 2, 300, 160)
+    shares = cut(tiles_cuda.pack(*weight.parts), [128, 128, 44])
+    for first, held in zip((0, 128, 256), shares, strict=True):
+        last = min(first + 128, 300)
+        planes, tables = tiles_cuda.unpack(*held, last - first)
+        assert torch.equal(planes, weight.weight_planes[:, first:last])
+        assert torch.equal(tables, weight.weight_tables[first:last])
+    assert cut(tiles_cuda.pack(*weight.parts), [100, 200]) is None
 
 
 def test_what_is_no_weight_is_refused():
