@@ -83,8 +83,8 @@ class Step:
             self.ids.copy_(self.tokens[at])
             self.starts += self.case.width
 
-    def timed(self) -> Timing:
-        """Seconds of one step; WrongStep where the replay chooses other tokens than the calls one by one."""
+    def captured(self) -> Callable[[], object]:
+        """What repeats the steps; WrongStep where it chooses other tokens than the calls one by one."""
         self()
         expected = self.tokens.clone()
         replay = capture(self, self.decoder.device)
@@ -94,7 +94,11 @@ class Step:
         if not torch.equal(self.tokens, expected) or int(expected.min()) < 0:
             raise WrongStep(f"{self.case.name}: the captured step chooses {self.tokens.flatten()[:8].tolist()}, the "
                             f"same calls one by one {expected.flatten()[:8].tolist()}")
-        found = time_each(replay, self.decoder.device)
+        return replay
+
+    def timed(self) -> Timing:
+        """Seconds of one step."""
+        found = time_each(self.captured(), self.decoder.device)
         return Timing(found.median / UNROLL, found.least / UNROLL, found.repeats)
 
 
