@@ -279,6 +279,10 @@ def ragged_attention_rows(
     summed in float32, times the key's scale in float32; a softmax weight times the value's scale is rounded to
     bfloat16 and multiplies the value's codes. What the weights are divided by is the sum of the weights without
     scales. Slots are summed in the order of a bfloat16 cache.
+
+    Over int4 rows it multiplies codes less 8, worth step * (code - 8) + zero, where step = (high - low) / 15 and zero
+    = low + 8 * step: a score is the product times the key's step plus the sum of the query times the key's zero; a
+    weight times the value's step is rounded to bfloat16, and weights times zeros are summed in float32.
     """
     return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window)
 
