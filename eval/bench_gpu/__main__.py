@@ -17,8 +17,8 @@ nested   a nested target beside a plain one with an MXFP4 draft: steps, replayed
 planes   a target in 8 bit-planes that drafts with four, replayed, over its own and BF16 greedy decoding
 nested_exact  ids of a nested code-21m and its chains against the plain model
 startup  capturing, the first token, and with --build the extension
-attention  of a layer, over bfloat16 and int8 keys and values
 transforms  steps with int8 outliers, ordered inputs and online rotations over those of int4
+attention  of a layer, over bfloat16, int8 and int4 keys and values
 
 FOLDER holds code-21m and code-4m; the prompts lie in ../data beside it or in --data. Every line of --out names machine
 and commit; the tables of all groups come last, with shares of the memory's read bandwidth in this process. A group

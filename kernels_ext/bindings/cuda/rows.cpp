@@ -17,7 +17,7 @@ using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kHeadDimStep = 16, kMaxHeadDim = 256, kVectorBytes = 16;
-constexpr int64_t kScaleBytes = 4, kChunk = 64;  // behind the codes of a key or value; slots that attention takes at a time
+constexpr int64_t kTailBytes = 4, kChunk = 64;  // behind the codes of a key or value; slots that attention takes at a time
 const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3}";
 
 mlspec_cuda_row_launch how(const CudaCall& call) { return {call.stream(), call.overlap(), call.capability() >= 90}; }
@@ -45,13 +45,17 @@ void check_softcap(const char* op, double softcap) {
   TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), op, ": softcap is ", softcap, ", expected 0 (none) or a positive number");
 }
 
-bool is_coded(const Tensor& lanes) { return lanes.scalar_type() == at::kChar; }
+// Of codes: int8 and int4 (hf_mlspec/formats/cache/); 0: keys and values as they are.
+int32_t code_bits(const Tensor& lanes) { return lanes.scalar_type() == at::kChar ? 8 : lanes.scalar_type() == at::kByte ? 4 : 0; }
 
-int64_t head_dim_of(const Tensor& lanes) { return lanes.size(3) - (is_coded(lanes) ? kScaleBytes : 0); }
+int64_t head_dim_of(const Tensor& lanes) {
+  const int64_t bits = code_bits(lanes);
+  return bits ? (lanes.size(3) - kTailBytes) * 8 / bits : lanes.size(3);
+}
 
 void check_lanes(const char* op, const char* name, const Tensor& t, const char* first_name, const Tensor& first) {
-  TORCH_CHECK_TYPE(is_coded(t) || t.scalar_type() == at::kBFloat16, op, ": ", name, " is ", t.scalar_type(),
-                   ", the CUDA kernels take bfloat16 and rows of int8 codes: load the model in bfloat16");
+  TORCH_CHECK_TYPE(code_bits(t) || t.scalar_type() == at::kBFloat16, op, ": ", name, " is ", t.scalar_type(),
+                   ", the CUDA kernels take bfloat16 and rows of int8 and int4 codes: load the model in bfloat16");
   check_device(op, name, t, first_name, first);
   TORCH_CHECK_VALUE(t.dim() == 4, op, ": ", name, " has shape ", t.sizes(), ", expected [batch, kv_heads, slots, head_dim]");
   const int64_t dim = head_dim_of(t), step = kVectorBytes / t.element_size();
@@ -71,7 +75,7 @@ mlspec_cuda_cache cache_of(const char* op, const Tensor& keys, const Tensor& val
   check_dtype(op, "values", values, keys.scalar_type());
   return {const_cast<void*>(keys.const_data_ptr()), const_cast<void*>(values.const_data_ptr()),
           keys.size(0),   keys.size(1),   keys.size(2),     head_dim_of(keys),
-          keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), is_coded(keys)};
+          keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), code_bits(keys)};
 }
 
 mlspec_cuda_tokens tokens_of(const char* op, const Tensor& starts, const Tensor& counts, int64_t batch, int64_t width,
@@ -264,15 +268,17 @@ bool attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention
   Tensor lanes, scales;
   try {
     lanes = at::empty({2, cache.batch, cache.kv_heads, cache.slots, cache.dim}, q.options());
-    scales = at::empty({2, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
+    scales = at::empty({4, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
   } catch (const c10::OutOfMemoryError&) {
     return false;
   }
   mlspec_cuda_cache wide = cache;
-  wide.coded = 0, wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
+  wide.code_bits = 0, wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
   wide.key_head_stride = wide.value_head_stride = heads;
   wide.key_batch_stride = wide.value_batch_stride = cache.kv_heads * heads;
-  attention.scales = {scales.mutable_data_ptr<float>(), scales.select(0, 1).mutable_data_ptr<float>()};
+  const auto plane = [&](int64_t of) { return scales.select(0, of).mutable_data_ptr<float>(); };
+  attention.scales = {plane(0), plane(1), nullptr, nullptr};
+  if (cache.code_bits == 4) attention.scales.key_zeros = plane(2), attention.scales.value_zeros = plane(3);
   call.check(mlspec_cuda_widen_cache(&tokens, &cache, &wide, &attention.scales, &launch));
   call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &wide, &launch));
   return true;
@@ -330,7 +336,7 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   const mlspec_cuda_row_launch launch = how(call);
 #if MLSPEC_HOPPER
   if (hopper_serves(call.capability()) && mlspec_cuda_attention_prefill_serves(&attention, &tokens, &cache)) {
-    if (!cache.coded) {
+    if (!cache.code_bits) {
       call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &cache, &launch));
       return out;
     }
