@@ -157,7 +157,7 @@ FORMAT = Format(
     },
     group=lambda **options: GROUP,
     require_group=require_inputs,
-    bits_per_weight=lambda **options: 4.25,  # of 4096 inputs: 4.125 + 512 / in
+    bits_per_weight=lambda in_features=4096, **options: 4.125 + 512 / in_features,
     families=int4.FORMAT.families,
     bit_choices=int4.FORMAT.bit_choices,
     weights_called="4-bit weights",

@@ -79,6 +79,14 @@ def test_damage_is_named(dense, part, change, error, words):
         replace(weight, **{f"weight_{part}": change(getattr(weight, f"weight_{part}"))}).validate()
 
 
+@pytest.mark.parametrize("size", [256, 384, 4096])
+def test_bits_of_a_weight_are_those_on_disk(size):
+    record = FORMATS["int4_int8"]
+    bits = sum(part.nbytes * 8 for part in record.zeros((OUT, size), torch.device("meta")))
+    assert record.bits_per_weight(in_features=size) == bits / (OUT * size)
+    assert record.bits_per_weight() == 4.25
+
+
 def test_zeros_are_a_weight_of_zeros():
     weight = Int4Int8Weight(*FORMATS["int4_int8"].zeros((OUT, IN), torch.device("cpu"))).validate(OUT, IN)
     assert not weight.dequantize().any()
