@@ -27,6 +27,13 @@ constexpr bool is_group_size(int64_t elements) {
   return false;
 }
 
+// S of tables of S, S + 1 ... `stored` bits, 2^(stored + 1) - 2^S values in all; 0 where no S has so many columns.
+constexpr int64_t least_planes_of(int64_t stored, int64_t columns) {
+  for (int64_t least = 1; least <= stored; ++least)
+    if ((int64_t{2} << stored) - (int64_t{1} << least) == columns) return least;
+  return 0;
+}
+
 // On the CPU a tile is 16 outputs, and a step of it one block; bytes are those of a step.
 namespace cpu_tiles {
 

@@ -1,4 +1,4 @@
-"""How long does attention over a layer's bfloat16 and int8 keys and values take, at what share of the memory's speed?
+"""How long does attention over a layer's bfloat16, int8 and int4 keys and values take, at what share of the bandwidth?
 
 One layer of the Llama-3-8B shape. Layers take turns, so that no cache of the GPU holds what is read. The result over
 codes is compared first with float64 over what they stand for.
@@ -20,7 +20,8 @@ from hf_mlspec.formats import CACHE_FORMATS
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 # Rows, tokens of each, slots in front of them; the last one is a chunk of a prompt.
-CASES = ((1, 1, 8192), (1, 9, 8192), (1, 1, 32768), (1, 9, 32768), (8, 1, 8192), (32, 1, 2048), (1, 2048, 6144))
+CASES = ((1, 1, 8192), (1, 9, 8192), (1, 1, 32768), (1, 9, 32768), (8, 1, 8192), (8, 9, 8192), (32, 1, 2048),
+         (32, 1, 8192), (1, 2048, 6144))  # fmt: skip
 QUICK = ((2, 3, 70),)
 READ = 1 << 29  # bytes of all layers that take turns, ten times what a GPU's cache holds
 CALLS = 24  # in one graph
@@ -47,7 +48,7 @@ class Layer:
 
 
 def attention(bench: Bench) -> Iterator[Finding]:
-    """Microseconds of a layer, bf16 and then int8; WrongResult where int8 is not what its codes stand for."""
+    """Microseconds of a layer, bf16 and then each format; WrongResult where a result is not what codes stand for."""
     for batch, width, context in QUICK if bench.quick else CASES:
         what = f"{batch} x {width} at {context}"
         for word in ("bf16", *(word for word, record in CACHE_FORMATS.items() if record.on_gpus)):

@@ -36,8 +36,8 @@ class SpeculationConfig:
         gives each its own cache.
     draft_cache: "int8", "int4": levels with a cache of their own keep keys and values as 8- or 4-bit codes per token
         and key head (formats/cache/), in about half or a quarter of the memory; they draft other tokens now and then,
-        and the target writes what it writes. "int4" is not for compiled steps on a GPU. Levels in the target's cache
-        follow the target's (MLSpecConfig.kv_cache). None: as the level's own model says.
+        and the target writes what it writes. Levels in the target's cache follow the target's (MLSpecConfig.kv_cache).
+        None: as the level's own model says.
     draft_window: how many of the last tokens levels see, besides the first 64 of a row; the target always sees all, so
         that this changes time, never a token. 0: levels see all, too. None: where lengths are chosen and rows are
         longer than 1360 tokens, rounds in which levels see the last 1024 are weighed against those in which they see

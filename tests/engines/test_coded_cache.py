@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models import near, tiny
@@ -300,17 +302,19 @@ def test_codes_that_the_kernels_of_a_gpu_do_not_read(monkeypatch, caplog):
     """A GPU is asked for none: what a model says of its cache is looked at before anything is built or moved."""
     forget_warnings()
     gpu, said = torch.device("cuda:0"), "the kernels on cuda:0 read 'int8' or keys and values as they are computed"
-    for kept in (None, INT8):
+    for kept in (None, INT8, INT4):
         require_read(kept, gpu)
-    require_read(INT4, CPU)
+    of_cpus = replace(INT4, on_gpus=False)
+    monkeypatch.setitem(CACHE_FORMATS, "int4", of_cpus)
+    require_read(of_cpus, CPU)
     with pytest.raises(UnknownArchitecture, match=f"keys and values as int4, and {said}"):
-        require_read(INT4, gpu)
+        require_read(of_cpus, gpu)
     model = tiny(dtype=torch.bfloat16)
     one = CudaEngine(model, CudaDecoder(model))
     one.device = gpu
     one.keep_in(INT8)
     with pytest.raises(ValueError, match=said):
-        one.keep_in(INT4)
+        one.keep_in(of_cpus)
     assert one.cache_format is INT8
     monkeypatch.setattr("hf_mlspec.engines.cuda.decoder.device_of", lambda model: gpu)
     with_word(model, INT4)

@@ -43,6 +43,7 @@ SCHEMAS = [
     "ragged_attention_rows(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor counts, float scale, int "
     "window, float softcap, int draft_window) -> Tensor",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
+    "rms_norm_in_order(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor order) -> (Tensor, Tensor)",
     "rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, int[] starts, Tensor(a!) keys, Tensor(b!) "
     "values) -> Tensor",
     "rope_write_rows(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor "

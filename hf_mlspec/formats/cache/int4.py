@@ -82,5 +82,5 @@ INT4 = CacheFormat(
     head_dim=lambda elements: 2 * (elements - TAIL_BYTES),
     quantize=quantize,
     dequantize=dequantize,
-    on_gpus=False,
+    on_gpus=True,
 )

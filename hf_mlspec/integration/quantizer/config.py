@@ -56,8 +56,8 @@ class MLSpecConfig(QuantizationConfigMixin):
     rule: mxfp4 only: the rounding rule, ``"ocp_floor"``, ``"even_bump"`` or ``"ceil"`` (formats/mxfp4.py).
     kv_cache: ``"int8"`` or ``"int4"``: keys and values are kept as 8- or 4-bit codes per token and key head
         (formats/cache/), in about a half or a quarter of the memory. This changes what the model computes, in every
-        generate call, stream and score; chains over it still write what it writes alone. On a GPU ``"int4"`` runs
-        module by module. None: as the model computes them.
+        generate call, stream and score; chains over it still write what it writes alone. None: as the model computes
+        them.
 
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.

@@ -17,7 +17,7 @@ using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kHeadDimStep = 16, kMaxHeadDim = 256, kVectorBytes = 16;
-constexpr int64_t kScaleBytes = 4, kChunk = 64;  // behind the codes of a key or value; slots that attention takes at a time
+constexpr int64_t kTailBytes = 4, kChunk = 64;  // behind the codes of a key or value; slots that attention takes at a time
 const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3}";
 
 mlspec_cuda_row_launch how(const CudaCall& call) { return {call.stream(), call.overlap(), call.capability() >= 90}; }
@@ -45,13 +45,17 @@ void check_softcap(const char* op, double softcap) {
   TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), op, ": softcap is ", softcap, ", expected 0 (none) or a positive number");
 }
 
-bool is_coded(const Tensor& lanes) { return lanes.scalar_type() == at::kChar; }
+// Of codes: int8 and int4 (hf_mlspec/formats/cache/); 0: keys and values as they are.
+int32_t code_bits(const Tensor& lanes) { return lanes.scalar_type() == at::kChar ? 8 : lanes.scalar_type() == at::kByte ? 4 : 0; }
 
-int64_t head_dim_of(const Tensor& lanes) { return lanes.size(3) - (is_coded(lanes) ? kScaleBytes : 0); }
+int64_t head_dim_of(const Tensor& lanes) {
+  const int64_t bits = code_bits(lanes);
+  return bits ? (lanes.size(3) - kTailBytes) * 8 / bits : lanes.size(3);
+}
 
 void check_lanes(const char* op, const char* name, const Tensor& t, const char* first_name, const Tensor& first) {
-  TORCH_CHECK_TYPE(is_coded(t) || t.scalar_type() == at::kBFloat16, op, ": ", name, " is ", t.scalar_type(),
-                   ", the CUDA kernels take bfloat16 and rows of int8 codes: load the model in bfloat16");
+  TORCH_CHECK_TYPE(code_bits(t) || t.scalar_type() == at::kBFloat16, op, ": ", name, " is ", t.scalar_type(),
+                   ", the CUDA kernels take bfloat16 and rows of int8 and int4 codes: load the model in bfloat16");
   check_device(op, name, t, first_name, first);
   TORCH_CHECK_VALUE(t.dim() == 4, op, ": ", name, " has shape ", t.sizes(), ", expected [batch, kv_heads, slots, head_dim]");
   const int64_t dim = head_dim_of(t), step = kVectorBytes / t.element_size();
@@ -71,7 +75,7 @@ mlspec_cuda_cache cache_of(const char* op, const Tensor& keys, const Tensor& val
   check_dtype(op, "values", values, keys.scalar_type());
   return {const_cast<void*>(keys.const_data_ptr()), const_cast<void*>(values.const_data_ptr()),
           keys.size(0),   keys.size(1),   keys.size(2),     head_dim_of(keys),
-          keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), is_coded(keys)};
+          keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), code_bits(keys)};
 }
 
 mlspec_cuda_tokens tokens_of(const char* op, const Tensor& starts, const Tensor& counts, int64_t batch, int64_t width,
@@ -81,8 +85,8 @@ mlspec_cuda_tokens tokens_of(const char* op, const Tensor& starts, const Tensor&
   return {starts.const_data_ptr<int32_t>(), counts.const_data_ptr<int32_t>(), width};
 }
 
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps, const Maybe& residual) {
-  constexpr const char* op = "rms_norm";
+std::tuple<Tensor, Tensor> norm_by(const char* op, const Tensor& x, const Tensor& weight, double eps, const Maybe& residual,
+                                   const Tensor* order) {
   check_bf16(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
   const int64_t width = x.size(-1);
@@ -94,6 +98,10 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
     check_shape(op, "residual", *residual, x.sizes());
     check_device(op, "residual", *residual, "x", x);
   }
+  if (order) {
+    TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, width]");
+    check_vector(op, "order", *order, width, "x", x);
+  }
   const CudaCall call(op, x);
   Tensor normed = at::empty(x.sizes(), x.options()), total = at::empty(residual ? x.sizes() : at::IntArrayRef{0}, x.options());
   if (x.numel() == 0) return {normed, total};
@@ -102,8 +110,17 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_rms_norm(flat.const_data_ptr(), residual ? other.const_data_ptr() : nullptr, scales.const_data_ptr(),
                                   scales.scalar_type() == at::kBFloat16, static_cast<float>(eps), flat.numel() / width, width,
-                                  normed.mutable_data_ptr(), residual ? total.mutable_data_ptr() : nullptr, &launch));
+                                  order ? order->const_data_ptr<int32_t>() : nullptr, normed.mutable_data_ptr(), residual ? total.mutable_data_ptr() : nullptr, &launch));
   return {normed, total};
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps, const Maybe& residual) {
+  return norm_by("rms_norm", x, weight, eps, residual, nullptr);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_in_order(const Tensor& x, const Tensor& weight, double eps, const Maybe& residual,
+                                             const Tensor& order) {
+  return norm_by("rms_norm_in_order", x, weight, eps, residual, &order);
 }
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {
@@ -251,15 +268,17 @@ bool attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention
   Tensor lanes, scales;
   try {
     lanes = at::empty({2, cache.batch, cache.kv_heads, cache.slots, cache.dim}, q.options());
-    scales = at::empty({2, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
+    scales = at::empty({4, cache.batch, cache.kv_heads, padded}, q.options().dtype(at::kFloat));
   } catch (const c10::OutOfMemoryError&) {
     return false;
   }
   mlspec_cuda_cache wide = cache;
-  wide.coded = 0, wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
+  wide.code_bits = 0, wide.keys = lanes.mutable_data_ptr(), wide.values = lanes.select(0, 1).mutable_data_ptr();
   wide.key_head_stride = wide.value_head_stride = heads;
   wide.key_batch_stride = wide.value_batch_stride = cache.kv_heads * heads;
-  attention.scales = {scales.mutable_data_ptr<float>(), scales.select(0, 1).mutable_data_ptr<float>()};
+  const auto plane = [&](int64_t of) { return scales.select(0, of).mutable_data_ptr<float>(); };
+  attention.scales = {plane(0), plane(1), nullptr, nullptr};
+  if (cache.code_bits == 4) attention.scales.key_zeros = plane(2), attention.scales.value_zeros = plane(3);
   call.check(mlspec_cuda_widen_cache(&tokens, &cache, &wide, &attention.scales, &launch));
   call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &wide, &launch));
   return true;
@@ -317,7 +336,7 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   const mlspec_cuda_row_launch launch = how(call);
 #if MLSPEC_HOPPER
   if (hopper_serves(call.capability()) && mlspec_cuda_attention_prefill_serves(&attention, &tokens, &cache)) {
-    if (!cache.coded) {
+    if (!cache.code_bits) {
       call.check(mlspec_cuda_ragged_attention_prefill(&attention, &tokens, &cache, &launch));
       return out;
     }
@@ -369,6 +388,7 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("rms_norm", rms_norm);
+  m.impl("rms_norm_in_order", rms_norm_in_order);
   m.impl("silu_mul", silu_mul);
   m.impl("gated", gated);
   m.impl("gated_in_order", gated_in_order);

@@ -8,5 +8,6 @@ const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* atten
   AttentionArgs args;
   if (const char* problem = read_arguments(&args, *attention, *tokens, *cache)) return problem;
   if (attention->teams != 0 && attention->teams != 1 && attention->teams != kTeams) return "teams must be 0, 1 or 8";
-  return cache->coded ? launch_steps<true>(args, *attention, *how) : launch_steps<false>(args, *attention, *how);
+  if (cache->code_bits == 4) return launch_steps<4>(args, *attention, *how);
+  return cache->code_bits == 8 ? launch_steps<8>(args, *attention, *how) : launch_steps<0>(args, *attention, *how);
 }

@@ -3,6 +3,6 @@
 
 namespace mlspec {
 
-template const char* launch_steps<true>(const AttentionArgs&, const mlspec_cuda_attention&, const mlspec_cuda_row_launch&);
+template const char* launch_steps<8>(const AttentionArgs&, const mlspec_cuda_attention&, const mlspec_cuda_row_launch&);
 
 }  // namespace mlspec

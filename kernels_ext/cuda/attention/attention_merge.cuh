@@ -34,16 +34,24 @@ struct Found {
 
   __device__ __forceinline__ void write(const Attended<Shape>& state) const {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps;
+    constexpr bool kPairs = Shape::kBits == 0;  // a tile's columns are neighbours
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = i * 16 + r * 8 + lane / 4;
         if (warp == 0 && lane % 4 == 0) stats[row] = {state.largest[i][r], state.sum[i][r], 0.f, 0.f};
+        float* const to = sums + row * Shape::kOutStride;
 #pragma unroll
-        for (int n = 0; n < Shape::kOutTiles; ++n)
-          *reinterpret_cast<float2*>(sums + row * Shape::kOutStride + (warp * Shape::kOutTiles + n) * 8 + lane % 4 * 2) = {
-              state.out[i][n][2 * r], state.out[i][n][2 * r + 1]};
+        for (int n = 0; n < Shape::kOutTiles; n += 2 - kPairs) {
+          const auto& tile = state.out[i][n];
+          if constexpr (kPairs) {
+            *reinterpret_cast<float2*>(to + state.element(n, 0)) = {tile[2 * r], tile[2 * r + 1]};
+          } else {
+            *reinterpret_cast<float2*>(to + state.element(n, 0)) = {tile[2 * r], state.out[i][n + 1][2 * r]};
+            *reinterpret_cast<float2*>(to + state.element(n, 1)) = {tile[2 * r + 1], state.out[i][n + 1][2 * r + 1]};
+          }
+        }
       }
   }
 };

@@ -10,17 +10,17 @@
 namespace mlspec {
 namespace {
 
-constexpr int kPrefillRows = 128, kGroups = 2, kPrefillThreads = 128 * (kGroups + 1), kStages = 4;
+constexpr int kGroups = 2, kPrefillThreads = 128 * (kGroups + 1), kStages = 4;
 constexpr int kCodedRows = 8 * kPrefillRows;  // for fewer it takes longer to widen the codes
 
-// kDim: 64 or 128 elements of a head, in boxes of 64; what is behind its own is zero. kCoded: keys and values are widened codes,
-// whose scales stand aside (attention_codes.cuh says how they count).
-template <int kDim_, bool kCoded_>
+// kDim: 64 or 128 elements of a head, in boxes of 64; what is behind its own is zero. kBits: 0, or keys and values are widened codes
+// of so many bits, and what belongs to their slots stands aside (attention_codes.cuh says how it counts).
+template <int kDim_, int kBits_>
 struct PrefillShape {
-  static constexpr bool kCoded = kCoded_;
+  static constexpr int kBits = kBits_;
   static constexpr int kDim = kDim_, kBoxes = kDim / 64, kOutTiles = kDim / 8;
   static constexpr int kQueryBytes = kPrefillRows * kDim * 2, kLaneBytes = kChunk * kDim * 2, kBoxBytes = kChunk * 128;
-  static constexpr int kFrontBytes = 1024, kMergedBytes = kPrefillRows * kDim * 4;
+  static constexpr int kFrontBytes = 1024, kQuerySums = 512, kMergedBytes = kPrefillRows * kDim * 4;  // sums: bytes into the front
   static constexpr int kSharedBytes = kFrontBytes + kQueryBytes + 2 * kStages * kLaneBytes + kMergedBytes;
 };
 
@@ -70,21 +70,6 @@ __device__ __forceinline__ void produce(const LaneMaps& maps, const LaneRing<Sha
   }
 }
 
-// Of the query rows of a group, to shared memory: rows of 128 bytes, 128-byte swizzle.
-template <class Shape>
-__device__ __forceinline__ void load_group_queries(const AttentionArgs& a, const Tile& tile, uint32_t queries, int group) {
-  constexpr int kVectors = Shape::kDim / kVector;
-  const int dim = int(a.cache.dim);
-  for (int i = threadIdx.x % 128; i < 64 * kVectors; i += 128) {
-    const int row = group * 64 + i / kVectors, vector = i % kVectors, index = tile.first_row + row, token = index / a.group;
-    const int64_t at = (tile.batch_row * a.tokens.width + token) * a.heads + tile.kv_head * a.group + index % a.group;
-    const bool inside = token < tile.end_token && vector * kVector < dim;
-    const uint32_t to = queries + vector / 8 * kPrefillRows * 128 + row * 128 + ((vector % 8 ^ row % 8) << 4);
-    copy_async(to, inside ? a.q + at * dim + vector * kVector : a.q, inside);
-  }
-  wait_for_copies();
-}
-
 // One group of four warps.
 template <class Shape>
 struct Group {
@@ -92,6 +77,7 @@ struct Group {
   const LaneRing<Shape>& ring;
   const Tile& tile;
   int number, lane;
+  float query_sum[2] = {0.f, 0.f};  // of int4 codes
   int limit[2], open_until, open_from;  // chunks that end below and begin at these slots are seen by every row of the group
 
   __device__ __forceinline__ Group(const AttentionArgs& args, const LaneRing<Shape>& lanes, const Tile& of)
@@ -149,7 +135,7 @@ struct Group {
   __device__ __forceinline__ void weigh_chunk(int chunk, float (&scores)[8][4], GroupState<Shape>& state,
                                               float (&factor)[2]) const {
     const int first = chunk * kChunk;
-    if constexpr (Shape::kCoded) scale_products(scales_from(a.scales.keys, first), scores);
+    if constexpr (Shape::kBits) scale_products<Shape>(scales_from(a.scales.keys, a.scales.key_zeros, first), query_sum, scores);
     if (a.rule.shaped) {
 #pragma unroll
       for (int j = 0; j < 8; ++j)
@@ -160,13 +146,15 @@ struct Group {
     weigh<Shape>(a.rule.slope, scores, state, factor);
   }
   // Of this thread's first slot of a chunk.
-  __device__ __forceinline__ const float* scales_from(const float* scales, int first_slot) const {
+  __device__ __forceinline__ ChunkScales scales_from(const float* steps, const float* zeros, int first_slot) const {
     const int64_t slots = (a.cache.slots + kChunk - 1) / kChunk * kChunk;
-    return scales + (tile.batch_row * a.cache.kv_heads + tile.kv_head) * slots + first_slot + lane % 4 * 2;
+    const int64_t at = (tile.batch_row * a.cache.kv_heads + tile.kv_head) * slots + first_slot + lane % 4 * 2;
+    return {steps + at, zeros + at};
   }
-  __device__ __forceinline__ void narrow(int chunk, const float (&scores)[8][4], uint32_t (&weights)[16]) const {
-    if constexpr (Shape::kCoded)
-      narrow_scaled_weights(scales_from(a.scales.values, chunk * kChunk), scores, weights);
+  __device__ __forceinline__ void narrow(int chunk, const float (&scores)[8][4], const float (&factor)[2], GroupState<Shape>& state,
+                                         uint32_t (&weights)[16]) const {
+    if constexpr (Shape::kBits)
+      narrow_scaled_weights(scales_from(a.scales.values, a.scales.value_zeros, chunk * kChunk), scores, factor, state, weights);
     else
       narrow_weights(scores, weights);
   }
@@ -195,7 +183,7 @@ struct Group {
     wgmma_wait<0>();
     release(false, 0);
     weigh_chunk(walk.chunk, scores, state, factor);
-    narrow(walk.chunk, scores, weights);
+    narrow(walk.chunk, scores, factor, state, weights);
     bool begins = true;  // whether the chunk is the first of its rank
     if (number == 1) hand_over();
 #pragma unroll 1
@@ -209,7 +197,8 @@ struct Group {
         multiply_values(state, weights, current, chunk * kChunk, begins);
         hand_over();
         wgmma_wait<0>();
-        const float sum[2] = {state.whole_sum(0), state.whole_sum(1)};
+        const float sum[2] = {state.whole_sum(0), state.whole_sum(1)}, shift[2] = {state.whole_shift(0), state.whole_shift(1)};
+        state.add(shift);
         end_rank<Shape>(state.out, state.largest, sum, true, team, merged);
         break;
       }
@@ -220,16 +209,18 @@ struct Group {
       wgmma_wait<1>();
       release(false, slot.stage);
       const bool ends = walk.rank != rank;
-      float largest[2], sum[2];
+      float largest[2], sum[2], shift[2];
       if (ends) {
         largest[0] = state.largest[0], largest[1] = state.largest[1];
         sum[0] = state.whole_sum(0), sum[1] = state.whole_sum(1);
+        shift[0] = state.whole_shift(0), shift[1] = state.whole_shift(1);
         state.clear_numbers();
       }
       weigh_chunk(walk.chunk, scores, state, factor);
       wgmma_wait<0>();
       release(true, current.stage);
       if (ends) {
+        state.add(shift);
         end_rank<Shape>(state.out, largest, sum, walk.team() != of, team, merged);
       } else if (__any_sync(0xFFFFFFFFu, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
@@ -237,7 +228,7 @@ struct Group {
 #pragma unroll
           for (int e = 0; e < 4; ++e) state.out[n][e] = __fmul_rn(state.out[n][e], factor[e / 2]);
       }
-      narrow(walk.chunk, scores, weights);
+      narrow(walk.chunk, scores, factor, state, weights);
       begins = ends;
     }
     write(merged);
@@ -272,10 +263,17 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
       write_pair(a, tile, i / Shape::kDim, i % Shape::kDim, 0.f, 0.f);
     return;
   }
-  const Group<Shape> group(a, ring, tile);
-  load_group_queries<Shape>(a, tile, ring.queries(), group.number);
+  Group<Shape> group(a, ring, tile);
+  float* const sums = reinterpret_cast<float*>(memory + Shape::kQuerySums);
+  if constexpr (Shape::kBits)
+    load_ordered_group_queries<Shape>(a, tile, ring.queries(), sums, group.number);
+  else
+    load_group_queries<Shape>(a, tile, ring.queries(), group.number);
   fence_async_reads();
   sync_group(group.number);
+  if constexpr (Shape::kBits == 4)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) group.query_sum[r] = sums[threadIdx.x / kWarp * 16 + group.lane / 4 + r * 8];
   group.run(walk, reinterpret_cast<float4*>(memory + Shape::kSharedBytes - Shape::kMergedBytes));
 }
 
@@ -307,6 +305,11 @@ const char* launch(AttentionArgs args, const mlspec_cuda_row_launch& how) {
   return launch_rows(how, grid, attention_prefill_kernel<Shape>, maps, args);
 }
 
+template <int kBits>
+const char* launch_bits(const AttentionArgs& args, const mlspec_cuda_row_launch& how) {
+  return args.cache.dim <= 64 ? launch<PrefillShape<64, kBits>>(args, how) : launch<PrefillShape<128, kBits>>(args, how);
+}
+
 }  // namespace
 }  // namespace mlspec
 
@@ -316,7 +319,7 @@ int32_t mlspec_cuda_attention_prefill_serves(const mlspec_cuda_attention* attent
                                              const mlspec_cuda_cache* cache) {
   const int64_t rows = tokens->width * (attention->heads / cache->kv_heads), tiles = (rows + kPrefillRows - 1) / kPrefillRows;
   if (cache->dim > 128 || tiles * cache->kv_heads * cache->batch < attention->multiprocessors / 4) return 0;
-  return rows >= (cache->coded ? kCodedRows : kPrefillRows);
+  return rows >= (cache->code_bits ? kCodedRows : kPrefillRows);
 }
 
 const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
@@ -324,7 +327,7 @@ const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* at
   AttentionArgs args;
   if (const char* problem = read_arguments(&args, *attention, *tokens, *cache)) return problem;
   if (cache->dim > 128) return "head_dim must be at most 128";
-  if (cache->coded) return "codes must be widened first";
-  if (args.scales.keys) return cache->dim <= 64 ? launch<PrefillShape<64, true>>(args, *how) : launch<PrefillShape<128, true>>(args, *how);
-  return cache->dim <= 64 ? launch<PrefillShape<64, false>>(args, *how) : launch<PrefillShape<128, false>>(args, *how);
+  if (cache->code_bits) return "codes must be widened first";
+  if (args.scales.key_zeros) return launch_bits<4>(args, *how);
+  return args.scales.keys ? launch_bits<8>(args, *how) : launch_bits<0>(args, *how);
 }

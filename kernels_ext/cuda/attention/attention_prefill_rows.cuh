@@ -1,28 +1,48 @@
-// What does a thread of attention_prefill.cu have of its rows, how do products become weights, and ranks and teams one?
+// How do the queries of attention_prefill.cu come, what does a thread have of its rows, how do products become weights, and ranks and
+// teams one?
 #pragma once
 
-#include "attention_walk.cuh"
+#include "attention_codes.cuh"
 
 namespace mlspec {
+
+constexpr int kPrefillRows = 128;  // of a block
 
 // What a thread has of rows lane / 4 and 8 behind it, of its warp's 16.
 template <class Shape>
 struct GroupState {
-  float largest[2], sum[2][kAttendWarps], out[Shape::kOutTiles][4];  // sums: of slots as the warps of attention.cu share them
+  // Sums: of slots as the warps of attention.cu share them. shift: of int4 codes, weights times zeros.
+  float largest[2], sum[2][kAttendWarps], shift[2][Shape::kBits == 4 ? kAttendWarps : 1], out[Shape::kOutTiles][4];
 
   __device__ __forceinline__ void clear_numbers() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       largest[r] = -CUDART_INF_F;
 #pragma unroll
-      for (int w = 0; w < kAttendWarps; ++w) sum[r][w] = 0.f;
+      for (int w = 0; w < kAttendWarps; ++w) {
+        sum[r][w] = 0.f;
+        if constexpr (Shape::kBits == 4) shift[r][w] = 0.f;
+      }
     }
   }
-  __device__ __forceinline__ float whole_sum(int r) const {
-    float whole = sum_of_lanes(sum[r][0]);
+  __device__ __forceinline__ static float whole(const float (&parts)[kAttendWarps]) {
+    float whole = sum_of_lanes(parts[0]);
 #pragma unroll
-    for (int w = 1; w < kAttendWarps; ++w) whole = __fadd_rn(whole, sum_of_lanes(sum[r][w]));
+    for (int w = 1; w < kAttendWarps; ++w) whole = __fadd_rn(whole, sum_of_lanes(parts[w]));
     return whole;
+  }
+  __device__ __forceinline__ float whole_sum(int r) const { return whole(sum[r]); }
+  __device__ __forceinline__ float whole_shift(int r) const {
+    if constexpr (Shape::kBits == 4) return whole(shift[r]);
+    return 0.f;
+  }
+  // What zeros add to a rank that has ended.
+  __device__ __forceinline__ void add(const float (&shifts)[2]) {
+    if constexpr (Shape::kBits == 4)
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[n][e] = __fadd_rn(out[n][e], shifts[e / 2]);
   }
 };
 
@@ -128,24 +148,47 @@ __device__ __forceinline__ void weigh(float slope, float (&scores)[8][4], GroupS
   }
 }
 
-// Of keys that are widened codes. from: the scale of the thread's first slot.
-__device__ __forceinline__ void scale_products(const float* from, float (&scores)[8][4]) {
+// Of a widened chunk, what belongs to the thread's slots; zeros: of int4 codes.
+struct ChunkScales {
+  const float *steps, *zeros;
+
+  __device__ __forceinline__ static float2 two(const float* of, int j) { return *reinterpret_cast<const float2*>(of + j * 8); }
+};
+
+// Of keys that are widened codes. sums: of the queries.
+template <class Shape>
+__device__ __forceinline__ void scale_products(const ChunkScales& from, const float (&sums)[2], float (&scores)[8][4]) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float2 scales = *reinterpret_cast<const float2*>(from + j * 8);
+    const float2 steps = from.two(from.steps, j), zeros = Shape::kBits == 4 ? from.two(from.zeros, j) : float2{0.f, 0.f};
+    const SlotScale scales[2] = {{steps.x, zeros.x}, {steps.y, zeros.y}};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[j][e] = __fmul_rn(scores[j][e], e % 2 ? scales.y : scales.x);
+    for (int e = 0; e < 4; ++e) scores[j][e] = scaled_product<Shape::kBits>(scores[j][e], scales[e % 2], sums[e / 2]);
   }
 }
 
-// narrow_weights for values that are widened codes.
-__device__ __forceinline__ void narrow_scaled_weights(const float* from, const float (&scores)[8][4], uint32_t (&weights)[16]) {
+// narrow_weights for values that are widened codes; of int4 codes also what their zeros add.
+template <class Shape>
+__device__ __forceinline__ void narrow_scaled_weights(const ChunkScales& from, const float (&scores)[8][4], const float (&factor)[2],
+                                                      GroupState<Shape>& state, uint32_t (&weights)[16]) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float2 scales = *reinterpret_cast<const float2*>(from + j * 8);
+    const float2 steps = from.two(from.steps, j);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      weights[j * 2 + r] = narrowed(scaled_weight(scores[j][2 * r], scales.x), scaled_weight(scores[j][2 * r + 1], scales.y));
+      weights[j * 2 + r] = narrowed(scaled_weight(scores[j][2 * r], steps.x), scaled_weight(scores[j][2 * r + 1], steps.y));
+  }
+  if constexpr (Shape::kBits == 4) {
+#pragma unroll
+    for (int w = 0; w < kAttendWarps; ++w) {
+      const float2 first = from.two(from.zeros, 2 * w), second = from.two(from.zeros, 2 * w + 1);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float shift = shift_of(scores[2 * w][2 * r], scores[2 * w][2 * r + 1], first.x, first.y);
+        const float further = shift_of(scores[2 * w + 1][2 * r], scores[2 * w + 1][2 * r + 1], second.x, second.y);
+        state.shift[r][w] = fmaf(state.shift[r][w], factor[r], __fadd_rn(shift, further));
+      }
+    }
   }
 }
 
@@ -155,6 +198,42 @@ __device__ __forceinline__ void narrow_weights(const float (&scores)[8][4], uint
   for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int r = 0; r < 2; ++r) weights[j * 2 + r] = narrowed(scores[j][2 * r], scores[j][2 * r + 1]);
+}
+
+// Bytes to 8 elements of a query: rows of 128 bytes, 128-byte swizzle, of 64 elements of all rows one behind the other.
+__device__ __forceinline__ uint32_t swizzled_place(int row, int vector) {
+  return vector / 8 * kPrefillRows * 128 + row * 128 + ((vector % 8 ^ row % 8) << 4);
+}
+
+// Of the query rows of a group, to shared memory: rows of 128 bytes, 128-byte swizzle.
+template <class Shape>
+__device__ __forceinline__ void load_group_queries(const AttentionArgs& a, const Tile& tile, uint32_t queries, int group) {
+  constexpr int kVectors = Shape::kDim / kVector;
+  const int dim = int(a.cache.dim);
+  for (int i = threadIdx.x % 128; i < 64 * kVectors; i += 128) {
+    const int row = group * 64 + i / kVectors, vector = i % kVectors;
+    const __nv_bfloat16* const query = query_of(a, tile, row);
+    const bool inside = query && vector * kVector < dim;
+    copy_async(queries + swizzled_place(row, vector), inside ? query + vector * kVector : a.q, inside);
+  }
+  wait_for_copies();
+}
+
+// The same in the order of the codes, and the sums of their elements.
+template <class Shape>
+__device__ __forceinline__ void load_ordered_group_queries(const AttentionArgs& a, const Tile& tile, uint32_t queries, float* sums,
+                                                           int group) {
+  constexpr int kFours = Shape::kDim / 4;
+  const int dim = int(a.cache.dim);
+  for (int i = threadIdx.x % 128; i < 64 * kFours; i += 128) {
+    const int row = group * 64 + i / kFours, four = i % kFours, place = place_of(four, dim / 16);
+    const __nv_bfloat16* const query = query_of(a, tile, row);
+    const bool inside = query && four * 4 < dim;
+    const uint2 words = ordered_four(inside ? *reinterpret_cast<const uint2*>(query + four * 4) : uint2{0, 0});
+    store_shared(queries + swizzled_place(row, place / kVector) + place % kVector * 2, words.x);
+    store_shared(queries + swizzled_place(row, place / kVector + 1) + place % kVector * 2, words.y);
+  }
+  if constexpr (Shape::kBits == 4) sum_queries(a, tile, group * 64, 64, threadIdx.x % 128 / kWarp, 4, sums);
 }
 
 }  // namespace mlspec

@@ -24,13 +24,16 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(uint32_t to, uint32_t low, uint32_t high) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
-}
-
+// 4, 2 or 1 bytes, below zeros.
+template <int kBytes>
 __device__ __forceinline__ uint32_t load_shared(uint32_t from) {
   uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  if constexpr (kBytes == 4)
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  else if constexpr (kBytes == 2)
+    asm volatile("{\n.reg .b16 h;\nld.shared.b16 h, [%1];\ncvt.u32.u16 %0, h;\n}" : "=r"(value) : "r"(from) : "memory");
+  else
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
 }
 

@@ -18,22 +18,22 @@ namespace mlspec {
 constexpr int kChunk = 64, kAttendWarps = 4, kAttendThreads = kAttendWarps * kWarp;
 constexpr int kPad = 8;  // elements behind a row in shared memory: rows of a matrix load lie in different banks
 
-// kDim: elements of a head, rounded up; what is behind its own is zero. kTiles: of 16 query rows. kCoded: keys and values are rows
-// of int8 codes, which stages hold as they are; one lane holds those that are multiplied.
-template <int kDim_, int kTiles_, bool kCoded_>
+// kDim: elements of a head, rounded up; what is behind its own is zero. kTiles: of 16 query rows. kBits: 0, or keys and values are
+// rows of codes of so many bits, which lanes hold as they are (attention_codes.cuh).
+template <int kDim_, int kTiles_, int kBits_>
 struct AttentionShape {
   static constexpr int kDim = kDim_, kTiles = kTiles_, kRows = 16 * kTiles;
-  static constexpr bool kCoded = kCoded_;
+  static constexpr int kBits = kBits_, kLeastStages = kBits ? 2 : 1;
   static constexpr int kStride = kDim + kPad, kWeightStride = kChunk + kPad;  // elements
   static constexpr int kOutTiles = kDim / kAttendWarps / 8;                   // of 8 elements, of one warp
-  static constexpr int kQueryBytes = kRows * kStride * 2, kWideBytes = kChunk * kStride * 2;
-  static constexpr int kLaneBytes = kCoded ? kChunk * (kDim + kScaleBytes) : kWideBytes, kStageBytes = 2 * kLaneBytes;
+  static constexpr int kQueryBytes = kRows * kStride * 2 + (kBits == 4 ? kRows * 4 : 0);  // sums of queries behind them
+  static constexpr int kLaneBytes = kChunk * (kBits ? kDim * kBits / 8 + kTailBytes : kStride * 2), kStageBytes = 2 * kLaneBytes;
   static constexpr int kWeightBytes = kRows * kWeightStride * 2, kWarpBytes = kAttendWarps * kRows * 4;
   static constexpr int kOutStride = kDim + kPad;  // floats: what a group has found takes the place of its lanes
-  static constexpr int kFoundBytes = kRows * kOutStride * 4, kMissing = kFoundBytes - kStageBytes;  // in a single stage
-  static constexpr int kApartBytes = !kCoded ? 0 : kMissing > kWideBytes ? kMissing : kWideBytes;   // of the lane apart
+  static constexpr int kFoundBytes = kRows * kOutStride * 4, kMissing = kFoundBytes - kLeastStages * kStageBytes;
+  static constexpr int kApartBytes = kMissing > 0 ? kMissing : 0;  // in front of the lanes
   static constexpr int kStatBytes = kRows * 16, kFrontBytes = kWeightBytes + 2 * kWarpBytes + kStatBytes;  // of a group
-  static_assert(kFoundBytes <= kApartBytes + kStageBytes, "sums must fit into the lanes");
+  static_assert(kBits || kApartBytes == 0, "sums must fit into the lanes");
   static_assert(kApartBytes % 16 == 0 && kLaneBytes % 16 == 0, "lanes begin at multiples of 16 bytes");
   __host__ __device__ static constexpr int group_bytes(int stages) { return kFrontBytes + kApartBytes + stages * kStageBytes; }
   static constexpr int shared_bytes(int groups, int stages) { return kQueryBytes + groups * group_bytes(stages); }
@@ -68,6 +68,22 @@ template <class Shape>
 struct Attended {
   float largest[Shape::kTiles][2], sum[Shape::kTiles][2];
   float out[Shape::kTiles][Shape::kOutTiles][4];
+  float shift[Shape::kBits == 4 ? Shape::kTiles : 1][2];  // of int4 codes, until the rank ends: weights times zeros
+
+  // What tile n's columns 2 (lane % 4) + e of the thread's warp are of a head. Those of codes lie one behind the other in tiles.
+  __device__ __forceinline__ static int element(int n, int e) {
+    const int warp = threadIdx.x / kWarp % kAttendWarps, column = threadIdx.x % 4 * 2 + e;
+    return warp * Shape::kOutTiles * 8 + (Shape::kBits ? column * Shape::kOutTiles + n : n * 8 + column);
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[Shape::kTiles][2]) {
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[i][n][e] = __fmul_rn(out[i][n][e], factor[i][e / 2]);
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -78,6 +94,7 @@ struct Attended {
       for (int n = 0; n < Shape::kOutTiles; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[i][n][e] = 0.f;
+      if constexpr (Shape::kBits == 4) shift[i][0] = shift[i][1] = 0.f;
     }
   }
 };
@@ -190,7 +207,7 @@ struct AttentionGroup {
         most = fmaxf(state.largest[i][r], __fmul_rn(most, rule.slope));
         factor[i][r] = weight_of(state.largest[i][r], most);
         state.largest[i][r] = most;
-        float sum[2];
+        float sum[2], shift[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const float low = weight_of(scores[i][n][2 * r], most, rule.slope);
@@ -198,32 +215,49 @@ struct AttentionGroup {
           sum[n] = __fadd_rn(low, high);
           const uint32_t to = lane_address(weights, Shape::kWeightStride, row, warp * 16 + n * 8 + lane % 4 * 2);
           store_shared(to, narrow(n, low, high));
+          if constexpr (Shape::kBits == 4) shift[n] = narrow.shift(n, low, high);
         }
+        if constexpr (Shape::kBits == 4) state.shift[i][r] = fmaf(state.shift[i][r], factor[i][r], __fadd_rn(shift[0], shift[1]));
         state.sum[i][r] = fmaf(state.sum[i][r], factor[i][r], __fadd_rn(sum[0], sum[1]));
       }
     }
   }
 
-  // A rank has ended: the sums of all slots.
-  __device__ __forceinline__ void complete_sums(Attended<Shape>& state) const {
+  __device__ __forceinline__ void put_parts(float* parts, const float (&of)[Shape::kTiles][2]) const {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps;
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float sum = sum_of_lanes(state.sum[i][r]);
-        if (lane % 4 == 0) sums[warp * Shape::kRows + i * 16 + r * 8 + lane / 4] = sum;
+        const float sum = sum_of_lanes(of[i][r]);
+        if (lane % 4 == 0) parts[warp * Shape::kRows + i * 16 + r * 8 + lane / 4] = sum;
       }
+  }
+  __device__ __forceinline__ float whole(const float* parts, int i, int r) const {
+    parts += i * 16 + r * 8 + threadIdx.x % kWarp / 4;
+    float sum = parts[0];
+#pragma unroll
+    for (int w = 1; w < kAttendWarps; ++w) sum = __fadd_rn(sum, parts[w * Shape::kRows]);
+    return sum;
+  }
+
+  // A rank has ended: the sums of all slots. Maxima were read, so what zeros add goes there.
+  __device__ __forceinline__ void complete_sums(Attended<Shape>& state) const {
+    put_parts(sums, state.sum);
+    if constexpr (Shape::kBits == 4) put_parts(maxima, state.shift);
     sync_group(number);
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float* parts = sums + i * 16 + r * 8 + lane / 4;
-        float sum = parts[0];
+        state.sum[i][r] = whole(sums, i, r);
+        if constexpr (Shape::kBits == 4) {
+          const float shift = whole(maxima, i, r);
 #pragma unroll
-        for (int w = 1; w < kAttendWarps; ++w) sum = __fadd_rn(sum, parts[w * Shape::kRows]);
-        state.sum[i][r] = sum;
+          for (int n = 0; n < Shape::kOutTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) state.out[i][n][2 * r + e] = __fadd_rn(state.out[i][n][2 * r + e], shift);
+        }
       }
   }
 
@@ -233,13 +267,7 @@ struct AttentionGroup {
     const uint32_t value = lane_address(values, Shape::kStride, matrix % 2 * 8 + lane % 8,
                                         warp * Shape::kOutTiles * 8 + matrix / 2 * 8);
     const uint32_t weight = lane_address(weights, Shape::kWeightStride, matrix % 2 * 8 + lane % 8, matrix / 2 * 8);
-#pragma unroll
-    for (int i = 0; i < Shape::kTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < Shape::kOutTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) state.out[i][n][e] = __fmul_rn(state.out[i][n][e], factor[i][e / 2]);
-    }
+    state.rescale(factor);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
       uint32_t a[Shape::kTiles][4];

@@ -84,6 +84,14 @@ struct Tile {
   }
 };
 
+// The query of a tile's row, null for padding.
+__device__ __forceinline__ const __nv_bfloat16* query_of(const AttentionArgs& a, const Tile& tile, int row) {
+  const int index = tile.first_row + row, token = index / a.group;
+  if (token >= tile.end_token) return nullptr;
+  const int64_t at = (tile.batch_row * a.tokens.width + token) * a.heads + tile.kv_head * a.group + index % a.group;
+  return a.q + at * a.cache.dim;
+}
+
 // The chunks that some token of a tile may see: low to high, and chunk 0 where `skips`: it lies in front of a hole.
 struct Seen {
   int low, high;

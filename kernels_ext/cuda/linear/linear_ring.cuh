@@ -16,7 +16,7 @@ namespace mlspec {
 
 constexpr int kMaxStages = 32;
 
-// Shared memory: barriers (32 `full`, 32 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
+// Shared memory: tables of formats that have some, barriers (32 `full`, 32 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
 // address leads to all.
 struct Ring {
   static constexpr int kFrontBytes = 1024, kBarrierBytes = (2 * kMaxStages + 2) * 8;
@@ -38,10 +38,12 @@ struct LinearParams {
   const void* bias;
   const int32_t* exponent_shift;
   const uint8_t* codebook;  // nested weights
+  const half* tables;       // lookup-table planes
   __nv_bfloat16* out;       // [tokens, outputs]
   int tile_stride;          // bytes from tile to tile of formats that read the front of a tile
   int zero_doubled;         // bit-planes
   int token_chunks;         // of x: chunks of the weight beyond them meet the tokens of the last
+  int table_columns;        // of a row of tables
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
   bool bias_is_float32, copies_tokens;
 };
@@ -76,6 +78,7 @@ struct Variant {
   // block finishes one tile and begins the next; many lie over the ring.
   static constexpr int kSumStride = kOutputs + 4, kSumBytes = kTokens * kSumStride * 4;
   static constexpr bool kOwnSums = kTiles == 1;
+  static constexpr int kFrontBytes = Ring::kFrontBytes + (kTiles * Format::kTableBytes + 1023) / 1024 * 1024;
   static constexpr bool kOwnFirstTokens = kTokenTiles == 1;
   // Stages of weights in flight before the first tokens: enough to keep the memory busy, and tokens find a short queue.
   static constexpr int kAhead = kTiles == 1 ? (Format::kPacked ? 4 : 8) : kTokens > 64 || Format::kPacked ? 2 : 4;

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kRopeWarps = 4;  // of a block: small blocks spread a single token's heads over the chip
 constexpr int kMaxDim = 256;
+constexpr float kLeastReach = 0x1p-100f;  // LEAST of hf_mlspec/formats/cache/record.py
 
 struct RopeArgs {
   const __nv_bfloat16* qkv;
@@ -74,7 +75,7 @@ struct HeadPart {
   }
 
   // Codes and scale of hf_mlspec/formats/cache/int8.py, bit for bit. to: int8 [dim + 4], at a multiple of 4 bytes.
-  __device__ __forceinline__ void store_codes(int lane, int half, int dim, int8_t* to) {
+  __device__ __forceinline__ void store_int8(int lane, int half, int dim, int8_t* to) {
     constexpr uint32_t kInfinite = 0x7F800000;
     uint32_t most = 0;  // of magnitudes as bits: what is not finite is larger than all that is
     for_each(lane, half, dim, [&](int, float (&v)[kStep]) {
@@ -82,7 +83,7 @@ struct HeadPart {
     });
     most = __reduce_max_sync(0xFFFFFFFFu, most);
     const float largest = most < kInfinite ? rounded(__uint_as_float(most)) : __uint_as_float(kInfinite);
-    const bool finite = __float_as_uint(largest) < kInfinite, coded = finite && largest >= 0x1p-100f;
+    const bool finite = __float_as_uint(largest) < kInfinite, coded = finite && largest >= kLeastReach;
     const float factor = coded ? __fdiv_rn(127.f, largest) : 0.f;
     if (lane == 0)
       *reinterpret_cast<float*>(to + dim) = coded ? __fdiv_rn(largest, 127.f) : finite ? 0.f : __uint_as_float(0x7FC00000);
@@ -94,6 +95,48 @@ struct HeadPart {
       else
         to[at] = codes[0];
     });
+  }
+
+  // Codes and ends of hf_mlspec/formats/cache/int4.py, bit for bit. to: [dim / 2 + 4] bytes, at a multiple of 4. single: shared,
+  // [dim], of the warp; used where a lane does not hold both codes of a byte.
+  __device__ __forceinline__ void store_int4(int lane, int half, int dim, uint8_t* to, uint8_t* single) {
+    float low = 0.f, high = 0.f;
+    bool finite = true;
+    for_each(lane, half, dim, [&](int, float (&v)[kStep]) {
+      for (int e = 0; e < kStep; ++e) {
+        low = fminf(low, v[e]), high = fmaxf(high, v[e]);
+        finite = finite && isfinite(v[e]);
+      }
+    });
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      low = fminf(low, __shfl_xor_sync(0xFFFFFFFFu, low, step));
+      high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, step));
+    }
+    low = end_of(low), high = end_of(high);
+    const float distance = __fsub_rn(high, low);
+    finite = __all_sync(0xFFFFFFFFu, finite) && distance < 0x1p120f;
+    const bool coded = finite && distance > 0.f;
+    const float factor = coded ? __fdiv_rn(15.f, distance) : 0.f;
+    if (lane == 0) *reinterpret_cast<uint32_t*>(to + dim / 2) = finite ? narrowed(low, high) : 0x7FC07FC0u;
+    for_each(lane, half, dim, [&](int at, float (&v)[kStep]) {
+      uint32_t codes[kStep];
+      for (int e = 0; e < kStep; ++e)
+        codes[e] = coded ? uint32_t(__float2int_rn(__fmul_rn(__fsub_rn(fminf(fmaxf(v[e], low), high), low), factor))) : 0;
+      if constexpr (kStep == 2)
+        to[at / 2] = uint8_t(codes[0] | codes[1] << 4);
+      else
+        single[at] = uint8_t(codes[0]);
+    });
+    if constexpr (kStep == 1) {
+      __syncwarp();
+      for (int i = lane; i < dim / 2; i += kWarp) to[i] = uint8_t(single[2 * i] | single[2 * i + 1] << 4);
+    }
+  }
+
+  // As a bfloat16; what is too small is 0.
+  __device__ __forceinline__ static float end_of(float reach) {
+    const float end = rounded(reach);
+    return fabsf(end) < kLeastReach ? 0.f : end;
   }
 
   __device__ __forceinline__ void rotate(int lane, int half, const float* cos, const float* sin) {
@@ -111,7 +154,7 @@ struct HeadPart {
   }
 };
 
-template <int kStep, bool kCoded>
+template <int kStep, int kBits>
 __global__ void __launch_bounds__(kRopeWarps* kWarp) rope_write_kernel(const RopeArgs a) {
   launch_dependents();
   const int kv_heads = int(a.cache.kv_heads), dim = int(a.cache.dim), all_heads = a.heads + 2 * kv_heads;
@@ -123,6 +166,7 @@ __global__ void __launch_bounds__(kRopeWarps* kWarp) rope_write_kernel(const Rop
   const int kv = head < a.heads + kv_heads ? head - a.heads : head - a.heads - kv_heads;
   const int row = int(token / unsigned(width)), t = int(token % unsigned(width));
   const bool is_query = head < a.heads, is_value = head >= a.heads + kv_heads;
+  __shared__ uint8_t single[kBits == 4 && kStep == 1 ? kRopeWarps : 1][kMaxDim];
   HeadPart<kStep> part{};
   wait_for_previous_kernel();
   const int64_t position = int64_t(a.tokens.starts[row]) + t;
@@ -140,20 +184,24 @@ __global__ void __launch_bounds__(kRopeWarps* kWarp) rope_write_kernel(const Rop
   };
   if (is_query) return store(a.q + (int64_t(token) * a.heads + head) * dim);  // zeros for padding
   if (!real) return;
-  using Element = std::conditional_t<kCoded, int8_t, __nv_bfloat16>;
+  using Element = std::conditional_t<kBits != 0, int8_t, __nv_bfloat16>;
   const int64_t at = is_value ? row * a.cache.value_batch_stride + kv * a.cache.value_head_stride
                               : row * a.cache.key_batch_stride + kv * a.cache.key_head_stride;
   Element* const lane_of_head = static_cast<Element*>(is_value ? a.cache.values : a.cache.keys) + at;
-  if constexpr (kCoded)
-    part.store_codes(lane, a.half, dim, lane_of_head + position * (dim + kScaleBytes));
+  if constexpr (kBits == 4)
+    part.store_int4(lane, a.half, dim, reinterpret_cast<uint8_t*>(lane_of_head + position * (dim / 2 + kTailBytes)),
+                    single[kStep == 1 ? threadIdx.x / kWarp : 0]);
+  else if constexpr (kBits == 8)
+    part.store_int8(lane, a.half, dim, lane_of_head + position * (dim + kTailBytes));
   else
     store(lane_of_head + position * dim);
 }
 
 template <int kStep>
 const char* launch_rope(const RopeArgs& args, const RowGrid& grid, const mlspec_cuda_row_launch& how) {
-  return args.cache.coded ? launch_rows(how, grid, rope_write_kernel<kStep, true>, args)
-                          : launch_rows(how, grid, rope_write_kernel<kStep, false>, args);
+  if (args.cache.code_bits == 4) return launch_rows(how, grid, rope_write_kernel<kStep, 4>, args);
+  return args.cache.code_bits == 8 ? launch_rows(how, grid, rope_write_kernel<kStep, 8>, args)
+                                   : launch_rows(how, grid, rope_write_kernel<kStep, 0>, args);
 }
 
 }  // namespace

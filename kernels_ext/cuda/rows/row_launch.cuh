@@ -12,7 +12,7 @@ namespace mlspec {
 
 constexpr int kWarp = 32;
 constexpr int kVector = 8;  // elements that are read, computed and written together
-constexpr int kScaleBytes = 4;  // behind the codes of a key or value
+constexpr int kTailBytes = 4;  // behind the codes of a key or value: their scale, or their ends
 
 struct RowGrid {
   dim3 blocks;

@@ -15,13 +15,14 @@ typedef struct {
   int32_t clusters;  // blocks may share their memory (sm_90 and later); results have the same bits without
 } mlspec_cuda_row_launch;
 
-// Keys and values bfloat16 [batch, kv_heads, slots, dim], dense in the last two axes; strides in elements, multiples of 8. coded:
-// rows are int8 codes [dim] and a float32 scale behind them (hf_mlspec/formats/cache/int8.py); strides in bytes, multiples of 16.
+// Keys and values bfloat16 [batch, kv_heads, slots, dim], dense in the last two axes; strides in elements, multiples of 8. code_bits:
+// 0, or 8 or 4: rows are codes of so many bits and four bytes behind them (hf_mlspec/formats/cache/); strides in bytes, multiples
+// of 16.
 typedef struct {
   void *keys, *values;
   int64_t batch, kv_heads, slots, dim;
   int64_t key_batch_stride, key_head_stride, value_batch_stride, value_head_stride;
-  int32_t coded;
+  int32_t code_bits;
 } mlspec_cuda_cache;
 
 // Token t of row r has position and slot starts[r] + t and is real where t < counts[r].
@@ -32,9 +33,11 @@ typedef struct {
 
 // Each returns null, or what went wrong. n, batch and width are at least 1.
 
-// x, residual (or null) bfloat16 [n, width]; weight [width], float32 or bfloat16; total null without a residual.
+// x, residual (or null) bfloat16 [n, width]; weight [width], float32 or bfloat16; total null without a residual. order: null, or
+// int32 [width], of the columns of `normed`, as of mlspec_cuda_ordered_rows.
 const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
-                                 int64_t n, int64_t width, void* normed, void* total, const mlspec_cuda_row_launch* how);
+                                 int64_t n, int64_t width, const int32_t* order, void* normed, void* total,
+                                 const mlspec_cuda_row_launch* how);
 
 // gate, up: rows of `width` bfloat16, `stride` elements from row to row -> out [n, width]; mlspec_activation of cpu/kernels.h.
 // order: null, or int32 [width]: column i of out is what stands in column order[i], as of mlspec_cuda_ordered_rows.
@@ -73,9 +76,9 @@ typedef struct {
 const char* mlspec_cuda_rope_write_rows(const mlspec_cuda_rotation* rotation, const mlspec_cuda_tokens* tokens,
                                         const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 
-// Of keys and values [batch, kv_heads, slots up to a multiple of 64], or null.
+// Of keys and values [batch, kv_heads, slots up to a multiple of 64], or null; zeros: of int4 codes less 8.
 typedef struct {
-  float *keys, *values;
+  float *keys, *values, *key_zeros, *value_zeros;
 } mlspec_cuda_scales;
 
 typedef struct {
@@ -95,8 +98,9 @@ typedef struct {
 const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                               const mlspec_cuda_cache* cache, const mlspec_cuda_row_launch* how);
 
-// The same bits for many tokens, head_dim up to 128, compute capability 9.0; whether these shapes are faster there. Of a coded cache
-// the codes that the tokens see are widened first: `wide` is a bfloat16 cache of the same sizes, then given with the scales.
+// The same bits for many tokens, head_dim up to 128, compute capability 9.0; whether these shapes are faster there. Of a cache of codes
+// those that the tokens see are widened first, keys in the order that attention_codes.cuh gives them: `wide` is a bfloat16 cache of
+// the same sizes, then given with the scales.
 const char* mlspec_cuda_widen_cache(const mlspec_cuda_tokens* tokens, const mlspec_cuda_cache* cache, const mlspec_cuda_cache* wide,
                                     const mlspec_cuda_scales* scales, const mlspec_cuda_row_launch* how);
 const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
