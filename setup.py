@@ -33,7 +33,7 @@ SANITIZERS = os.environ.get("MLSPEC_SANITIZE", "")
 X86_SETS = ("_avx2", "_avxvnni", "_avxvnniint8", "_avx512vnni", "_avx512bf16", "_amx")
 CUDA_ARCHS = ("80", "89", "90a", "100", "120")
 # Of wgmma and the copy engine: for 90a alone.
-HOPPER_ONLY = re.compile(r"(bf16|int4|mxfp4|nested|planes)_linear|attention_prefill")
+HOPPER_ONLY = re.compile(r"(bf16|int4|mxfp4|nested|planes|lut)_linear|attention_prefill")
 NOT_IN_LIBRARY = {"prepack.cu"}  # for eval/bench_gpu_linear; the package packs in ops/tiles_cuda.py
 
 

@@ -9,6 +9,7 @@ namespace mlspec {
 inline constexpr int64_t kBlock = 32;  // elements along `in` of one E8M0 scale, and of a step of the CPU's tiles
 inline constexpr int64_t kGroupSizes[] = {32, 64, 128};  // elements along `in` of one scale of int4 or bit-planes
 inline constexpr int64_t kMaxPlanes = 8;
+inline constexpr int64_t kOutliers = 128;      // int8 columns of an int4 weight that has some: two groups of nibbles
 inline constexpr int64_t kCodebookLevels = 8;  // of a nested weight's draft, without their signs
 
 // What E2M1's codes 0..7 mean, 8..15 are their negatives; and twice what they mean, integers. A kernel copies the table to where
@@ -26,12 +27,18 @@ constexpr bool is_group_size(int64_t elements) {
   return false;
 }
 
+// S of tables of S, S + 1 ... `stored` bits, 2^(stored + 1) - 2^S values in all; 0 where no S has so many columns.
+constexpr int64_t least_planes_of(int64_t stored, int64_t columns) {
+  for (int64_t least = 1; least <= stored; ++least)
+    if ((int64_t{2} << stored) - (int64_t{1} << least) == columns) return least;
+  return 0;
+}
+
 // On the CPU a tile is 16 outputs, and a step of it one block; bytes are those of a step.
 namespace cpu_tiles {
 
 inline constexpr int64_t kTileOutputs = 16;  // the lanes of a 512-bit register
 inline constexpr int64_t kTileBytes = kTileOutputs * kBlock / 2;
-inline constexpr int64_t kOutliers = 128;  // int8 columns of an int4 weight that has some: two groups of nibbles
 inline constexpr int64_t kLowTileBytes = kTileOutputs * kBlock * 12 / 8;  // a nested weight's other bits
 inline constexpr int64_t kPlaneBytes = kTileOutputs * kBlock / 8;         // of one plane
 static_assert(kTileBytes == 4 * 16 * 4, "[4][16][4] bytes, two codes each");

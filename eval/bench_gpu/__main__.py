@@ -11,10 +11,13 @@ pair     code-21m with code-4m beside stock generate, eager and compiled
 exact    ids of chains against the target alone, HumanEval and GSM8K; a difference is a failure
 qspec    one int4 model at 16 and 8 activation bits and both at once
 formats  matrix products of nested weights and bit-planes beside BF16 and MXFP4
+lut      matrix products of lookup-table planes beside int4, on the shapes of Llama-3-8B
+ordered  steps of an int4 model whose layers order their inputs (act-order) over those of the same model without
 nested   a nested target beside a plain one with an MXFP4 draft: steps, replayed chains, code-21m
 planes   a target in 8 bit-planes that drafts with four, replayed, over its own and BF16 greedy decoding
 nested_exact  ids of a nested code-21m and its chains against the plain model
 startup  capturing, the first token, and with --build the extension
+transforms  steps with int8 outliers, ordered inputs and online rotations over those of int4
 attention  of a layer, over bfloat16, int8 and int4 keys and values
 
 FOLDER holds code-21m and code-4m; the prompts lie in ../data beside it or in --data. Every line of --out names machine
@@ -43,7 +46,8 @@ GROUPS = {
     "pair": "eval.bench_gpu.pair", "exact": "eval.bench_gpu.exact", "qspec": "eval.bench_gpu.qspec",
     "formats": "eval.bench_gpu.formats", "nested": "eval.bench_gpu.nested", "planes": "eval.bench_gpu.planes",
     "nested_exact": "eval.bench_gpu.nested_exact", "startup": "eval.bench_gpu.startup",
-    "attention": "eval.bench_gpu.attention",
+    "attention": "eval.bench_gpu.attention", "transforms": "eval.bench_gpu.transforms",
+    "lut": "eval.bench_gpu.lut", "ordered": "eval.bench_gpu.ordered",
 }  # fmt: skip
 
 

@@ -14,11 +14,14 @@ TITLES = {
     "exact": "Chains against the target alone: prompts that differ",
     "qspec": "QSpec: one int4 model at several activation widths",
     "formats": "Products of nested weights and bit-planes (share of the read bandwidth)",
+    "lut": "Products of lookup-table planes beside int4 (share of the read bandwidth)",
+    "ordered": "Steps of an int4 model with an order of inputs (act-order) over those without",
     "nested": "A nested target beside a plain one with a separate MXFP4 draft",
     "planes": "A target in 8 bit-planes, batch 1",
     "nested_exact": "A nested target against the plain one: prompts that differ",
     "startup": "Start-up",
     "attention": "A layer's attention, 8B shape: rows x tokens at slots (share of the read bandwidth)",
+    "transforms": "A captured step with outliers, ordered and rotated inputs over int4 in groups of 128",
 }
 
 

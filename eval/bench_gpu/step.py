@@ -1,7 +1,8 @@
 """How long is one captured step of the Llama-3-8B shape, and how near to the time that reading its weights takes?
 
 A step is what greedy decoding repeats: all layers, the head, the choice of a token; one token a row is fed back, as
-in decoding, so that steps depend on each other. Keys and values of `KEPT` tokens a row are random.
+in decoding, so that steps depend on each other. Keys and values of `KEPT` tokens a row are random; BF16 is timed
+behind longer contexts, too (`LONG`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ class Case:
 
 BF16 = (Case("batch 1, 1 token", 1, 1, 4.5), Case("batch 1, 9 tokens", 1, 9, 4.75), Case("batch 8", 8, 1, 4.9),
         Case("batch 32", 32, 1, 6.0))  # fmt: skip
+LONG = {  # by the tokens in the cache of each row
+    4096: (Case("1 x 1 behind 4,096", 1, 1, None), Case("1 x 9 behind 4,096", 1, 9, None)),
+    8192: (Case("8 x 1 behind 8,192", 8, 1, None), Case("8 x 9 behind 8,192", 8, 9, None)),
+    2048: (Case("32 x 1 behind 2,048", 32, 1, None), Case("32 x 9 behind 2,048", 32, 9, None)),
+    16384: (Case("1 x 1 behind 16,384", 1, 1, None), Case("1 x 9 behind 16,384", 1, 9, None)),
+    32768: (Case("1 x 1 behind 32,768", 1, 1, None), Case("1 x 9 behind 32,768", 1, 9, None)),
+}
 CAST = (Case("batch 1, 1 token", 1, 1, 1.35),)
 TINY = (Case("batch 1, 1 token", 1, 1, 0.080),)
 
@@ -75,8 +83,8 @@ class Step:
             self.ids.copy_(self.tokens[at])
             self.starts += self.case.width
 
-    def timed(self) -> Timing:
-        """Seconds of one step; WrongStep where the replay chooses other tokens than the calls one by one."""
+    def captured(self) -> Callable[[], object]:
+        """What repeats the steps; WrongStep where it chooses other tokens than the calls one by one."""
         self()
         expected = self.tokens.clone()
         replay = capture(self, self.decoder.device)
@@ -86,7 +94,11 @@ class Step:
         if not torch.equal(self.tokens, expected) or int(expected.min()) < 0:
             raise WrongStep(f"{self.case.name}: the captured step chooses {self.tokens.flatten()[:8].tolist()}, the "
                             f"same calls one by one {expected.flatten()[:8].tolist()}")
-        found = time_each(replay, self.decoder.device)
+        return replay
+
+    def timed(self) -> Timing:
+        """Seconds of one step."""
+        found = time_each(self.captured(), self.decoder.device)
         return Timing(found.median / UNROLL, found.least / UNROLL, found.repeats)
 
 
@@ -97,6 +109,9 @@ def step(bench: Bench) -> Iterator[Finding]:
     bench.say(f"step: {shape} made")
     yield from _stock(bench, model, shape, kept)
     yield from _ours(bench, model, shape, "BF16", BF16, kept, read_bytes(model))
+    for behind, cases in {} if bench.quick else LONG.items():
+        yield from _ours(bench, model, shape, "BF16", cases, behind, read_bytes(model))
+        bench.free()
     cast = hf_mlspec.direct_cast(model, "mxfp4")
     bench.say("step: cast")
     yield from _ours(bench, cast, shape, "MXFP4 cast, head too", CAST, kept, hf_mlspec.resident_bytes(cast, model))

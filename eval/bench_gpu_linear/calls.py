@@ -15,12 +15,13 @@ from hf_mlspec.ops.nested import tiles_cuda as tiles_nested_cuda
 
 class Linear(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("tiles", "more", "codebook", "x", "x_scales", "bias", "out")]
+        [(name, ctypes.c_void_p) for name in ("tiles", "more", "codebook", "tables", "x", "x_scales", "bias", "out")]
         + [("exponent_shift", ctypes.c_void_p)]
         + [(name, ctypes.c_int64) for name in ("num_tokens", "in_features", "out_features", "x_scale_stride")]
         + [("outputs_of_weight", ctypes.c_int64)]
-        + [(name, ctypes.c_int32) for name in ("group_size", "has_zeros", "tile_stride", "zero_doubled", "num_planes")]
-        + [(name, ctypes.c_int32) for name in ("weight_bits", "activation_bits", "bias_is_float32")]
+        + [(name, ctypes.c_int32) for name in ("group_size", "has_zeros", "outliers")]
+        + [(name, ctypes.c_int32) for name in ("tile_stride", "zero_doubled", "num_planes")]
+        + [(name, ctypes.c_int32) for name in ("table_columns", "weight_bits", "activation_bits", "bias_is_float32")]
         + [("partial", ctypes.c_void_p)]
         + [(name, ctypes.c_int32) for name in ("overlap", "variant", "ranks", "ring_bytes", "stages_ahead")]
         + [("stream", ctypes.c_void_p)]
@@ -31,7 +32,7 @@ class Quantize(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("x", "codes", "scales")]
         + [(name, ctypes.c_int64) for name in ("num_tokens", "in_features", "scale_stride")]
-        + [(name, ctypes.c_int32) for name in ("group_size", "bits", "for_linear", "overlap")]
+        + [(name, ctypes.c_int32) for name in ("group_size", "bits", "outliers", "for_linear", "overlap")]
         + [("stream", ctypes.c_void_p)]
     )
 

@@ -139,8 +139,8 @@ def our_int4(w: Weights, group: int, bits: int) -> Contender:
 
 
 def our_int4_int8(w: Weights, bits: int) -> Contender:
-    def run(x, tiles, scales, zeros):
-        return ops.int4_int8_linear(x, tiles, scales, zeros, w.out_features, activation_bits=bits)
+    def run(x, tiles, scales):
+        return ops.int4_int8_linear(x, tiles, scales, w.out_features, activation_bits=bits)
 
     make = lambda copies: Ours(w.int4_int8_tiles, run, copies)  # noqa: E731
     nbytes = sum(part.nbytes for part in w.int4_int8_tiles)

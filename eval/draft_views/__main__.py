@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_mlspec
 from eval.draft_views.views import CHUNK, Views, int8, nested
+from eval.refused import refused
 from eval.sources import read_texts
 
 TARGET = "the target itself"
@@ -100,6 +101,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     ends = args.until or [args.tokens // 2, args.tokens]
     if sorted({0, *ends}) != [0, *ends] or ends[-1] > args.tokens:
         parser.error(f"--until {' '.join(map(str, ends))}: positions rise, from 1 to at most --tokens {args.tokens}")
+    models = [("--model", args.model), *(("--draft", folder) for folder in args.draft)]
+    texts = [("--text", file) for file in args.text]
+    if (reason := refused(args.device, models, texts, [("--json", args.json)])) is not None:
+        parser.error(reason)
     args.ranges = list(zip([0, *ends], ends, strict=False))[0 if args.until else 1 :]
     return args
 
@@ -117,9 +122,14 @@ def read(args: argparse.Namespace) -> list[list[int]]:
 
 
 def load(args: argparse.Namespace) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]]:
-    """The target and its drafts; ValueError for a draft of other tokens."""
+    """The target and its drafts; ValueError for a draft of other tokens, and for longer texts than one of them reads.
+    """
     target, *drafts = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device)
                        for folder in (args.model, *args.draft))
+    for folder, model in zip((args.model, *args.draft), (target, *drafts), strict=True):
+        most = getattr(model.config, "max_position_embeddings", None)
+        if most is not None and args.tokens > most:
+            raise ValueError(f"--tokens {args.tokens:,} is more than the {most:,} positions of {folder}: take fewer")
     for folder, draft in zip(args.draft, drafts, strict=True):
         if draft.config.vocab_size != target.config.vocab_size:
             raise ValueError(f"--draft {folder} has {draft.config.vocab_size:,} tokens, the target "

@@ -38,6 +38,7 @@ from transformers import (
 
 from eval.extend_context.tokens import Texts, fingerprint, pack, read, unpack
 from eval.extend_context.training import Recipe, by_position, extend, load, train
+from eval.refused import refused
 
 RANGES = 8  # of positions, of equal length; the first is halved
 
@@ -70,6 +71,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--out {args.out} exists: name a new folder")
     if min(args.positions // (2 * RANGES), args.rows, args.windows, args.steps or 1) < 1 or args.minutes <= 0:
         parser.error(f"--positions is at least {2 * RANGES}, --minutes above 0, --rows, --windows, --steps at least 1")
+    texts = [("--text", path) for path in args.text] + [("--held-out", path) for path in args.held_out]
+    made = [("--out", args.out), ("--prepare", args.prepare)]
+    reason = refused(args.device, [("--model", args.model)], [*texts, ("--tokens", args.tokens)], made)
+    if reason is not None:
+        parser.error(reason)
     return args
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import zipfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,8 +67,12 @@ def pack(texts: Texts, vocabulary: str, file: Path) -> None:
 
 
 def unpack(file: Path, vocabulary: str) -> Texts:
-    """The texts of a file that `pack` wrote; ValueError where they are tokens of another vocabulary."""
+    """The texts of a file that `pack` wrote; ValueError for another file, and for tokens of another vocabulary."""
+    if not zipfile.is_zipfile(file):
+        raise ValueError(f"--tokens {file} is no file that --prepare wrote, or a part of one: prepare it again")
     with np.load(file) as arrays:
+        if missing := {"vocabulary", "kind", "trained"} - set(arrays.files):
+            raise ValueError(f"--tokens {file} was not written by --prepare: it has no {', '.join(sorted(missing))}")
         if str(arrays["vocabulary"]) != vocabulary:
             raise ValueError(f"--tokens {file} has tokens of another vocabulary: prepare them with this model")
         kind = np.dtype(str(arrays["kind"]))

@@ -6,8 +6,9 @@ drafts, and time of a step?
 Of a model as it is and of the same model rotated (QuaRot's rotations), both with int4 weights in groups, rounded to
 the nearest and, with a text to calibrate on, by GPTQ, or of one by each of the methods that are named, its head left
 as it is: perplexity of the text's first windows and of HumanEval's solutions behind their prompts, at w4a16 and w4a4;
-how many tokens of "w4a4" drafts of three the model at w4a16 accepts; and seconds a step of each, greedy, measured in
-turns on one thread, of which the least counts.
+how many tokens of "w4a4" drafts of three the model at w4a16 accepts; and seconds a step of each at w4a16 and w4a4,
+greedy, measured in turns on one thread, of which the least counts. Steps of "atom" over those of "rtn" are what
+outliers cost: --methods rtn atom --windows 1 --solutions 1 --prompts 1.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hf_mlspec.evaluation import score_rows
 
 WINDOW = 512  # tokens
 PEER = "gptq of llm-compressor"
+PRECISIONS = ("w4a16", "w4a4")
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -128,14 +130,18 @@ def acceptance(model: nn.Module, prompts: list[torch.Tensor], tokens: int) -> di
     return {"w4a4 accepted / drafted": accepted / drafted, "accepted / tested": accepted / tested}
 
 
-def step_seconds(models: list[nn.Module], ids: torch.Tensor, tokens: int, repeats: int) -> list[float]:
-    """In turns, each time the least of all."""
-    best = [math.inf] * len(models)
+def step_seconds(
+    models: list[nn.Module], ids: torch.Tensor, tokens: int, repeats: int
+) -> list[dict[str, float]]:
+    """Of each model by precision, in turns, each time the least of all."""
+    best = [dict.fromkeys(PRECISIONS, math.inf) for _ in models]
     for _ in range(repeats):
-        for index, model in enumerate(models):
-            began = time.perf_counter()
-            model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, assistant_models=[])
-            best[index] = min(best[index], (time.perf_counter() - began) / tokens)
+        for precision in PRECISIONS:
+            for own, model in zip(best, models, strict=True):
+                with hf_mlspec.precision_switch(model).at(precision):
+                    began = time.perf_counter()
+                    model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, assistant_models=[])
+                    own[precision] = min(own[precision], (time.perf_counter() - began) / tokens)
     return best
 
 
@@ -164,13 +170,13 @@ def main(argv: list[str] | None = None) -> int:
     for name, model in zip(methods, models, strict=True):
         line = {"method": name}
         for text, (rows, scored) in texts.items():
-            for precision in ("w4a16", "w4a4"):
+            for precision in PRECISIONS:
                 line[f"{text} {precision}"] = perplexity(model, rows, scored, precision)
         line |= acceptance(model, prompts, args.tokens)
         results.append(line)
         print(line, file=sys.stderr, flush=True)
     for line, seconds in zip(results, step_seconds(models, prompts[0], args.tokens, args.repeats), strict=True):
-        line["ms a step"] = 1000 * seconds
+        line |= {f"ms a step, {precision}": 1000 * own for precision, own in seconds.items()}
     print("| " + " | ".join(results[0]) + " |\n|" + "---|" * len(results[0]))
     for line in results:
         print("| " + " | ".join(v if isinstance(v, str) else f"{v:.4g}" for v in line.values()) + " |")

@@ -49,7 +49,7 @@ def _show(console: Console, args: argparse.Namespace, config: MLSpecConfig, foun
         ("size after", f"{found.packed_bytes / 1e6:.1f} MB ({change})"),
         ("packed", f"{found.packed_weights / 1e6:.1f} of {found.all_weights / 1e6:.1f} million weights, in "
                    f"{found.packed_modules} modules"),
-        ("bits per packed weight", f"{config.bits_per_weight:.4g}"),
+        ("bits per packed weight", f"{found.bits_per_packed_weight:.4g}"),
         ("bits per weight of the model", f"{found.bits_per_weight:.4g}"),
         ("kept wide", (", ".join(found.kept[:4]) or "none of the linear layers")
                       + (f" and {len(found.kept) - 4} more" if found.kept[4:] else "")),

@@ -1,17 +1,17 @@
 """Which codes does a weight get whose last 128 inputs are outliers?
 
-Of ``in`` columns the last 128 are int8 codes -127..127 with a scale per row, all others int4 codes in groups of 128,
+Of ``in`` columns the last 128 are int8 codes -119..119 with a scale per row, all others int4 codes in groups of 128,
 symmetric, as in int4.py:
 
     value = (code - 8) * scale          of the first in - 128 columns, a scale per group
-    value = code * outlier_scale        of the last 128, outlier_scale = amax / 127 of the row's, nothing is clipped
+    value = code * outlier_scale        of the last 128, outlier_scale = amax / 119 of the row's, nothing is clipped
 
 Outliers are inputs whose activations are large. A layer whose inputs come in another order moves them to the end with
 the transform "order" (nn/transforms.py), as the method "atom" does. At 4 activation bits the first inputs meet 4-bit
 codes per token and group, outliers 8-bit codes with one scale per token.
 
-A scale is float16; outlier_scale is at most 65504 / 16, so that kernels can read an int8 code as two nibbles. A row of
-zeros has outlier_scale 1. in_features is a multiple of 128 and at least 256.
+Kernels read an int8 code as two signed nibbles, 16 high + low: hence no code beyond 119, and outlier_scale is at most
+65504 / 16. Scales are float16. A row of zeros has outlier_scale 1. in_features is a multiple of 128 and at least 256.
 
 Source: Atom (Zhao et al., arXiv 2310.19102, section 4.1): mixed precision with 128 channels in INT8.
 
@@ -37,7 +37,7 @@ from .weight import NibbleWeight, require_float_matrix
 
 OUTLIERS = 128  # inputs with int8 codes
 GROUP = 128  # of the int4 codes, and of activations
-LARGEST_CODE = 127
+LARGEST_CODE = 119  # 16 * 7 + 7
 LARGEST_SCALE = torch.finfo(torch.float16).max / 16
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest subnormal
 
@@ -69,7 +69,7 @@ def quantize_outliers(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class Int4Int8Parts(NamedTuple):
-    """As on disk. In tiles (ops/int4_int8.py) ``outlier`` are zero points and ``outlier_scale`` stays as it is."""
+    """As on disk. In tiles (ops/int4_int8.py) ``outlier`` has no elements and ``outlier_scale`` stays as it is."""
 
     packed: torch.Tensor
     scale: torch.Tensor
@@ -112,7 +112,7 @@ class Int4Int8Weight(NibbleWeight):
 
     def validate(self, out_features: int | None = None, in_features: int | None = None) -> Int4Int8Weight:
         """Itself, or one specific error: TypeError for a dtype, ValueError for a shape, a truncated tensor, a scale
-        that is NaN, Inf, zero, negative or too large, or a code -128."""
+        that is NaN, Inf, zero, negative or too large, or a code beyond 119."""
         shape = out_features or self.out_features, in_features or self.in_features
         try:
             require_inputs(GROUP, shape[1])
@@ -126,7 +126,8 @@ class Int4Int8Weight(NibbleWeight):
 
 def _require_codes(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_meta:
-        require_none(tensor == -128, name, tensor_name, tensor, "codes below -127")
+        beyond = tensor.to(torch.int16).abs() > LARGEST_CODE
+        require_none(beyond, name, tensor_name, tensor, f"codes beyond {LARGEST_CODE}")
 
 
 def _require_outlier_scales(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
@@ -156,7 +157,7 @@ FORMAT = Format(
     },
     group=lambda **options: GROUP,
     require_group=require_inputs,
-    bits_per_weight=lambda **options: 4.25,  # of 4096 inputs: 4.125 + 512 / in
+    bits_per_weight=lambda in_features=4096, **options: 4.125 + 512 / in_features,
     families=int4.FORMAT.families,
     bit_choices=int4.FORMAT.bit_choices,
     weights_called="4-bit weights",

@@ -65,9 +65,10 @@ class Format:
     title: what messages call it. weight: its tensors on disk as one object. zeros: ``((..., out, in), device,
     **options)`` -> the parts of a weight whose values are all 0: with their names, shapes and dtypes they say what is
     on disk. group: options -> how many weights along ``in`` share a scale and divide it. bits_per_weight:
-    options -> bits a weight takes, scales included. families: words of its precisions, those that a switch of such
-    layers is called at first. bit_choices: the number of stored weight bits -> what a call can ask for, the finest
-    first; stored_bits: options -> that number; least_bits: options -> the fewest weight bits of these that are there.
+    options, and in_features where that matters -> bits a weight takes, scales included. families: words of its
+    precisions, those that a switch of such layers is called at first. bit_choices: the number of stored weight bits ->
+    what a call can ask for, the finest first; stored_bits: options -> that number; least_bits: options -> the fewest
+    weight bits of these that are there.
     weights_called, remedy: what a message calls the weights that such a level reads, and how a model comes by them.
     value_checks: part -> what looks for numbers in it that no quantizer
     writes (damage.py has some); None: that every floating part is finite.

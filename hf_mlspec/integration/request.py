@@ -232,6 +232,13 @@ def vocab_size(model: nn.Module) -> int:
     return getattr(model.config.get_text_config(), "vocab_size", 0)
 
 
+def head_size(model: nn.Module) -> int | None:
+    """Elements of an attention head, None where the config does not tell."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+
+
 def max_positions(model: nn.Module) -> int | None:
     """Number of positions of the model, None if its config has no limit."""
     config = model.config.get_text_config()

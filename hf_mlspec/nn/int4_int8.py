@@ -19,9 +19,10 @@ class Int4Int8Linear(PackedLinear):
         parameter             dtype     on disk, in state_dict()   in tiles, from the first forward on
         weight_packed         uint8     [out, (in - 128) / 2]      [ceil(out / 16), (in + 128) / 32, 256]
         weight_scale          float16   [out, in / 128 - 1]        [ceil(out / 16), in / 128 + 1, 16]
-        weight_outlier        int8      [out, 128]                 zero points, as weight_scale (ops/int4_int8.py)
+        weight_outlier        int8      [out, 128]                 [0, 128]: its nibbles are among weight_packed
         weight_outlier_scale  float16   [out]                      [out]
 
+    On a GPU with kernels tiles have other shapes: ops/int4_int8.py.
     At 16 activation bits x is rounded to bfloat16; at 8 or 4 to integers, a scale per row and 128 elements, outliers
     always to 8. Which inputs are outliers says the transform "order".
     """
@@ -33,8 +34,8 @@ class Int4Int8Linear(PackedLinear):
 def _prepack(
     packed: torch.Tensor, scale: torch.Tensor, outlier: torch.Tensor, outlier_scale: torch.Tensor
 ) -> Int4Int8Parts:
-    weight, scales, zero = ops.prepack_int4_int8(packed, scale, outlier, outlier_scale)
-    return Int4Int8Parts(weight, scales, zero.view(torch.int8), outlier_scale)
+    tiles = ops.prepack_int4_int8(packed, scale, outlier, outlier_scale)
+    return Int4Int8Parts(*tiles, outlier[:0].clone(), outlier_scale)
 
 
 def _unprepack(
@@ -46,12 +47,17 @@ def _unprepack(
 def _multiply(
     x: torch.Tensor, tiles: Int4Int8Parts, rows: int, bias: torch.Tensor | None, switch: PrecisionSwitch
 ) -> torch.Tensor:
-    zero = tiles.outlier.view(torch.uint8)
-    return ops.int4_int8_linear(x, tiles.packed, tiles.scale, zero, rows, bias, activation_bits=switch.activation_bits)
+    return ops.int4_int8_linear(x, tiles.packed, tiles.scale, rows, bias, activation_bits=switch.activation_bits)
 
 
 def _join(weights: Sequence[Int4Int8Parts]) -> Int4Int8Parts:
     return Int4Int8Parts(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
 
 
-register_packing(Packing(Int4Int8Linear, _prepack, _unprepack, _multiply, fits=lambda tiles: True, join=_join))
+def _beside(
+    packed: torch.Tensor, scale: torch.Tensor, outlier: torch.Tensor, outlier_scale: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    return None, None, outlier[:0].clone(), outlier_scale
+
+
+register_packing(Packing(Int4Int8Linear, _prepack, _unprepack, _multiply, beside=_beside, join=_join))

@@ -20,7 +20,7 @@ from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, prepack_planes, unprepack_planes
 from .round import round_lookup, round_open, round_push, round_settle, round_window
-from .rows import embed_rows, gated, gated_in_order, ordered_rows, quantize_rows, rms_norm, silu_mul
+from .rows import embed_rows, gated, gated_in_order, ordered_rows, quantize_rows, rms_norm, rms_norm_in_order, silu_mul
 
 __all__ = [
     "KernelError",
@@ -51,6 +51,7 @@ __all__ = [
     "ragged_attention",
     "ragged_attention_rows",
     "rms_norm",
+    "rms_norm_in_order",
     "rope_write",
     "rope_write_rows",
     "round_lookup",

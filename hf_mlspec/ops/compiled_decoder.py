@@ -127,10 +127,10 @@ def _set_weight(decoder, name: str, weight: Weight) -> None:
     if weight.format == LUT:
         decoder.set_lut(name, *shape, weight.weight, weight.tables, weight.bias, weight.bits.weight)
         return
-    tensors = weight.weight, weight.scale, weight.zero, weight.bias
     if weight.outliers:
-        decoder.set_outliers(name, *shape, *tensors, weight.bits.activation or 16)
+        decoder.set_outliers(name, *shape, weight.weight, weight.scale, weight.bias, weight.bits.activation or 16)
         return
+    tensors = weight.weight, weight.scale, weight.zero, weight.bias
     decoder.set_linear(name, weight.format, *shape, *tensors, weight.group_size, weight.bits.activation or 16)
 
 

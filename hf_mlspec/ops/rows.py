@@ -153,3 +153,27 @@ def ordered_rows(x: Tensor, order: Tensor) -> Tensor:
     """x float32 or bfloat16 ``[n, width]``, order int32 ``[width]``: a permutation -> column i is x's column order[i].
     A number outside of x counts as the nearest one inside. On a GPU x is bfloat16."""
     return x.index_select(1, order.long().clamp(0, max(x.shape[1] - 1, 0)))
+
+
+def _check_rms_norm_in_order(given: Operands) -> None:
+    _check_rms_norm(given)
+    _check_ordered_rows(given)
+
+
+@operator(_check_rms_norm_in_order, lambda given: (
+    given.x.new_empty(given.x.shape), given.x.new_empty((0,) if given.residual is None else given.x.shape)
+), composed_on_cpu=True)  # fmt: skip
+def _rms_norm_in_order(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    normed, total = _rms_norm(x, weight, eps, residual)
+    return ordered_rows(normed, order), total
+
+
+def rms_norm_in_order(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm(x, weight, eps, residual)``, the normed rows as ``ordered_rows`` gives them, bit for bit; on a GPU in
+    one kernel. x float32 or bfloat16 ``[n, width]``."""
+    normed, total = _rms_norm_in_order(x, weight, eps, residual, order)
+    return normed, x if residual is None else total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -47,6 +48,18 @@ def test_a_loaded_model_is_saved_as_the_one_that_was_quantized(saved_model, tmp_
     assert type(loaded.config.quantization_config) is MLSpecConfig
     assert saved(loaded, tmp_path / "loaded") == saved(model, tmp_path / "model")
     assert torch.equal(load(tmp_path / "loaded")(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(("method", "format"), [("gptq", "int4"), ("quarot", "int4"), ("atom+gptq", "int4-int8")])
+def test_a_method_brings_its_format(method, format):
+    assert MLSpecConfig(method=method, calibration=ROWS).format == format
+    assert MLSpecConfig().format == "mxfp4"
+    with pytest.raises(ValueError, match=rf"method '{re.escape(method)}' does not fit format 'mxfp4'"):
+        MLSpecConfig(format="mxfp4", method=method, calibration=ROWS)
+    with pytest.raises(ValueError, match="does not fit format None"):
+        MLSpecConfig(format=None, kv_cache="int8", method=method, calibration=ROWS)
+    with pytest.raises(ValueError, match="MLSpecConfig: method is 'gtpq', choose one of rtn, gptq"):
+        MLSpecConfig(method="gtpq", calibration=ROWS)
 
 
 def test_given_rotations_are_read_while_loading(saved_model, tmp_path):

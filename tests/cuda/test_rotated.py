@@ -14,6 +14,7 @@ from hf_mlspec.calibration.rotation import rotate
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats.hadamard import ORDERS, Hadamard, fitting_hadamard
 from hf_mlspec.nn.replace import transform_alike
+from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.hadamard import matrix_on
 from hf_mlspec.ops.operator import REFERENCES
 
@@ -70,15 +71,32 @@ def test_steps_and_prompts_have_the_same_bits(weights):
     with torch.no_grad():
         modules = model(torch.tensor(ids).cuda()).logits
     assert (together - modules).abs().max() < 0.06 * modules.abs().max()
+    assert_steps_are(decoder, ids, together)
+
+
+def assert_steps_are(decoder: CudaDecoder, ids: list[list[int]], together: torch.Tensor) -> None:
+    """Token by token the bits of the prompts at once."""
     single = Lanes(decoder, 2, slots=128)
     steps = [torch.stack(single.feed([row[i : i + 1] for row in ids])) for i in range(LENGTH)]
     assert torch.equal(torch.cat(steps, dim=1), together)
 
 
-@pytest.mark.parametrize("levels", [["w4a8"], ["w4a4"], ["early_exit:1"]], ids=str)
-def test_a_captured_chain_writes_what_the_target_alone_writes(levels):
+@pytest.mark.parametrize("word", ["w4a8", "w4a4"])
+def test_few_activation_bits_too(word):
+    model = rotated_model()
+    ids = torch.randint(1, 199, (2, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
+    with precision_switch(model).at(word), torch.no_grad():
+        decoder, modules = CudaDecoder(model), model(torch.tensor(ids).cuda()).logits
+        together = torch.stack(Lanes(decoder, 2, slots=128).feed(ids))
+        assert (together - modules).abs().max() < (0.06 if word == "w4a8" else 0.3) * modules.abs().max()
+        assert_steps_are(decoder, ids, together)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("levels", [["w4a8"], ["w4a4"], ["w4a8", "w4a4"], ["early_exit:1"]], ids=str)
+def test_a_captured_chain_writes_what_the_target_alone_writes(levels, batch):
     model = hf_mlspec.prepare(rotated_model(), engine="cuda")
-    inputs = {name: value.cuda() for name, value in prompts([5, 9, 40]).items()}
+    inputs = {name: value.cuda() for name, value in prompts([5, 9, 40, 3, 17, 8, 2, 11][:batch]).items()}
     options = {"do_sample": False, "max_new_tokens": 48, "eos_token_id": None, "pad_token_id": 0}
     alone = model.generate(**inputs, **options, assistant_models=[])
     chain = model.generate(**inputs, **options, assistant_models=levels, speculation_config={"num_draft_tokens": 3})

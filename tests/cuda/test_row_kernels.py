@@ -45,6 +45,11 @@ def test_rms_norm(width, weight_dtype):
             one = slice(r, r + 1)
             alone = ops.rms_norm(x[one], weight, 1e-5, None if other is None else other[one])
             assert torch.equal(alone[0], normed[one])
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
+        poison((5, width), (5, width))
+        ordered, same = ops.rms_norm_in_order(x, weight, 1e-5, other, order)
+        assert torch.equal(ordered, normed[:, order.long()])
+        assert torch.equal(same, total)
 
 
 def test_rms_norm_takes_rows_as_they_lie():

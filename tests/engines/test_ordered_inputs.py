@@ -221,7 +221,7 @@ def test_the_decoder_for_gpus_gathers_where_something_is_ordered_and_nowhere_els
     def counted(op):
         return lambda *operands: gathered.append(len(operands[-1])) or op(*operands)
 
-    for name in ("ordered_rows", "gated_in_order"):
+    for name in ("ordered_rows", "gated_in_order", "rms_norm_in_order"):
         monkeypatch.setattr(ops, name, counted(getattr(ops, name)))
     plain = packed(random_model("llama", torch.float32, **SHAPE, tie_word_embeddings=False), "int4", keep_head=False)
     scored(plain, some_ids(1), decoder=CudaDecoder(plain))
@@ -236,7 +236,7 @@ def test_the_decoder_for_gpus_gathers_where_something_is_ordered_and_nowhere_els
     layers = model.config.num_hidden_layers
     assert sorted(set(gathered)) == sorted({hidden, inner, heads})
     assert gathered.count(inner) == gathered.count(heads) == layers
-    assert gathered.count(hidden) == 2 * layers + 1  # q, k, v; gate, up; the head
+    assert gathered.count(hidden) == 2 * layers + 1  # by the norms in front of q, k, v; gate, up; the head
 
 
 def test_in_captured_rounds_bits_do_not_depend_on_the_grouping():

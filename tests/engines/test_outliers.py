@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoders import in_float64, packed_layers, random_model
+from decoders import Lanes, in_float64, packed_layers, random_model
 from models import packed
 from torch import nn
 
@@ -14,9 +14,8 @@ from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu import weights as cpu
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
-from hf_mlspec.engines.cuda import weights as cuda
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.engine import Guess
-from hf_mlspec.engines.slots import slot_of
 from hf_mlspec.formats.hadamard import Hadamard
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.nn.transforms import HADAMARD, ORDER, record_of
@@ -64,6 +63,22 @@ def test_near_the_modules_and_float64_at_every_precision(name):
                 assert (out - exact).abs().max() < 0.02 * exact.abs().max()
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_decoder_of_gpus_joins_them_and_leaves_them_what_they_are(ordered):
+    """Its list of ops, on the CPU."""
+    model = model_of(ordered=ordered)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for word, near in (("w4a16", 0.01), ("w4a4", 0.3)):
+        with precision_switch(model).at(word), torch.no_grad():
+            modules, decoder = model(IDS).logits, CudaDecoder(model)
+            got = torch.stack(Lanes(decoder, 2, slots=64).feed(IDS.tolist()))
+        assert (got - modules).abs().max() < near * modules.abs().max(), word
+        assert decoder.extra_bytes == 0
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
 def test_as_they_come_they_are_the_last_inputs():
     """An order that changes nothing, and none, have the same bits; outliers that are moved have others."""
     plain, same = model_of(ordered=False), model_of(ordered=False)
@@ -79,7 +94,7 @@ def test_without_an_order_the_decoder_is_not_complete():
     model = model_of(keep_head=True)
     decoder = CpuDecoder(model)
     weight = cpu.read_weight(model.model.layers[-1].mlp.up_proj, "up")
-    tensors = weight.weight, weight.scale, weight.zero, weight.bias
+    tensors = weight.weight, weight.scale, weight.bias
     decoder.handle.set_outliers("up", 256, 1152, *tensors, 16)
     engine = CpuEngine(model, decoder, capacity=8, bits=OWN_BITS)
     engine.start(1, torch.device("cpu"))
@@ -91,10 +106,8 @@ def test_without_an_order_the_decoder_is_not_complete():
         decoder.handle.set_outliers("up", 128, 1152, *tensors, 16)
 
 
-def test_rotated_inputs_and_gpus_are_refused_with_the_reason():
+def test_rotated_inputs_are_refused_with_the_reason():
     model = model_of(ordered=False)
-    with pytest.raises(UnknownArchitecture, match="linears are int4_int8, which the CUDA decoder does not read"):
-        slot_of(cuda.SLOTS, model.model.layers[0].mlp.up_proj, "up", "CUDA")
     model.model.layers[0].mlp.down_proj.transform_(HADAMARD, record_of(Hadamard(128, 1, 1)))
     with pytest.raises(UnknownArchitecture, match="its down rotates the inputs of an int4-int8 weight"):
         CpuDecoder(model)

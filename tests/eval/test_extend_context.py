@@ -102,8 +102,9 @@ def test_a_folder_that_exists_and_texts_that_are_too_short(tmp_path, capsys):
     short.write_text("Too short.\n")
     assert program().main(["--smoke", "--text", str(short)]) == 2
     assert "a window 256: give more text" in capsys.readouterr().err
-    assert program().main(["--smoke", "--text", str(tmp_path / "empty"), "--device", "cpu"]) == 2
-    assert "empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program().main(["--smoke", "--text", str(tmp_path / "empty"), "--device", "cpu"])
+    assert "empty does not exist" in capsys.readouterr().err
 
 
 def test_training_itself_does_not_need_the_package():

@@ -26,11 +26,11 @@ def test_first_inputs_are_int4_and_the_last_128_int8(dense):
     plain = Int4Weight.from_dense(dense[:, :-128])
     assert torch.equal(weight.weight_packed, plain.weight_packed)
     assert torch.equal(weight.weight_scale, plain.weight_scale)
-    scale = (dense[:, -128:].double().abs().amax(1) / 127).half()
+    scale = (dense[:, -128:].double().abs().amax(1) / 119).half()
     scale[3] = 1
     assert torch.equal(weight.weight_outlier_scale, scale)
     codes = (dense[:, -128:].double() / scale.double()[:, None]).round()
-    assert torch.equal(weight.weight_outlier.double(), codes.clamp(-127, 127))
+    assert torch.equal(weight.weight_outlier.double(), codes.clamp(-119, 119))
     values = weight.weight_outlier.double() * scale.double()[:, None]
     assert torch.equal(weight.dequantize(torch.float64), torch.cat([plain.dequantize(torch.float64), values], 1))
     assert (weight.out_features, weight.in_features) == (OUT, IN)
@@ -39,11 +39,11 @@ def test_first_inputs_are_int4_and_the_last_128_int8(dense):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tiles_and_back_bit_for_bit(dense, dtype):
     weight = Int4Int8Weight.from_dense(dense.to(dtype))
-    weight.weight_outlier[0, :127] = torch.arange(-127, 0, dtype=torch.int8)
-    weight.weight_outlier[1, :127] = torch.arange(127, 0, -1, dtype=torch.int8)
+    weight.weight_outlier[0, :120] = torch.arange(-119, 1, dtype=torch.int8)
+    weight.weight_outlier[1, :120] = torch.arange(119, -1, -1, dtype=torch.int8)
     tiles = ops.prepack_int4_int8(*weight.parts)
-    assert [list(part.shape) for part in tiles] == [[2, (IN + 128) // 32, 256], [2, 4, 16], [2, 4, 16]]
-    back = ops.unprepack_int4_int8(*tiles[:2], OUT)
+    assert [list(part.shape) for part in tiles] == [[2, (IN + 128) // 32, 256], [2, 4, 16]]
+    back = ops.unprepack_int4_int8(*tiles, OUT)
     assert all(torch.equal(part, own) for part, own in zip(back, weight.parts, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_too_few_inputs_are_refused_by_name(size):
 @pytest.mark.parametrize(("column", "value", "words"), [
     (0, torch.nan, "up: int4: row 5, group 0 holds NaN"),
     (-1, torch.inf, "up: int4-int8: row 5 holds an outlier of inf"),
-    (-1, 127 * 4100.0, "row 5 holds an outlier of 520700, there are 127 steps of at most 4094:")])
+    (-1, 119 * 4100.0, "row 5 holds an outlier of 487900, there are 119 steps of at most 4094:")])
 def test_what_cannot_be_quantized_is_named(dense, column, value, words):
     dense[5, column] = value
     with pytest.raises(ValueError, match=words):
@@ -64,7 +64,8 @@ def test_what_cannot_be_quantized_is_named(dense, column, value, words):
 
 
 @pytest.mark.parametrize(("part", "change", "error", "words"), [
-    ("outlier", lambda t: t.index_fill(0, torch.tensor([2]), -128), ValueError, "128 codes below -127"),
+    ("outlier", lambda t: t.index_fill(0, torch.tensor([2]), -128), ValueError, "128 codes beyond 119"),
+    ("outlier", lambda t: t.index_fill(1, torch.tensor([2]), 120), ValueError, "20 codes beyond 119"),
     ("outlier", lambda t: t[:, :64], ValueError, r"weight_outlier has shape \[20, 64\], expected \[20, 128\]"),
     ("outlier", lambda t: t.short(), TypeError, r"weight_outlier is torch\.int16"),
     ("outlier_scale", lambda t: t * 0, ValueError, "20 values that are NaN, Inf, zero or negative"),
@@ -76,6 +77,14 @@ def test_damage_is_named(dense, part, change, error, words):
     weight = Int4Int8Weight.from_dense(dense, name="up")
     with pytest.raises(error, match=rf"up: .*{words}"):
         replace(weight, **{f"weight_{part}": change(getattr(weight, f"weight_{part}"))}).validate()
+
+
+@pytest.mark.parametrize("size", [256, 384, 4096])
+def test_bits_of_a_weight_are_those_on_disk(size):
+    record = FORMATS["int4_int8"]
+    bits = sum(part.nbytes * 8 for part in record.zeros((OUT, size), torch.device("meta")))
+    assert record.bits_per_weight(in_features=size) == bits / (OUT * size)
+    assert record.bits_per_weight() == 4.25
 
 
 def test_zeros_are_a_weight_of_zeros():

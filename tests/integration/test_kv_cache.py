@@ -327,6 +327,12 @@ def test_a_level_that_cannot_have_the_codes_says_so(monkeypatch):
         written(target, inputs, assistant_models=[other(target)], speculation_config={"draft_cache": "int4"})
 
 
+def test_heads_of_a_level_that_the_codes_do_not_take_are_said_of_the_option():
+    odd = tiny(seed=2, dtype=torch.bfloat16, kind="gpt2", n_embd=18, n_head=2)
+    with pytest.raises(ValueError, match=r"draft_cache is 'int4', which level .* cannot have: .* and heads have 9"):
+        written(coded(), prompts([9]), assistant_models=[odd], speculation_config={"draft_cache": "int4"})
+
+
 def test_heads_that_a_format_does_not_take_are_named_before_weights_are_loaded(tmp_path):
     odd = {"kind": "gpt2", "n_embd": 18, "n_head": 2}  # rotary embeddings have even ones
     tiny(seed=2, dtype=torch.bfloat16, **odd).save_pretrained(tmp_path / "odd")

@@ -21,7 +21,7 @@ PAIRS = [
     ("kMaxPlanes", "MAX_PLANES", {"planes"}, set()),
     ("cpu_tiles::kTileOutputs", "TILE_OUTPUTS", {"ops"}, {"cuda"}),
     ("cpu_tiles::kTileBytes", "TILE_BYTES", {"ops"}, {"cuda"}),
-    ("cpu_tiles::kOutliers", "OUTLIERS", {"int4", "int8"}, set()),
+    ("kOutliers", "OUTLIERS", {"int4", "int8"}, set()),
     ("cpu_tiles::kLowTileBytes", "LOW_BYTES", {"ops", "nested"}, {"cuda"}),
     ("cpu_tiles::kPlaneBytes", "PLANE_BYTES", {"ops", "planes"}, {"cuda"}),
     ("gpu_tiles::kCodeBytes", "CODE_BYTES", {"ops", "cuda"}, set()),

@@ -37,7 +37,7 @@ def good(op: str) -> dict:
     if op == "int4_int8_linear":
         tiles = ops.prepack_int4_int8(*int4_int8.Int4Int8Weight.from_dense(torch.ones(8, 256)).parts)
         return {"x": torch.zeros(2, 256), "weight_tiles": tiles.weight, "scale_tiles": tiles.scale,
-                "zero_tiles": tiles.zero, "out_features": 8, "bias": None, "activation_bits": 4}  # fmt: skip
+                "out_features": 8, "bias": None, "activation_bits": 4}  # fmt: skip
     if op == "int4_dequantize":
         tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
         return dict(zip(("weight_tiles", "scale_tiles", "zero_tiles", "out_features", "group_size"),
@@ -121,11 +121,10 @@ BAD = [
     ("int4_linear", {"scale_tiles": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}, TypeError, "scale_tiles is"),
     ("int4_int8_linear", {"x": torch.zeros(2, 384)}, ValueError, "the weight takes in_features = 256"),
     ("int4_int8_linear", {"activation_bits": 5}, ValueError, r"activation_bits is 5, choose one of \[4, 8, 16\]"),
-    ("int4_int8_linear", {"zero_tiles": torch.zeros(1, 3, 16)}, TypeError, "zero_tiles is"),
+    ("int4_int8_linear", {"scale_tiles": torch.zeros(1, 3, 16)}, TypeError, "scale_tiles is"),
     ("int4_int8_linear", {"scale_tiles": torch.zeros(1, 2, 16, dtype=F16)}, ValueError, r"scale_tiles has shape"),
     ("int4_int8_linear", {"weight_tiles": torch.zeros(1, 8, 256, dtype=U8), "x": torch.zeros(2, 128),
-                          "scale_tiles": torch.zeros(1, 2, 16, dtype=F16),
-                          "zero_tiles": torch.zeros(1, 2, 16, dtype=U8)},
+                          "scale_tiles": torch.zeros(1, 2, 16, dtype=F16)},
      ValueError, "weight_tiles have 256 columns, expected .*384"),
     ("int4_dequantize", {"weight_tiles": torch.zeros(1, 2, 256)}, TypeError, "weight_tiles is"),
     ("int4_dequantize", {"weight_tiles": torch.zeros(1, 2, 128, dtype=U8)}, ValueError, "weight_tiles .*prepack"),

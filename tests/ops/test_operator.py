@@ -29,8 +29,8 @@ SCHEMAS = [
     "group_size) -> Tensor",
     "int4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, Tensor? "
     "bias, int group_size, int activation_bits) -> Tensor",
-    "int4_int8_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor zero_tiles, int out_features, Tensor? "
-    "bias, int activation_bits) -> Tensor",
+    "int4_int8_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
+    "activation_bits) -> Tensor",
     "mxfp4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "activation_bits) -> Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "
@@ -43,6 +43,7 @@ SCHEMAS = [
     "ragged_attention_rows(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor counts, float scale, int "
     "window, float softcap, int draft_window) -> Tensor",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
+    "rms_norm_in_order(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor order) -> (Tensor, Tensor)",
     "rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, int[] starts, Tensor(a!) keys, Tensor(b!) "
     "values) -> Tensor",
     "rope_write_rows(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor "

@@ -52,6 +52,8 @@ def good(op: str) -> dict:
         "gated": {"gate_up": torch.ones(3, 8), "activation": 0},
         "gated_in_order": {"gate_up": seeded(3, 8), "activation": 0, "order": int32(3, 2, 1, 0)},
         "ordered_rows": {"x": seeded(3, 8), "order": int32(*range(7, -1, -1))},
+        "rms_norm_in_order": {"x": seeded(3, 8), "weight": torch.ones(8), "eps": 1e-5, "residual": None,
+                              "order": int32(*range(7, -1, -1))},
         "rope_write_rows": rotation(),
         "ragged_attention_rows": attention(),
         "choose_rows": {"logits": seeded(2, 9), "softcap": 3.0, "seed": torch.tensor([5]), "streams": int32(0, 1),
@@ -59,8 +61,8 @@ def good(op: str) -> dict:
     }[op]  # fmt: skip
 
 
-OPS = ("embed_rows", "gated", "gated_in_order", "ordered_rows", "rope_write_rows", "ragged_attention_rows",
-       "choose_rows")  # fmt: skip
+OPS = ("embed_rows", "gated", "gated_in_order", "ordered_rows", "rms_norm_in_order", "rope_write_rows",
+       "ragged_attention_rows", "choose_rows")  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,6 +106,12 @@ def test_ordered_rows(dtype):
     assert ops.ordered_rows(x[:0], order).shape == (0, 40)
     half = torch.randperm(20, generator=torch.Generator().manual_seed(2)).int()
     assert torch.equal(ops.gated_in_order(x, 1, half), ops.gated(x, 1)[:, half.long()])
+    weight = seeded(40, seed=1).abs()
+    for residual in (None, seeded(3, 40, seed=2).to(dtype)):
+        normed, total = ops.rms_norm_in_order(x, weight, 1e-5, residual, order)
+        plain, expected = ops.rms_norm(x, weight, 1e-5, residual)
+        assert torch.equal(normed, plain[:, order.long()])
+        assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -279,6 +287,9 @@ BAD = [
     ("ordered_rows", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[8\]"),
     ("ordered_rows", {"order": torch.arange(8)}, TypeError, "order is torch.int64, expected torch.int32"),
     ("ordered_rows", {"order": torch.zeros(16, dtype=torch.int32)[::2]}, ValueError, "not contiguous"),
+    ("rms_norm_in_order", {"x": torch.ones(2, 3, 8)}, ValueError, r"x has shape \[2, 3, 8\], expected \[n, width\]"),
+    ("rms_norm_in_order", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[8\]"),
+    ("rms_norm_in_order", {"weight": torch.ones(7)}, ValueError, r"weight has shape \[7\], expected \[8\]"),
     ("gated", {"activation": 4}, ValueError, "activation is 4, choose one of .*'silu': 0"),
     ("rope_write_rows", {"heads": 5}, ValueError, r"qkv has shape \[4, 4, 128\], .*\[4, width, 144\] for 5 heads"),
     ("rope_write_rows", {"qkv": torch.ones(3, 4, 128)}, ValueError, r"qkv has shape \[3, 4, 128\]"),

@@ -139,7 +139,7 @@ def _int4_int8(linear: Int4Int8Linear, parts: Int4Int8Parts, shape: dict[str, An
     order = shape["order"]
     if order is None:
         order = torch.arange(linear.in_features, dtype=torch.int32)
-    own = {"zero": parts.outlier.view(torch.uint8), "group_size": linear.group_size, "outliers": OUTLIERS}
+    own = {"group_size": linear.group_size, "outliers": OUTLIERS}
     twice = {**shape, "order": torch.cat([order, order[-OUTLIERS:]])}
     return Weight(INT4, parts.packed, scale=parts.scale, **own, **twice)
 

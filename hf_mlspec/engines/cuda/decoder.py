@@ -32,13 +32,16 @@ _ROW_BYTES = 16  # what the kernels load at once
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table. down_order: of
-    the inputs of `down`, int32 ``[intermediate]``, None for inputs as they come."""
+    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table. Orders: of the
+    inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
+    they come."""
 
     qkv: JoinedLinear
     o: JoinedLinear
     gate_up: JoinedLinear
     down: JoinedLinear
+    qkv_order: Tensor | None
+    gate_up_order: Tensor | None
     down_order: Tensor | None
     attention_norm: Tensor
     mlp_norm: Tensor
@@ -153,11 +156,11 @@ class CudaDecoder:
         total = self._embed(flat if packing is None else flat.index_select(0, packing.take))
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
-            normed, total = _norm(total, added, layer.attention_norm, eps)
+            normed, total = _norm(total, added, layer.attention_norm, eps, layer.qkv_order)
             added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
             if layer.attention_out is not None:
                 added, _ = ops.rms_norm(added, layer.attention_out, eps)
-            normed, total = ops.rms_norm(added, layer.mlp_norm, eps, total)
+            normed, total = _norm(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
             if layer.mlp_out is not None:
                 added, _ = ops.rms_norm(added, layer.mlp_out, eps)
@@ -243,9 +246,19 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
-def _norm(total: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normed sum of both, and the sum."""
-    return ops.rms_norm(total, weight, eps) if added is None else ops.rms_norm(added, weight, eps, total)
+def _norm(
+    total: Tensor, added: Tensor | None, weight: Tensor, eps: float, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The normed sum of both, its columns in an order, and the sum."""
+    x, residual = (total, None) if added is None else (added, total)
+    if order is None:
+        return ops.rms_norm(x, weight, eps, residual)
+    return ops.rms_norm_in_order(x, weight, eps, residual, order)
+
+
+def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
+    """A linear for inputs that are in its order, and the order."""
+    return (linear.linear, linear.order) if isinstance(linear, OrderedLinear) else (linear, None)
 
 
 def _layer(block: Block) -> Layer:
@@ -253,15 +266,17 @@ def _layer(block: Block) -> Layer:
     qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
     gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
     attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
-    joined_qkv, o = joined(qkv, "q, k, v"), joined([modules["o"]], "o")
-    joined_gate_up, down = joined(gate_up, "gate, up"), joined([modules["down"]], "down")
-    ordered = isinstance(down, OrderedLinear)  # by the kernel in front of it
+    joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
+    joined_gate_up, gate_up_order = _without_order(joined(gate_up, "gate, up"))
+    down, down_order = _without_order(joined([modules["down"]], "down"))
     return Layer(
         qkv=joined_qkv,
-        o=o,
+        o=joined([modules["o"]], "o"),
         gate_up=joined_gate_up,
-        down=down.linear if ordered else down,
-        down_order=down.order if ordered else None,
+        down=down,
+        qkv_order=qkv_order,
+        gate_up_order=gate_up_order,
+        down_order=down_order,
         attention_norm=attention,
         mlp_norm=mlp,
         attention_out=attention_out,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ... import ops
 from ...formats import Parts
 from ...formats.hadamard import Hadamard
+from ...nn.int4_int8 import Int4Int8Linear
+from ...nn.lut import LutLinear
 from ...nn.nested import NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import as_one
@@ -62,6 +64,21 @@ class FourBitLinear:
         return ops.int4_linear(
             x, *self.tiles, self.out_features, self.bias, group_size=self.group_size, activation_bits=width
         )
+
+
+class OutlierLinear:
+    """Tiles of ``ops.prepack_int4_int8``."""
+
+    __slots__ = ("bias", "extra_bytes", "out_features", "own", "tiles")
+
+    def __init__(self, module: Int4Int8Linear, tiles: Parts, out_features: int, bias: Tensor | None):
+        self.tiles = tiles[:2]
+        self.out_features, self.bias, self.extra_bytes, self.own = out_features, bias, 0, module.switch.bits
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]`` at 16, 8 or 4 activation bits, 0: the switch's."""
+        width = bits.activation or self.own.activation
+        return ops.int4_int8_linear(x, *self.tiles, self.out_features, self.bias, activation_bits=width)
 
 
 class NestedTilesLinear:
@@ -117,6 +134,21 @@ class PlanesTilesLinear:
         return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how, num_planes=count)
 
 
+class LutTilesLinear:
+    """Tiles of ``ops.prepack_lut``, of which a call reads the first few planes and their table."""
+
+    __slots__ = ("bias", "extra_bytes", "out_features", "own", "tiles")
+
+    def __init__(self, module: LutLinear, tiles: Parts, out_features: int, bias: Tensor | None):
+        self.tiles, self.out_features, self.bias, self.extra_bytes = tiles, out_features, bias, 0
+        self.own = module.switch.bits
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]`` with as many planes as bits.weight says, 0: the switch's."""
+        count = bits.weight or self.own.weight
+        return ops.lut_linear(x, *self.tiles, self.out_features, self.bias, num_planes=count)
+
+
 class OrderedLinear:
     """A linear whose weight was made for inputs in another order: int32 ``[in]``, as in nn/transforms.py."""
 
@@ -153,14 +185,16 @@ class RotatedLinear:
         return self.linear(ops.hadamard_rows(x, self.how), bits)
 
 
-PackedTilesLinear = FourBitLinear | NestedTilesLinear | PlanesTilesLinear
+PackedTilesLinear = FourBitLinear | OutlierLinear | NestedTilesLinear | PlanesTilesLinear | LutTilesLinear
 JoinedLinear = DenseLinear | PackedTilesLinear | OrderedLinear | RotatedLinear
 # Of each format: (one of the modules, tiles of all of them, their outputs, bias) -> how the CUDA decoder calls them.
 SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], PackedTilesLinear]] = {
     "mxfp4": FourBitLinear,
     "int4": FourBitLinear,
+    "int4_int8": OutlierLinear,
     "nested": NestedTilesLinear,
     "planes": PlanesTilesLinear,
+    "lut": LutTilesLinear,
 }
 
 
@@ -198,7 +232,7 @@ def _joined_bias(modules: Sequence[nn.Module]) -> Tensor | None:
 
 
 def _require_one_format(modules: Sequence[nn.Module], name: str) -> None:
-    told = "group_size", "symmetric", "num_planes", "zero_doubled"
+    told = "group_size", "symmetric", "num_planes", "least_planes", "zero_doubled"
     kinds = {
         (type(m).__name__, id(getattr(m, "switch", None)), *(getattr(m, name, None) for name in told)) for m in modules
     }

@@ -30,7 +30,7 @@ from ..config import (
     check_threshold,
 )
 from ..processing import Prompts, split_processors, warp_of
-from ..request import max_positions, vocab_size
+from ..request import head_size, max_positions, vocab_size
 from .lower_precision import drafting_defaults
 from .resolve import Level
 
@@ -126,7 +126,10 @@ class Wiring:
         """Give a level's own cache the format that was asked for."""
         word = self.config.draft_cache
         try:
-            engine.keep_in(cache_format(word, "draft_cache"))
+            kept = cache_format(word, "draft_cache")
+            if (size := head_size(level.model)) is not None:
+                kept.width(size)
+            engine.keep_in(kept)
         except ValueError as error:
             raise ValueError(f"draft_cache is {word!r}, which level {level.name} cannot have: {error}") from error
 

@@ -168,6 +168,13 @@ def _attach(model: PreTrainedModel, config: MLSpecConfig, plan: Plan, record: di
     attach_quantizer(model, {**settings, "transform": plan.transform.word})
 
 
+def keep_in_cache(model: PreTrainedModel, config: MLSpecConfig) -> None:
+    """Let a dense model keep keys and values as ``config`` says, before it is calibrated: what reads them then sees
+    them so."""
+    if config.kv_cache is not None:
+        attach_quantizer(model, {"format": None, "kv_cache": config.kv_cache})
+
+
 def _finished(
     model: PreTrainedModel, plan: Plan, record: dict[str, Any], folder: str | os.PathLike
 ) -> FinishedBlocks:

@@ -14,16 +14,15 @@ import torch
 from transformers import PreTrainedModel
 
 from ...calibration.methods import method_for
-from ...nn.replace import attach_quantizer
 from ...precision import Precision
 from ..levels.load import read_model, read_tokenizer, require_folder
 from ..levels.resolve import clear
 from ..request import max_positions
 from ..scoring import token_logprobs
-from .calibrated import Calibrated, quantize
+from .calibrated import Calibrated, keep_in_cache, quantize
 from .calibration_text import token_stream
 from .config import MLSpecConfig
-from .folder import Quantized, copy_tokenizer, measure, require_free, require_wide
+from .folder import Quantized, bits_per_packed_weight, copy_tokenizer, measure, require_free, require_wide
 
 WINDOW = 1024  # tokens of a row whose perplexity is measured, where the model has as many positions
 
@@ -61,8 +60,7 @@ def calibrate_folder(
     model = read_model(source, dtype).eval()
     windows = [] if ids is None else _windows(ids, max_positions(model))
     perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
-    if config.kv_cache is not None:
-        attach_quantizer(model, {"format": None, "kv_cache": config.kv_cache})
+    keep_in_cache(model, config)
     folder = Path(f"{target.rstrip('/')}.blocks")
     given = {name: getattr(config, name) for name in ("group_size", "symmetric", "activation_bits", "skip_modules")}
     found = quantize(model, method, config.format, calibration=calibration, tokenizer=tokenizer, work_folder=folder,
@@ -75,8 +73,8 @@ def calibrate_folder(
     shutil.rmtree(folder)
     kept = model.config.quantization_config.modules_to_not_convert
     sizes = Quantized(
-        format=config.format, **measure(model), kept=kept, copied=copied, quantize_seconds=done - begin,
-        save_seconds=time.perf_counter() - done,
+        format=config.format, bits_per_packed_weight=bits_per_packed_weight(model), **measure(model), kept=kept,
+        copied=copied, quantize_seconds=done - begin, save_seconds=time.perf_counter() - done,
     )  # fmt: skip
     return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows))
 

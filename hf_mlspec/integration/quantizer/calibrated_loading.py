@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from ...calibration.samples import require_lengths
 from ...nn.calibration import read_samples
 from ...nn.castable import has_dense_weight
-from ...nn.replace import attach_quantizer, detach_quantizer
+from ...nn.replace import detach_quantizer
 from ..levels.load import read_tokenizer
 from ..request import max_positions, vocab_size
-from .calibrated import plan_of, quantize
+from .calibrated import keep_in_cache, plan_of, quantize
 from .calibration_text import rows_of
 from .checkpoint import Checkpoint, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
@@ -56,8 +56,7 @@ def calibrate_loaded(model: PreTrainedModel, config: MLSpecConfig, samples: list
             f"{missing[0]}: give the whole checkpoint"
         )
     detach_quantizer(model)  # it is dense; `quantize` gives it the quantizer of a packed model
-    if config.kv_cache is not None:
-        attach_quantizer(model, {"format": None, "kv_cache": config.kv_cache})
+    keep_in_cache(model, config)
     skipped = [*(config.skip_modules or ()), *config.modules_to_not_convert]
     request = config.request
     quantize(

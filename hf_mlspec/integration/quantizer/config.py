@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from types import EllipsisType
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ...calibration.methods import format_of
 from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits
 from ...nn.transforms import NONE, transform_named
@@ -35,7 +37,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         which are a draft; as ``hf_mlspec.nest`` after loading, output head and tied embedding included) or
         ``"bitplanes"`` (one bit per plane, and a float16 scale per group; any number of the first planes is a draft).
         docs/formats.md shows the bits. ``"nested"`` and ``"planes"`` are other words for the last two. Registered
-        formats have words of their own. None, with ``kv_cache``: no weight is packed.
+        formats have words of their own. None, with ``kv_cache``: no weight is packed. Not given: that of the method,
+        else ``"mxfp4"``.
     group_size: int4 and bitplanes: 32, 64 or 128 weights along in_features share a scale. It must divide the
         in_features of every packed layer (for mxfp4: 32); otherwise an error names the layer before a tensor is read.
         In nested-bf16 layers that 32 does not divide stay BF16, with a warning.
@@ -80,7 +83,7 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        format: str | None = "mxfp4",
+        format: str | EllipsisType | None = ...,
         group_size: int = 128,
         symmetric: bool = True,
         activation_bits: int = 16,
@@ -100,7 +103,7 @@ class MLSpecConfig(QuantizationConfigMixin):
     ) -> None:
         asked = {name: others.pop(name) for name in OPTIONS if name in others}
         unknown = set(others) - set(options())
-        record = _require_known(quant_method, format, format_version, unknown)
+        record = _require_known(quant_method, _asked(format, method), format_version, unknown)
         self.kv_cache = kv_cache if kv_cache is None else cache_format(kv_cache, "MLSpecConfig: kv_cache").word
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
         given |= {"num_planes": num_planes, **others}
@@ -141,7 +144,7 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits a packed weight takes, scales and zero points included."""
+        """Bits a packed weight takes, scales and zero points included; of 4,096 inputs where their number matters."""
         return self.record.bits_per_weight(**self.format_settings)
 
     @property
@@ -166,6 +169,18 @@ class MLSpecConfig(QuantizationConfigMixin):
 class MLSpecConfigWithMethod(MLSpecConfig):
     """What MLSpecConfig(method=...) is. transformers reads the config of a folder that is quantized already, and drops
     the one that was given with a warning, where both are of one class; here it refuses."""
+
+
+def _asked(format: str | EllipsisType | None, method: Any) -> str | None:
+    """The format, that of the method where none is given."""
+    if format is not ...:
+        return format
+    if method is None:
+        return "mxfp4"
+    try:
+        return format_of(method)
+    except ValueError as error:
+        raise ValueError(f"MLSpecConfig: {error}") from error
 
 
 def _require_known(quant_method: str, format: str | None, version: int, unknown: set[str]) -> Format | None:

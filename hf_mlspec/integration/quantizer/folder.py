@@ -32,6 +32,7 @@ class Quantized:
     packed_modules: int
     packed_weights: int
     all_weights: int
+    bits_per_packed_weight: float
     wide_bytes: int  # of the tensors, in the dtype the model was loaded in
     packed_bytes: int
     kept: list[str]
@@ -66,7 +67,8 @@ def quantize_folder(
     copied = copy_tokenizer(source, Path(target))
     found = measure(model)
     return Quantized(
-        format=config.format, **found, kept=model.config.quantization_config.modules_to_not_convert, copied=copied,
+        format=config.format, bits_per_packed_weight=bits_per_packed_weight(model), **found,
+        kept=model.config.quantization_config.modules_to_not_convert, copied=copied,
         quantize_seconds=quantized - begin, save_seconds=time.perf_counter() - quantized,
     )  # fmt: skip
 
@@ -129,6 +131,17 @@ def measure(model: nn.Module) -> dict[str, int]:
         "wide_bytes": codes * model.dtype.itemsize + sum(tensor.nbytes for tensor in own.values()),
         "packed_bytes": all_bytes,
     }
+
+
+def bits_per_packed_weight(model: nn.Module) -> float:
+    """Average over the packed modules of a model that an MLSpecConfig packed, scales included."""
+    settings, bits, codes = model.config.quantization_config.format_settings, 0.0, 0
+    for _, module in packed_modules(model):
+        linear = isinstance(module, PackedLinear)
+        own = module.in_features * module.out_features if linear else _codes_of_experts(module)
+        inputs = {"in_features": module.in_features} if linear else {}
+        bits, codes = bits + own * module.record.bits_per_weight(**settings, **inputs), codes + own
+    return bits / codes
 
 
 def _codes_of_experts(module: PackedModule) -> int:

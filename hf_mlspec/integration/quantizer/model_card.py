@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ...nn.packed import PackedModule
+from .folder import bits_per_packed_weight
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -66,7 +67,7 @@ def _format_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
     return [
         ("format", f"{config.format}, version {config.format_version}"),
         *settings,
-        ("bits per packed weight", f"{config.bits_per_weight:.4g}"),
+        ("bits per packed weight", f"{bits_per_packed_weight(model):.4g}"),
         ("activation bits (default)", str(config.activation_bits)),
         *([("keys and values in the cache", config.kv_cache)] if config.kv_cache else []),
         ("packed modules", str(len(packed))),

@@ -23,6 +23,7 @@ from ...nn.castable import require_plain_inputs
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.transforms import NONE
+from ..request import head_size
 from .calibrated_loading import calibrate_loaded, prepare_to_calibrate
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
@@ -240,9 +241,7 @@ def _guard_name(model: nn.Module) -> str:
 
 def _require_heads(model: PreTrainedModel, kv_cache: str | None) -> None:
     """ValueError for keys and values in a format that does not take the size of a head."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    size = head_size(model)
     if kv_cache is None or size is None:
         return
     try:

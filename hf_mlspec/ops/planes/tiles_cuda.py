@@ -23,6 +23,8 @@ from ...formats.planes import GROUP_SIZES, MAX_PLANES
 from ..tiles_cuda import PAIR_INPUTS, PAIR_OUTPUTS, SHAPE_ONLY, in_pairs, num_pairs, pairs_at_once
 
 PLANE_BYTES = 64 * 128 // 8  # of a tile
+_AXES = "pmwhrcfstqe"  # of the bits of a plane, row by row
+_ORDER = "eths"  # of the bits of a word, the highest first
 
 
 def is_packed(plane_tiles: Tensor) -> bool:
@@ -77,7 +79,7 @@ def pack(planes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         step = pairs_at_once(planes, chunks)
         for first in range(0, pairs, step):
             rows = plane[first * PAIR_OUTPUTS : (first + step) * PAIR_OUTPUTS]
-            to[first : first + step] = _to_words(in_pairs(rows, PAIR_INPUTS // 8, 0), number)
+            to[first : first + step] = to_words(in_pairs(rows, PAIR_INPUTS // 8, 0), number, _ORDER)
     return tiles.flatten(2), scale.new_empty(0, scale.shape[1], SHAPE_ONLY)
 
 
@@ -96,26 +98,32 @@ def unpack(plane_tiles: Tensor, scale_tiles: Tensor, out_features: int) -> tuple
     for number, to in enumerate(planes):
         words = tiles[..., front + number * PLANE_BYTES : front + (number + 1) * PLANE_BYTES]
         for first in range(0, pairs, step):
-            rows = _from_words(words[first : first + step], number)[: out_features - first * PAIR_OUTPUTS]
+            rows = from_words(words[first : first + step], number, _ORDER)[: out_features - first * PAIR_OUTPUTS]
             to[first * PAIR_OUTPUTS : first * PAIR_OUTPUTS + len(rows)] = rows[:, : to.shape[1]]
     return planes, scale
 
 
-def _to_words(rows: Tensor, plane: int) -> Tensor:
-    """Bytes of 8 inputs ``[p, m, w, h, r, c, 16]`` -> a plane of tiles ``[p, c, m, 1024]``."""
+def to_words(rows: Tensor, plane: int, order: str) -> Tensor:
+    """Bytes of 8 inputs ``[p, m, w, h, r, c, 16]`` -> a plane of tiles ``[p, c, m, 1024]``.
+
+    order: of the bits of a word before they are moved by ``plane``, the highest digit of their place first: a
+    permutation of e, t, h and s, which is last.
+    """
     octets = rows.unflatten(-1, (2, 4, 2, 1))  # [p m w h r c f s t 1]
     bits = (octets >> _shifts(8, rows) & 1).unflatten(-1, (4, 2))  # [p m w h r c f s t q e]
-    byte_of_word = bits.permute(0, 5, 1, 2, 4, 9, 6, 10, 8, 3, 7).flatten(-2)  # [p c m w r q f e t, h s]
+    places = [_AXES.index(axis) for axis in "pcmwrqf" + order]
+    byte_of_word = bits.permute(places).flatten(-2)  # [p c m w r q f, two axes of the order, the others]
     words = (byte_of_word << _shifts(8, rows)).sum(-1, dtype=torch.uint8).flatten(-2).view(torch.int32)
     return _rotated_right(words, plane).view(torch.uint8).flatten(3)
 
 
-def _from_words(words: Tensor, plane: int) -> Tensor:
+def from_words(words: Tensor, plane: int, order: str) -> Tensor:
     """The inverse: ``[p, c, m, 1024]`` -> bytes of 8 inputs ``[p * 128, c * 16]``."""
     natural = _rotated_right(words.contiguous().view(torch.int32), -plane % 32).view(torch.uint8)
-    octets = natural.unflatten(-1, (4, 8, 4, 2, 2, 2, 1))  # [p c m w r q f e t 1]
-    bits = (octets >> _shifts(8, words) & 1).unflatten(-1, (2, 4))  # [p c m w r q f e t h s]
-    byte_of_row = bits.permute(0, 2, 3, 9, 4, 1, 6, 10, 8, 5, 7).flatten(-2)  # [p m w h r c f s t, q e]
+    octets = natural.unflatten(-1, (4, 8, 4, 2, 2, 2, 1))  # [p c m w r q f, two axes of the order, 1]
+    bits = (octets >> _shifts(8, words) & 1).unflatten(-1, (2, 4))  # [p c m w r q f, the order]
+    held = "pcmwrqf" + order
+    byte_of_row = bits.permute([held.index(axis) for axis in _AXES]).flatten(-2)  # [p m w h r c f s t, q e]
     rows = (byte_of_row << _shifts(8, words)).sum(-1, dtype=torch.uint8)
     return rows.reshape(len(words) * PAIR_OUTPUTS, -1)
 

@@ -141,9 +141,9 @@ class DecoderObject : public torch::CustomClassHolder {
 
   // The same for int4 columns with int8 outliers; set_order has to follow, and names outliers twice.
   void set_outliers(const std::string& name, int64_t in, int64_t out, const Tensor& weight, const Tensor& scale,
-                    const Tensor& zero, const MaybeTensor& bias, int64_t bits) {
-    const mlspec::Linear linear = mlspec::outlier_linear(name, in, out, weight, scale, zero, bits);
-    for (const Tensor* part : {&weight, &scale, &zero}) hold(*part);
+                    const MaybeTensor& bias, int64_t bits) {
+    const mlspec::Linear linear = mlspec::outlier_linear(name, in, out, weight, scale, bits);
+    for (const Tensor* part : {&weight, &scale}) hold(*part);
     put(name, linear, bias);
   }
 

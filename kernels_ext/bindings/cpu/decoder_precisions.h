@@ -4,7 +4,6 @@
 #include <string>
 
 #include "decoder_tensors.h"
-#include "lut.h"
 #include "planes.h"
 
 namespace mlspec {

@@ -75,16 +75,16 @@ inline void check_weight(const std::string& name, const Linear& linear, const at
 
 // int4 columns and, as two groups of nibbles, kOutliers int8 columns (hf_mlspec/ops/int4_int8.py); set_order completes it.
 inline Linear outlier_linear(const std::string& name, int64_t in, int64_t out, const at::Tensor& weight, const at::Tensor& scale,
-                             const at::Tensor& zero, int64_t bits) {
+                             int64_t bits) {
   TORCH_CHECK_VALUE(in % kOutliers == 0 && in >= 2 * kOutliers, name, ".weight: int4-int8 takes in_features a multiple of ",
                     kOutliers, " from ", 2 * kOutliers, " on, not ", in);
   Linear linear;
   linear.format = WeightFormat::kInt4;
   linear.group = kOutliers, linear.own = {4, bits};
   linear.in_features = in + kOutliers, linear.out_features = out;
-  check_weight(name, linear, weight, scale, zero);
+  check_weight(name, linear, weight, scale, std::nullopt);
   linear.in_features = in, linear.outliers = kOutliers;
-  linear.weight = weight.const_data_ptr(), linear.scale = scale.const_data_ptr(), linear.zero = zero.const_data_ptr<uint8_t>();
+  linear.weight = weight.const_data_ptr(), linear.scale = scale.const_data_ptr();
   return linear;
 }
 

@@ -179,10 +179,10 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
 }
 
 // The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
-Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Tensor& zero_tiles,
-                        int64_t out_features, const std::optional<Tensor>& bias, int64_t activation_bits) {
+Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features,
+                        const std::optional<Tensor>& bias, int64_t activation_bits) {
   constexpr const char* op = "int4_int8_linear";
-  const mlspec_linear_args args = int4_weight(op, weight_tiles, scale_tiles, zero_tiles, out_features, kOutliers);
+  const mlspec_linear_args args = int4_weight(op, weight_tiles, scale_tiles, std::nullopt, out_features, kOutliers);
   TORCH_CHECK_VALUE(args.in_features >= 3 * kOutliers, op, ": weight_tiles have ", args.in_features, " columns, expected ",
                     3 * kOutliers, " or more: in_features and ", kOutliers, " outliers again");
   check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});

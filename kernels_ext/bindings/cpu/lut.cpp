@@ -1,6 +1,4 @@
 // How does the kernel of lookup-table planes meet torch? Operands are checked here; the rest is as for every linear.
-#include "lut.h"
-
 #include <torch/library.h>
 
 #include "../../formats.h"

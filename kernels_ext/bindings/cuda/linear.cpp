@@ -69,6 +69,7 @@ std::tuple<Tensor, Tensor> quantized(const CudaCall& call, const Tensor& x, int6
   quantize.scale_stride = args.x_scale_stride;
   quantize.group_size = static_cast<int32_t>(group);
   quantize.bits = static_cast<int32_t>(bits);
+  quantize.outliers = args.outliers;
   quantize.for_linear = 1;
   quantize.overlap = call.overlap();
   quantize.stream = call.stream();
@@ -95,7 +96,7 @@ void check_linear_x(const char* op, const Tensor& x, const char* weight_name, co
 
 Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, const Maybe& bias) {
   mlspec_cuda_linear& args = weight.args;
-  const int64_t in = args.in_features, out = args.out_features;
+  const int64_t in = args.in_features - args.outliers, out = args.out_features;
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = out;
   const Tensor y = at::empty(shape, x.options().dtype(at::kBFloat16));
@@ -172,6 +173,22 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
 }
 
+// The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
+Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features,
+                        const Maybe& bias, int64_t activation_bits) {
+  constexpr const char* op = "int4_int8_linear";
+  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kOutliers, 2);
+  TORCH_CHECK_VALUE(args.in_features >= 3 * kOutliers, op, ": weight_tiles have ", args.in_features, " columns, expected ",
+                    3 * kOutliers, " or more: in_features and ", kOutliers, " outliers again");
+  const int64_t groups[] = {0, scale_tiles.size(1), 16};
+  check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
+  check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features - kOutliers, bias, out_features);
+  args.outliers = kOutliers;
+  args.activation_bits = static_cast<int32_t>(activation_bits);
+  return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
+}
+
 Tensor dense_linear(const char* op, const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t outputs_of_weight) {
   TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), ", expected [out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
@@ -233,6 +250,7 @@ std::string cuda_linears(int64_t device) {
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("mxfp4_linear", mxfp4_linear);
   m.impl("int4_linear", int4_linear);
+  m.impl("int4_int8_linear", int4_int8_linear);
   m.impl("bf16_linear", bf16_linear);
   m.impl("bf16_rows_linear", bf16_rows_linear);
   m.impl("quantize_rows", quantize_rows);

@@ -85,8 +85,8 @@ mlspec_cuda_tokens tokens_of(const char* op, const Tensor& starts, const Tensor&
   return {starts.const_data_ptr<int32_t>(), counts.const_data_ptr<int32_t>(), width};
 }
 
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps, const Maybe& residual) {
-  constexpr const char* op = "rms_norm";
+std::tuple<Tensor, Tensor> norm_by(const char* op, const Tensor& x, const Tensor& weight, double eps, const Maybe& residual,
+                                   const Tensor* order) {
   check_bf16(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
   const int64_t width = x.size(-1);
@@ -98,6 +98,10 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
     check_shape(op, "residual", *residual, x.sizes());
     check_device(op, "residual", *residual, "x", x);
   }
+  if (order) {
+    TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, width]");
+    check_vector(op, "order", *order, width, "x", x);
+  }
   const CudaCall call(op, x);
   Tensor normed = at::empty(x.sizes(), x.options()), total = at::empty(residual ? x.sizes() : at::IntArrayRef{0}, x.options());
   if (x.numel() == 0) return {normed, total};
@@ -106,8 +110,17 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, doubl
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_rms_norm(flat.const_data_ptr(), residual ? other.const_data_ptr() : nullptr, scales.const_data_ptr(),
                                   scales.scalar_type() == at::kBFloat16, static_cast<float>(eps), flat.numel() / width, width,
-                                  normed.mutable_data_ptr(), residual ? total.mutable_data_ptr() : nullptr, &launch));
+                                  order ? order->const_data_ptr<int32_t>() : nullptr, normed.mutable_data_ptr(), residual ? total.mutable_data_ptr() : nullptr, &launch));
   return {normed, total};
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps, const Maybe& residual) {
+  return norm_by("rms_norm", x, weight, eps, residual, nullptr);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_in_order(const Tensor& x, const Tensor& weight, double eps, const Maybe& residual,
+                                             const Tensor& order) {
+  return norm_by("rms_norm_in_order", x, weight, eps, residual, &order);
 }
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {
@@ -375,6 +388,7 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("rms_norm", rms_norm);
+  m.impl("rms_norm_in_order", rms_norm_in_order);
   m.impl("silu_mul", silu_mul);
   m.impl("gated", gated);
   m.impl("gated_in_order", gated_in_order);

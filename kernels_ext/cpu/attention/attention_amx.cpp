@@ -84,6 +84,7 @@ struct Columns {
 };
 
 struct TileTerms : PairLayout {
+  static constexpr int kFewQueries = 0;
   static void multiply(const Factors<uint16_t>& f, int rows) {
     configure(rows);
     for (int i = 0; f.rescale && i < rows; ++i) {

@@ -22,8 +22,10 @@ using mlspec::kMaxHeadDim;
 #include "transpose_zmm.h"
 #include "attention_floats.h"
 #include "attention_pairs_zmm.h"
+#include "attention_few_zmm.h"
 
 struct PairTerms : PairLayout {
+  static constexpr int kFewQueries = 8;
   using Operand = __m512bh;
   static __m512bh load(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static __m512bh all(const uint16_t* p) {

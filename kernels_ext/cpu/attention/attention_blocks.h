@@ -182,14 +182,20 @@ inline void attend_tile(const mlspec_attention_args& args, int first, int count,
 }
 
 template <class Terms>
+inline void attend_few(const mlspec_attention_args& args, int first, int count, int64_t chunk, SlotRange seen,
+                       QueryBlock<Terms>& block);
+
+template <class Terms>
 inline void attend_chunk(const mlspec_attention_args& args, int64_t chunk, QueryBlock<Terms>& block) {
   int begin = 0, end = block.num_queries;
   const SlotRange seen{block.visible[begin].in(chunk).begin, block.visible[end - 1].in(chunk).end};
   const SlotRange steps = steps_of(seen, chunk);
   while (block.visible[begin].in(chunk).empty()) ++begin;
   while (block.visible[end - 1].in(chunk).empty()) --end;
-  load_keys<Terms>(args, chunk, seen, steps, block);
   const bool alike = block.visible[begin].in(chunk).end >= seen.end && block.visible[end - 1].in(chunk).begin <= seen.begin;
+  if constexpr (Terms::kFewQueries > 0)
+    if (alike && end - begin <= Terms::kFewQueries) return attend_few(args, begin, end - begin, chunk, seen, block);
+  load_keys<Terms>(args, chunk, seen, steps, block);
   const bool finite = alike ? load_values<Terms, false>(args, chunk, seen, steps, block)
                             : load_values<Terms, true>(args, chunk, seen, steps, block);
   for (int i = begin; i < end; i += kTileQueries)

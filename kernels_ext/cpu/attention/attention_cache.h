@@ -57,6 +57,12 @@ struct CacheRows {
   int64_t end;     // behind the last slot that the block reads
   alignas(64) char padded[kLanes][kMaxHeadDim * sizeof(float) + 64];
 
+  // Whether rows of slots [begin, end) are taken from where they lie.
+  static bool in_cache(const mlspec_attention_args& args, int64_t begin, int64_t end, SlotRange seen) {
+    const bool codes = args.kv_dtype == MLSPEC_INT8_ROWS || args.kv_dtype == MLSPEC_INT4_ROWS;
+    return !codes && args.head_dim % kStep == 0 && seen.begin <= begin && end <= seen.end;
+  }
+
   // Of slots [slot, slot + 16) of lanes[slots][head_dim]; rows of zeros outside `seen`. Rows of codes become Terms' elements.
   template <class Terms>
   void find(const mlspec_attention_args& args, const void* lanes, int64_t slot, SlotRange seen) {
@@ -65,8 +71,7 @@ struct CacheRows {
     if (args.kv_dtype == MLSPEC_INT8_ROWS) return widen<Terms, Int8Row<Terms>>(args.head_dim, slot, seen);
     if (args.kv_dtype == MLSPEC_INT4_ROWS) return widen<Terms, Int4Row<Terms>>(args.head_dim, slot, seen);
     stride = bytes;
-    const bool whole = seen.begin <= slot && slot + kLanes <= seen.end;
-    if (whole && args.head_dim % kStep == 0) return;
+    if (in_cache(args, slot, slot + kLanes, seen)) return;
     for (int s = 0; s < kLanes; ++s) {
       const bool visible = seen.begin <= slot + s && slot + s < seen.end;
       if (visible) std::memcpy(padded[s], first + s * bytes, bytes);
@@ -103,10 +108,11 @@ struct CacheRows {
     stride = to_stride;
   }
 
-  // Slots [slot, until) that are read next: rows side by side are no stream that processors follow by themselves.
+  // Slots [slot, until) that are read next, into the L2 cache: lines on their way into the first one hold its few buffers up.
+  // Rows side by side are no stream that processors follow by themselves.
   void prefetch(const mlspec_attention_args& args, const void* lanes, int64_t slot, int64_t until) const {
     const int64_t bytes = row_bytes(args), stop = std::min(until, end) * bytes;
-    for (int64_t b = slot * bytes; b < stop; b += 64) __builtin_prefetch(static_cast<const char*>(lanes) + b);
+    for (int64_t b = slot * bytes; b < stop; b += 64) __builtin_prefetch(static_cast<const char*>(lanes) + b, 0, 2);
   }
 
   static int64_t row_bytes(const mlspec_attention_args& args) {

@@ -56,6 +56,7 @@ struct FloatTerms {
   using Element = float;
   using Operand = Vec;
   static constexpr int kPair = 1;
+  static constexpr int kFewQueries = 0;
 
   static Vec load(const float* p) { return Vec::load(p); }
   static Vec all(const float* p) { return Vec::all(*p); }

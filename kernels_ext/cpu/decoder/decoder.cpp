@@ -60,7 +60,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.gate_up.reserve(n * 2 * shape.intermediate);
   w.scored.reserve(std::min(kept, kScoredTogether) * shape.hidden);
   w.normed.reserve(n * shape.hidden);
-  w.row_stride = std::max(2 * shape.hidden + cpu_tiles::kOutliers, kTileOutputs * kChunk) + kTileOutputs;
+  w.row_stride = std::max(2 * shape.hidden + kOutliers, kTileOutputs * kChunk) + kTileOutputs;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
   const auto measure = [&](const Linear& next, int64_t rows) {

@@ -11,6 +11,7 @@ typedef struct {
   const void* tiles;      // bf16: the weight itself, bfloat16 [out, in], aligned to 16 bytes; else from prepack
   const void* more;       // nested: the tiles of low bits, or null
   const void* codebook;   // nested, 4 bits of a weight: uint8 [8], aligned to 4 bytes
+  const void* tables;     // lookup-table planes: float16 [out rounded up to 128, table_columns]
   const void* x;          // bfloat16 [tokens, in]; 8 and 4 bits: codes int8 [tokens, in] of mlspec_cuda_quantize_rows
   const float* x_scales;  // 8 and 4 bits: the scales of mlspec_cuda_quantize_rows
   const void* bias;       // [out] float32 or bfloat16, or null
@@ -20,7 +21,9 @@ typedef struct {
   int64_t x_scale_stride;         // tokens, a multiple of 4
   int64_t outputs_of_weight;      // where out_features are but some outputs of a weight: all of it, for its order of sums; or 0
   int32_t group_size, has_zeros;  // int4, bit-planes
-  int32_t tile_stride, zero_doubled, num_planes;  // bit-planes: bytes of a tile as stored; planes that are multiplied
+  int32_t outliers;               // int4 in groups of 128: 128, the last group meets the inputs of the one before it; or 0
+  int32_t tile_stride, zero_doubled, num_planes;  // planes: bytes of a tile as stored; planes that are multiplied
+  int32_t table_columns;          // lookup-table planes: 2^(stored + 1) - 2^S values of S, S + 1 ... stored bits
   int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16
   int32_t bias_is_float32;
@@ -33,6 +36,12 @@ typedef struct {
   int32_t stages_ahead;  // of weights in flight before the first tokens
   void* stream;
 } mlspec_cuda_linear;
+
+// Null, or what is wrong with the outliers of an int4 weight.
+static inline const char* mlspec_cuda_problem_of_outliers(const mlspec_cuda_linear* a) {
+  const int32_t fits = a->group_size == 128 && a->outliers == 128 && a->in_features >= 384;
+  return !a->outliers || fits ? 0 : "int4 has 128 outliers, in groups of 128, behind one group at least";
+}
 
 // Each returns null, or what went wrong. Compute capability 9.0.
 const char* mlspec_cuda_bf16_linear(const mlspec_cuda_linear* args);
@@ -49,6 +58,7 @@ typedef struct {
                   // else [tokens, ceil(in / group)]
   int64_t num_tokens, in_features, scale_stride;  // for_linear: scale_stride a multiple of 4, at least num_tokens
   int32_t group_size, bits;                       // 32, 64 or 128; 8 or 4
+  int32_t outliers;                               // the last so many inputs, whole groups, have 8 bits
   int32_t for_linear;  // codes of every 16 inputs in the order 0 8 1 9 .. 7 15; in_features a multiple of 32
   int32_t overlap;
   void* stream;

@@ -61,6 +61,24 @@ __device__ __forceinline__ uint32_t and_xor(uint32_t bits, uint32_t mask, uint32
   return d;
 }
 
+// Four bytes of eight, first those of `low`, by selectors below 8. The compiler would mask them once more in front of __byte_perm.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t selectors) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(selectors));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t looked_up(const uint32_t (&table)[2], uint32_t selectors) {
+  return bytes_of(table[0], table[1], selectors);
+}
+
+// number >> 16 on the pipe of multiplications, for formats that keep that of shifts, logic and permutations busy.
+__device__ __forceinline__ uint32_t upper_half(uint32_t number, uint32_t two_to_16) {
+  uint32_t d;
+  asm("mul.hi.u32 %0, %1, %2;" : "=r"(d) : "r"(number), "r"(two_to_16));
+  return d;
+}
+
 // Here and now: the compiler moves it neither behind what waits nor to where it is used.
 __device__ __forceinline__ uint32_t load_constant(const int32_t* from) {
   uint32_t d;
@@ -75,8 +93,9 @@ struct LanePlace {
 
 struct Bf16Weights {
   static constexpr int kGroups = 0;  // no late scaling
-  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false;
-  static constexpr int kWarpGroups = 1, kMoreBytes = 0, kTurn = 1;
+  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false, kTables = false;
+  static constexpr bool kOutliers = false;
+  static constexpr int kWarpGroups = 1, kMoreBytes = 0, kTableBytes = 0, kTurn = 1;
   static constexpr int kActivationBits = 16;
   static constexpr float kOutScale = 1;
   static constexpr int kChunk = 64, kTileBytes = kTileOutputs * kChunk * 2;  // rows of 128 bytes, 128-byte swizzle
@@ -89,7 +108,10 @@ struct PackedTiles {
   static constexpr bool kPacked = true, kHasZeros = false, kHasShift = false;
   static constexpr int kChunk = kTileInputs;
   static constexpr int kWarpGroups = 2;       // that share a tile's chunks: part of the order of the sums
+  static constexpr bool kTables = false;      // begin() reads what belongs to a tile's outputs, for each tile
+  static constexpr int kTableBytes = 0;       // of a tile, that begin() writes to shared memory
   static constexpr bool kPrefix = false;      // kTileBytes are the front of what a tile stores, LinearParams::tile_stride
+  static constexpr bool kOutliers = false;    // the last chunks may meet the same tokens, LinearParams::token_chunks
   static constexpr int kMoreBytes = 0;        // of a tile in a second array, LinearParams::more; behind the first in a stage
   static constexpr int kTurn = 2;             // chunks that a group of warps takes at once where it multiplies by mma
 };
@@ -119,7 +141,7 @@ struct Int4Weights : CodeWords {
   static constexpr int kGroups = kTileInputs / kGroupSize;
   static constexpr int kActivationBits = kBits;
   static constexpr float kOutScale = kBits == 16 ? 64.0f : 1.0f / 16;  // weights are multiplied as (code - zero) / 64
-  static constexpr bool kHasZeros = kZeros, kHasShift = false;
+  static constexpr bool kHasZeros = kZeros, kHasShift = false, kOutliers = kGroupSize == kTileInputs;
   static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
   static constexpr int kTileBytes = kCodeBytes + kScaleBytes + (kZeros ? kScaleBytes / 2 : 0);
   static constexpr int kScalesOfRow = kGroups * 2;

@@ -40,10 +40,13 @@ inline const char* describe(CUtensorMap* map, const void* matrix, int64_t rows, 
   return result == CUDA_SUCCESS ? nullptr : "x or the weight cannot be described to the copy engine: align rows to 16 bytes";
 }
 
+// Of x; the weight's, but for the outliers that it has twice.
+inline int64_t inputs_of(const mlspec_cuda_linear& a) { return a.in_features - a.outliers; }
+
 template <class V>
 const char* describe_operands(Maps* maps, const mlspec_cuda_linear& a) {
   constexpr int kBytes = V::Format::kActivationBits / 8;
-  if (const char* problem = describe(&maps->x, a.x, a.num_tokens, a.in_features, kBytes, V::kBoxTokens)) return problem;
+  if (const char* problem = describe(&maps->x, a.x, a.num_tokens, inputs_of(a), kBytes, V::kBoxTokens)) return problem;
   if constexpr (!V::Format::kPacked) return describe(&maps->weight, a.tiles, a.out_features, a.in_features, 2, V::kOutputs);
   return nullptr;
 }
@@ -58,8 +61,10 @@ LinearParams params_of(const mlspec_cuda_linear& a) {
   LinearParams p = {};
   p.tiles = static_cast<const uint8_t*>(a.tiles), p.more = static_cast<const uint8_t*>(a.more);
   p.codebook = static_cast<const uint8_t*>(a.codebook), p.tile_stride = a.tile_stride, p.zero_doubled = a.zero_doubled;
+  p.tables = static_cast<const half*>(a.tables), p.table_columns = a.table_columns;
   p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
-  p.bias = a.bias, p.x_row_bytes = int(a.in_features * V::Format::kActivationBits / 8);
+  p.bias = a.bias, p.x_row_bytes = int(inputs_of(a) * V::Format::kActivationBits / 8);
+  p.token_chunks = blocks_of(inputs_of(a), V::Format::kChunk);
   p.exponent_shift = a.exponent_shift, p.out = static_cast<__nv_bfloat16*>(a.out);
   p.num_tokens = int(a.num_tokens), p.out_features = int(a.out_features), p.x_scale_stride = int(a.x_scale_stride);
   p.chunks = blocks_of(a.in_features, V::Format::kChunk), p.token_blocks = blocks_of(a.num_tokens, V::kTokens);
@@ -88,7 +93,7 @@ const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
                                              V::kWarpGroups == 2);
   const int sums_of_others = ranks > 1 ? (ranks - 1) * V::quads_of_rank(ranks) * 16 : 0;
   const int own_sums = V::kOwnSums ? V::kSumBytes + sums_of_others : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;
-  const int room = kSharedMemory / V::kBlocks - kSystemMemory - Ring::kFrontBytes - own_sums;
+  const int room = kSharedMemory / V::kBlocks - kSystemMemory - V::kFrontBytes - own_sums;
   const int ring = a.ring_bytes ? a.ring_bytes : room;
   params.ranks = ranks;
   params.stages = stages_of_ring(ring, V::kStageBytes, V::kTurn * V::kWarpGroups, V::kMostStages);
@@ -97,7 +102,7 @@ const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
   if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
   if (params.stages == 0) return "the ring is smaller than one turn of all groups of warps";
   const int stage_bytes = params.stages * V::kStageBytes;
-  const int needed = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + Ring::kFrontBytes;
+  const int needed = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + V::kFrontBytes;
   // More than kBlocks would fit a multiprocessor with small stages, and leave others idle.
   const int shared = needed > kSharedMemory / (V::kBlocks + 1) ? needed : kSharedMemory / (V::kBlocks + 1);
   Maps maps = {};

@@ -16,7 +16,7 @@ namespace mlspec {
 
 constexpr int kMaxStages = 32;
 
-// Shared memory: barriers (32 `full`, 32 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
+// Shared memory: tables of formats that have some, barriers (32 `full`, 32 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
 // address leads to all.
 struct Ring {
   static constexpr int kFrontBytes = 1024, kBarrierBytes = (2 * kMaxStages + 2) * 8;
@@ -38,9 +38,12 @@ struct LinearParams {
   const void* bias;
   const int32_t* exponent_shift;
   const uint8_t* codebook;  // nested weights
+  const half* tables;       // lookup-table planes
   __nv_bfloat16* out;       // [tokens, outputs]
   int tile_stride;          // bytes from tile to tile of formats that read the front of a tile
   int zero_doubled;         // bit-planes
+  int token_chunks;         // of x: chunks of the weight beyond them meet the tokens of the last
+  int table_columns;        // of a row of tables
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
   bool bias_is_float32, copies_tokens;
 };
@@ -75,6 +78,7 @@ struct Variant {
   // block finishes one tile and begins the next; many lie over the ring.
   static constexpr int kSumStride = kOutputs + 4, kSumBytes = kTokens * kSumStride * 4;
   static constexpr bool kOwnSums = kTiles == 1;
+  static constexpr int kFrontBytes = Ring::kFrontBytes + (kTiles * Format::kTableBytes + 1023) / 1024 * 1024;
   static constexpr bool kOwnFirstTokens = kTokenTiles == 1;
   // Stages of weights in flight before the first tokens: enough to keep the memory busy, and tokens find a short queue.
   static constexpr int kAhead = kTiles == 1 ? (Format::kPacked ? 4 : 8) : kTokens > 64 || Format::kPacked ? 2 : 4;
@@ -101,6 +105,13 @@ struct Work {
   }
 };
 
+// Which inputs of x meet a chunk of the weight.
+template <class Format>
+__device__ __forceinline__ int token_chunk(const LinearParams& p, int chunk) {
+  if constexpr (Format::kOutliers) return min(chunk, p.token_chunks - 1);
+  return chunk;
+}
+
 // By the threads that multiply: the tokens of the first stages, one warp a stage. Rows beyond the tokens keep what they hold:
 // a column of operand B reaches no other column's sums.
 template <class V>
@@ -109,7 +120,7 @@ __device__ __forceinline__ void copy_first_tokens(const LinearParams& p, Ring ri
   constexpr int kRowBytes = V::kBoxes * 128, kPieces = kRowBytes / 16;
   const int first_token = work.first_token(p, work.first_unit), tokens = min(V::kTokens, p.num_tokens - first_token);
   for (int stage = warp; stage < work.first_stages(p); stage += V::kConsumers / 32) {
-    const int chunk = work.first_chunk + stage;
+    const int chunk = token_chunk<Format>(p, work.first_chunk + stage);
     for (int i = lane; i < tokens * kPieces; i += 32) {
       const int token = i / kPieces, piece = i % kPieces, byte = chunk * kRowBytes + piece * 16;
       const uint32_t to = ring.address + stage * V::kTokenBytes + (piece / 8 * V::kTokens + token) * 128;
@@ -190,12 +201,13 @@ struct Producer {
   __device__ __forceinline__ void load_tokens(const Stage& s, int first_token, int scale_bytes) const {
     if (!elected) return;
     constexpr int kBoxInputs = Format::kChunk / V::kBoxes;
+    const int chunk = token_chunk<Format>(p, s.chunk);
 #pragma unroll
     for (int box = 0; box < V::kBoxes * V::kParts; ++box)
-      copy_box(s.tokens + box * V::kBoxTokens * 128, &maps.x, s.chunk * Format::kChunk + box % V::kBoxes * kBoxInputs,
+      copy_box(s.tokens + box * V::kBoxTokens * 128, &maps.x, chunk * Format::kChunk + box % V::kBoxes * kBoxInputs,
                first_token + box / V::kBoxes * V::kBoxTokens, s.full, token_policy);
     if constexpr (V::kScaleBytes > 0) {
-      const float* scales = p.x_scales + size_t(s.chunk * Format::kGroups) * p.x_scale_stride + first_token;
+      const float* scales = p.x_scales + size_t(chunk * Format::kGroups) * p.x_scale_stride + first_token;
 #pragma unroll
       for (int g = 0; g < Format::kGroups; ++g)
         copy_bulk(s.weights + V::kTileBytes + g * V::kTokens * 4, scales + g * p.x_scale_stride, scale_bytes, s.full,

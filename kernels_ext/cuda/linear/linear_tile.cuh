@@ -221,6 +221,11 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
   if constexpr (Format::kHasShift) shift = load_constant(p.exponent_shift);
   Format format;
   if constexpr (Format::kPacked) format.prepare(p);  // what it loads, too, is needed with the first weights
+  const auto begin = [&](int unit) {
+    if constexpr (Format::kTables)
+      format.template begin<V>(p, memory - V::kFrontBytes, work.first_tile(p, unit) + warp / 4 % V::kTiles, warp, lane);
+  };
+  if (work.first_unit < p.units) begin(work.first_unit);
   if (V::kOwnFirstTokens && p.copies_tokens) {
     wait_for_previous_kernel();
     copy_first_tokens<V>(p, ring, work, warp, lane);
@@ -230,6 +235,7 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
   Turn turn{warp / (4 * V::kTiles), 0};  // a group's first slot is its number
   for (int unit = work.first_unit; unit < p.units; unit += work.unit_step) {
     float sums[V::kTokenTiles][4] = {};
+    if (unit != work.first_unit) begin(unit);  // the tables of the unit before have been read
     if constexpr (Format::kPacked) consume_codes<V>(sums, turn, p, format, memory, ring, work.chunks, warp, lane);
     else consume_bf16<V>(sums, turn, p, ring, work.chunks, warp, lane);
     barrier_sync<V::kConsumers>();
@@ -257,7 +263,7 @@ template <class V>
 __global__ void __launch_bounds__(V::kThreads, V::kBlocks)
     linear_kernel(const __grid_constant__ Maps maps, const LinearParams p) {
   extern __shared__ __align__(1024) uint8_t front[];
-  uint8_t* memory = front + Ring::kFrontBytes;
+  uint8_t* memory = front + V::kFrontBytes;
   const Ring ring{unknown_to_compiler(shared_address(memory))};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in every lane: uniform registers
   const int lane = threadIdx.x % 32;

@@ -38,20 +38,6 @@ __device__ __forceinline__ void load_codebook(uint32_t (&table)[2], const Params
   table[0] = load_constant(from), table[1] = load_constant(from + 1);
 }
 
-// Four bytes of the table. The compiler would mask the selectors once more in front of __byte_perm.
-__device__ __forceinline__ uint32_t looked_up(const uint32_t (&table)[2], uint32_t selectors) {
-  uint32_t d;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(table[0]), "r"(table[1]), "r"(selectors));
-  return d;
-}
-
-// number >> 16 on the pipe of multiplications: the one of shifts, logic and permutations is the busiest here.
-__device__ __forceinline__ uint32_t upper_half(uint32_t number, uint32_t two_to_16) {
-  uint32_t d;
-  asm("mul.hi.u32 %0, %1, %2;" : "=r"(d) : "r"(number), "r"(two_to_16));
-  return d;
-}
-
 struct NestedDraftWeights : ScaledCodes {
   uint32_t table[2], two_to_16;
 

@@ -15,6 +15,7 @@ const char* launch_int4(const mlspec_cuda_linear& a) {
 extern "C" const char* mlspec_cuda_portable_int4_linear(const mlspec_cuda_linear* args) {
   using mlspec::portable::launch_int4;
   const bool zeros = args->has_zeros;
+  if (const char* problem = mlspec_cuda_problem_of_outliers(args)) return problem;
   switch (args->group_size) {
     case 32: return zeros ? launch_int4<32, true>(*args) : launch_int4<32, false>(*args);
     case 64: return zeros ? launch_int4<64, true>(*args) : launch_int4<64, false>(*args);

@@ -14,7 +14,8 @@ namespace mlspec::portable {
 // bfloat16 weights as nn.Linear has them: [out, in], a stage holds 64 rows of 128 bytes.
 struct RowMajorWeights {
   static constexpr int kChunk = 64, kGroups = 0, kActivationBits = 16, kTileBytes = kTileOutputs * kChunk * 2, kMoreBytes = 0;
-  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false;
+  static constexpr int kTableBytes = 0;
+  static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false, kTables = false;
   static constexpr float kOutScale = 1;
 
   uint32_t address;
@@ -88,12 +89,13 @@ __device__ __forceinline__ void multiply(float (&sums)[V::kTokenTiles][4], const
 // The chunks of a group, in ascending order.
 template <class V>
 __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], const Copier<V>& copier, const uint8_t* stages,
-                                           int group, int warp, int lane) {
+                                           const uint8_t* tables, int group, int warp, int lane) {
   using Format = typename V::Format;
   const int chunks = (copier.p.chunks - group + kGroupsOfWarps - 1) / kGroupsOfWarps;
   const auto chunk = [&](int i) { return i * kGroupsOfWarps + group; };
   Format format;
   format.prepare(copier.p);
+  if constexpr (Format::kTables) format.begin(tables, warp, lane);
 #pragma unroll
   for (int i = 0; i < V::kStages - 1; ++i)
     if (i < chunks) copier.copy_weights(chunk(i), i);
@@ -189,7 +191,9 @@ __global__ void __launch_bounds__(kThreads) linear_kernel(const __grid_constant_
   uint8_t* own = stages + group * V::kStages * V::kStageBytes;
   float sums[V::kTokenTiles][4] = {};
   const Copier<V> copier{p, shared_address(own), tile, first_token, thread};
-  sum_chunks<V>(sums, copier, own, group, warp, lane);
+  uint8_t* tables = stages + V::kRingsBytes;
+  if constexpr (V::Format::kTables) V::Format::fill_tables(p, tables, tile);
+  sum_chunks<V>(sums, copier, own, tables, group, warp, lane);
   finish<V>(p, sums, reinterpret_cast<float*>(stages), first_token, tile * kTileOutputs, group, warp, lane);
 }
 
@@ -204,14 +208,15 @@ const char* launch(const mlspec_cuda_linear& a) {
   const int64_t chunks = (a.in_features + Format::kChunk - 1) / Format::kChunk;
   const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
   const int64_t token_blocks = (a.num_tokens + V::kTokens - 1) / V::kTokens;
-  const int64_t row_bytes = a.in_features * Format::kActivationBits / 8;
+  const int64_t inputs = a.in_features - a.outliers, token_chunks = (inputs + Format::kChunk - 1) / Format::kChunk;
+  const int64_t row_bytes = inputs * Format::kActivationBits / 8;
   const bool aligned = row_bytes % 16 == 0 && is_aligned(a.x) && is_aligned(a.tiles) && is_aligned(a.more);
   if (Format::kPacked && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
   if (tiles * token_blocks > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
   const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
-                      static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens), int(a.in_features),
-                      int(a.out_features), int(chunks), int(token_blocks), a.tile_stride, a.zero_doubled, a.num_planes,
+                      static_cast<const half*>(a.tables), static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens), int(inputs),
+                      int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride, a.zero_doubled, a.num_planes, a.table_columns,
                       aligned, a.bias_is_float32 != 0};
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
     return problem;

@@ -8,12 +8,12 @@ namespace mlspec::portable {
 namespace {
 
 struct NestedHalfTiles {
-  static constexpr bool kPacked = true, kHasZeros = false, kHasShift = false, kPrefix = false;
+  static constexpr bool kPacked = true, kHasZeros = false, kHasShift = false, kPrefix = false, kTables = false;
   static constexpr int kChunk = kTileInputs / 2, kGroups = 0, kActivationBits = 16;
   static constexpr float kOutScale = 1;
   static constexpr int kParts = 4;  // nibbles, low bytes of two steps, of two more, high nibbles
   static constexpr int kPartBytes = kCodeBytes / 2, kScaleBytes = kTileOutputs * kBlocks / 2;
-  static constexpr int kTileBytes = kPartBytes + kScaleBytes, kMoreBytes = (kParts - 1) * kPartBytes;
+  static constexpr int kTileBytes = kPartBytes + kScaleBytes, kMoreBytes = (kParts - 1) * kPartBytes, kTableBytes = 0;
 
   uint4 words[kParts];
   uint32_t blocks, beyond;

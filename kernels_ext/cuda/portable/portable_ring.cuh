@@ -21,9 +21,10 @@ struct Params {
   const void* bias;
   const int32_t* exponent_shift;
   const uint8_t* codebook;
+  const half* tables;
   __nv_bfloat16* out;
   int64_t x_scale_stride;
-  int num_tokens, in_features, out_features, chunks, token_blocks, tile_stride, zero_doubled, num_planes;
+  int num_tokens, in_features, out_features, chunks, token_chunks, token_blocks, tile_stride, zero_doubled, num_planes, table_columns;
   bool aligned, bias_is_float32;
 };
 
@@ -36,12 +37,13 @@ struct Variant {
   static constexpr int kTokenBytes = kTokens * kRowBytes, kTileBytes = Format::kTileBytes + Format::kMoreBytes;
   static constexpr int kScaleBytes = Format::kActivationBits == 8 ? Format::kGroups * kTokens * 4 : 0;
   static constexpr int kStageBytes = (kTokenBytes + kTileBytes + kScaleBytes + 127) / 128 * 128;
-  static constexpr int kFitting = kRingBytes / kGroupsOfWarps / kStageBytes;
+  static constexpr int kFitting = (kRingBytes - Format::kTableBytes) / kGroupsOfWarps / kStageBytes;
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static constexpr int kSumStride = kTileOutputs + 4;  // of the sums in shared memory: no bank conflict
-  static constexpr int kSharedBytes = kGroupsOfWarps * kStages * kStageBytes;
+  static constexpr int kRingsBytes = kGroupsOfWarps * kStages * kStageBytes;  // tables stand behind
+  static constexpr int kSharedBytes = kRingsBytes + Format::kTableBytes;
   static_assert(kStages >= 2, "nothing would be copied ahead");
-  static_assert(kTokens * kSumStride * 4 <= kSharedBytes, "the sums lie where the ring was");
+  static_assert(kTokens * kSumStride * 4 <= kRingsBytes, "the sums lie where the ring was");
 };
 
 __device__ __forceinline__ void sync_group(int group) {
@@ -115,7 +117,9 @@ struct Copier {
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
   }
-  __device__ __forceinline__ void copy_tokens(int chunk, int slot) const {
+  // Chunks of a weight with outliers beyond those of x meet the tokens of its last.
+  __device__ __forceinline__ void copy_tokens(int weight_chunk, int slot) const {
+    const int chunk = min(weight_chunk, p.token_chunks - 1);
     copy_rows<V::kTokens, V::kRowBytes>(stage(slot), p.x, first_token, p.num_tokens, int64_t(chunk) * V::kRowBytes,
                                         int64_t(p.in_features) * Format::kActivationBits / 8, p.aligned, thread);
     if constexpr (V::kScaleBytes > 0) {

@@ -14,7 +14,7 @@ struct QuantizeParams {
   const __nv_bfloat16* x;
   int8_t* codes;
   float* scales;
-  int num_tokens, in_features, scale_stride, group_size, blocks_of_row;
+  int num_tokens, in_features, scale_stride, group_size, blocks_of_row, first_outlier;
   float largest;  // code: 127 or 7
   bool for_linear;
 };
@@ -70,14 +70,14 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeP
   float values[kElements];
   load_values(values, p.x + size_t(token) * p.in_features, column, p.in_features);
   const float amax = largest_of_group(values, p.group_size / kElements);
-  const float quotient = __fdiv_rn(p.largest, amax);
+  const float largest = column < p.first_outlier ? p.largest : 127.0f, quotient = __fdiv_rn(largest, amax);
   const bool finite = amax < infinity, coded = finite && quotient < infinity;
   if (!coded)
     for (int i = 0; i < kElements; ++i) values[i] = 0;  // NaN times 0 would stay
   if (column < p.in_features)
     store_codes(p, values, coded ? quotient : 0, p.codes + size_t(token) * p.in_features, column);
   if (column % p.group_size) return;
-  const float scale = coded ? __fdiv_rn(amax, p.largest) : finite ? 0.0f : __int_as_float(0x7FC00000);
+  const float scale = coded ? __fdiv_rn(amax, largest) : finite ? 0.0f : __int_as_float(0x7FC00000);
   if (!p.for_linear) {
     const int groups = (p.in_features + p.group_size - 1) / p.group_size;
     if (group < groups) p.scales[size_t(token) * groups + group] = scale;
@@ -92,6 +92,8 @@ const char* problem_of(const mlspec_cuda_quantize& a) {
   if (a.num_tokens < 1 || a.in_features < 1) return "num_tokens and in_features must be at least 1";
   if (!is_group_size(a.group_size)) return "groups hold 32, 64 or 128 elements";
   if (a.bits != 8 && a.bits != 4) return "activations become 8 or 4 bits";
+  if (a.outliers < 0 || a.outliers > a.in_features || a.outliers % a.group_size || (a.outliers && a.in_features % a.group_size))
+    return "outliers are whole groups";
   if (!a.for_linear) return nullptr;
   if (a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
   return a.scale_stride % 4 || a.scale_stride < a.num_tokens ? "scale_stride must be a multiple of 4 and at least num_tokens"
@@ -102,6 +104,7 @@ cudaError_t launch(const mlspec_cuda_quantize& a) {
   const int blocks_of_row = int((a.in_features + 127) / 128 * 128 + kThreads * kElements - 1) / (kThreads * kElements);
   const QuantizeParams params{static_cast<const __nv_bfloat16*>(a.x), static_cast<int8_t*>(a.codes), a.scales,
                               int(a.num_tokens), int(a.in_features), int(a.scale_stride), a.group_size, blocks_of_row,
+                              a.outliers ? int(a.in_features) - a.outliers : INT32_MAX,
                               a.bits == 8 ? 127.0f : 7.0f, a.for_linear != 0};
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

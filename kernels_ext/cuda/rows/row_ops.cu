@@ -13,12 +13,21 @@ struct NormRows {
   __nv_bfloat16 *normed, *total;
   float eps;
   int width;
+  const int32_t* order;  // of the normed columns, or null
 };
 
-// kVectors: a thread's share of a row.
-template <class Weight, int kVectors>
+// The column that place `at` of an ordered row takes, the nearest one there is.
+__device__ __forceinline__ int column_of(const int32_t* order, int64_t at, int64_t width) {
+  const int from = order[at];
+  return from < 0 ? 0 : from < width ? from : int(width - 1);
+}
+
+// kVectors: a thread's share of a row. kOrdered: normed columns are exchanged in shared memory before they are written.
+template <class Weight, int kVectors, bool kOrdered>
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(NormRows rows, const Weight* weight) {
   __shared__ float sums[kWarp];
+  __shared__ __align__(16) __nv_bfloat16 line[kOrdered ? kNormThreads * kVectors * kVector : kVector];
+  int column[kVectors][kVector];
   launch_dependents();
   const int64_t first = int64_t(blockIdx.x) * rows.width;
   float scale[kVectors][kVector], row[kVectors][kVector], sum = 0.f;
@@ -26,6 +35,9 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(NormRows rows, c
   for (int i = 0; i < kVectors; ++i) {
     const int at = (threadIdx.x + i * blockDim.x) * kVector;
     if (at < rows.width) load_vector(weight + at, scale[i]);
+    if (kOrdered && at < rows.width)
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) column[i][e] = column_of(rows.order, at + e, rows.width);
   }
   wait_for_previous_kernel();
 #pragma unroll
@@ -50,7 +62,18 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(NormRows rows, c
     if (at >= rows.width) continue;
 #pragma unroll
     for (int e = 0; e < kVector; ++e) row[i][e] = row[i][e] * inverse * scale[i][e];
-    store_vector(rows.normed + first + at, row[i]);
+    store_vector(kOrdered ? line + at : rows.normed + first + at, row[i]);
+  }
+  if constexpr (kOrdered) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = (threadIdx.x + i * blockDim.x) * kVector;
+      if (at >= rows.width) continue;
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) row[i][e] = load_one(line + column[i][e]);
+      store_vector(rows.normed + first + at, row[i]);
+    }
   }
 }
 
@@ -72,8 +95,18 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_any_kernel(NormRows row
     sum = fmaf(value, value, sum);
   }
   const float inverse = rsqrtf(block_sum(sum, sums) / float(rows.width) + rows.eps);
-  for (int e = threadIdx.x; e < rows.width; e += blockDim.x)
-    store_one(rows.normed + first + e, element(e) * inverse * load_one(weight + e));
+  for (int e = threadIdx.x; e < rows.width; e += blockDim.x) {
+    const int from = rows.order ? column_of(rows.order, e, rows.width) : e;
+    store_one(rows.normed + first + e, element(from) * inverse * load_one(weight + from));
+  }
+}
+
+template <class Weight, bool kOrdered>
+const char* rms_norm_of_vectors(const NormRows& rows, const Weight* weight, int share, const RowGrid& grid,
+                                const mlspec_cuda_row_launch& how) {
+  if (share == 1) return launch_rows(how, grid, rms_norm_kernel<Weight, 1, kOrdered>, rows, weight);
+  if (share == 2) return launch_rows(how, grid, rms_norm_kernel<Weight, 2, kOrdered>, rows, weight);
+  return launch_rows(how, grid, rms_norm_kernel<Weight, kNormVectors, kOrdered>, rows, weight);
 }
 
 template <class Weight>
@@ -84,18 +117,14 @@ const char* rms_norm(const NormRows& rows, const Weight* weight, int64_t n, cons
   const int share = vectors ? (vectors + grid.threads - 1) / grid.threads : 0;
   if (rows.width % kVector || share < 1 || share > kNormVectors)
     return launch_rows(how, {dim3(unsigned(n)), kNormThreads}, rms_norm_any_kernel<Weight>, rows, weight);
-  if (share == 1) return launch_rows(how, grid, rms_norm_kernel<Weight, 1>, rows, weight);
-  if (share == 2) return launch_rows(how, grid, rms_norm_kernel<Weight, 2>, rows, weight);
-  return launch_rows(how, grid, rms_norm_kernel<Weight, kNormVectors>, rows, weight);
+  return rows.order ? rms_norm_of_vectors<Weight, true>(rows, weight, share, grid, how)
+                    : rms_norm_of_vectors<Weight, false>(rows, weight, share, grid, how);
 }
 
 // Which columns of a row the kVector places from `at` on take; the nearest ones there are, and 0 beyond the row.
 __device__ __forceinline__ void columns_of(const int32_t* order, int64_t at, int64_t width, int64_t (&column)[kVector]) {
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) {
-    const int64_t from = at + e < width ? order[at + e] : 0;
-    column[e] = from < 0 ? 0 : from < width ? from : width - 1;
-  }
+  for (int e = 0; e < kVector; ++e) column[e] = at + e < width ? column_of(order, at + e, width) : 0;
 }
 
 enum Activation { kSilu, kGeluTanh, kGelu, kRelu };  // mlspec_activation
@@ -205,10 +234,11 @@ const char* embed_rows(const int32_t* ids, const void* table, int64_t vocab, int
 using namespace mlspec;
 
 const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
-                                 int64_t n, int64_t width, void* normed, void* total, const mlspec_cuda_row_launch* how) {
+                                 int64_t n, int64_t width, const int32_t* order, void* normed, void* total,
+                                 const mlspec_cuda_row_launch* how) {
   if (width > INT32_MAX || n > INT32_MAX) return "rms_norm takes up to 2^31 - 1 rows and elements of a row";
   const NormRows rows{static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(residual),
-                      static_cast<__nv_bfloat16*>(normed), static_cast<__nv_bfloat16*>(total), eps, int(width)};
+                      static_cast<__nv_bfloat16*>(normed), static_cast<__nv_bfloat16*>(total), eps, int(width), order};
   return weight_is_bf16 ? rms_norm(rows, static_cast<const __nv_bfloat16*>(weight), n, *how)
                         : rms_norm(rows, static_cast<const float*>(weight), n, *how);
 }

@@ -33,9 +33,11 @@ typedef struct {
 
 // Each returns null, or what went wrong. n, batch and width are at least 1.
 
-// x, residual (or null) bfloat16 [n, width]; weight [width], float32 or bfloat16; total null without a residual.
+// x, residual (or null) bfloat16 [n, width]; weight [width], float32 or bfloat16; total null without a residual. order: null, or
+// int32 [width], of the columns of `normed`, as of mlspec_cuda_ordered_rows.
 const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
-                                 int64_t n, int64_t width, void* normed, void* total, const mlspec_cuda_row_launch* how);
+                                 int64_t n, int64_t width, const int32_t* order, void* normed, void* total,
+                                 const mlspec_cuda_row_launch* how);
 
 // gate, up: rows of `width` bfloat16, `stride` elements from row to row -> out [n, width]; mlspec_activation of cpu/kernels.h.
 // order: null, or int32 [width]: column i of out is what stands in column order[i], as of mlspec_cuda_ordered_rows.

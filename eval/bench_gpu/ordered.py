@@ -1,0 +1,55 @@
+"""What does an order of inputs (act-order) cost a step on the GPU, over the same int4 weights without one?
+
+Both steps are captured and replayed in turn, so that what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from eval.bench_gpu.findings import Bench, Finding
+from eval.bench_gpu.models import random_int4_model
+from eval.bench_gpu.step import KEPT, Case, Step
+from eval.bench_gpu.timing import time_each
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.nn.packed import PackedLinear
+from hf_mlspec.nn.transforms import ORDER
+
+CASES = (Case("batch 1", 1, 1, 1.10), Case("batch 8", 8, 1, 1.10))  # targets: over the step without an order
+TURNS, EACH = 9, 5
+SAME = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # that share inputs
+
+
+def ordered(bench: Bench) -> Iterator[Finding]:
+    """Times of a step with an order over those without."""
+    shape, kept = ("tiny", 24) if bench.quick else ("llama-3-8b", KEPT)
+    model = random_int4_model(shape, bench.device)
+    bench.say(f"ordered: {shape} made")
+    plain = CudaDecoder(model)
+    replays = [Step(plain, case, kept).captured() for case in CASES]
+    _order(model)
+    decoder = CudaDecoder(model)
+    for case, without in zip(CASES, replays, strict=True):
+        with_order, ratios, times = Step(decoder, case, kept).captured(), [], []
+        for _ in range(TURNS):
+            before = time_each(without, bench.device, EACH).median
+            times.append(time_each(with_order, bench.device, EACH).median)
+            ratios.append(times[-1] / before)
+        more = {"least": min(ratios), "most": max(ratios), "ms_of_the_graph": statistics.median(times) * 1e3}
+        yield Finding("ordered", f"{shape}, {case.name}", "with an order over without", statistics.median(ratios), "",
+                      None if bench.quick else case.target, more=more)
+
+
+def _order(model: nn.Module) -> None:
+    """Give every packed layer a random order, those that share inputs the same."""
+    kept: dict[tuple[str, str], torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            block, _, leaf = path.rpartition(".")
+            seed = torch.Generator().manual_seed(len(kept))
+            drawn = torch.randperm(module.in_features, generator=seed).int().to(module.weight_packed.device)
+            module.transform_(ORDER, {"order": kept.setdefault((block, SAME.get(leaf, leaf)), drawn)})
