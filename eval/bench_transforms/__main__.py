@@ -24,8 +24,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 import hf_mlspec
-from eval.bench_gpu.models import random_int4_model, random_outlier_model
-from eval.bench_gpu.transforms import WIDE_ENOUGH, ordered, rotated
+from eval.random_packed import WIDE_ENOUGH, ordered, random_int4_model, random_outlier_model, rotated
 from eval.records import machine
 from eval.targets import SHAPES
 

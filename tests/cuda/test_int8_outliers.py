@@ -22,7 +22,7 @@ from hf_mlspec.ops.operator import REFERENCES
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 SHAPES = ((7, 256), (128, 384), (200, 1152), (136, 4096), (4096, 2048), (8200, 640))
-SHAPE = {"hidden_size": 256, "intermediate_size": 1152, "head_dim": 32, "tie_word_embeddings": False}
+SHAPE = {"hidden_size": 256, "intermediate_size": 1152, "head_dim": 64, "tie_word_embeddings": False}
 SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # which read the inputs of which
 LENGTH = 60
 

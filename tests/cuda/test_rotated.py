@@ -33,7 +33,9 @@ def alike(how: Hadamard, blocks: int, count: int) -> bool:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_has_the_bits_of_plain_torch(order):
-    for powers, inner in ((1, 1), (2, 1), (4, 3), (8, 1), (16, 1), (2, 8), (8, 20), (64, 1), (2, 128)):
+    alone = ((1, 1), (2, 1), (8, 1), (16, 1), (32, 1), (64, 1), (256, 1), (512, 1), (1024, 1), (4096, 1))
+    apart = ((4, 3), (2, 8), (8, 20), (2, 128), (4, 2), (16, 6), (32, 128), (64, 64), (128, 4))
+    for powers, inner in alone + apart:
         if order * powers > 1 and order * powers * inner <= 12288:
             assert alike(Hadamard(order * powers, order, inner), 3, 5), (powers, inner)
 

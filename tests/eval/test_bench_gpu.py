@@ -175,7 +175,8 @@ def test_bytes_of_a_step_leave_an_untied_embedding_out():
 
 def test_random_int4_models_decode_at_every_width():
     models = program("bench_gpu.models")
-    model = models.without_end(models.random_int4_model("tiny", torch.device("cpu")))
+    packed = importlib.import_module("eval.random_packed")
+    model = models.without_end(packed.random_int4_model("tiny", torch.device("cpu")))
     from hf_mlspec import precision_switch
 
     assert precision_switch(model).choices == (16, 8, 4)

@@ -1,14 +1,16 @@
-// How is a row of bfloat16 multiplied by Hadamard matrices? In shared memory, with the additions of hf_mlspec/ops/hadamard.py in
-// their order, so that the bits are those of the CPU.
+// How is a row of bfloat16 multiplied by Hadamard matrices? In registers, between lanes and in shared memory, with the additions of
+// hf_mlspec/ops/hadamard.py in their order, so that the bits are those of the CPU.
 #include "row_launch.cuh"
 
 namespace mlspec {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kChunk = 4096;         // elements of a block, where matrices are smaller
-constexpr int64_t kBlocksWanted = 512;   // of a launch, where outputs can be shared out
-constexpr int kRows = 4;                 // of the matrix of the order, which a thread multiplies together
+constexpr int kMostThreads = 1024, kColumnThreads = 64;
+constexpr int kOfLane = 16, kOfWarp = kWarp * kOfLane;  // neighbours that a warp adds up without shared memory
+constexpr int kMostLevels = 6;          // of columns, in registers
+constexpr int64_t kChunk = 4096;        // elements of a block, where matrices are smaller
+constexpr int64_t kBlocksWanted = 256;  // of a launch, where outputs can be shared out
+constexpr int kRows = 4;                // of the matrix of the order, which a thread multiplies together
 
 struct HadamardParams {
   const __nv_bfloat16* x;
@@ -38,7 +40,7 @@ __device__ __forceinline__ void levels(float (&v)[1 << kLevels]) {
 template <int kLevels>
 __device__ __forceinline__ void pass(float* row, int count, int step) {
   constexpr int kParts = 1 << kLevels;
-  for (int item = threadIdx.x; item < count / kParts; item += kThreads) {
+  for (int item = threadIdx.x; item < count / kParts; item += blockDim.x) {
     float* const group = row + item / step * (kParts * step) + item % step;
     float v[kParts];
 #pragma unroll
@@ -53,11 +55,11 @@ __device__ __forceinline__ void pass(float* row, int count, int step) {
 // Elements of a chunk to shared memory; -> the levels that are done.
 __device__ __forceinline__ int load_chunk(const HadamardParams& p, const __nv_bfloat16* x, float* row, int count) {
   if (count % kVector || p.width % kVector || p.unit % kVector) {
-    for (int i = threadIdx.x; i < count; i += kThreads) row[i] = load_one(x + i);
+    for (int i = threadIdx.x; i < count; i += blockDim.x) row[i] = load_one(x + i);
     return 0;
   }
   const bool first_levels = p.inner == 1 && p.powers >= kVector;
-  for (int i = threadIdx.x * kVector; i < count; i += kThreads * kVector) {
+  for (int i = threadIdx.x * kVector; i < count; i += blockDim.x * kVector) {
     float v[kVector];
     load_vector(x + i, v);
     if (first_levels) levels<3>(v);
@@ -66,11 +68,58 @@ __device__ __forceinline__ int load_chunk(const HadamardParams& p, const __nv_bf
   return first_levels ? 3 : 0;
 }
 
+// The same where powers of two of neighbours are added up: those of a lane, then lane by lane. count: whole lanes.
+__device__ __forceinline__ int load_neighbours(const HadamardParams& p, const __nv_bfloat16* x, float* row, int count) {
+  const int most = min(p.powers, kOfWarp), lane = threadIdx.x % kWarp;
+  for (int at = threadIdx.x * kOfLane; at < (count + kOfWarp - 1) / kOfWarp * kOfWarp; at += blockDim.x * kOfLane) {
+    float v[kOfLane] = {};
+    if (at < count) {
+#pragma unroll
+      for (int half = 0; half < kOfLane; half += kVector) {
+        float part[kVector];
+        load_vector(x + at + half, part);
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) v[half + e] = part[e];
+      }
+    }
+    levels<4>(v);
+    for (int apart = kOfLane; apart < most; apart *= 2) {
+      const int mask = apart / kOfLane;
+      const bool upper = lane & mask;
+#pragma unroll
+      for (int t = 0; t < kOfLane; ++t) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, v[t], mask);
+        v[t] = upper ? other - v[t] : v[t] + other;
+      }
+    }
+    if (at >= count) continue;
+#pragma unroll
+    for (int four = 0; four < kOfLane; four += 4)
+      *reinterpret_cast<float4*>(row + at + four) = make_float4(v[four], v[four + 1], v[four + 2], v[four + 3]);
+  }
+  return __ffs(most) - 1;
+}
+
+// Elements times the factor, where there is no matrix of an order.
+__device__ __forceinline__ void store_chunk(const HadamardParams& p, const float* row, __nv_bfloat16* out, int count) {
+  if (count % kVector || p.width % kVector || p.unit % kVector) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) store_one(out + i, __fmul_rn(row[i], p.factor));
+    return;
+  }
+  for (int i = threadIdx.x * kVector; i < count; i += blockDim.x * kVector) {
+    float v[kVector];
+    load_vector(row + i, v);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) v[e] = __fmul_rn(v[e], p.factor);
+    store_vector(out + i, v);
+  }
+}
+
 // What this split of the block computes: outputs of kRows rows of the matrix at one of `part` places.
 __device__ __forceinline__ void multiply_order(const HadamardParams& p, const float* row, __nv_bfloat16* out) {
   const int part = p.powers * p.inner, items = p.order / kRows * part;
   const int begin = blockIdx.y * p.items_per_split, end = min(items, begin + p.items_per_split);
-  for (int item = begin + threadIdx.x; item < end; item += kThreads) {
+  for (int item = begin + threadIdx.x; item < end; item += blockDim.x) {
     const int first = item / part * kRows, place = item % part;
     const float* const matrix = p.matrix + first * p.order;
     float sums[kRows];
@@ -95,20 +144,53 @@ __device__ __forceinline__ void multiply_order(const HadamardParams& p, const fl
 }
 
 // One chunk of a row; blockIdx.y: which of its outputs, where there is a matrix.
-__global__ void __launch_bounds__(kThreads) hadamard_kernel(const HadamardParams p) {
+__global__ void __launch_bounds__(kMostThreads, 1) hadamard_kernel(const HadamardParams p) {
   extern __shared__ __align__(16) float row[];
   launch_dependents();
   wait_for_previous_kernel();
   const int64_t n = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
   const int64_t first = chunk * p.per_chunk * p.unit, at = n * p.width + first, left = p.width - first;
   const int whole = p.per_chunk * p.unit, count = left < whole ? int(left) : whole;
-  int done = load_chunk(p, p.x + at, row, count);
+  const bool neighbours = p.inner == 1 && p.powers >= kOfLane;
+  int done = neighbours ? load_neighbours(p, p.x + at, row, count) : load_chunk(p, p.x + at, row, count);
   __syncthreads();
   for (; p.powers >> done >= 8; done += 3) pass<3>(row, count, p.inner << done);
   if (p.powers >> done == 4) pass<2>(row, count, p.inner << done);
   if (p.powers >> done == 2) pass<1>(row, count, p.inner << done);
   if (p.matrix) return multiply_order(p, row, p.out + at);
-  for (int i = threadIdx.x; i < count; i += kThreads) store_one(p.out + at + i, __fmul_rn(row[i], p.factor));
+  store_chunk(p, row, p.out + at, count);
+}
+
+// Of matrices of a power of two alone whose elements stand apart: a thread has all of them, of two columns.
+template <int kLevels>
+__global__ void __launch_bounds__(kColumnThreads) columns_kernel(const HadamardParams p, int64_t pairs) {
+  constexpr int kParts = 1 << kLevels;
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t item = int64_t(blockIdx.x) * kColumnThreads + threadIdx.x;
+  if (item >= pairs) return;
+  const int half = p.inner / 2;  // pairs of a matrix; rows are whole matrices
+  const int64_t first = item / half * p.unit + item % half * 2;
+  float low[kParts], high[kParts];
+#pragma unroll
+  for (int t = 0; t < kParts; ++t) {
+    const float2 pair = widened(*reinterpret_cast<const uint32_t*>(p.x + first + t * p.inner));
+    low[t] = pair.x, high[t] = pair.y;
+  }
+  levels<kLevels>(low);
+  levels<kLevels>(high);
+#pragma unroll
+  for (int t = 0; t < kParts; ++t)
+    *reinterpret_cast<uint32_t*>(p.out + first + t * p.inner) =
+        narrowed(__fmul_rn(low[t], p.factor), __fmul_rn(high[t], p.factor));
+}
+
+// The one of these many levels.
+template <int kLevels = 1>
+const char* launch_columns(int levels, const HadamardParams& params, int64_t pairs, const mlspec_cuda_row_launch& how) {
+  if constexpr (kLevels < kMostLevels)
+    if (levels > kLevels) return launch_columns<kLevels + 1>(levels, params, pairs, how);
+  return launch_rows(how, {dim3(blocks_for(pairs, kColumnThreads)), kColumnThreads}, columns_kernel<kLevels>, params, pairs);
 }
 
 }  // namespace
@@ -123,13 +205,16 @@ const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, cons
   const int64_t chunks = (matrices + per_chunk - 1) / per_chunk, bytes = per_chunk * unit * int64_t(sizeof(float));
   if (bytes > h.shared_bytes) return "the matrix is too large for the shared memory of this GPU: rotate in smaller blocks";
   const int64_t items = h.order / kRows * (unit / h.order), blocks = h.n * chunks;
+  const int64_t lanes = (per_chunk * unit + kOfWarp - 1) / kOfWarp * kWarp, threads = lanes < kMostThreads ? lanes : kMostThreads;
   int64_t splits = 1;
   if (h.matrix && blocks < kBlocksWanted) {
-    const int64_t most = items / kThreads > 1 ? items / kThreads : 1;
+    const int64_t most = items / threads > 1 ? items / threads : 1;
     splits = kBlocksWanted / blocks < most ? kBlocksWanted / blocks : most;
   }
   const HadamardParams params{static_cast<const __nv_bfloat16*>(h.x), h.matrix, static_cast<__nv_bfloat16*>(h.out),
                               h.width, chunks, int(unit), int(per_chunk), int(h.order), int(h.size / h.order), int(h.inner),
                               int((items + splits - 1) / splits), h.factor};
-  return launch_rows(*how, {dim3(unsigned(blocks), unsigned(splits)), kThreads, unsigned(bytes)}, hadamard_kernel, params);
+  if (!h.matrix && h.inner > 1 && h.inner % 2 == 0 && h.size > 1 && h.size <= 1 << kMostLevels)
+    return launch_columns(__builtin_ctzll(h.size), params, h.n * h.width / h.size / 2, *how);
+  return launch_rows(*how, {dim3(unsigned(blocks), unsigned(splits)), unsigned(threads), unsigned(bytes)}, hadamard_kernel, params);
 }

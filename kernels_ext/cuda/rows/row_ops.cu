@@ -1,4 +1,6 @@
 // How are rows normed, gated, ordered and looked up? One block a row where a row is summed; elements of 16 bytes at a time.
+#include <type_traits>
+
 #include "row_launch.cuh"
 
 namespace mlspec {
@@ -7,6 +9,7 @@ namespace {
 constexpr int kNormThreads = 512, kNormVectors = 4;  // of a row in registers: up to 16384 elements
 constexpr int kElementThreads = 128;                 // of kernels without sums: small blocks spread over the chip
 constexpr int kMaxGridRows = 65535;
+constexpr int kStagedThreads = 512, kStagedRows = 4, kStagedBytes = 96 * 1024;  // of ordered rows through shared memory
 
 struct NormRows {
   const __nv_bfloat16 *x, *residual;
@@ -198,6 +201,65 @@ __global__ void __launch_bounds__(kElementThreads)
   }
 }
 
+// The kVector columns that places from `at` on take, of a row in shared memory, to `to`.
+__device__ __forceinline__ void gather(const uint16_t* row, const int32_t* order, int64_t at, int64_t width, __nv_bfloat16* to) {
+  int64_t from[kVector];
+  columns_of(order, at, width, from);
+  uint32_t column[kVector];
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) column[e] = row[from[e]];
+  *reinterpret_cast<uint4*>(to) = make_uint4(column[0] | column[1] << 16, column[2] | column[3] << 16,
+                                             column[4] | column[5] << 16, column[6] | column[7] << 16);
+}
+
+// Several rows: a block brings a whole one to shared memory and writes blockIdx.x's share of it in order. kActivation: of gated
+// rows; kPlain: rows as they are. The same bits as one by one.
+constexpr int kPlain = -1;
+template <int kActivation>
+__global__ void __launch_bounds__(kStagedThreads)
+    staged_kernel(const __nv_bfloat16* x, const __nv_bfloat16* up, int64_t stride, int64_t width, int64_t share, const int32_t* order,
+                  __nv_bfloat16* out) {
+  extern __shared__ __align__(16) __nv_bfloat16 staged[];
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t row = blockIdx.y, begin = blockIdx.x * share, end = min(width, begin + share);
+  for (int64_t at = threadIdx.x * kVector; at < width; at += kStagedThreads * kVector) {
+    if constexpr (kActivation == kPlain) {
+      *reinterpret_cast<uint4*>(staged + at) = *reinterpret_cast<const uint4*>(x + row * stride + at);
+    } else {
+      float a[kVector], b[kVector];
+      load_vector(x + row * stride + at, a);
+      load_vector(up + row * stride + at, b);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) a[e] = activate<kActivation>(a[e]) * b[e];
+      store_vector(staged + at, a);
+    }
+  }
+  __syncthreads();
+  for (int64_t at = begin + threadIdx.x * kVector; at < end; at += kStagedThreads * kVector)
+    gather(reinterpret_cast<const uint16_t*>(staged), order, at, width, out + row * width + at);
+}
+
+// Whether rows go through shared memory, in how many blocks each.
+struct Staging {
+  bool fits;
+  int64_t splits, share;
+};
+
+Staging staging_of(int64_t n, int64_t width) {
+  const int64_t splits = n <= 32 ? 4 : n <= 64 ? 2 : 1, vectors = width / kVector;
+  return {n >= kStagedRows && n <= kMaxGridRows && width % kVector == 0 && width * 2 <= kStagedBytes, splits,
+          (vectors + splits - 1) / splits * kVector};
+}
+
+template <int kActivation>
+const char* launch_staged(const Staging& how, const void* x, const void* up, int64_t stride, int64_t n, int64_t width,
+                          const int32_t* order, void* out, const mlspec_cuda_row_launch& launch) {
+  return launch_rows(launch, {dim3(unsigned(how.splits), unsigned(n)), kStagedThreads, unsigned(width * 2)},
+                     staged_kernel<kActivation>, static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(up), stride,
+                     width, how.share, order, static_cast<__nv_bfloat16*>(out));
+}
+
 template <class T>
 __global__ void __launch_bounds__(kElementThreads)
     embed_kernel(const int32_t* ids, const T* table, int64_t vocab, int64_t width, float scale, T* out) {
@@ -245,6 +307,18 @@ const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void
 
 const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
                               const int32_t* order, void* out, const mlspec_cuda_row_launch* how) {
+  if (const Staging staging = staging_of(n, width); order && staging.fits) {
+    const auto staged = [&](auto number) {
+      return launch_staged<decltype(number)::value>(staging, gate, up, stride, n, width, order, out, *how);
+    };
+    switch (activation) {
+      case kSilu: return staged(std::integral_constant<int, kSilu>());
+      case kGeluTanh: return staged(std::integral_constant<int, kGeluTanh>());
+      case kGelu: return staged(std::integral_constant<int, kGelu>());
+      case kRelu: return staged(std::integral_constant<int, kRelu>());
+      default: return "no such activation";
+    }
+  }
   const auto launch = [&](auto kernel) {
     const int64_t rows = n < kMaxGridRows ? n : kMaxGridRows;
     return launch_rows(*how, {dim3(blocks_for(width, kElementThreads * kVector), unsigned(rows)), kElementThreads}, kernel,
@@ -262,6 +336,8 @@ const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, 
 
 const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,
                                      const mlspec_cuda_row_launch* how) {
+  if (const Staging staging = staging_of(n, width); staging.fits)
+    return launch_staged<kPlain>(staging, x, nullptr, width, n, width, order, out, *how);
   const int64_t rows = n < kMaxGridRows ? n : kMaxGridRows;
   return launch_rows(*how, {dim3(blocks_for(width, kElementThreads * kVector), unsigned(rows)), kElementThreads}, ordered_kernel,
                      static_cast<const uint16_t*>(x), order, n, width, static_cast<uint16_t*>(out));
