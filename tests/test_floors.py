@@ -32,6 +32,7 @@ TRANSFORMERS_ALLOWED = (
 # may enter.
 TIMES_ROOMS = {
     "eval/bench_kernels/contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
+    "eval/bench_context/attention.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),

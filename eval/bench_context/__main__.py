@@ -3,6 +3,7 @@
     python -m eval.bench_context --shape llama-0.5b --contexts 512 2048 8192 --threads 2
     python -m eval.bench_context --shape llama-1.1b --device cuda
     python -m eval.bench_context --shape llama-1.1b --contexts 2048 8192 --threads 1 --kv-cache int8
+    python -m eval.bench_context --shape llama-0.5b --contexts 2048 8192 --threads 1 --attention
     python -m eval.bench_context --quick
 
 A model of random BF16 weights reads a prompt of random ids and writes greedily, by stock `generate` and by ours
@@ -11,7 +12,8 @@ between the first tokens that come and the last, over the tokens between. It rea
 input embedding, and keys and values of the whole context: these bytes a second are given as a share of what a sum
 over memory reads in the same minute. Stock runs its default attention (SDPA). With --kv-cache ours runs a second time
 in every turn, its keys and values in that format; the last column is the median over turns of its step to that of ours
-beside it. On a GPU, where changing the format captures rounds anew, contenders then run one after another.
+beside it. On a GPU, where changing the format captures rounds anew, contenders then run one after another. With
+--attention nothing is timed but attention of one token on the CPU, over the caches of all layers, one after the other.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
 import hf_mlspec
+from eval.bench_context import attention
 from eval.records import machine
 from eval.targets import SHAPES, random_model, why_not_prepared
 
@@ -152,10 +155,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, help="threads of the CPU (torch's own choice)")
     parser.add_argument("--kv-cache", metavar="WORD", help="also ours with keys and values in this format: int8, int4")
+    parser.add_argument("--attention", action="store_true", help="time attention of one token alone, on the CPU")
     parser.add_argument("--json", type=Path, help="write a line of JSON for each row of the table")
     parser.add_argument("--quick", action="store_true", help="shape tiny, contexts 16 and 64, once")
     args = parser.parse_args(argv)
-    args.probe_mebibytes = 16 if args.quick else 512
+    args.probe_mebibytes = 16 if args.quick else 128 if args.attention else 512
     if args.quick:
         args.shape, args.contexts, args.repeats = "tiny", [16, 64], 1
     if args.kv_cache is not None:
@@ -165,13 +169,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(str(error).removeprefix("MLSpecConfig: "))
     if min(args.contexts) < 1 or args.tokens < 2 or args.repeats < 1:
         parser.error("--contexts and --repeats are at least 1, --tokens at least 2: a step lies between two tokens")
+    if args.attention and args.device != "cpu":
+        parser.error(f"--attention is timed on the CPU, not on {args.device}: eval.bench_gpu --only attention")
     return args
+
+
+def bench_attention(args: argparse.Namespace) -> int:
+    lines = [attention.bench(args.shape, slots, 5 * args.repeats, args.kv_cache, args.probe_mebibytes << 20)
+             for slots in args.contexts]
+    print(*map(attention.line, lines), sep="\n")
+    if args.json:
+        card = machine.card(args.device)
+        args.json.write_text("".join(json.dumps(line | {"machine": card}) + "\n" for line in lines), encoding="utf-8")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.attention:
+        return bench_attention(args)
     room = {"max_position_embeddings": max(args.contexts) + args.tokens}
     model = random_model(args.shape, args.device, **room)
     if reason := why_not_prepared(model):

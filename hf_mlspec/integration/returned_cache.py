@@ -160,7 +160,9 @@ class ReturnedCache:
             states = layers[layer][which]
             columns = self.prompts.columns(number, states.shape[1] + self._skipped(number))[self._skipped(number) :]
             places = [column - self.begin for column in columns if column - self.begin < count]
-            out[number, :, places] = states[:, : len(places)]
+            # Almost always side by side: a copy, where an index would call torch's own threads (see `rows.new_kv`).
+            together = bool(places) and places[-1] - places[0] == len(places) - 1
+            out[number, :, slice(places[0], places[-1] + 1) if together else places] = states[:, : len(places)]
         return out
 
     def _skipped(self, number: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from . import cuda_library
 from .cuda_library import BUILD_COMMAND, why_no_cuda_kernels
 
 REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
@@ -78,16 +79,29 @@ def why_not_compiled() -> str | None:
     return LOAD_ERROR and f"{LOAD_ERROR}; build it in the source tree with `{BUILD_COMMAND}`"
 
 
-def _load() -> str | None:
-    """Load hf_mlspec/_C*.so; None, or why there is no library."""
+def built_library() -> Path | None:
+    """The file hf_mlspec/_C*.so; None where there is none."""
     found = [path for path in sorted(_PACKAGE.glob("_C*")) if path.suffix in (".so", ".dylib", ".pyd")]
-    found = [path for path in found if path.name.split(".")[0] == "_C"]
-    if not found:
+    return next((path for path in found if path.name.split(".")[0] == "_C"), None)
+
+
+def library_file(device: str) -> Path | None:
+    """Where the compiled library for the "cpu" or for "cuda" lies; None where there is none."""
+    if device == "cpu":
+        return built_library()
+    built = cuda_library.built_library()
+    return None if built is None else Path(built.path)
+
+
+def _load() -> str | None:
+    """Load it; None, or why there is no library."""
+    found = built_library()
+    if found is None:
         return f"no compiled library in {_PACKAGE}"
     try:
-        torch.ops.load_library(found[0])
+        torch.ops.load_library(found)
     except OSError as error:  # built for another torch or another machine: kept, and told with the first warning
-        return f"{found[0].name} does not load ({error})"
+        return f"{found.name} does not load ({error})"
     return None
 
 

@@ -34,7 +34,8 @@ from .search import Choice, Search
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
 _AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
-_FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet
+_FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
+_FIRST_REMEMBERED = 1  # and less where earlier calls told
 _LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
 _SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected seconds: that it may take longer, and in sum until that is news
 _KNOWN = 6.0  # observations of a position that say something
@@ -203,7 +204,8 @@ class Controller:
 
     def _rounds_for(self, seconds: float, plan: Plan) -> int:
         """Rounds beside which a choice that took so long is little."""
-        share = self.CHOOSING if self._chosen > _FIRST_CHOICES else self.FIRST_CHOOSING
+        first = _FIRST_REMEMBERED if self._remembers else _FIRST_CHOICES
+        share = self.CHOOSING if self._chosen > first else self.FIRST_CHOOSING
         return min(int(seconds / (share * self.forecast.seconds)), self._longest(plan))
 
     def _longest(self, plan: Plan) -> int:

@@ -40,6 +40,23 @@ def test_a_cache_of_codes_is_one_more_contender(bench, capsys, tmp_path):
     assert "kv_cache is 'int5', choose 'int8' or 'int4'" in capsys.readouterr().err
 
 
+def test_attention_alone_reads_every_layer(bench, capsys, tmp_path):
+    out = tmp_path / "out.jsonl"
+    for word, width in ((None, 32), ("int8", 20)):  # bytes of a row of 16 elements
+        assert bench.main(["--quick", "--attention", "--json", str(out), *(["--kv-cache", word] if word else [])]) == 0
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [line["slots"] for line in lines] == [16, 64]
+        for line in lines:
+            layer = 2 * 2 * line["slots"] * width  # two key heads
+            assert line["bytes"] == line["layers"] * layer
+            assert 0 <= line["bytes"] - 16 * 2**20 < layer
+            share = line["bytes"] / line["seconds"] / line["probe_bytes_per_second"]
+            assert line["bandwidth_share"] == pytest.approx(share)
+    with pytest.raises(SystemExit):
+        bench.parse(["--attention", "--device", "cuda"])
+    assert "--attention is timed on the CPU, not on cuda" in capsys.readouterr().err
+
+
 def test_bytes_of_a_step(bench):
     model = bench.random_model("tiny")  # 2 layers of 2 key heads of 16; 96 ids of 64 elements, not tied
     weights = sum(weight.nbytes for weight in model.parameters()) - 96 * 64 * 2

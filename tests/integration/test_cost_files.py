@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import hf_mlspec
 from hf_mlspec.integration.config import SpeculationConfig
 from hf_mlspec.integration.costs import file as cost_file
-from hf_mlspec.integration.costs import probe
+from hf_mlspec.integration.costs import identity, probe
 from hf_mlspec.integration.costs.file import NotAProfile, cache_folder, read, write
 from hf_mlspec.integration.costs.survey import Survey
 from hf_mlspec.nn.state import state_of
@@ -284,3 +284,13 @@ def test_of_a_chain_that_cannot_be_captured_the_target_alone_is_measured_so_too(
                     speculation_config={"profile": str(profile)})  # fmt: skip
     assert not measured
     assert state_of(target).shelved
+
+
+def test_costs_of_kernels_that_were_compiled_anew_do_not_hold(monkeypatch, tmp_path):
+    library = tmp_path / "_C.so"
+    monkeypatch.setattr("hf_mlspec.ops.library_file", lambda device: library)
+    library.write_bytes(b"kernels of yesterday")
+    found = [identity._kernels.__wrapped__("cpu"), identity._kernels.__wrapped__("cpu")]
+    library.write_bytes(b"kernels of today")
+    found.append(identity._kernels.__wrapped__("cpu"))
+    assert found[0] == found[1] != found[2]

@@ -257,3 +257,18 @@ def test_a_trial_pays_for_what_it_reads():
 def test_plans_in_words():
     assert Plan((8, 0, 4)).told(["cast", "middle", "tiny"]) == "cast 8 + tiny 4"
     assert off(2).told(["cast", "tiny"]) == "off"
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_where_earlier_calls_told_few_choices_may_take_more_of_the_time(monkeypatch, remembers):
+    clock = iter(range(1000))
+    monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: float(next(clock)))  # 1 s a choice
+    controller = Controller(FLAT, [level(cost=costs(0.1, 0.0))], memory=known(0.9) if remembers else None)
+    controller.start(1)
+    controller.memory.spare = -1e9  # no trials
+    stays = []
+    for _ in range(3):
+        controller.choose(Situation([1000], 0.0, [[0]]))
+        stays.append(sum(iter(lambda: controller.stay(1), False)))
+    assert stays[0] < 10
+    assert stays[2] == (32 if remembers else stays[0])

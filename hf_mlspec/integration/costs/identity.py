@@ -75,5 +75,7 @@ def processor_name() -> str:
 
 @lru_cache(maxsize=2)
 def _kernels(device: str) -> str:
-    """A hash of the kernels that serve this kind of device."""
-    return _hash(sorted(f"{op} {kernel}" for op, where, kernel in ops.kernel_table() if where == device))
+    """A hash of the kernels that serve this kind of device: their names, and the library as it was compiled."""
+    table = sorted(f"{op} {kernel}" for op, where, kernel in ops.kernel_table() if where == device)
+    library = ops.library_file(device)
+    return _hash([*table, "" if library is None else hashlib.sha256(library.read_bytes()).hexdigest()])

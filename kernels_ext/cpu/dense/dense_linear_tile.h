@@ -20,9 +20,17 @@ __attribute__((always_inline)) inline void unroll(F&& f) {
 }
 
 template <int Rows, int Cols>
-inline void store_tile(const mlspec_linear_args& a, int64_t feature, int64_t x_row, const float* sum) {
+__attribute__((always_inline)) inline void store_tile(const mlspec_linear_args& a, int64_t feature, int64_t x_row,
+                                                      const float* sum) {
+  float* const first = a.y + x_row * a.y_stride + feature;
+  const int64_t stride = a.y_stride;
+  if (!a.bias && !a.accumulate) {
+    return unroll<Cols>([&](auto c) __attribute__((always_inline)) {
+      std::memcpy(first + c * stride, sum + c * Rows, Rows * sizeof(float));
+    });
+  }
   for (int c = 0; c < Cols; ++c) {
-    float* y = a.y + (x_row + c) * a.y_stride + feature;
+    float* y = first + c * stride;
     for (int r = 0; r < Rows; ++r) {
       float value = sum[c * Rows + r];
       if (a.bias) value += a.bias[feature + r];

@@ -22,8 +22,10 @@ namespace mlspec {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// Longer than the gaps inside a step and than most of those between steps, shorter than anybody notices.
+// At a barrier: longer than the gaps inside a step.
 constexpr auto kSpin = std::chrono::microseconds(50);
+// Of a worker, for the next region: longer than what Python does between two of them, shorter than anybody notices.
+constexpr auto kLinger = std::chrono::microseconds(250);
 
 void pause() {
 #if defined(__x86_64__)
@@ -33,11 +35,11 @@ void pause() {
 #endif
 }
 
-// True when done() came true within kSpin.
+// True when done() came true in that time.
 template <class Done>
-bool spin(Done&& done) {
+bool spin(std::chrono::microseconds time, Done&& done) {
   if (done()) return true;
-  const auto end = Clock::now() + kSpin;
+  const auto end = Clock::now() + time;
   do {
     for (int i = 0; i < 16; ++i) {
       pause();
@@ -50,7 +52,7 @@ bool spin(Done&& done) {
 // Spins, then lets others run between looks: the thread waited for may have lost its core to another program.
 template <class Done>
 void wait_until(Done&& done) {
-  if (spin(done)) return;
+  if (spin(kSpin, done)) return;
   while (!done()) sched_yield();
 }
 
@@ -97,7 +99,7 @@ void Worker::call() {
 
 void Worker::await_call(uint32_t answered) {
   const auto called = [&] { return calls.load() != answered; };
-  if (spin(called)) return;
+  if (spin(kLinger, called)) return;
   std::unique_lock<std::mutex> lock(mutex);
   asleep.store(true);
   bell.wait(lock, called);

@@ -45,7 +45,7 @@ void run_region(int threads, Entry entry, void* body);
 }  // namespace detail
 
 // body(team) on min(threads, usable cores) threads, the caller among them; returns when all have finished. body must not throw.
-// Workers spin about 50 us for the next region, then sleep. A child of fork() gets a pool of its own at its first region.
+// Workers spin about 250 us for the next region, then sleep. A child of fork() gets a pool of its own at its first region.
 // A region inside a region runs on the calling thread alone; regions of different threads take turns.
 template <class Body>
 void run(int threads, Body&& body) {
