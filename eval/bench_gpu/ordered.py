@@ -8,20 +8,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-import torch
-from torch import nn
-
 from eval.bench_gpu.findings import Bench, Finding
-from eval.bench_gpu.models import random_int4_model
 from eval.bench_gpu.step import KEPT, Case, Step
 from eval.bench_gpu.timing import time_each
+from eval.random_packed import ordered as with_orders
+from eval.random_packed import random_int4_model
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
-from hf_mlspec.nn.packed import PackedLinear
-from hf_mlspec.nn.transforms import ORDER
 
 CASES = (Case("batch 1", 1, 1, 1.10), Case("batch 8", 8, 1, 1.10))  # targets: over the step without an order
 TURNS, EACH = 9, 5
-SAME = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # that share inputs
 
 
 def ordered(bench: Bench) -> Iterator[Finding]:
@@ -31,8 +26,7 @@ def ordered(bench: Bench) -> Iterator[Finding]:
     bench.say(f"ordered: {shape} made")
     plain = CudaDecoder(model)
     replays = [Step(plain, case, kept).captured() for case in CASES]
-    _order(model)
-    decoder = CudaDecoder(model)
+    decoder = CudaDecoder(with_orders(model))
     for case, without in zip(CASES, replays, strict=True):
         with_order, ratios, times = Step(decoder, case, kept).captured(), [], []
         for _ in range(TURNS):
@@ -42,14 +36,3 @@ def ordered(bench: Bench) -> Iterator[Finding]:
         more = {"least": min(ratios), "most": max(ratios), "ms_of_the_graph": statistics.median(times) * 1e3}
         yield Finding("ordered", f"{shape}, {case.name}", "with an order over without", statistics.median(ratios), "",
                       None if bench.quick else case.target, more=more)
-
-
-def _order(model: nn.Module) -> None:
-    """Give every packed layer a random order, those that share inputs the same."""
-    kept: dict[tuple[str, str], torch.Tensor] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            block, _, leaf = path.rpartition(".")
-            seed = torch.Generator().manual_seed(len(kept))
-            drawn = torch.randperm(module.in_features, generator=seed).int().to(module.weight_packed.device)
-            module.transform_(ORDER, {"order": kept.setdefault((block, SAME.get(leaf, leaf)), drawn)})
