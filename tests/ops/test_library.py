@@ -1,9 +1,11 @@
 """Is it always known, and said, which kernel serves an op?"""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,13 @@ REFERENCE = library._fallback("mxfp4_linear", REFERENCES["mxfp4_linear"], compos
 def nothing_said(monkeypatch):
     monkeypatch.setattr(library, "_warned", set())
     monkeypatch.delenv(library.REQUIRE_VARIABLE, raising=False)
+
+
+def test_every_linear_with_a_kernel_for_gpus_says_which_of_two_serves_it():
+    bindings = Path(__file__).resolve().parents[2] / "kernels_ext" / "bindings" / "cuda"
+    texts = [path.read_text(encoding="utf-8") for path in bindings.glob("*.cpp")]
+    registered = {name for text in texts for name in re.findall(r'm\.impl\("(\w+_linear)"', text)}
+    assert registered == library._HOPPER_OPS
 
 
 def test_table_lists_every_op_on_every_device():
