@@ -127,7 +127,8 @@ class Int4Int8Weight(NibbleWeight):
 def _require_codes(name: str, tensor_name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_meta:
         beyond = tensor.to(torch.int16).abs() > LARGEST_CODE
-        require_none(beyond, name, tensor_name, tensor, f"codes beyond {LARGEST_CODE}")
+        require_none(beyond, name, tensor_name, tensor, f"codes beyond {LARGEST_CODE}",
+                     "was written when outlier codes went to 127: quantize the model again")
 
 
 def _require_outlier_scales(name: str, tensor_name: str, tensor: torch.Tensor) -> None:

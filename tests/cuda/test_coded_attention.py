@@ -10,7 +10,6 @@ from coded_cases import FORMATS, NO_NUMBER, check, coded, in_bytes
 from ragged_cases import DEVICE, Case, make
 
 from hf_mlspec.formats.cache import INT4
-from hf_mlspec.ops.attention import FIRST_SLOTS
 
 WORDS = [record.word for record in FORMATS]
 RULES = [{}, {"window": 5}, {"window": 70}, {"softcap": 5.0}, {"window": 300, "softcap": 20.0}, {"draft_window": 65},
@@ -124,4 +123,3 @@ def test_lanes_cut_out_of_a_larger_tensor_and_lanes_that_do_not_fit(record):
         replace(case, keys=odd[0], values=odd[1]).attend()
     with pytest.raises((TypeError, ValueError), match="values"):
         replace(case, values=torch.zeros(2, 2, 640, 128, dtype=torch.bfloat16, device=DEVICE)).attend()
-    assert FIRST_SLOTS == 64

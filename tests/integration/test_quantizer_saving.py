@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_mlspec
 from hf_mlspec import MLSpecConfig, direct_cast
 from hf_mlspec.integration.quantizer import saving
+from hf_mlspec.integration.quantizer.folder import quantize_folder
 from tests.models import tiny
 
 IDS = torch.arange(3, 17).view(2, 7)
@@ -274,3 +275,10 @@ def test_a_direct_cast_is_saved_the_same_way(dense, tmp_path):
     draft.save_pretrained(tmp_path)
     assert "- mxfp4" in (tmp_path / "README.md").read_text()
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, draft(IDS).logits)
+
+
+def test_a_folder_whose_config_packs_nothing(tmp_path):
+    tiny("llama", seed=3, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    config = hf_mlspec.MLSpecConfig(format=None, kv_cache="int8")
+    found = quantize_folder(str(tmp_path / "plain"), str(tmp_path / "out"), config)
+    assert (found.format, found.packed_modules, found.bits_per_packed_weight) == (None, 0, 0.0)

@@ -134,8 +134,11 @@ def measure(model: nn.Module) -> dict[str, int]:
 
 
 def bits_per_packed_weight(model: nn.Module) -> float:
-    """Average over the packed modules of a model that an MLSpecConfig packed, scales included."""
-    settings, bits, codes = model.config.quantization_config.format_settings, 0.0, 0
+    """Average over the packed modules that an MLSpecConfig made, scales included; 0 where it packs none."""
+    config, bits, codes = model.config.quantization_config, 0.0, 0
+    if config.format is None:
+        return 0.0
+    settings = config.format_settings
     for _, module in packed_modules(model):
         linear = isinstance(module, PackedLinear)
         own = module.in_features * module.out_features if linear else _codes_of_experts(module)
