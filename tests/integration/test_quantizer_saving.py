@@ -136,10 +136,11 @@ def test_a_disk_that_fills_up(model, earlier, monkeypatch, shards_written):
 def test_a_real_limit_while_writing(dense, earlier):
     folder, before = earlier
     program = f"""
-import resource, hf_mlspec
+import resource, sys, hf_mlspec
 from transformers import AutoModelForCausalLM
 from hf_mlspec import MLSpecConfig
 model = AutoModelForCausalLM.from_pretrained({str(dense)!r}, quantization_config=MLSpecConfig("int4", group_size=32))
+sys.dont_write_bytecode = True  # or modules imported at exit are left behind cut short, for every later process
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 model.save_pretrained({str(folder)!r})
 """
