@@ -25,10 +25,12 @@ def ordered(bench: Bench) -> Iterator[Finding]:
     model = random_int4_model(shape, bench.device)
     bench.say(f"ordered: {shape} made")
     plain = CudaDecoder(model)
-    replays = [Step(plain, case, kept).captured() for case in CASES]
+    steps = [Step(plain, case, kept) for case in CASES]  # their tensors are those of the graphs
+    replays = [one.captured() for one in steps]
     decoder = CudaDecoder(with_orders(model))
     for case, without in zip(CASES, replays, strict=True):
-        with_order, ratios, times = Step(decoder, case, kept).captured(), [], []
+        ordered_step, ratios, times = Step(decoder, case, kept), [], []
+        with_order = ordered_step.captured()
         for _ in range(TURNS):
             before = time_each(without, bench.device, EACH).median
             times.append(time_each(with_order, bench.device, EACH).median)

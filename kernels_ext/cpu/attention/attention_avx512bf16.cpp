@@ -25,7 +25,7 @@ using mlspec::kMaxHeadDim;
 #include "attention_few_zmm.h"
 
 struct PairTerms : PairLayout {
-  static constexpr int kFewQueries = 8;
+  static constexpr int kFewQueries = kFewRows;
   using Operand = __m512bh;
   static __m512bh load(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static __m512bh all(const uint16_t* p) {

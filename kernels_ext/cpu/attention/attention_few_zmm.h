@@ -4,7 +4,7 @@
 // multiply_tiles over PairLayout, so that a query's bits do not depend on how many others there are.
 
 constexpr int64_t kAhead = 96;  // slots between those that are read and those that are fetched meanwhile, into the L2 cache
-constexpr int kFewRows = 8;  // queries whose sums lie in registers at a time
+constexpr int kFewRows = 8;  // queries whose sums lie in registers
 
 inline __m512bh both_of(const uint16_t* p) {
   int32_t two;
@@ -47,10 +47,6 @@ struct FewQueries {
   float* outputs;           // [query][padded]
   int64_t padded;
   int64_t ahead;  // bytes from a row to the one that is fetched meanwhile; 0: none
-
-  FewQueries from(int i) const {
-    return {queries + i * padded, scores + i * kChunk, weights + i * kChunk, rescale + i, outputs + i * padded, padded, ahead};
-  }
 
   template <int kRows>
   void fetch_rows(const char* rows, int64_t stride) const {
@@ -120,16 +116,14 @@ struct FewQueries {
   }
 };
 
-// f.operator()<n>(queries) for at most kFewRows of `count` queries at a time.
+// f.operator()<count>(queries).
 template <int kQueries = kFewRows, class F>
 inline void in_registers(const FewQueries& few, int count, const F& f) {
-  if constexpr (kQueries == kFewRows)
-    for (; count > kFewRows; count -= kFewRows) in_registers(few.from(count - kFewRows), kFewRows, f);
   if (count == kQueries) return f.template operator()<kQueries>(few);
   if constexpr (kQueries > 1) in_registers<kQueries - 1>(few, count, f);
 }
 
-// Queries [first, first + count) of the block, at most a tile, which see the same slots of the chunk: `seen`.
+// Queries [first, first + count) of the block, at most kFewRows, which see the same slots of the chunk: `seen`.
 template <class Terms>
 inline void attend_few(const mlspec_attention_args& args, int first, int count, int64_t chunk, SlotRange seen,
                        QueryBlock<Terms>& block) {
@@ -148,7 +142,7 @@ inline void attend_few(const mlspec_attention_args& args, int first, int count, 
   }
   update_softmax(args, first, count, chunk, false, block);
   const int64_t stretch = whole ? steps.end - steps.begin : kLanes;
-  alignas(64) static constexpr float kOnes[kTileQueries] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  alignas(64) static constexpr float kOnes[kFewRows] = {1, 1, 1, 1, 1, 1, 1, 1};
   for (int64_t slot = steps.begin; slot < steps.end; slot += stretch) {
     if (!whole) block.rows.prefetch(args, args.values, chunk + slot + kAhead, chunk + slot + kAhead + kLanes);
     block.rows.template find<Terms>(args, args.values, chunk + slot, seen);

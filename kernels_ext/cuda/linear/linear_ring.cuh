@@ -16,8 +16,8 @@ namespace mlspec {
 
 constexpr int kMaxStages = 32;
 
-// Shared memory: tables of formats that have some, barriers (32 `full`, 32 `empty`, one for the sums of other blocks), the ring (aligned to 1024), sums. One
-// address leads to all.
+// Shared memory: tables of formats that have some, barriers (32 `full`, 32 `empty`, one for the sums of other blocks), the ring
+// (aligned to 1024), sums. One address leads to all.
 struct Ring {
   static constexpr int kFrontBytes = 1024, kBarrierBytes = (2 * kMaxStages + 2) * 8;
   uint32_t address;

@@ -215,9 +215,9 @@ const char* launch(const mlspec_cuda_linear& a) {
   if (tiles * token_blocks > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
   const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
-                      static_cast<const half*>(a.tables), static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens), int(inputs),
-                      int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride, a.zero_doubled, a.num_planes, a.table_columns,
-                      aligned, a.bias_is_float32 != 0};
+                      static_cast<const half*>(a.tables), static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens),
+                      int(inputs), int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride,
+                      a.zero_doubled, a.num_planes, a.table_columns, aligned, a.bias_is_float32 != 0};
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
     return problem;
   cudaLaunchAttribute attribute;
