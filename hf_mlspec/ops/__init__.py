@@ -11,7 +11,7 @@ from .attention import ragged_attention, ragged_attention_rows, rope_write, rope
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
 from .dense import bf16_linear, f32_linear
-from .hadamard import hadamard_rows
+from .hadamard import gated_hadamard, hadamard_rows
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
 from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
 from .library import KernelError, kernel_table, library_file, why_not_compiled
@@ -30,6 +30,7 @@ __all__ = [
     "embed_rows",
     "f32_linear",
     "gated",
+    "gated_hadamard",
     "gated_in_order",
     "hadamard_rows",
     "int4_dequantize",

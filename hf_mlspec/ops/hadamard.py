@@ -1,4 +1,4 @@
-"""How are rows multiplied by a Hadamard matrix, with the same bits on every device and instruction set?"""
+"""How are rows, and gated ones, multiplied by a Hadamard matrix, with the same bits on every device and kernel?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..formats.hadamard import Hadamard, butterflies, hadamard_matrix, is_power_of_two
 from .operator import Operands, operator
+from .rows import check_gated, gated
 
 MAX_ORDER = 256  # of a matrix; mlspec_hadamard in kernels_ext/cpu/kernels.h
 
@@ -17,17 +18,21 @@ MAX_ORDER = 256  # of a matrix; mlspec_hadamard in kernels_ext/cpu/kernels.h
 def _check_hadamard_rows(given: Operands) -> None:
     given.require_float("x")
     given.require_axis("x")
+    _check_matrices(given, "x has", given.x.shape[-1])
+
+
+def _check_matrices(given: Operands, what: str, width: int) -> None:
     order = 1
     if given.matrix is not None:
         order = given.matrix.shape[0] if given.matrix.ndim else 0
         given.require_part("matrix", torch.float32, (order, order))
         if not order or order % 4 or order > MAX_ORDER:
             raise ValueError(f"{given.op}: matrix has {order} rows, expected a multiple of 4 up to {MAX_ORDER}")
-    size, inner, width = given.size, given.inner, given.x.shape[-1]
+    size, inner = given.size, given.inner
     if size < 1 or size % order or not is_power_of_two(size // order):
         raise ValueError(f"{given.op}: size is {size}, expected {order} times a power of two")
     if inner < 1 or width % (size * inner):
-        raise ValueError(f"{given.op}: x has {width} columns, size {size} times inner {inner} does not divide them")
+        raise ValueError(f"{given.op}: {what} {width} columns, size {size} times inner {inner} does not divide them")
 
 
 @operator(_check_hadamard_rows, lambda given: given.x.new_empty(given.x.shape))
@@ -51,6 +56,25 @@ def hadamard_rows(x: Tensor, how: Hadamard) -> Tensor:
     rounded. ValueError where matrices do not divide the width. On a GPU x is bfloat16.
     """
     return x if how.is_nothing else _hadamard_rows(x, matrix_on(how.order, x.device), how.size, how.inner)
+
+
+def _check_gated_hadamard(given: Operands) -> None:
+    check_gated(given)
+    _check_matrices(given, "gated rows have", given.gate_up.shape[1] // 2)
+
+
+@operator(_check_gated_hadamard,
+          lambda given: given.gate_up.new_empty((len(given.gate_up), given.gate_up.shape[1] // 2)),
+          composed_on_cpu=True)  # fmt: skip
+def _gated_hadamard(gate_up: Tensor, activation: int, matrix: Tensor | None, size: int, inner: int) -> Tensor:
+    return _hadamard_rows(gated(gate_up, activation), matrix, size, inner)
+
+
+def gated_hadamard(gate_up: Tensor, activation: int, how: Hadamard) -> Tensor:
+    """``hadamard_rows(gated(gate_up, activation), how)``, bit for bit; on a GPU in one kernel."""
+    if how.is_nothing:
+        return gated(gate_up, activation)
+    return _gated_hadamard(gate_up, activation, matrix_on(how.order, gate_up.device), how.size, how.inner)
 
 
 @functools.cache

@@ -109,7 +109,8 @@ def embed_rows(ids: Tensor, table: Tensor, scale: float) -> Tensor:
     return rows if scale == 1 else (rows.float() * scale).to(table.dtype)
 
 
-def _check_gated(given: Operands) -> None:
+def check_gated(given: Operands) -> None:
+    """TypeError, ValueError: gate_up and activation are none that gated rows are made of."""
     given.require_float("gate_up", CACHE_FLOATS)
     gate_up, activation = given.gate_up, given.activation
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
@@ -118,7 +119,7 @@ def _check_gated(given: Operands) -> None:
         raise ValueError(f"{given.op}: activation is {activation}, choose one of {ACTIVATIONS}")
 
 
-@operator(_check_gated, lambda given: given.gate_up.new_empty((len(given.gate_up), given.gate_up.shape[1] // 2)),
+@operator(check_gated, lambda given: given.gate_up.new_empty((len(given.gate_up), given.gate_up.shape[1] // 2)),
           composed_on_cpu=True)  # fmt: skip
 def gated(gate_up: Tensor, activation: int) -> Tensor:
     """gate_up float32 or bfloat16 ``[n, 2 I]``, gate first -> act(gate) * up ``[n, I]``, rounded once; activation: a
@@ -129,7 +130,7 @@ def gated(gate_up: Tensor, activation: int) -> Tensor:
 
 
 def _check_gated_in_order(given: Operands) -> None:
-    _check_gated(given)
+    check_gated(given)
     given.require_numbers("order", given.gate_up.shape[1] // 2)
 
 

@@ -49,6 +49,19 @@ def test_widths_of_models_have_the_bits_of_plain_torch_in_any_number_of_rows(wid
     assert alike(how, width // how.size, count)
 
 
+@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("count", [1, 33, 300])
+def test_gated_rows_have_the_bits_of_two_calls(activation, count):
+    cases = [(width // fitting_hadamard(width).size, fitting_hadamard(width)) for width in (448, 1408, 14336, 18944)]
+    cases += [(3, Hadamard(28, 28, 3)), (2, Hadamard(16, 1, 3)), (5, Hadamard(4)), (2, Hadamard(32, 1, 128))]
+    cases += [(4, Hadamard())]
+    for blocks, how in cases:
+        seed = torch.Generator().manual_seed(how.size)
+        gate_up = torch.randn(count, 2 * blocks * how.size * how.inner, generator=seed).bfloat16().cuda()
+        apart = ops.hadamard_rows(ops.gated(gate_up, activation), how)
+        assert torch.equal(ops.gated_hadamard(gate_up, activation, how), apart), how
+
+
 def test_the_bits_of_the_cpu():
     for how in (Hadamard(256), Hadamard(448, 28), Hadamard(28, 28, 64)):
         x = torch.randn(9, 2 * how.size * how.inner).bfloat16()

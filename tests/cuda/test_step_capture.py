@@ -119,6 +119,7 @@ def test_fakes_agree_with_the_kernels(step):
         "silu_mul": (logits, logits),
         "gated": (logits, 1),
         "gated_in_order": (logits, 1, torch.arange(32, dtype=torch.int32, device="cuda").flip(0)),
+        "gated_hadamard": (logits, 1, None, 32, 1),
         "ordered_rows": (logits, torch.arange(64, dtype=torch.int32, device="cuda").flip(0)),
         "embed_rows": (int32(2), logits, 2.0),
         "rope_write_rows": (bf16(1, 1, 96), None, None, 1e-6, angle, angle, *places, *lanes, 2),

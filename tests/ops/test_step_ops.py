@@ -51,6 +51,7 @@ def good(op: str) -> dict:
         "embed_rows": {"ids": int32(1, 2), "table": torch.ones(5, 8), "scale": 2.0},
         "gated": {"gate_up": torch.ones(3, 8), "activation": 0},
         "gated_in_order": {"gate_up": seeded(3, 8), "activation": 0, "order": int32(3, 2, 1, 0)},
+        "gated_hadamard": {"gate_up": seeded(3, 16), "activation": 0, "matrix": None, "size": 4, "inner": 1},
         "ordered_rows": {"x": seeded(3, 8), "order": int32(*range(7, -1, -1))},
         "rms_norm_in_order": {"x": seeded(3, 8), "weight": torch.ones(8), "eps": 1e-5, "residual": None,
                               "order": int32(*range(7, -1, -1))},
@@ -61,8 +62,8 @@ def good(op: str) -> dict:
     }[op]  # fmt: skip
 
 
-OPS = ("embed_rows", "gated", "gated_in_order", "ordered_rows", "rms_norm_in_order", "rope_write_rows",
-       "ragged_attention_rows", "choose_rows")  # fmt: skip
+OPS = ("embed_rows", "gated", "gated_hadamard", "gated_in_order", "ordered_rows", "rms_norm_in_order",
+       "rope_write_rows", "ragged_attention_rows", "choose_rows")  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -282,6 +283,9 @@ BAD = [
     ("gated", {"gate_up": torch.ones(3, 8, dtype=torch.float16)}, TypeError, "gate_up is torch.float16"),
     ("gated_in_order", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[4\]"),
     ("gated_in_order", {"activation": 4}, ValueError, "activation is 4, choose one of"),
+    ("gated_hadamard", {"activation": 4}, ValueError, "activation is 4, choose one of"),
+    ("gated_hadamard", {"size": 16}, ValueError, "gated rows have 8 columns, size 16 times inner 1 does not divide"),
+    ("gated_hadamard", {"size": 6}, ValueError, "size is 6, expected 1 times a power of two"),
     ("ordered_rows", {"x": torch.ones(2, 3, 8)}, ValueError, r"x has shape \[2, 3, 8\], expected \[n, width\]"),
     ("ordered_rows", {"x": torch.ones(3, 8, dtype=torch.float16)}, TypeError, "x is torch.float16"),
     ("ordered_rows", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[8\]"),

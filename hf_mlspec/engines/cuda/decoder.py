@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...formats import CACHE_FORMATS, CacheFormat, stored_format
+from ...formats.hadamard import Hadamard
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
@@ -25,7 +26,7 @@ from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .weights import JoinedLinear, OrderedLinear, joined
+from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 
 _ROW_BYTES = 16  # what the kernels load at once
 
@@ -34,7 +35,7 @@ _ROW_BYTES = 16  # what the kernels load at once
 class Layer:
     """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table. Orders: of the
     inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
-    they come."""
+    they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either."""
 
     qkv: JoinedLinear
     o: JoinedLinear
@@ -43,6 +44,7 @@ class Layer:
     qkv_order: Tensor | None
     gate_up_order: Tensor | None
     down_order: Tensor | None
+    down_rotation: Hadamard | None
     attention_norm: Tensor
     mlp_norm: Tensor
     attention_out: Tensor | None
@@ -168,6 +170,8 @@ class CudaDecoder:
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
+        if layer.down_rotation is not None:
+            return ops.gated_hadamard(gate_up, self._activation, layer.down_rotation)
         if layer.down_order is None:
             return ops.gated(gate_up, self._activation)
         return ops.gated_in_order(gate_up, self._activation, layer.down_order)
@@ -269,6 +273,7 @@ def _layer(block: Block) -> Layer:
     joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
     joined_gate_up, gate_up_order = _without_order(joined(gate_up, "gate, up"))
     down, down_order = _without_order(joined([modules["down"]], "down"))
+    down, down_rotation = (down.linear, down.how) if isinstance(down, RotatedLinear) else (down, None)
     return Layer(
         qkv=joined_qkv,
         o=joined([modules["o"]], "o"),
@@ -277,6 +282,7 @@ def _layer(block: Block) -> Layer:
         qkv_order=qkv_order,
         gate_up_order=gate_up_order,
         down_order=down_order,
+        down_rotation=down_rotation,
         attention_norm=attention,
         mlp_norm=mlp,
         attention_out=attention_out,

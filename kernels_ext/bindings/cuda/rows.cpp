@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <tuple>
+#include <vector>
 
 #include "row_checks.h"
 
@@ -67,11 +68,15 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
-Tensor gated_by(const char* op, const Tensor& gate_up, int64_t activation, const Tensor* order) {
+void check_gated(const char* op, const Tensor& gate_up, int64_t activation) {
   check_bf16(op, "gate_up", gate_up);
   TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
                     ", expected [n, 2 * intermediate]");
   TORCH_CHECK_VALUE(activation >= 0 && activation <= 3, op, ": activation is ", activation, ", choose one of ", kActivationNames);
+}
+
+Tensor gated_by(const char* op, const Tensor& gate_up, int64_t activation, const Tensor* order) {
+  check_gated(op, gate_up, activation);
   const int64_t n = gate_up.size(0), width = gate_up.size(1) / 2;
   if (order) check_vector(op, "order", *order, width, "gate_up", gate_up);
   const CudaCall call(op, gate_up);
@@ -129,30 +134,44 @@ Tensor embed_rows(const Tensor& ids, const Tensor& table, double scale) {
   return out;
 }
 
-Tensor hadamard_rows(const Tensor& x, const Maybe& matrix, int64_t size, int64_t inner) {
-  constexpr const char* op = "hadamard_rows";
-  check_bf16(op, "x", x);
-  TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
-  const int64_t order = matrix ? matrix->dim() ? matrix->size(0) : 0 : 1, width = x.size(-1);
-  if (matrix) check_part(op, "matrix", *matrix, at::kFloat, {order, order}, "x", x, kVectorBytes);
+// Of rows of x, or where there is an activation of gated rows; width: of what is rotated.
+Tensor rotated(const char* op, const Tensor& x, const Maybe& matrix, int64_t size, int64_t inner, const char* name, int64_t width,
+               int32_t activation) {
+  const int64_t order = matrix ? matrix->dim() ? matrix->size(0) : 0 : 1;
+  if (matrix) check_part(op, "matrix", *matrix, at::kFloat, {order, order}, name, x, kVectorBytes);
   TORCH_CHECK_VALUE(!matrix || (order > 0 && order % 4 == 0 && order <= MLSPEC_HADAMARD_MAX_ORDER), op, ": matrix has ", order,
                     " rows, expected a multiple of 4 up to ", int64_t(MLSPEC_HADAMARD_MAX_ORDER));
   const int64_t powers = size / order;
   TORCH_CHECK_VALUE(size > 0 && size % order == 0 && (powers & (powers - 1)) == 0, op, ": size is ", size, ", expected ", order,
                     " times a power of two");
-  TORCH_CHECK_VALUE(inner > 0 && width % (size * inner) == 0, op, ": x has ", width, " columns, size ", size, " times inner ", inner,
-                    " does not divide them");
+  TORCH_CHECK_VALUE(inner > 0 && width % (size * inner) == 0, op, ": ", activation < 0 ? "x has " : "gated rows have ", width,
+                    " columns, size ", size, " times inner ", inner, " does not divide them");
   const CudaCall call(op, x);
-  Tensor out = at::empty(x.sizes(), x.options());
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = width;
+  Tensor out = at::empty(shape, x.options());
   if (out.numel() == 0) return out;
   const Tensor rows = dense(x);
   const mlspec_cuda_hadamard hadamard{rows.const_data_ptr(), matrix ? matrix->const_data_ptr<float>() : nullptr,
-                                      out.mutable_data_ptr(), rows.numel() / width, width, order, size, inner,
+                                      out.mutable_data_ptr(), out.numel() / width, width, order, size, inner,
                                       limits_of(call, x.device().index()).shared_bytes,
-                                      static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)))};
+                                      static_cast<float>(1.0 / std::sqrt(static_cast<double>(size))), activation};
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_hadamard_rows(&hadamard, &launch));
   return out;
+}
+
+Tensor hadamard_rows(const Tensor& x, const Maybe& matrix, int64_t size, int64_t inner) {
+  constexpr const char* op = "hadamard_rows";
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
+  return rotated(op, x, matrix, size, inner, "x", x.size(-1), -1);
+}
+
+Tensor gated_hadamard(const Tensor& gate_up, int64_t activation, const Maybe& matrix, int64_t size, int64_t inner) {
+  constexpr const char* op = "gated_hadamard";
+  check_gated(op, gate_up, activation);
+  return rotated(op, gate_up, matrix, size, inner, "gate_up", gate_up.size(1) / 2, static_cast<int32_t>(activation));
 }
 
 std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, const Maybe& seed, const Maybe& streams,
@@ -201,6 +220,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("gated_in_order", gated_in_order);
   m.impl("ordered_rows", ordered_rows);
   m.impl("hadamard_rows", hadamard_rows);
+  m.impl("gated_hadamard", gated_hadamard);
   m.impl("embed_rows", embed_rows);
   m.impl("choose_rows", choose_rows);
 }

@@ -1,6 +1,6 @@
-// How is a row of bfloat16 multiplied by Hadamard matrices? In registers, between lanes and in shared memory, with the additions of
+// How is a row of bfloat16, or of a gated MLP, multiplied by Hadamard matrices? In registers, between lanes and in shared memory, with the additions of
 // hf_mlspec/ops/hadamard.py in their order, so that the bits are those of the CPU.
-#include "row_launch.cuh"
+#include "activation.cuh"
 
 namespace mlspec {
 namespace {
@@ -14,6 +14,8 @@ constexpr int kRows = 4;                // of the matrix of the order, which a t
 
 struct HadamardParams {
   const __nv_bfloat16* x;
+  const __nv_bfloat16* up;  // where rows are activation(x) * up, rounded
+  int64_t stride;           // of rows of x, and of up
   const float* matrix;  // [order][order], null: order is 1
   __nv_bfloat16* out;
   int64_t width, chunks;  // chunks of a row
@@ -52,16 +54,40 @@ __device__ __forceinline__ void pass(float* row, int count, int step) {
   __syncthreads();
 }
 
-// Elements of a chunk to shared memory; -> the levels that are done.
-__device__ __forceinline__ int load_chunk(const HadamardParams& p, const __nv_bfloat16* x, float* row, int count) {
+// Elements of a chunk, which begins `at` elements into x.
+template <int kActivation>
+struct Inputs {
+  const HadamardParams& p;
+  int64_t at;
+
+  __device__ __forceinline__ float one(int i) const {
+    const float x = load_one(p.x + at + i);
+    if constexpr (kActivation == kPlain) return x;
+    else return rounded(activate<kActivation>(x) * load_one(p.up + at + i));
+  }
+
+  __device__ __forceinline__ void vector(int i, float (&v)[kVector]) const {
+    load_vector(p.x + at + i, v);
+    if constexpr (kActivation != kPlain) {
+      float up[kVector];
+      load_vector(p.up + at + i, up);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) v[e] = rounded(activate<kActivation>(v[e]) * up[e]);
+    }
+  }
+};
+
+// To shared memory; -> the levels that are done.
+template <class X>
+__device__ __forceinline__ int load_chunk(const HadamardParams& p, const X& x, float* row, int count) {
   if (count % kVector || p.width % kVector || p.unit % kVector) {
-    for (int i = threadIdx.x; i < count; i += blockDim.x) row[i] = load_one(x + i);
+    for (int i = threadIdx.x; i < count; i += blockDim.x) row[i] = x.one(i);
     return 0;
   }
   const bool first_levels = p.inner == 1 && p.powers >= kVector;
   for (int i = threadIdx.x * kVector; i < count; i += blockDim.x * kVector) {
     float v[kVector];
-    load_vector(x + i, v);
+    x.vector(i, v);
     if (first_levels) levels<3>(v);
     store_vector(row + i, v);
   }
@@ -69,7 +95,8 @@ __device__ __forceinline__ int load_chunk(const HadamardParams& p, const __nv_bf
 }
 
 // The same where powers of two of neighbours are added up: those of a lane, then lane by lane. count: whole lanes.
-__device__ __forceinline__ int load_neighbours(const HadamardParams& p, const __nv_bfloat16* x, float* row, int count) {
+template <class X>
+__device__ __forceinline__ int load_neighbours(const HadamardParams& p, const X& x, float* row, int count) {
   const int most = min(p.powers, kOfWarp), lane = threadIdx.x % kWarp;
   for (int at = threadIdx.x * kOfLane; at < (count + kOfWarp - 1) / kOfWarp * kOfWarp; at += blockDim.x * kOfLane) {
     float v[kOfLane] = {};
@@ -77,7 +104,7 @@ __device__ __forceinline__ int load_neighbours(const HadamardParams& p, const __
 #pragma unroll
       for (int half = 0; half < kOfLane; half += kVector) {
         float part[kVector];
-        load_vector(x + at + half, part);
+        x.vector(at + half, part);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) v[half + e] = part[e];
       }
@@ -143,7 +170,8 @@ __device__ __forceinline__ void multiply_order(const HadamardParams& p, const fl
   }
 }
 
-// One chunk of a row; blockIdx.y: which of its outputs, where there is a matrix.
+// One chunk of a row; blockIdx.y: which of its outputs, where there is a matrix. kActivation: of gated rows, or kPlain.
+template <int kActivation>
 __global__ void __launch_bounds__(kMostThreads, 1) hadamard_kernel(const HadamardParams p) {
   extern __shared__ __align__(16) float row[];
   launch_dependents();
@@ -152,7 +180,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) hadamard_kernel(const Hadamar
   const int64_t first = chunk * p.per_chunk * p.unit, at = n * p.width + first, left = p.width - first;
   const int whole = p.per_chunk * p.unit, count = left < whole ? int(left) : whole;
   const bool neighbours = p.inner == 1 && p.powers >= kOfLane;
-  int done = neighbours ? load_neighbours(p, p.x + at, row, count) : load_chunk(p, p.x + at, row, count);
+  const Inputs<kActivation> x{p, n * p.stride + first};
+  int done = neighbours ? load_neighbours(p, x, row, count) : load_chunk(p, x, row, count);
   __syncthreads();
   for (; p.powers >> done >= 8; done += 3) pass<3>(row, count, p.inner << done);
   if (p.powers >> done == 4) pass<2>(row, count, p.inner << done);
@@ -211,10 +240,17 @@ const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, cons
     const int64_t most = items / threads > 1 ? items / threads : 1;
     splits = kBlocksWanted / blocks < most ? kBlocksWanted / blocks : most;
   }
-  const HadamardParams params{static_cast<const __nv_bfloat16*>(h.x), h.matrix, static_cast<__nv_bfloat16*>(h.out),
+  const auto* const x = static_cast<const __nv_bfloat16*>(h.x);
+  const bool gated = h.activation >= 0;
+  const HadamardParams params{x, gated ? x + h.width : nullptr, gated ? 2 * h.width : h.width, h.matrix, static_cast<__nv_bfloat16*>(h.out),
                               h.width, chunks, int(unit), int(per_chunk), int(h.order), int(h.size / h.order), int(h.inner),
                               int((items + splits - 1) / splits), h.factor};
+  const RowGrid grid{dim3(unsigned(blocks), unsigned(splits)), unsigned(threads), unsigned(bytes)};
+  if (gated)
+    return with_activation(h.activation, [&](auto number) {
+      return launch_rows(*how, grid, hadamard_kernel<decltype(number)::value>, params);
+    });
   if (!h.matrix && h.inner > 1 && h.inner % 2 == 0 && h.size > 1 && h.size <= 1 << kMostLevels)
     return launch_columns(__builtin_ctzll(h.size), params, h.n * h.width / h.size / 2, *how);
-  return launch_rows(*how, {dim3(unsigned(blocks), unsigned(splits)), unsigned(threads), unsigned(bytes)}, hadamard_kernel, params);
+  return launch_rows(*how, grid, hadamard_kernel<kPlain>, params);
 }

@@ -1,7 +1,5 @@
 // How are rows normed, gated, ordered and looked up? One block a row where a row is summed; elements of 16 bytes at a time.
-#include <type_traits>
-
-#include "row_launch.cuh"
+#include "activation.cuh"
 
 namespace mlspec {
 namespace {
@@ -130,16 +128,6 @@ __device__ __forceinline__ void columns_of(const int32_t* order, int64_t at, int
   for (int e = 0; e < kVector; ++e) column[e] = at + e < width ? column_of(order, at + e, width) : 0;
 }
 
-enum Activation { kSilu, kGeluTanh, kGelu, kRelu };  // mlspec_activation
-
-template <int kActivation>
-__device__ __forceinline__ float activate(float x) {
-  if constexpr (kActivation == kSilu) return x / (1.f + expf(-x));
-  if constexpr (kActivation == kGeluTanh) return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-  if constexpr (kActivation == kGelu) return 0.5f * x * (1.f + erff(x * 0.7071067812f));
-  return x != x ? x : fmaxf(x, 0.f);  // kRelu; fmaxf would lose a NaN
-}
-
 template <int kActivation>
 __global__ void __launch_bounds__(kElementThreads)
     gated_kernel(const __nv_bfloat16* gate, const __nv_bfloat16* up, int64_t stride, int64_t n, int64_t width,
@@ -214,7 +202,6 @@ __device__ __forceinline__ void gather(const uint16_t* row, const int32_t* order
 
 // Several rows: a block brings a whole one to shared memory and writes blockIdx.x's share of it in order. kActivation: of gated
 // rows; kPlain: rows as they are. The same bits as one by one.
-constexpr int kPlain = -1;
 template <int kActivation>
 __global__ void __launch_bounds__(kStagedThreads)
     staged_kernel(const __nv_bfloat16* x, const __nv_bfloat16* up, int64_t stride, int64_t width, int64_t share, const int32_t* order,
@@ -307,31 +294,15 @@ const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void
 
 const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
                               const int32_t* order, void* out, const mlspec_cuda_row_launch* how) {
-  if (const Staging staging = staging_of(n, width); order && staging.fits) {
-    const auto staged = [&](auto number) {
-      return launch_staged<decltype(number)::value>(staging, gate, up, stride, n, width, order, out, *how);
-    };
-    switch (activation) {
-      case kSilu: return staged(std::integral_constant<int, kSilu>());
-      case kGeluTanh: return staged(std::integral_constant<int, kGeluTanh>());
-      case kGelu: return staged(std::integral_constant<int, kGelu>());
-      case kRelu: return staged(std::integral_constant<int, kRelu>());
-      default: return "no such activation";
-    }
-  }
-  const auto launch = [&](auto kernel) {
+  const Staging staging = staging_of(n, width);
+  return with_activation(activation, [&](auto number) {
+    constexpr int kActivation = decltype(number)::value;
+    if (order && staging.fits) return launch_staged<kActivation>(staging, gate, up, stride, n, width, order, out, *how);
     const int64_t rows = n < kMaxGridRows ? n : kMaxGridRows;
-    return launch_rows(*how, {dim3(blocks_for(width, kElementThreads * kVector), unsigned(rows)), kElementThreads}, kernel,
-                       static_cast<const __nv_bfloat16*>(gate), static_cast<const __nv_bfloat16*>(up), stride, n, width, order,
-                       static_cast<__nv_bfloat16*>(out));
-  };
-  switch (activation) {
-    case kSilu: return launch(gated_kernel<kSilu>);
-    case kGeluTanh: return launch(gated_kernel<kGeluTanh>);
-    case kGelu: return launch(gated_kernel<kGelu>);
-    case kRelu: return launch(gated_kernel<kRelu>);
-    default: return "no such activation";
-  }
+    return launch_rows(*how, {dim3(blocks_for(width, kElementThreads * kVector), unsigned(rows)), kElementThreads},
+                       gated_kernel<kActivation>, static_cast<const __nv_bfloat16*>(gate), static_cast<const __nv_bfloat16*>(up),
+                       stride, n, width, order, static_cast<__nv_bfloat16*>(out));
+  });
 }
 
 const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,

@@ -50,12 +50,13 @@ const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_
 
 // Rows of x times Hadamard matrices (hf_mlspec/ops/hadamard.py): as [.. ][order][2^k][inner], size = order * 2^k.
 typedef struct {
-  const void* x;        // bfloat16 [n, width]
+  const void* x;        // bfloat16 [n, width], or gate and up behind each other, [n, 2 * width], whose gated rows are taken
   const float* matrix;  // [order, order], or null: order is 1
-  void* out;            // as x
+  void* out;            // bfloat16 [n, width]
   int64_t n, width, order, size, inner;
   int64_t shared_bytes;  // a block may have
   float factor;          // 1 / sqrt(size)
+  int32_t activation;    // mlspec_activation of gated rows, -1: x as it is
 } mlspec_cuda_hadamard;
 
 const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_row_launch* how);
