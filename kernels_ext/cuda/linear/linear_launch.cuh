@@ -9,6 +9,7 @@ namespace mlspec {
 
 constexpr int kMultiprocessors = 132;  // of an H100 and H200: a constant, so that bits do not depend on the chip
 constexpr int kSharedMemory = 228 * 1024, kSystemMemory = 1024;  // of a multiprocessor, of a block
+constexpr int kMostRanks = 8;
 
 // How many blocks share the inputs of a tile, each at least 4 chunks. Two blocks fit a multiprocessor; clusters of 4 and 8
 // do not fill the chip (a cluster lies within a group of multiprocessors), and a second wave doubles the time. Where 2 leave
@@ -22,10 +23,32 @@ inline int ranks_of_shape(int output_tiles, int chunks, bool few_bits) {
 
 // Whole turns of all groups of warps: a stage belongs to one group, which waits for each of its fillings and so never
 // mistakes one for another, and the stages of a turn are filled in the same round of the ring.
-inline int stages_of_ring(int ring_bytes, int stage_bytes, int turn, int most) {
+constexpr int stages_of_ring(int ring_bytes, int stage_bytes, int turn, int most) {
   const int stages = ring_bytes / stage_bytes / turn * turn;
   return stages < most ? stages : most;
 }
+
+// Bytes of a block's shared memory, beside barriers and tables.
+template <class V>
+struct Room {
+  static constexpr int kTurnStages = V::kTurn * V::kWarpGroups;
+
+  // Sums that do not lie over the ring.
+  constexpr int own_sums(int ranks) const {
+    if (!V::kOwnSums) return 0;
+    return V::kSumBytes + (ranks > 1 ? (ranks - 1) * V::quads_of_rank(ranks) * 16 : 0);
+  }
+  constexpr int ring(int ranks) const {
+    return kSharedMemory / V::kBlocks - kSystemMemory - V::kFrontBytes - own_sums(ranks);
+  }
+  // Whatever the shape: ranks alone changes what is left.
+  constexpr bool for_any_ranks() const {
+    for (int ranks = 1; ranks <= kMostRanks; ++ranks)
+      if (stages_of_ring(ring(ranks), V::kStageBytes, kTurnStages, V::kMostStages) < kTurnStages) return false;
+    const int all = kSharedMemory / V::kBlocks - kSystemMemory;
+    return V::kOwnSums || V::kSumBytes + V::kFrontBytes <= all;
+  }
+};
 
 // Boxes of 128 bytes x `box_rows` rows of a matrix of `bytes` an element; zeros beyond its edges.
 inline const char* describe(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, int bytes, int box_rows) {
@@ -91,12 +114,12 @@ const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
                             : ranks_of_shape(blocks_of(a.outputs_of_weight ? a.outputs_of_weight : a.out_features, kTileOutputs),
                                              blocks_of(a.in_features, kTileInputs),
                                              V::kWarpGroups == 2);
-  const int sums_of_others = ranks > 1 ? (ranks - 1) * V::quads_of_rank(ranks) * 16 : 0;
-  const int own_sums = V::kOwnSums ? V::kSumBytes + sums_of_others : 0, other_sums = V::kOwnSums ? 0 : V::kSumBytes;
-  const int room = kSharedMemory / V::kBlocks - kSystemMemory - V::kFrontBytes - own_sums;
+  constexpr Room<V> kRoom;
+  static_assert(kRoom.for_any_ranks(), "a cluster's sums leave no room for one turn: give the format a smaller kTurn");
+  const int own_sums = kRoom.own_sums(ranks), other_sums = V::kOwnSums ? 0 : V::kSumBytes, room = kRoom.ring(ranks);
   const int ring = a.ring_bytes ? a.ring_bytes : room;
   params.ranks = ranks;
-  params.stages = stages_of_ring(ring, V::kStageBytes, V::kTurn * V::kWarpGroups, V::kMostStages);
+  params.stages = stages_of_ring(ring, V::kStageBytes, kRoom.kTurnStages, V::kMostStages);
   params.copies_tokens = copies_tokens;
   params.stages_ahead = a.stages_ahead ? a.stages_ahead : V::kAhead;
   if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
@@ -146,7 +169,7 @@ inline const char* problem_of(const mlspec_cuda_linear& a, int multiple) {
   if (a.in_features < multiple || a.in_features % multiple)
     return multiple == 8 ? "in_features must be a multiple of 8: pad x and the weight"
                          : "in_features must be a multiple of 32: pad x and the weight";
-  if (a.ranks < 0 || a.ranks > 8) return "ranks must be 1 to 8";
+  if (a.ranks < 0 || a.ranks > kMostRanks) return "ranks must be 1 to 8";
   if (a.activation_bits != 16 && a.activation_bits != 8 && a.activation_bits != 4) return "activation_bits must be 16, 8 or 4";
   if (a.activation_bits != 16 && (!a.x_scales || a.x_scale_stride % 4 || a.x_scale_stride < a.num_tokens))
     return "integer activations need x_scales whose stride is a multiple of 4 and at least num_tokens";

@@ -158,6 +158,7 @@ template <int kPlanesOf>
 struct LutWeights<kPlanesOf, false> : LutPlanes<kPlanesOf> {
   static constexpr int kPlanes = kPlanesOf;
   static constexpr int kTableBytes = SharedTables<kPlanes>::kBytes;
+  static constexpr int kTurn = kPlanes == 8 ? 1 : 2;  // beside tables of 8 planes 8 blocks' sums of 16 tokens leave 3 stages
 
   SharedTables<kPlanes> tables;
 
