@@ -72,10 +72,17 @@ __device__ __forceinline__ uint32_t looked_up(const uint32_t (&table)[2], uint32
   return bytes_of(table[0], table[1], selectors);
 }
 
-// number >> 16 on the pipe of multiplications, for formats that keep that of shifts, logic and permutations busy.
-__device__ __forceinline__ uint32_t upper_half(uint32_t number, uint32_t two_to_16) {
+// a * b >> 32 and a * b + c on the pipe of multiplications, for formats that keep that of shifts, logic and permutations busy: b is
+// a power of two unknown to the compiler.
+__device__ __forceinline__ uint32_t multiplied_high(uint32_t a, uint32_t b) {
   uint32_t d;
-  asm("mul.hi.u32 %0, %1, %2;" : "=r"(d) : "r"(number), "r"(two_to_16));
+  asm("mul.hi.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t multiplied_sum(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 

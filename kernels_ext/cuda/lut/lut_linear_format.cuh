@@ -6,14 +6,14 @@
 // of step s has its bit of plane p at bit (4 n + s - p) mod 32, so that the weights of a row are side by side. Merged as bit-planes
 // are and rotated, words hold the codes of a step's 8 weights as nibbles, or of half of them as bytes.
 //
-// The tables are float16 as saved, a row an output, [ceil(out / 128) * 128][columns]; values are rounded to bfloat16 when a block
-// begins a tile. A lane multiplies rows r and r + 8. Up to four planes, their 16 values stand in its registers, low bytes apart
-// from high ones: nibbles are the selectors of byte permutations. From five on the tables of the tile stand in shared memory.
+// Tables (lut_tables.cuh): up to three planes a lane has those of its rows in registers, of four one there and one in shared memory,
+// so that two pipes share the work; from five on they stand in shared memory, of five and six a bank a lane.
 #pragma once
 
 #include "../linear/linear.h"
 #include "../linear/linear_formats.cuh"
 #include "../planes/planes_linear_format.cuh"
+#include "lut_tables.cuh"
 
 namespace mlspec {
 
@@ -28,45 +28,6 @@ inline const char* problem_of_lut(const mlspec_cuda_linear& a) {
   if (a.num_planes < least || a.num_planes > stored) return "num_planes must be the width of one of the tables";
   return nullptr;
 }
-
-// Where the values of `read` planes of an output begin.
-template <class Params>
-__device__ __forceinline__ const half* table_of(const Params& p, int tile, int row, int read) {
-  const int stored = p.tile_stride / kPlaneBytes, start = p.table_columns - (2 << stored) + (1 << read);
-  return p.tables + (size_t(tile) * kTileOutputs + row) * p.table_columns + start;
-}
-
-// Two values, rounded to bfloat16. Tables begin at even places.
-__device__ __forceinline__ uint32_t value_pair(const half* from) {
-  const float2 values = __half22float2(__ldg(reinterpret_cast<const half2*>(from)));
-  const __nv_bfloat162 rounded = __floats2bfloat162_rn(values.x, values.y);
-  return *reinterpret_cast<const uint32_t*>(&rounded);
-}
-
-// The tables of a tile in shared memory, one row behind the other, each a bank further than the one before it.
-template <int kMostPlanes>
-struct SharedTables {
-  static constexpr int kBytes = kTileOutputs * ((1 << kMostPlanes) + 2) * 2;
-  const uint8_t* row;  // of output r of the lane
-
-  __device__ __forceinline__ static int row_bytes(int read) { return ((1 << read) + 2) * 2; }
-  // By `threads` threads.
-  template <class Params>
-  __device__ __forceinline__ static void fill(const Params& p, uint8_t* tables, int tile, int read, int thread, int threads) {
-    for (int i = thread; i < kTileOutputs << (read - 1); i += threads) {
-      const int output = i >> (read - 1), pair = i & ((1 << (read - 1)) - 1);
-      *reinterpret_cast<uint32_t*>(tables + output * row_bytes(read) + pair * 4) =
-          value_pair(table_of(p, tile, output, read) + 2 * pair);
-    }
-  }
-  __device__ __forceinline__ void begin(const uint8_t* tables, int read, int warp, int lane) {
-    row = tables + (warp % 4 * 16 + lane / 4) * row_bytes(read);
-  }
-  // h: row r + 8.
-  __device__ __forceinline__ uint32_t value(int h, uint32_t code, int read) const {
-    return *reinterpret_cast<const uint16_t*>(row + h * 8 * row_bytes(read) + code * 2);
-  }
-};
 
 // What all widths have in common.
 template <int kPlanesOf>
@@ -90,14 +51,20 @@ struct LutPlanes : PlaneWords<kPlanesOf>, PackedTiles {
   }
 };
 
+// The tables of a width: in registers, in those and in shared memory, there a bank a lane, or there one behind the other.
+enum class Tables { kRegisters, kBoth, kLanes, kRows };
+template <int kPlanes>
+constexpr Tables kTablesOf = kPlanes <= 3   ? Tables::kRegisters
+                             : kPlanes == 4 ? Tables::kBoth
+                             : kPlanes <= 6 ? Tables::kLanes
+                                            : Tables::kRows;
+
 // The first kPlanes planes of any number of stored ones.
-template <int kPlanesOf, bool kInRegisters = kPlanesOf <= 4>
+template <int kPlanesOf, Tables kTables = kTablesOf<kPlanesOf>>
 struct LutWeights : LutPlanes<kPlanesOf> {
   static constexpr int kPlanes = kPlanesOf, kFields = PlaneWords<kPlanes>::kFields;
-  static constexpr int kHalves = kPlanes == 4 ? 2 : 1;  // a permutation chooses of 8 bytes
-  static constexpr uint32_t kIndexBits = kPlanes == 4 ? 0x77777777 : ((1 << kPlanes) - 1) * 0x11111111u;
 
-  uint32_t low[2][kHalves][2], high[2][kHalves][2];  // of rows r and r + 8: bytes of values 0 to 7, 8 to 15
+  RegisterTable<kPlanes> tables[2];  // of rows r and r + 8
   uint32_t two_to_16;
 
   template <class Params>
@@ -107,39 +74,49 @@ struct LutWeights : LutPlanes<kPlanesOf> {
   template <class V, class Params>
   __device__ __forceinline__ void begin(const Params& p, uint8_t*, int tile, int warp, int lane) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const half* from = table_of(p, tile, warp % 4 * 16 + h * 8 + lane / 4, kPlanes);
-#pragma unroll
-      for (int i = 0; i < 2 * kHalves; ++i) {  // four values at a time
-        const bool first = 4 * i < 1 << kPlanes, second = 4 * i + 2 < 1 << kPlanes;
-        const uint32_t pair = first ? value_pair(from + 4 * i) : 0, next = second ? value_pair(from + 4 * i + 2) : 0;
-        low[h][i / 2][i % 2] = __byte_perm(pair, next, 0x6420), high[h][i / 2][i % 2] = __byte_perm(pair, next, 0x7531);
-      }
-    }
-  }
-  // Four bytes of a row's table; upper: 0xFF where values 8 to 15 are meant.
-  __device__ __forceinline__ static uint32_t four(const uint32_t (&table)[kHalves][2], uint32_t selectors, uint32_t upper) {
-    const uint32_t bytes = looked_up(table[0], selectors);
-    if constexpr (kHalves == 1) return bytes;
-    else return (looked_up(table[kHalves - 1], selectors) & upper) | (bytes & ~upper);
-  }
-  // The highest bits of four nibbles of `codes`, the lower ones or the upper ones, as bytes of ones.
-  template <int kHalf>
-  __device__ __forceinline__ static uint32_t highest_bits(uint32_t codes) {
-    uint32_t d;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(codes << 4), "r"(codes), "n"(kHalf ? 0xFBEA : 0xD9C8));
-    return d;
+    for (int h = 0; h < 2; ++h) tables[h].fill(table_of(p, tile, warp % 4 * 16 + h * 8 + lane / 4, kPlanes));
   }
   __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
     const uint32_t codes = rotated(this->word_of(step % 4 % kFields, step / 4), kPlanes - 1 - step % 4 & 31);
-    const uint32_t index = codes & kIndexBits;
-    uint32_t upper = 0, upper8 = 0;
-    if constexpr (kHalves == 2) upper = highest_bits<0>(codes), upper8 = highest_bits<1>(codes);
-    const uint32_t l = four(low[0], index, upper), h = four(high[0], index, upper);
-    const uint32_t index8 = upper_half(index, two_to_16);  // of row r + 8
-    const uint32_t l8 = four(low[1], index8, upper8), h8 = four(high[1], index8, upper8);
-    a[0] = __byte_perm(l, h, 0x5140), a[2] = __byte_perm(l, h, 0x7362);
-    a[1] = __byte_perm(l8, h8, 0x5140), a[3] = __byte_perm(l8, h8, 0x7362);
+    const uint32_t index = codes & RegisterTable<kPlanes>::kIndexBits;
+    tables[0].look_up(a[0], a[2], index, 0);
+    tables[1].look_up(a[1], a[3], multiplied_high(index, two_to_16), 0);
+  }
+};
+
+// Four planes: the pipe of permutations looks row r up, shared memory row r + 8, side by side.
+template <int kPlanesOf>
+struct LutWeights<kPlanesOf, Tables::kBoth> : LutPlanes<kPlanesOf> {
+  static constexpr int kPlanes = kPlanesOf;
+  static constexpr int kTableBytes = LaneTables<kPlanes>::kBytes;
+
+  RegisterTable<kPlanes> table;
+  LaneTables<kPlanes> tables;
+  uint32_t powers[4], two_to_16;  // that bring nibbles 4 to 7 to the bits of an address
+
+  template <class Params>
+  __device__ __forceinline__ void prepare(const Params&) {
+    two_to_16 = unknown_to_compiler(1 << 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) powers[i] = unknown_to_compiler(1 << (16 - 4 * i + LaneTables<kPlanes>::kShift));
+  }
+  template <class V, class Params>
+  __device__ __forceinline__ void begin(const Params& p, uint8_t* shared, int tile, int warp, int lane) {
+    tables.fill(p, shared + warp / 4 % V::kTiles * kTableBytes, tile, warp / (4 * V::kTiles), V::kWarpGroups, warp, lane);
+    table.fill(table_of(p, tile, warp % 4 * 16 + lane / 4, kPlanes));
+    barrier_sync<V::kConsumers>();
+  }
+  // The highest bits of the lower four nibbles of `codes` as bytes of ones.
+  __device__ __forceinline__ static uint32_t highest_bits(uint32_t codes) {
+    uint32_t d;
+    asm("prmt.b32 %0, %1, %2, 0xD9C8;" : "=r"(d) : "r"(codes << 4), "r"(codes));
+    return d;
+  }
+  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
+    const uint32_t codes = rotated(this->word_of(step % 4, step / 4), kPlanes - 1 - step % 4);
+    const auto row8 = [&](int nibble) { return tables.template value<1>(multiplied_high(codes, powers[nibble])); };
+    a[1] = multiplied_sum(row8(1), two_to_16, row8(0)), a[3] = multiplied_sum(row8(3), two_to_16, row8(2));
+    table.look_up(a[0], a[2], codes & RegisterTable<kPlanes>::kIndexBits, highest_bits(codes));
   }
 };
 
@@ -155,7 +132,44 @@ __device__ __forceinline__ void look_up_bytes(uint32_t (&a)[4], uint32_t even, u
 }
 
 template <int kPlanesOf>
-struct LutWeights<kPlanesOf, false> : LutPlanes<kPlanesOf> {
+struct LutWeights<kPlanesOf, Tables::kLanes> : LutPlanes<kPlanesOf> {
+  static constexpr int kPlanes = kPlanesOf;
+  static constexpr int kTableBytes = LaneTables<kPlanes>::kBytes;
+
+  LaneTables<kPlanes> tables;
+  uint32_t powers[3], two_to_7, two_to_16;  // that bring bytes 1 to 3, and 0, to the bits of an address
+
+  template <class Params>
+  __device__ __forceinline__ void prepare(const Params&) {
+    two_to_7 = unknown_to_compiler(1 << LaneTables<kPlanes>::kShift), two_to_16 = unknown_to_compiler(1 << 16);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) powers[i] = unknown_to_compiler(1u << (24 - 8 * i + LaneTables<kPlanes>::kShift));
+  }
+  template <class V, class Params>
+  __device__ __forceinline__ void begin(const Params& p, uint8_t* shared, int tile, int warp, int lane) {
+    tables.fill(p, shared + warp / 4 % V::kTiles * kTableBytes, tile, warp / (4 * V::kTiles), V::kWarpGroups, warp, lane);
+    barrier_sync<V::kConsumers>();
+  }
+  // Of the byte t + 2 h of both words.
+  template <int kHalf>
+  __device__ __forceinline__ uint32_t pair(uint32_t even, uint32_t odd, int t) const {
+    const int byte = t + 2 * kHalf;
+    const auto value = [&](uint32_t codes) {
+      return tables.template value<kHalf>(byte ? multiplied_high(codes, powers[byte - 1]) : codes * two_to_7);
+    };
+    return multiplied_sum(value(odd), two_to_16, value(even));
+  }
+  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
+    const int s = step % 4;
+    const uint32_t even = rotated(this->word_of(s, step / 4), kPlanes - 1 - s & 31);
+    const uint32_t odd = rotated(this->word_of(s + 4, step / 4), kPlanes - 5 - s & 31);
+    a[0] = pair<0>(even, odd, 0), a[2] = pair<0>(even, odd, 1);
+    a[1] = pair<1>(even, odd, 0), a[3] = pair<1>(even, odd, 1);
+  }
+};
+
+template <int kPlanesOf>
+struct LutWeights<kPlanesOf, Tables::kRows> : LutPlanes<kPlanesOf> {
   static constexpr int kPlanes = kPlanesOf;
   static constexpr int kTableBytes = SharedTables<kPlanes>::kBytes;
   static constexpr int kTurn = kPlanes == 8 ? 1 : 2;  // beside tables of 8 planes 8 blocks' sums of 16 tokens leave 3 stages

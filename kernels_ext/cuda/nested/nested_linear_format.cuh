@@ -50,7 +50,7 @@ struct NestedDraftWeights : ScaledCodes {
     const uint32_t w = words[step], index = w & kIndexBits, both_rows = rows_scale(scales[step / 4], step);
     const uint32_t even = both_low(both_rows), odd = both_high(both_rows);
     const uint32_t units = looked_up(table, index), signs = w & kSignBits;
-    const uint32_t units8 = looked_up(table, upper_half(index, two_to_16)), signs8 = (w << 4) & kSignBits;  // of row r + 8
+    const uint32_t units8 = looked_up(table, multiplied_high(index, two_to_16)), signs8 = (w << 4) & kSignBits;  // of row r + 8
     a[0] = bf16x2_mul(first_pair(units, signs), even), a[2] = bf16x2_mul(second_pair(units, signs), even);
     a[1] = bf16x2_mul(first_pair(units8, signs8), odd), a[3] = bf16x2_mul(second_pair(units8, signs8), odd);
   }
