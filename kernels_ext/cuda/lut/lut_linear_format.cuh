@@ -7,7 +7,7 @@
 // are and rotated, words hold the codes of a step's 8 weights as nibbles, or of half of them as bytes.
 //
 // Tables (lut_tables.cuh): up to three planes a lane has those of its rows in registers, of four one there and one in shared memory,
-// so that two pipes share the work; from five on they stand in shared memory, of five and six a bank a lane.
+// so that two pipes share the work; from five on both stand in shared memory.
 #pragma once
 
 #include "../linear/linear.h"
@@ -51,13 +51,10 @@ struct LutPlanes : PlaneWords<kPlanesOf>, PackedTiles {
   }
 };
 
-// The tables of a width: in registers, in those and in shared memory, there a bank a lane, or there one behind the other.
-enum class Tables { kRegisters, kBoth, kLanes, kRows };
+// Where the tables of a width stand.
+enum class Tables { kRegisters, kBoth, kShared };
 template <int kPlanes>
-constexpr Tables kTablesOf = kPlanes <= 3   ? Tables::kRegisters
-                             : kPlanes == 4 ? Tables::kBoth
-                             : kPlanes <= 6 ? Tables::kLanes
-                                            : Tables::kRows;
+constexpr Tables kTablesOf = kPlanes <= 3 ? Tables::kRegisters : kPlanes == 4 ? Tables::kBoth : Tables::kShared;
 
 // The first kPlanes planes of any number of stored ones.
 template <int kPlanesOf, Tables kTables = kTablesOf<kPlanesOf>>
@@ -120,28 +117,19 @@ struct LutWeights<kPlanesOf, Tables::kBoth> : LutPlanes<kPlanesOf> {
   }
 };
 
-// Registers of a step from the words of its even and of its odd weights, codes in the lower bits of their bytes; by byte, t + 2 h.
-template <class Look>
-__device__ __forceinline__ void look_up_bytes(uint32_t (&a)[4], uint32_t even, uint32_t odd, Look look) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int t = 0; t < 2; ++t)
-      a[h + 2 * t] = look(h, even >> 8 * (t + 2 * h)) | look(h, odd >> 8 * (t + 2 * h)) << 16;
-  }
-}
-
+// Five planes and more.
 template <int kPlanesOf>
-struct LutWeights<kPlanesOf, Tables::kLanes> : LutPlanes<kPlanesOf> {
+struct LutWeights<kPlanesOf, Tables::kShared> : LutPlanes<kPlanesOf> {
   static constexpr int kPlanes = kPlanesOf;
+  static constexpr int kTurn = kPlanes >= 7 ? 1 : 2;  // two do not fit beside these tables and the sums of 8 blocks for 16 tokens
   static constexpr int kTableBytes = LaneTables<kPlanes>::kBytes;
 
   LaneTables<kPlanes> tables;
-  uint32_t powers[3], two_to_7, two_to_16;  // that bring bytes 1 to 3, and 0, to the bits of an address
+  uint32_t powers[3], first_power, two_to_16;  // that bring bytes 1 to 3, and 0, to a code's bits of an address
 
   template <class Params>
   __device__ __forceinline__ void prepare(const Params&) {
-    two_to_7 = unknown_to_compiler(1 << LaneTables<kPlanes>::kShift), two_to_16 = unknown_to_compiler(1 << 16);
+    first_power = unknown_to_compiler(1 << LaneTables<kPlanes>::kShift), two_to_16 = unknown_to_compiler(1 << 16);
 #pragma unroll
     for (int i = 0; i < 3; ++i) powers[i] = unknown_to_compiler(1u << (24 - 8 * i + LaneTables<kPlanes>::kShift));
   }
@@ -155,7 +143,7 @@ struct LutWeights<kPlanesOf, Tables::kLanes> : LutPlanes<kPlanesOf> {
   __device__ __forceinline__ uint32_t pair(uint32_t even, uint32_t odd, int t) const {
     const int byte = t + 2 * kHalf;
     const auto value = [&](uint32_t codes) {
-      return tables.template value<kHalf>(byte ? multiplied_high(codes, powers[byte - 1]) : codes * two_to_7);
+      return tables.template value<kHalf>(byte ? multiplied_high(codes, powers[byte - 1]) : codes * first_power);
     };
     return multiplied_sum(value(odd), two_to_16, value(even));
   }
@@ -168,37 +156,22 @@ struct LutWeights<kPlanesOf, Tables::kLanes> : LutPlanes<kPlanesOf> {
   }
 };
 
-template <int kPlanesOf>
-struct LutWeights<kPlanesOf, Tables::kRows> : LutPlanes<kPlanesOf> {
-  static constexpr int kPlanes = kPlanesOf;
-  static constexpr int kTableBytes = SharedTables<kPlanes>::kBytes;
-  static constexpr int kTurn = kPlanes == 8 ? 1 : 2;  // beside tables of 8 planes 8 blocks' sums of 16 tokens leave 3 stages
-
-  SharedTables<kPlanes> tables;
-
-  template <class Params>
-  __device__ __forceinline__ void prepare(const Params&) {}
-  template <class V, class Params>
-  __device__ __forceinline__ void begin(const Params& p, uint8_t* shared, int tile, int warp, int lane) {
-    uint8_t* own = shared + warp / 4 % V::kTiles * kTableBytes;
-    const int group = warp / (4 * V::kTiles);
-    tables.fill(p, own, tile, kPlanes, group * 128 + warp % 4 * 32 + lane, V::kWarpGroups * 128);
-    tables.begin(own, kPlanes, warp, lane);
-    barrier_sync<V::kConsumers>();
+// Registers of a step from the words of its even and of its odd weights, codes in the lower bits of their bytes; by byte, t + 2 h.
+template <class Look>
+__device__ __forceinline__ void look_up_bytes(uint32_t (&a)[4], uint32_t even, uint32_t odd, Look look) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t)
+      a[h + 2 * t] = look(h, even >> 8 * (t + 2 * h)) | look(h, odd >> 8 * (t + 2 * h)) << 16;
   }
-  __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
-    const int s = step % 4;
-    const uint32_t even = rotated(this->word_of(s, step / 4), kPlanes - 1 - s & 31);
-    const uint32_t odd = rotated(this->word_of(s + 4, step / 4), kPlanes - 5 - s & 31);
-    look_up_bytes(a, even, odd, [&](int h, uint32_t code) { return tables.value(h, code & ((1 << kPlanes) - 1), kPlanes); });
-  }
-};
+}
 
 // The same tiles where one kernel serves every number of planes: planes that are not read are zero bits.
 struct AnyLutWeights : LutPlanes<8> {
-  static constexpr int kTableBytes = SharedTables<8>::kBytes;
+  static constexpr int kTableBytes = SharedTables::kBytes;
 
-  SharedTables<8> tables;
+  SharedTables tables;
   int num_planes;
 
   template <class Params>
@@ -212,7 +185,7 @@ struct AnyLutWeights : LutPlanes<8> {
   // By all threads of a block.
   template <class Params>
   __device__ __forceinline__ static void fill_tables(const Params& p, uint8_t* shared, int tile) {
-    SharedTables<8>::fill(p, shared, tile, p.num_planes, threadIdx.x, blockDim.x);
+    SharedTables::fill(p, shared, tile, p.num_planes, threadIdx.x, blockDim.x);
     __syncthreads();
   }
   __device__ __forceinline__ void begin(const uint8_t* shared, int warp, int lane) { tables.begin(shared, num_planes, warp, lane); }

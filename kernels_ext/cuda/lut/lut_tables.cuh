@@ -22,10 +22,9 @@ __device__ __forceinline__ uint32_t value_pair(const half* from) {
   return *reinterpret_cast<const uint32_t*>(&rounded);
 }
 
-// The tables of a tile in shared memory, one row behind the other, each a bank further than the one before it.
-template <int kMostPlanes>
+// The tables of a tile in shared memory for any number of planes, one row behind the other, each a bank further than the one before.
 struct SharedTables {
-  static constexpr int kBytes = kTileOutputs * ((1 << kMostPlanes) + 2) * 2;
+  static constexpr int kBytes = kTileOutputs * ((1 << kMaxPlanes) + 2) * 2;
   const uint8_t* row;  // of output r of the lane
 
   __device__ __forceinline__ static int row_bytes(int read) { return ((1 << read) + 2) * 2; }
@@ -76,13 +75,16 @@ struct RegisterTable {
   }
 };
 
-// The tables of a tile in shared memory so that every lane reads a bank of its own: [w 4][code][lane 32] x one word, row r in its
-// lower half, row r + 8 in the upper. The lanes of a row have the same. A warp's tables are aligned to their size: a code moved to
-// its bits of the address needs no addition.
+// The tables of a tile in shared memory where lanes meet few others' banks: [w 4][code][bank] x one word, row r in its lower half, row
+// r + 8 in the upper. Up to six planes a lane has a bank of its own, of seven it shares one with another lane of its row, of eight
+// with three. A warp's tables are aligned to their size: a code moved to its bits of the address needs no addition.
 template <int kPlanes>
 struct LaneTables {
-  static constexpr int kShift = 7, kWarpBytes = 128 << kPlanes, kBytes = 5 * kWarpBytes - 1024;  // wherever 1024 bytes begin
+  static constexpr int kShare = kPlanes <= 6 ? 1 : kPlanes == 7 ? 2 : 4;  // lanes a bank
+  static constexpr int kCodeStride = 128 / kShare, kShift = 7 - kShare / 2;
+  static constexpr int kWarpBytes = kCodeStride << kPlanes, kBytes = 5 * kWarpBytes - 1024;  // wherever 1024 bytes begin
   static constexpr uint32_t kCodeBits = ((1 << kPlanes) - 1) << kShift;
+  static_assert(1 << kShift == kCodeStride, "a code is moved by whole bits");
   uint32_t base;
 
   // By `groups` groups of four warps, each its part.
@@ -90,14 +92,20 @@ struct LaneTables {
   __device__ __forceinline__ void fill(const Params& p, uint8_t* tables, int tile, int group, int groups, int warp, int lane) {
     const uint32_t begin = -shared_address(tables) & (kWarpBytes - 1);
     uint8_t* own = tables + begin + warp % 4 * kWarpBytes;
-    base = unknown_to_compiler(shared_address(own) + lane * 4);
+    base = unknown_to_compiler(shared_address(own) + lane / kShare * 4);
     const half* from = table_of(p, tile, warp % 4 * 16 + lane / 4, kPlanes);
+#pragma unroll 4
     for (int i = group * 4 + lane % 4; i < 1 << (kPlanes - 1); i += groups * 4) {  // two codes at a time, for four lanes
       const uint32_t row = value_pair(from + 2 * i), row8 = value_pair(from + 8 * p.table_columns + 2 * i);
-      const uint32_t even = __byte_perm(row, row8, 0x5410), odd = __byte_perm(row, row8, 0x7632);
-      uint4* to = reinterpret_cast<uint4*>(own + 2 * i * 128 + lane / 4 * 16);
-      to[0] = {even, even, even, even}, to[128 / 16] = {odd, odd, odd, odd};
+      uint8_t* to = own + 2 * i * kCodeStride + lane / 4 * (16 / kShare);
+      store(to, __byte_perm(row, row8, 0x5410)), store(to + kCodeStride, __byte_perm(row, row8, 0x7632));
     }
+  }
+  // In every bank of a row.
+  __device__ __forceinline__ static void store(uint8_t* to, uint32_t word) {
+    if constexpr (kShare == 1) *reinterpret_cast<uint4*>(to) = {word, word, word, word};
+    else if constexpr (kShare == 2) *reinterpret_cast<uint2*>(to) = {word, word};
+    else *reinterpret_cast<uint32_t*>(to) = word;
   }
   // kHalf: row r + 8. moved: the code at bit kShift, any bits beside it.
   template <int kHalf>
