@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../../cpu/threads/parallel.h"
+#include "../../cpu/zipper/zipper_tables.h"
 #include "../operands.h"
 
 namespace {
@@ -59,17 +60,10 @@ Operands checked(const char* op, const Tensor& x, const Tensor& low, const Tenso
 // One row of x, rounded to bfloat16, into its lane.
 void make_tables(const Operands& given, int64_t row, int64_t lanes, int64_t lane, float* wide, uint16_t* narrow, float* tables) {
   const mlspec_row_ops& ops = cpu_kernels().row;
-  ops.widen(static_cast<const char*>(given.x) + row * given.in * mlspec_element_bytes(given.dtype), given.dtype, 1.0f, given.in, wide);
+  const auto* const from = static_cast<const char*>(given.x) + row * given.in * mlspec_element_bytes(given.dtype);
+  ops.widen(from, given.dtype, 1.0f, given.in, wide);
   ops.narrow(wide, MLSPEC_BFLOAT16, given.in, narrow);
-  ops.widen(narrow, MLSPEC_BFLOAT16, 1.0f, given.in, wide);
-  for (int64_t group = 0; group < given.in / MLSPEC_ZIPPER_GROUP; ++group) {
-    float sums[MLSPEC_ZIPPER_SUMS] = {0.0f};
-    for (int place = 0; place < MLSPEC_ZIPPER_GROUP; ++place)
-      for (int pattern = 0; pattern < 1 << place; ++pattern)
-        sums[pattern | 1 << place] = sums[pattern] + wide[group * MLSPEC_ZIPPER_GROUP + place];
-    float* const to = tables + group * MLSPEC_ZIPPER_SUMS * lanes + lane;
-    for (int pattern = 0; pattern < MLSPEC_ZIPPER_SUMS; ++pattern) to[pattern * lanes] = sums[pattern];
-  }
+  zipper_tables(narrow, given.in, lanes, lane, tables);
 }
 
 Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high, const std::optional<Tensor>& bias) {
@@ -80,7 +74,7 @@ Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high
   const Tensor flat = x.contiguous(), sums = low.clone();
   const Tensor added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   given.x = flat.const_data_ptr();
-  const int64_t size = given.in / MLSPEC_ZIPPER_GROUP * MLSPEC_ZIPPER_SUMS;
+  const int64_t size = zipper_table_floats(given.in);
   const int64_t terms = given.high.starts[given.out];
   const int threads = threads_for(static_cast<double>(given.rows) * static_cast<double>(terms + size));
   const Tensor tables = at::empty({MLSPEC_ZIPPER_LANES, size}, at::kFloat);
