@@ -154,10 +154,11 @@ enum { MLSPEC_ZIPPER_GROUP = 4, MLSPEC_ZIPPER_SUMS = 16, MLSPEC_ZIPPER_LANES = 8
 struct mlspec_zipper_args {
   const float* tables;   // [in / 4][16 patterns][lanes]: sums of some of 4 inputs
   int64_t lanes;         // 8: of eight rows of x; 1: of one
+  int64_t rows;          // of these lanes, 1 to lanes; the sums of the others are zeros
   const int32_t* starts; // [out + 1]
   const int32_t* terms;  // bits 0..7 pattern, 8..10 shift, 11 subtracted, 12..30 group
   const float* step;     // [out]
-  float* y;              // [lanes][y_stride]: y += step * sum
+  float* y;              // [rows][y_stride]: y += step * sum
   int64_t y_stride;
 };
 // Outputs [out_begin, out_end). Term j of an output goes to partial sum j mod 8; of eight these are added 4, 2 and 1 apart. Powers

@@ -1,4 +1,4 @@
-// How does the kernel of sparse high parts meet torch? Tables are made of the activations here; a pass takes eight rows, or one.
+// How does the kernel of sparse high parts meet torch? Tables are made of the activations here; a pass takes up to eight rows.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -90,18 +90,24 @@ Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high
     float* const room = widened + team.index() * given.in;
     uint16_t* const small = narrowed + team.index() * given.in;
     for (int64_t first = 0; first < given.rows;) {
-      const int64_t lanes = given.rows - first >= MLSPEC_ZIPPER_LANES ? MLSPEC_ZIPPER_LANES : 1;
-      team.share(lanes, 1, [&](int64_t lane, int64_t end) {
-        for (; lane < end; ++lane) make_tables(given, first + lane, lanes, lane, room, small, to);
+      const ZipperPass pass(given.rows - first);
+      team.share(pass.lanes, 1, [&](int64_t lane, int64_t end) {
+        for (; lane < end; ++lane) {
+          if (lane < pass.rows)
+            make_tables(given, first + lane, pass.lanes, lane, room, small, to);
+          else
+            zipper_no_tables(given.in, pass.lanes, lane, to);
+        }
       });
       mlspec_zipper_args args = given.high;
       args.tables = to;
-      args.lanes = lanes;
+      args.lanes = pass.lanes;
+      args.rows = pass.rows;
       args.y = own + first * given.out;
       args.y_stride = given.out;
       team.share(given.out, std::max<int64_t>(16, given.out / (8 * threads)),
                  [&](int64_t begin, int64_t end) { kernels.zipper_lut(&args, begin, end); });
-      first += lanes;
+      first += pass.rows;
     }
     team.share(given.rows, rows_per_piece(given.out), [&](int64_t row, int64_t end) {
       for (; row < end; ++row) {

@@ -22,7 +22,7 @@ void Decoder::reserve_tables() {
   work_->tables.reserve(MLSPEC_ZIPPER_LANES * zipper_table_floats(widest));
 }
 
-// y += step * high part, for every part that has one; eight rows at a time, the others one by one.
+// y += step * high part, for every part that has one; up to eight rows at a time.
 void Decoder::add_high(Team& team, const Linear* const* parts, int count, const mlspec_acts& acts, float* y, int64_t stride) {
   const int64_t in = acts.in_features;
   const auto* const x = static_cast<const uint16_t*>(acts.data);
@@ -30,9 +30,14 @@ void Decoder::add_high(Team& team, const Linear* const* parts, int count, const 
   int64_t outputs = 0;
   for (int i = 0; i < count; ++i) outputs += parts[i]->out_features;
   for (int64_t first = 0; first < acts.num_rows;) {
-    const int64_t lanes = acts.num_rows - first >= MLSPEC_ZIPPER_LANES ? MLSPEC_ZIPPER_LANES : 1;
-    team.share(lanes, 1, [&](int64_t lane, int64_t end) {
-      for (; lane < end; ++lane) zipper_tables(x + (first + lane) * in, in, lanes, lane, tables);
+    const ZipperPass pass(acts.num_rows - first);
+    team.share(pass.lanes, 1, [&](int64_t lane, int64_t end) {
+      for (; lane < end; ++lane) {
+        if (lane < pass.rows)
+          zipper_tables(x + (first + lane) * in, in, pass.lanes, lane, tables);
+        else
+          zipper_no_tables(in, pass.lanes, lane, tables);
+      }
     });
     team.share(outputs, std::max<int64_t>(kTileOutputs, outputs / (8 * team.size())), [&](int64_t begin, int64_t end) {
       int64_t column = 0;
@@ -40,11 +45,12 @@ void Decoder::add_high(Team& team, const Linear* const* parts, int count, const 
         const int64_t lo = std::max<int64_t>(begin - column, 0), hi = std::min(end - column, parts[i]->out_features);
         if (lo >= hi || !adds_high(*parts[i])) continue;
         const HighRows& high = parts[i]->high;
-        const mlspec_zipper_args args{tables, lanes, high.starts, high.terms, high.step, y + first * stride + column, stride};
+        float* const to = y + first * stride + column;
+        const mlspec_zipper_args args{tables, pass.lanes, pass.rows, high.starts, high.terms, high.step, to, stride};
         cpu_kernels().zipper_lut(&args, lo, hi);
       }
     });
-    first += lanes;
+    first += pass.rows;
   }
 }
 

@@ -69,7 +69,7 @@ void eight_rows(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end)
       for (int i = 0; i < apart; ++i) sums[i] = _mm256_add_ps(sums[i], sums[i + apart]);
     float own[8];
     _mm256_storeu_ps(own, sums[0]);
-    for (int row = 0; row < 8; ++row) {
+    for (int64_t row = 0; row < a.rows; ++row) {
       float& y = a.y[row * a.y_stride + out];
       y = std::fma(a.step[out], own[row], y);
     }

@@ -19,9 +19,9 @@ void multiply(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
       const int32_t term = a.terms[j];
       const float* const sums = a.tables + ((term >> 12) * MLSPEC_ZIPPER_SUMS + (term & 15)) * a.lanes;
       const float times = coefficient(term);
-      for (int64_t lane = 0; lane < a.lanes; ++lane) partial[lane][(j - begin) & 7] += times * sums[lane];
+      for (int64_t lane = 0; lane < a.rows; ++lane) partial[lane][(j - begin) & 7] += times * sums[lane];
     }
-    for (int64_t lane = 0; lane < a.lanes; ++lane) {
+    for (int64_t lane = 0; lane < a.rows; ++lane) {
       float* const own = partial[lane];
       for (int apart = 4; apart > 0; apart /= 2)
         for (int i = 0; i < apart; ++i) own[i] += own[i + apart];

@@ -25,4 +25,16 @@ inline void zipper_tables(const uint16_t* x, int64_t in, int64_t lanes, int64_t 
   }
 }
 
+// A lane of no row, whose sums nobody reads: zeros, so that no NaN slows the others down.
+inline void zipper_no_tables(int64_t in, int64_t lanes, int64_t lane, float* tables) {
+  for (int64_t place = 0; place < zipper_table_floats(in); ++place) tables[place * lanes + lane] = 0.0f;
+}
+
+// How many rows of x the next pass takes of so many that are left, and in how many lanes.
+struct ZipperPass {
+  int64_t rows, lanes;
+  explicit ZipperPass(int64_t left)
+      : rows(left < MLSPEC_ZIPPER_LANES ? left : MLSPEC_ZIPPER_LANES), lanes(left == 1 ? 1 : MLSPEC_ZIPPER_LANES) {}
+};
+
 }  // namespace mlspec
