@@ -130,10 +130,3 @@ def test_commands(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["formats"]["zipper"] == "zipper, zipper-low"
     assert main(["quantize", str(folder), str(tmp_path / "b"), "--format", "zipper", "--low-bits", "7"]) == 2
     assert "low_bits is 7, zipper has 2 or 3 or 4 or 5 or 6" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_host_of_a_gpu_is_refused(folder):
-    model = quantized(folder, high_part="host").cuda()
-    with pytest.raises(ValueError, match="high_part='host' on a GPU is not built yet"):
-        model(prompts([8])["input_ids"].cuda())
