@@ -1,4 +1,4 @@
-"""On a GPU: do both parts of zipper weights multiply as on the CPU, is a row its own, and is the host's part refused?"""
+"""On a GPU: do both parts of zipper weights multiply as on the CPU, row by row, and is the part of a host refused?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hf_mlspec import MLSpecConfig, ops
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
 
-pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel for zipper_high_linear on cuda")  # plain torch there
+# plain torch adds the high part there
+pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel for zipper_high_linear on cuda")
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 
 
