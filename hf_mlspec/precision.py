@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_ACTIVATIONS = re.compile(r"(?P<weights>\w+?)(?:a(?P<activations>\d+))?")
+_ACTIVATIONS = re.compile(r"(?P<weights>[\w-]+?)(?:a(?P<activations>\d+))?")
 _NUMBERED = re.compile(r"(?P<family>\D+)(?P<bits>\d+)")
 
 

@@ -21,6 +21,7 @@ from hf_mlspec import ops
 from hf_mlspec.formats import int4, int4_int8, mxfp4, nested, packing
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.nested import codebooks
+from hf_mlspec.formats.zipper import ZipperParts, ZipperWeight
 
 SLAB = 64  # rows; a multiple of every interleaving of rows that a peer uses
 LARGEST_ERROR = 0.25  # relative, root mean square; 4 bits cost 0.1, a misread weight costs 1 or more
@@ -120,6 +121,13 @@ class Weights:
         return ops.prepack_lut(planes, self.repeated(means.half()))
 
 
+    def zipper_tiles(self, mode: str) -> tuple[ZipperWeight, ZipperParts]:
+        """The slab's weight, and tiles of all of it."""
+        slab = ZipperWeight.from_dense(self.slab, mode=mode)
+        planes = slab.weight_planes.repeat(1, self.out_features // SLAB, 1)
+        return slab, ops.prepack_zipper(planes, self.repeated(slab.weight_scale), slab.weight_split)
+
+
 def our_mxfp4(w: Weights, bits: int) -> Contender:
     def run(x, tiles, scales):
         return ops.mxfp4_linear(x, tiles, scales, w.out_features, None, bits)
@@ -210,6 +218,19 @@ def our_lut(w: Weights, bits: int) -> Contender:
                      largest_error=OF_TWO_PLANES if bits < 4 else LARGEST_ERROR)
 
 
+def our_zipper(w: Weights, mode: str, low_only: bool = False) -> Contender:
+    """Both parts, or the low one alone: the draft, which is near the weight where it was clamped."""
+    slab, tiles = w.zipper_tiles(mode)
+    how = slab.how
+
+    def run(x, *tensors):
+        return ops.zipper_linear(x, ZipperParts(*tensors), w.out_features, how=how, low_only=low_only)
+
+    nbytes = sum(part.nbytes for part in (tiles[:2] if low_only else tiles))
+    name = f"zipper {mode}{', low part' if low_only else ''} x bf16"
+    return Contender(name, nbytes, lambda copies: Ours(tuple(tiles), run, copies), ours=True)
+
+
 def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]:
     """Ours for `op` first, then the peers it is compared with: others' kernels, or our own of other formats."""
     if op == "mxfp4_linear":
@@ -230,6 +251,9 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
     elif op == "lut_linear":
         ours = [our_lut(w, bits) for bits in (2, 3, 4, 8)]
         peers = [replace(one, ours=False) for one in (our_int4(w, 128, 16), our_planes(w, 4), our_bf16(w))]
+    elif op == "zipper_linear":
+        ours = [our_zipper(w, mode) for mode in ("exact", "paper", "clamp")] + [our_zipper(w, "clamp", low_only=True)]
+        peers = [replace(one, ours=False) for one in (our_planes(w, 8), our_int4(w, 128, 16), our_bf16(w))]
     else:
         ours = [our_bf16(w)]
         peers = [torch_bf16(w), ggml(w, "bf16", 16, ggml_folder)]
@@ -237,7 +261,7 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
 
 
 OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear", "lut_linear",
-       "int4_int8_linear")
+       "int4_int8_linear", "zipper_linear")
 
 
 def not_compiled() -> str | None:

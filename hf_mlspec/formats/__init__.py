@@ -1,7 +1,7 @@
 """What the bits of a weight, and of keys and values, mean: one record for each format, in FORMATS and CACHE_FORMATS.
 Pure torch, no state, any device."""
 
-from . import int4, int4_int8, lut, mxfp4, nested, planes
+from . import int4, int4_int8, lut, mxfp4, nested, planes, zipper
 from .cache import CACHE_FORMATS, CacheFormat, cache_format, stored_format
 from .int4 import Int4Weight
 from .int4_int8 import Int4Int8Weight
@@ -11,6 +11,7 @@ from .nested import NestedWeight
 from .planes import PlanesWeight
 from .record import FORMATS, CastWord, Format, Option, casts, format_named, options, register, unregister
 from .weight import NibbleWeight, PackedWeight, Parts
+from .zipper import ZipperWeight
 
 __all__ = [
     "CACHE_FORMATS",
@@ -28,6 +29,7 @@ __all__ = [
     "PackedWeight",
     "Parts",
     "PlanesWeight",
+    "ZipperWeight",
     "cache_format",
     "casts",
     "format_named",
@@ -37,5 +39,5 @@ __all__ = [
     "unregister",
 ]
 
-for own in (mxfp4.FORMAT, int4.FORMAT, nested.FORMAT, planes.FORMAT, lut.FORMAT, int4_int8.FORMAT):
+for own in (mxfp4.FORMAT, int4.FORMAT, nested.FORMAT, planes.FORMAT, lut.FORMAT, int4_int8.FORMAT, zipper.FORMAT):
     register(own)

@@ -21,6 +21,7 @@ from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, prepack_planes, unprepack_planes
 from .round import round_lookup, round_open, round_push, round_settle, round_window
 from .rows import embed_rows, gated, gated_in_order, ordered_rows, quantize_rows, rms_norm, rms_norm_in_order, silu_mul
+from .zipper import prepack_zipper, unprepack_zipper, zipper_high_linear, zipper_linear
 
 __all__ = [
     "KernelError",
@@ -49,6 +50,7 @@ __all__ = [
     "prepack_mxfp4",
     "prepack_nested",
     "prepack_planes",
+    "prepack_zipper",
     "quantize_rows",
     "ragged_attention",
     "ragged_attention_rows",
@@ -68,6 +70,9 @@ __all__ = [
     "unprepack_mxfp4",
     "unprepack_nested",
     "unprepack_planes",
+    "unprepack_zipper",
     "why_no_cuda_kernels",
     "why_not_compiled",
+    "zipper_high_linear",
+    "zipper_linear",
 ]

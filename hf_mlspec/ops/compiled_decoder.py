@@ -14,7 +14,7 @@ from .hadamard import matrix_on
 from .library import KernelError, why_not_compiled
 from .rows import ACTIVATIONS
 
-BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT = range(7)  # mlspec::WeightFormat
+BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Weight:
     format: BF16 or F32 (weight ``[out, in]``), or one whose weight, scale, zero and low are tiles of
     ``ops.prepack_*``. bias: float32 ``[out]``. bits: the layer's own, of the packed formats. codebook and escapes: of
     NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES. tables: of LUT, tiles of ``ops.prepack_lut``.
+    high: of ZIPPER, ``split`` of ``ops.prepack_zipper``.
     order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
     input; None: element i. rotation: of o and down: what the input is multiplied by first; None: nothing.
     outliers: of INT4, 128 where the tiles are of ``ops.prepack_int4_int8``; then order, int32 ``[in + 128]``, has its
@@ -46,6 +47,7 @@ class Weight:
     zero_doubled: int = 0
     order: Tensor | None = None
     tables: Tensor | None = None
+    high: Tensor | None = None
     rotation: Hadamard | None = None
     outliers: int = 0
 
@@ -126,6 +128,10 @@ def _set_weight(decoder, name: str, weight: Weight) -> None:
         return
     if weight.format == LUT:
         decoder.set_lut(name, *shape, weight.weight, weight.tables, weight.bias, weight.bits.weight)
+        return
+    if weight.format == ZIPPER:
+        tiles = weight.weight, weight.scale, weight.high
+        decoder.set_zipper(name, *shape, *tiles, weight.bias, weight.group_size, weight.bits.weight)
         return
     if weight.outliers:
         decoder.set_outliers(name, *shape, weight.weight, weight.scale, weight.bias, weight.bits.activation or 16)

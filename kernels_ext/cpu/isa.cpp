@@ -23,7 +23,9 @@
 #define MLSPEC_DECLARE_W4A16(isa)                                                                                      \
   MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa) \
   MLSPEC_DECLARE_LINEAR(nested_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(bitplane_linear_##isa)
-#define MLSPEC_DECLARE_LUT(isa) MLSPEC_DECLARE_LINEAR(lut_linear_##isa)
+#define MLSPEC_DECLARE_LUT(isa)                   \
+  MLSPEC_DECLARE_LINEAR(lut_linear_##isa)         \
+  void mlspec_zipper_lut_##isa(const mlspec_zipper_args*, int64_t, int64_t);
 #define MLSPEC_DECLARE_DEQUANTIZE(isa) void mlspec_int4_dequantize_##isa(const mlspec_linear_args*, int64_t, int64_t, uint16_t*);
 #define MLSPEC_DECLARE_ATTENTION(isa) void mlspec_attention_##isa(const mlspec_attention_args*);
 #define MLSPEC_DECLARE_ROWS(isa) extern const mlspec_row_ops mlspec_row_ops_##isa;
@@ -109,13 +111,14 @@ struct Tier {
 };
 
 // The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear (with the exact nested one, which has its bits)
-// and f32_linear, int8, bf16, tables (lut_linear), dequantize, attention, row ops, hadamard.
+// and f32_linear, int8, bf16, tables (lut_linear, zipper_lut), dequantize, attention, row ops, hadamard.
 #define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, lut, dequantize, attention, row, hadamard)                  \
   CpuKernels {                                                                                                          \
     #name, mlspec_pack_rows_##pack, acts, mlspec_bf16_linear_##bf16, mlspec_f32_linear_##f32,                           \
         mlspec_mxfp4_linear_int8_##int8, mlspec_mxfp4_linear_bf16_##w4a16, mlspec_int4_linear_int8_##int8,              \
         mlspec_int4_linear_bf16_##w4a16, mlspec_nested_linear_int8_##int8, mlspec_nested_linear_bf16_##w4a16,           \
         mlspec_nested_linear_exact_##bf16, mlspec_bitplane_linear_##w4a16, mlspec_lut_linear_##lut,                     \
+        mlspec_zipper_lut_##lut,                                                                                        \
         mlspec_int4_dequantize_##dequantize, mlspec_attention_##attention, mlspec_row_ops_##row,                        \
         mlspec_hadamard_##hadamard                                                                                      \
   }

@@ -149,6 +149,22 @@ struct mlspec_hadamard {
 // `width` floats in place, a multiple of size * inner.
 typedef void (*mlspec_hadamard_fn)(const struct mlspec_hadamard* how, int64_t width, float* x);
 
+// The sparse high part of a weight in two (hf_mlspec/formats/zipper/sparse.py), over sums of groups of 4 inputs.
+enum { MLSPEC_ZIPPER_GROUP = 4, MLSPEC_ZIPPER_SUMS = 16, MLSPEC_ZIPPER_LANES = 8 };
+struct mlspec_zipper_args {
+  const float* tables;   // [in / 4][16 patterns][lanes]: sums of some of 4 inputs
+  int64_t lanes;         // 8: of eight rows of x; 1: of one
+  int64_t rows;          // of these lanes, 1 to lanes; the sums of the others are zeros
+  const int32_t* starts; // [out + 1]
+  const int32_t* terms;  // bits 0..7 pattern, 8..10 shift, 11 subtracted, 12..30 group
+  const float* step;     // [out]
+  float* y;              // [rows][y_stride]: y += step * sum
+  int64_t y_stride;
+};
+// Outputs [out_begin, out_end). Term j of an output goes to partial sum j mod 8; of eight these are added 4, 2 and 1 apart. Powers
+// of two multiply exactly: every instruction set, and either number of lanes, gives the same bits.
+typedef void (*mlspec_zipper_lut_fn)(const struct mlspec_zipper_args* args, int64_t out_begin, int64_t out_end);
+
 enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2, MLSPEC_RELU = 3 };
 
 // Causal attention of the queries that share one key head, of one row of the batch. Keys are visited in chunks of 64
@@ -211,6 +227,7 @@ struct CpuKernels {
   mlspec_linear_fn int4_linear_int8, int4_linear_bf16;  // _int8 takes both widths of ACTS_INT
   mlspec_linear_fn nested_linear_int8, nested_linear_bf16, nested_linear_exact;
   mlspec_linear_fn bitplane_linear, lut_linear;  // ACTS_BF16
+  mlspec_zipper_lut_fn zipper_lut;
   mlspec_dequantize_fn int4_dequantize;
   mlspec_attention_fn attention;
   mlspec_row_ops row;

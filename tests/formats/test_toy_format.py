@@ -160,7 +160,7 @@ def test_words_and_choices_are_those_of_the_record(folder, tmp_path, capsys):
 def test_without_its_record_it_is_unknown_as_before():
     toy_format.unregister_toy()
     try:
-        assert list(FORMATS) == ["mxfp4", "int4", "nested", "planes", "lut", "int4_int8"]
+        assert list(FORMATS) == ["mxfp4", "int4", "nested", "planes", "lut", "int4_int8", "zipper"]
         assert PACKINGS.keys() == FORMATS.keys()
         with pytest.raises(ValueError, match="format 'toy6' is unknown to this version"):
             MLSpecConfig("toy6")

@@ -103,5 +103,5 @@ def test_values_that_no_check_is_for_are_not_looked_at():
                if FORMATS[word].value_check(part, torch.float16)}  # fmt: skip
     scaled = {(word, "scale") for word in ("mxfp4", "int4", "nested", "planes", "int4_int8")}
     outliers = {("int4_int8", "outlier"), ("int4_int8", "outlier_scale")}
-    assert checked == {("int4", "zero"), ("lut", "tables"), *scaled, *outliers}
+    assert checked == {("int4", "zero"), ("lut", "tables"), ("zipper", "scale"), *scaled, *outliers}
     require_finite("q_proj", "weight_scale", torch.empty(2, 2, dtype=torch.float16, device="meta"))

@@ -61,6 +61,7 @@ SCHEMAS = [
     "round_window(Tensor tokens, Tensor base, Tensor lengths, Tensor active, int lead, int judged) -> (Tensor, "
     "Tensor, Tensor, Tensor, Tensor)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    "zipper_high_linear(Tensor x, Tensor low, Tensor high, Tensor? bias) -> Tensor",
 ]
 
 

@@ -16,14 +16,17 @@ from ...formats.lut import LutParts
 from ...formats.mxfp4 import BLOCK, Mxfp4Parts
 from ...formats.nested import NestedParts
 from ...formats.planes import PlanesParts
+from ...formats.zipper import ZipperParts
 from ...nn.int4_int8 import Int4Int8Linear
 from ...nn.linear import Int4Linear, Mxfp4Linear
 from ...nn.lut import LutLinear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.planes import PlanesLinear
-from ...ops.compiled_decoder import BF16, F32, INT4, LUT, MXFP4, NESTED, PLANES, NestedTable, Sizes, Weight
+from ...nn.zipper import ZipperLinear
+from ...ops.compiled_decoder import BF16, F32, INT4, LUT, MXFP4, NESTED, PLANES, ZIPPER, NestedTable, Sizes, Weight
 from ...ops.tiles import TILE_OUTPUTS
+from ...ops.zipper import low_group
 from ..architecture import UnknownArchitecture, linear_shape, outline, require_format
 from ..slots import order_of, require_one_order, rotation_of, slot_of
 
@@ -126,6 +129,11 @@ def _lut(linear: LutLinear, parts: LutParts, shape: dict[str, Any]) -> Weight:
     return Weight(LUT, parts.planes, tables=parts.tables, **shape)
 
 
+def _zipper(linear: ZipperLinear, parts: ZipperParts, shape: dict[str, Any]) -> Weight:
+    own = {"scale": parts.scale, "high": parts.split, "group_size": low_group(linear.in_features)}
+    return Weight(ZIPPER, parts.planes, **own, **shape)
+
+
 def _mxfp4(linear: Mxfp4Linear, parts: Mxfp4Parts, shape: dict[str, Any]) -> Weight:
     return Weight(MXFP4, parts.packed, scale=parts.scale, group_size=BLOCK, **shape)
 
@@ -152,6 +160,7 @@ SLOTS: dict[str, Callable[[Any, Parts, dict[str, Any]], Weight]] = {
     "planes": _planes,
     "lut": _lut,
     "int4_int8": _int4_int8,
+    "zipper": _zipper,
 }
 
 
@@ -159,6 +168,8 @@ def cut_weight(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:
     """The parts of a linear that computes several at once (Phi-3), as views."""
     whole = read_weight(linear, name)
     packed = whole.format not in (BF16, F32)
+    if whole.format == ZIPPER:
+        raise UnknownArchitecture(f"its {name} computes several linears with a zipper weight, which is not cut")
     if packed and any(size % TILE_OUTPUTS for size in sizes):
         raise UnknownArchitecture(f"its {name} is cut at {sizes}, packed weights only at multiples of {TILE_OUTPUTS}")
     parts, first = [], 0

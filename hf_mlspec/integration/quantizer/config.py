@@ -44,6 +44,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         In nested-bf16 layers that 32 does not divide stay BF16, with a warning.
     symmetric: int4 only: codes mean -8 ... 7 times the scale; False stores a zero point per group as well.
     codebook: nested-bf16 only: magnitudes of the draft, ``"lloyd_max"``, ``"mxfp4"`` or ``"fitted"`` (to each tensor).
+    bits, low_bits, mode, high_part: of format ``"zipper"``, a dense low part and a sparse high part
+        (formats/zipper/codes.py): 6, 4, ``"exact"``, ``"paper"`` or ``"clamp"``, and ``"device"``.
     num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/planes/codes.py).
     activation_bits: default bits of the layers' activations: 16 (bfloat16), for mxfp4, int4 and int4-int8 also 8, for
         the last two also 4 (integers, one scale per token and group). It changes no weight;

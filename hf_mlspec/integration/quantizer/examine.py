@@ -41,7 +41,7 @@ from .source_layers import by_module, shared_switch, tensors_of
 from .source_mixtures import SourceMixture
 
 _OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear", "planes": "bitplane_linear",
-        "lut": "lut_linear", "int4_int8": "int4_int8_linear"}  # fmt: skip
+        "lut": "lut_linear", "int4_int8": "int4_int8_linear", "zipper": "zipper_high_linear"}  # fmt: skip
 _DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
 _INDEXES = ("g_idx", "weight_g_idx")  # the group of every input
 _WITHOUT_MODEL = ("prompt_lookup", "ngram")

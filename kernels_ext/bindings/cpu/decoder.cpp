@@ -139,6 +139,16 @@ class DecoderObject : public torch::CustomClassHolder {
     put(name, linear, bias);
   }
 
+  // The same for a weight in a low part, planes, and a sparse high one.
+  void set_zipper(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
+                  const Tensor& high, const MaybeTensor& bias, int64_t group, int64_t bits) {
+    mlspec::Linear linear = mlspec::zipper_linear(name, plane_tiles, scale_tiles, high, in, out, group);
+    linear.own = {bits, 16};
+    mlspec::check_bits(linear, linear.own, name + ": ");
+    for (const Tensor* part : {&plane_tiles, &scale_tiles, &high}) hold(*part);
+    put(name, linear, bias);
+  }
+
   // The same for int4 columns with int8 outliers; set_order has to follow, and names outliers twice.
   void set_outliers(const std::string& name, int64_t in, int64_t out, const Tensor& weight, const Tensor& scale,
                     const MaybeTensor& bias, int64_t bits) {
@@ -310,6 +320,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)
       .def("set_lut", &DecoderObject::set_lut)
+      .def("set_zipper", &DecoderObject::set_zipper)
       .def("set_outliers", &DecoderObject::set_outliers)
       .def("set_order", &DecoderObject::set_order)
       .def("set_hadamard", &DecoderObject::set_hadamard)

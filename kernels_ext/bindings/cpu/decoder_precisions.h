@@ -1,5 +1,5 @@
-// Which weights of many precisions may a compiled decoder hold, and what may a call ask of a linear? Nested BF16, bit-planes, and
-// those with tables.
+// Which weights of many precisions may a compiled decoder hold, and what may a call ask of a linear? Nested BF16, bit-planes,
+// those with tables, and weights in two parts.
 #pragma once
 #include <string>
 
@@ -90,6 +90,25 @@ inline Linear lut_linear(const std::string& name, const at::Tensor& planes, cons
   return linear;
 }
 
+// Planes of the low part, with the row's scale in every group; high int32 [4 + out + out + 1 + terms] as ops/zipper.py has it. The
+// terms are trusted: prepack_zipper made them.
+inline Linear zipper_linear(const std::string& name, const at::Tensor& planes, const at::Tensor& scale, const at::Tensor& high,
+                            int64_t in, int64_t out, int64_t group) {
+  constexpr int64_t kHeader = 4;
+  const int64_t stored = planes.dim() == 4 ? planes.size(0) : 0;
+  Linear linear = planes_linear(name, planes, scale, in, out, group, int64_t(1) << stored);
+  TORCH_CHECK_VALUE(high.dim() == 1 && high.size(0) >= kHeader + 2 * out + 1, name, ".high has shape ", high.sizes(),
+                    ", expected [", kHeader, " + 2 * ", out, " + 1 + terms]");
+  check_plain(high, name + ".high", at::kInt, {high.size(0)});
+  const int32_t* const numbers = high.const_data_ptr<int32_t>() + kHeader;
+  linear.format = WeightFormat::kZipper;
+  linear.high = {reinterpret_cast<const float*>(numbers), numbers + out, numbers + 2 * out + 1};
+  const int64_t terms = high.size(0) - kHeader - 2 * out - 1;
+  TORCH_CHECK_VALUE(linear.high.starts[0] == 0 && linear.high.starts[out] == terms, name, ".high has ", terms,
+                    " terms, its rows end at ", linear.high.starts[out]);
+  return linear;
+}
+
 // What a call asks of a linear, 0: what it is set to; `what` names the linear in the message.
 inline void check_bits(const Linear& linear, Bits asked, const std::string& what) {
   const Bits bits = linear.at(asked);
@@ -117,6 +136,11 @@ inline void check_bits(const Linear& linear, Bits asked, const std::string& what
                         ", or 0 for each layer's own");
       TORCH_CHECK_VALUE(bits.activation == 16, what, "activation_bits is ", bits.activation,
                         ", choose 16 for bit-planes, or 0 for each layer's own");
+      return;
+    case WeightFormat::kZipper:
+      TORCH_CHECK_VALUE((bits.weight == kZipperWhole || bits.weight == kZipperLow) && bits.activation == 16, what, "weight_bits is ",
+                        bits.weight, " and activation_bits ", bits.activation, ", choose ", kZipperWhole, " and 16 (both parts) or ",
+                        kZipperLow, " and 16 (the low one) for zipper weights, or 0 for each layer's own");
       return;
     case WeightFormat::kLut: {
       const int64_t least = least_planes_of(linear.stored_planes, linear.table_columns);

@@ -68,7 +68,7 @@ inline void check_weight(const std::string& name, const Linear& linear, const at
       break;
     default:
       TORCH_CHECK_VALUE(false, what, ": format ", static_cast<int64_t>(linear.format), " is none of bfloat16 (0), float32 (1), ",
-                        "MXFP4 (2) and int4 (3); set_nested, set_planes and set_lut take the others");
+                        "MXFP4 (2) and int4 (3); set_nested, set_planes, set_lut and set_zipper take the others");
   }
   check_plain(weight, what, at::kByte, {tiles, blocks, kTileBytes});
 }

@@ -73,6 +73,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
   reserve_dense(threads);
+  reserve_tables();
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);

@@ -94,6 +94,10 @@ class Decoder {
   mlspec_linear_fn kernel_for(const Linear& linear) const;
   void reserve_dense(int threads);
   void multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end);
+  int64_t planes_of(const Linear& linear) const;
+  bool adds_high(const Linear& linear) const;
+  void reserve_tables();
+  void add_high(Team& team, const Linear* const* parts, int count, const mlspec_acts& acts, float* y, int64_t stride);
   bool has_escapes(const Linear& linear) const;
   void reserve_escaped(const Linear& linear, int threads, int64_t rows);
   mlspec_acts acts_for_escaped(Team& team, const mlspec_acts& acts);

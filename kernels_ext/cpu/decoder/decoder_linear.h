@@ -6,7 +6,10 @@
 
 namespace mlspec {
 
-enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3, kNested = 4, kPlanes = 5, kLut = 6 };
+enum class WeightFormat : int64_t { kBf16 = 0, kF32 = 1, kMxfp4 = 2, kInt4 = 3, kNested = 4, kPlanes = 5, kLut = 6, kZipper = 7 };
+
+// Weight bits that stand for both parts of a weight in two, whatever it has; fewer for its low part alone.
+constexpr int64_t kZipperWhole = 6, kZipperLow = 4;
 
 // Of weights and activations. 0 in what a call asks for: each layer's own.
 struct Bits {
@@ -19,6 +22,12 @@ struct EscapedRows {
   const int64_t* rows = nullptr;      // [count], ascending
   const uint16_t* weight = nullptr;  // [count][in]
   int64_t count = 0;
+};
+
+// The sparse high part of a weight in two: mlspec_zipper_args in kernels.h.
+struct HighRows {
+  const float* step = nullptr;
+  const int32_t *starts = nullptr, *terms = nullptr;
 };
 
 // A linear layer where its weights lie; nothing is copied. Layouts: mlspec_linear_args in kernels.h.
@@ -36,6 +45,7 @@ struct Linear {
   EscapedRows escaped;
   int64_t stored_planes = 0, plane_bytes = 0, zero_doubled = 0;  // bit-planes, of which those with tables have no zero
   int64_t table_columns = 0;  // lookup-table planes
+  HighRows high;              // zipper weights, whose low part is bit-planes
   // [columns], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of
   // packed weights that are not nested.
   const int32_t* order = nullptr;
@@ -55,7 +65,8 @@ struct Linear {
   Bits at(Bits asked) const {
     if (!is_packed()) return own;
     const int64_t weight = asked.weight ? asked.weight : own.weight;
-    if (format == WeightFormat::kPlanes || format == WeightFormat::kLut || (format == WeightFormat::kNested && weight == 16))
+    if (format == WeightFormat::kPlanes || format == WeightFormat::kLut || format == WeightFormat::kZipper ||
+        (format == WeightFormat::kNested && weight == 16))
       return {weight, asked.activation ? asked.activation : 16};
     return {weight, asked.activation ? asked.activation : own.activation};
   }

@@ -71,12 +71,18 @@ mlspec_linear_fn Decoder::kernel_for(const Linear& linear) const {
     case WeightFormat::kF32: return kernels.f32_linear;
     case WeightFormat::kMxfp4: return integer ? kernels.mxfp4_linear_int8 : kernels.mxfp4_linear_bf16;
     case WeightFormat::kInt4: return integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16;
-    case WeightFormat::kPlanes: return kernels.bitplane_linear;
+    case WeightFormat::kPlanes:
+    case WeightFormat::kZipper: return kernels.bitplane_linear;
     case WeightFormat::kLut: return kernels.lut_linear;
     case WeightFormat::kNested: break;
   }
   if (bits.weight == 16) return kernels.nested_linear_exact;
   return integer ? kernels.nested_linear_int8 : kernels.nested_linear_bf16;
+}
+
+// Those that a call reads of a weight that has some: all of a low part.
+int64_t Decoder::planes_of(const Linear& linear) const {
+  return linear.format == WeightFormat::kZipper ? linear.stored_planes : linear.at(work_->bits).weight;
 }
 
 // y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y.
@@ -86,16 +92,17 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
   const bool dequantized = dequantizes(*parts[0]);
   mlspec_linear_args args[3];
   mlspec_linear_fn compute[3];
-  bool escapes[3], any_escapes = false;
+  bool escapes[3], any_escapes = false, any_high = false;
   int64_t first[4] = {0}, bytes = 0, column = 0;
   for (int i = 0; i < count; ++i) {
     const Linear& part = *parts[i];
     args[i] = {part.weight, part.scale, part.zero, part.group, part.bias, &acts, y + column, stride, accumulate,
-               part.columns(), part.out_features, part.low, part.codebook, part.at(work_->bits).weight,
+               part.columns(), part.out_features, part.low, part.codebook, planes_of(part),
                part.stored_planes, part.plane_bytes, part.zero_doubled, part.table_columns};
     compute[i] = kernel_for(part);
     escapes[i] = has_escapes(part);
     any_escapes |= escapes[i];
+    any_high |= adds_high(part);
     const int64_t tiles = (part.out_features + kTileOutputs - 1) / kTileOutputs;
     first[i + 1] = first[i] + tiles;
     bytes += tiles * part.bytes_per_tile(work_->bits);
@@ -120,6 +127,7 @@ void Decoder::multiply(Team& team, const Linear* const* parts, int count, float*
       }
     }
   });
+  if (any_high) add_high(team, parts, count, acts, y, stride);
 }
 
 }  // namespace mlspec

@@ -44,6 +44,7 @@ struct Decoder::Workspace {
   Buffer<char> acts;        // activations as the next linear wants them
   Buffer<char> dense_acts;  // the same as bf16_linear wants them, where a nested linear has escaped rows
   Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs
+  Buffer<float> tables;     // [in / 4][16][8]: sums of inputs, where linears have sparse high parts
   Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there
   int64_t row_stride = 0, dense_stride = 0, escaped_stride = 0;
   Bits bits;                // of the running pass

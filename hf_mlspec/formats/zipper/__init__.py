@@ -1,0 +1,99 @@
+"""Zipper: integer weights as a dense low part, which is a draft, and a sparse high part. Their record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...precision import Bits, Family
+from ..damage import require_positive
+from ..record import Format, Option
+from .codes import BITS, LOW_BITS, MODES, Split, join, representable, split
+from .sparse import (
+    GROUP,
+    MAX_GROUP,
+    SparseRows,
+    coefficients,
+    places,
+    require_group,
+    sums_of_groups,
+    to_dense,
+    to_sparse,
+)
+from .weight import BLOCK, HEADER, HIGH_PARTS, ZipperParts, ZipperWeight, quantize, require_inputs, to_codes, to_planes
+
+__all__ = [
+    "BLOCK",
+    "FORMAT",
+    "GROUP",
+    "HEADER",
+    "HIGH_PARTS",
+    "LOW",
+    "MAX_GROUP",
+    "MODES",
+    "WHOLE",
+    "SparseRows",
+    "Split",
+    "ZipperParts",
+    "ZipperWeight",
+    "coefficients",
+    "join",
+    "places",
+    "quantize",
+    "representable",
+    "require_group",
+    "require_inputs",
+    "split",
+    "sums_of_groups",
+    "to_codes",
+    "to_dense",
+    "to_planes",
+    "to_sparse",
+    "zeros",
+]
+
+WHOLE, LOW = Bits(6, 16), Bits(4, 16)  # names of both parts and of the low one alone, whatever K and k1 are
+
+
+def zeros(
+    shape: tuple[int, int], device: torch.device, bits: int = 6, low_bits: int = 4, mode: str = "exact",
+    high_part: str = "device", **options: Any,
+) -> ZipperParts:  # fmt: skip
+    """The parts on disk of a weight ``[out, in]`` whose values are all 0. ValueError for a split that there is not."""
+    Split(bits, low_bits, mode).require()
+    out_features, in_features = shape
+    planes = torch.zeros(bits, out_features, in_features // 8, dtype=torch.uint8, device=device)
+    planes[0] = 0xFF
+    scale = torch.ones(out_features, 1, dtype=torch.float16, device=device)
+    header = [bits, low_bits, MODES.index(mode), HIGH_PARTS.index(high_part)]
+    return ZipperParts(planes, scale, torch.tensor(header, dtype=torch.int32, device=device))
+
+
+FORMAT = Format(
+    word="zipper",
+    title="zipper weights",
+    weight=ZipperWeight,
+    zeros=zeros,
+    value_checks={"scale": require_positive},  # ZipperWeight.validate knows of the rest
+    group=lambda **options: BLOCK,
+    require_group=require_inputs,
+    bits_per_weight=lambda bits=6, in_features=4096, **options: bits + 16 / in_features,
+    families=(Family("zipper", (tuple(WHOLE), tuple(LOW)), {"zipper": WHOLE.weight, "zipper-low": LOW.weight},
+                     examples=("zipper", "zipper-low")),),
+    bit_choices=lambda stored: (WHOLE, LOW),
+    weights_called="zipper weights",
+    remedy=(
+        "load it with from_pretrained(..., quantization_config=hf_mlspec.MLSpecConfig(format='zipper', mode='clamp'))"
+    ),
+    level_examples=("zipper-low",),
+    level_words=("zipper-low",),
+    options=(
+        Option("bits", 6, "4 to 8 bits of a weight, both parts", BITS, shapes=True, read=int),
+        Option("low_bits", 4, "of these the low part's, 2 to bits - 2", LOW_BITS, shapes=True, read=int),
+        Option("mode", "exact", "exact, paper (halved low part) or clamp (the best draft)", MODES, shapes=True),
+        Option("high_part", "device", "device, or host (not built yet on GPUs)", HIGH_PARTS, shapes=True),
+    ),
+    reads_part=True,
+    stays_whole=True,
+)  # fmt: skip

@@ -1,0 +1,137 @@
+"""What is a weight in two parts to the kernels: planes of the low part, and the op that adds the sparse high part?
+
+    on disk    planes [K, out, in / 8], scale [out, 1], split [4]                    (formats/zipper/weight.py)
+    in tiles   planes, scale of the low part as bit-planes are (planes/), with the row's scale in every group;
+               split int32 [4 + out + out + 1 + n]: the four integers, a step of the high part for each row (the bits
+               of float32), starts and terms of its sparse rows (formats/zipper/sparse.py)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import zipper
+from ..formats.planes import GROUP_SIZES, pack_planes, unpack_planes
+from ..formats.zipper import HEADER, MODES, SparseRows, Split, ZipperParts
+from .operator import Operands, operator
+from .planes import bitplane_linear, prepack_planes, unprepack_planes
+from .products import bias_of, finish, in_slices, rounded
+
+
+class HighRows(NamedTuple):
+    """``split`` of a weight in tiles, taken apart. step float32 ``[out]``, starts int32 ``[out + 1]``, terms int32."""
+
+    step: Tensor
+    starts: Tensor
+    terms: Tensor
+
+
+def _taken_apart(high: Tensor, out_features: int) -> HighRows:
+    first = HEADER + out_features
+    rows = high[first : first + out_features + 1], high[first + out_features + 1 :]
+    return HighRows(high[HEADER:first].view(torch.float32), *rows)
+
+
+def _check(given: Operands) -> None:
+    given.require_float("x")
+    if given.x.ndim == 0 or given.x.shape[-1] % zipper.GROUP:
+        raise ValueError(
+            f"{given.op}: x has shape {list(given.x.shape)}, tables are made of groups of {zipper.GROUP} inputs"
+        )
+    given.require_dtype("low", torch.float32)
+    given.require_contiguous("low")
+    out = given.low.shape[-1] if given.low.ndim else 0
+    given.require_shape("low", (*given.x.shape[:-1], out))
+    given.require_dtype("high", torch.int32)
+    if given.high.ndim != 1 or len(given.high) < HEADER + 2 * out + 1:
+        raise ValueError(
+            f"{given.op}: high has shape {list(given.high.shape)}, expected [{HEADER} + 2 * {out} + 1 + terms] from "
+            "prepack_zipper"
+        )
+    given.require_contiguous("high")
+    if given.bias is not None:
+        given.require_float("bias")
+        given.require_shape("bias", (out,))
+
+
+@operator(_check, lambda given: given.x.new_empty(given.low.shape))
+def _zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None) -> Tensor:
+    out_features, in_features = low.shape[-1], x.shape[-1]
+    found = _taken_apart(high, out_features)
+    tables = zipper.sums_of_groups(rounded(x).reshape(-1, in_features)).T.contiguous()  # [places, rows]
+    ends = found.starts.tolist()
+
+    def part(rows: slice) -> Tensor:
+        terms = found.terms[ends[rows.start] : ends[rows.stop]]
+        lengths = (found.starts[rows.start + 1 : rows.stop + 1] - found.starts[rows.start : rows.stop]).long()
+        values = tables[zipper.places(terms)] * zipper.coefficients(terms).unsqueeze(1)
+        sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, initial=0.0).T * found.step[rows]
+        own = low[..., rows] + sums.reshape(*x.shape[:-1], -1)
+        return finish(own, bias_of(bias, rows), x.dtype)
+
+    return in_slices(part, out_features, in_features)
+
+
+def zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None = None) -> Tensor:
+    """float32 ``low [..., out]``, what the low part gave, plus float x ``[..., in]`` times the sparse high part of a
+    weight from ``prepack_zipper`` -> ``[..., out]`` in x.dtype.
+
+    x is rounded to bfloat16. Sums of the columns of every group are made once, float32; a row adds those of its terms
+    in an order that is the row's own (ZipperQuant).
+    """
+    return _zipper_high_linear(x, low, high, bias)
+
+
+def zipper_linear(
+    x: Tensor, tiles: ZipperParts, out_features: int, bias: Tensor | None = None, *, how: Split, low_only: bool = False
+) -> Tensor:
+    """float x ``[..., in]`` times a weight from ``prepack_zipper``, split as ``how`` says -> ``[..., out]``; low_only:
+    times its low part alone. x is rounded to bfloat16; products are exact, sums float32."""
+    group, zero = low_group(x.shape[-1]), 2**how.low_planes
+    settings = {"group_size": group, "zero_doubled": zero, "num_planes": how.low_planes}
+    if low_only:
+        return bitplane_linear(x, tiles.planes, tiles.scale, out_features, bias, **settings)
+    low = bitplane_linear(x.float(), tiles.planes, tiles.scale, out_features, **settings)
+    return zipper_high_linear(x, low, tiles.split, bias)
+
+
+def prepack_zipper(planes: Tensor, scale: Tensor, split: Tensor) -> ZipperParts:
+    """A weight on disk -> its tiles (above). ValueError for codes that do not fit its split."""
+    how = split_of(split)
+    low, high = zipper.split(zipper.to_codes(planes), how)
+    codes = (low.to(torch.int16) + 2 ** (how.low_planes - 1)).to(torch.uint8)
+    in_features = planes.shape[2] * 8
+    group = low_group(in_features)
+    low_scale = (scale * how.low_unit).expand(-1, in_features // group).contiguous()
+    tiles = prepack_planes(pack_planes(codes, how.low_planes), low_scale)
+    rows = zipper.to_sparse(high)
+    step = (scale.float() * how.high_unit).flatten().view(torch.int32)
+    return ZipperParts(*tiles, torch.cat([split, step, rows.starts, rows.terms]))
+
+
+def unprepack_zipper(planes: Tensor, scale: Tensor, split: Tensor, out_features: int) -> ZipperParts:
+    """The inverse of ``prepack_zipper``, bit for bit."""
+    how, found = split_of(split), _taken_apart(split, out_features)
+    low_planes, low_scale = unprepack_planes(planes, scale, out_features)
+    low = (unpack_planes(low_planes).to(torch.int16) - 2 ** (how.low_planes - 1)).to(torch.int8)
+    high = zipper.to_dense(SparseRows(found.starts, found.terms), low.shape[1])
+    codes = zipper.join(low, high, how)
+    own = (low_scale[:, :1].float() / how.low_unit).half()
+    return ZipperParts(zipper.to_planes(codes, how.bits), own, split[:HEADER].clone())
+
+
+def split_of(split: Tensor) -> Split:
+    """What the first integers of ``split`` say, on disk or in tiles."""
+    bits, low_bits, mode, _ = split[:HEADER].tolist()
+    return Split(bits, low_bits, MODES[mode])
+
+
+def low_group(in_features: int) -> int:
+    """Inputs that share a copy of the row's scale among the tiles of the low part."""
+    return next(size for size in reversed(GROUP_SIZES) if in_features % size == 0)
+
+
+

@@ -1,0 +1,78 @@
+"""Does the CPU decoder add both parts of zipper weights as their modules do, and does each token stand alone?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import prompts, tiny
+from transformers import AutoModelForCausalLM
+
+import hf_mlspec
+from hf_mlspec import MLSpecConfig
+from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.formats.zipper import MODES
+from hf_mlspec.integration.scoring import token_logprobs
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.precision import Bits
+
+pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled library")
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+
+
+def zipper(folder, dtype=torch.float32, family="llama", **options):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    tiny(family, seed=2, dtype=dtype, **shape).save_pretrained(folder)
+    config = MLSpecConfig("zipper", **options)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["zipper", "zipper-low"])
+def test_scores_are_those_of_the_modules(tmp_path, family, mode, precision):
+    model = zipper(tmp_path, family=family, mode=mode)
+    assert decoder_of(model, "cpu") is not None
+    rows = [list(range(3, 3 + n)) for n in (5, 12, 9)]
+    found = token_logprobs(model, rows, precision=precision)
+    with hf_mlspec.precision_switch(model).at(precision):
+        for row, scores in zip(rows, found, strict=True):
+            logits = model(torch.tensor([row])).logits[0].float()
+            expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+            torch.testing.assert_close(scores.logprobs, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_chains_write_what_the_target_writes_alone(tmp_path, dtype, mode):
+    model, inputs = zipper(tmp_path, dtype, mode=mode), prompts([8, 5, 11])
+    alone = model.generate(**inputs, **GREEDY, assistant_models=[])
+    for levels in (["zipper-low"], ["zipper-low", "ngram"], ["zipper-low", "early_exit:1"]):
+        chain = model.generate(**inputs, **GREEDY, assistant_models=levels)
+        assert torch.equal(chain, alone), levels
+    assert hf_mlspec.last_stats(model).levels[0].drafted > 0
+    one_by_one = [
+        model.generate(input_ids=ids[mask.bool()][None], **GREEDY, assistant_models=[])[0, -24:]
+        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+    assert torch.equal(torch.stack(one_by_one), alone[:, -24:])
+
+
+def test_eight_rows_have_the_bits_of_one(tmp_path):
+    model = zipper(tmp_path, torch.bfloat16, mode="clamp")
+    row = list(range(3, 30))
+    (alone,) = token_logprobs(model, [row])
+    many = token_logprobs(model, [row[:n] for n in range(10, 27)], batch_size=17)
+    for scores in many:
+        assert torch.equal(scores.logprobs, alone.logprobs[: len(scores.logprobs)])
+
+
+def test_bits_that_are_neither_part_are_refused(tmp_path):
+    model = zipper(tmp_path, mode="clamp")
+    with pytest.raises(ValueError, match="zipper weights"):
+        hf_mlspec.precision_switch(model).require(Bits(5, 16))
+
+
+def test_linears_that_are_cut_are_refused(tmp_path, caplog):
+    model = zipper(tmp_path, family="phi3")
+    assert decoder_of(model, "cpu") is None
+    assert "computes several linears with a zipper weight, which is not cut" in caplog.text

@@ -1,0 +1,107 @@
+"""Does every instruction set add sparse high parts, in bits that stand alone, and is what does not fit named?"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import zipper_cases
+from instruction_sets import PACKAGE, output_on
+
+from hf_mlspec import ops
+from hf_mlspec.formats import zipper
+from hf_mlspec.formats.zipper import HEADER, MODES
+from hf_mlspec.ops import library
+from hf_mlspec.ops.operator import REFERENCES
+
+needs_kernel = pytest.mark.skipif(
+    library.kernel_of("zipper_high_linear", "cpu") == "reference", reason="the compiled library is not built"
+)
+CODE = (
+    PACKAGE
+    + """
+import zipper_cases
+assert library.kernel_of("zipper_high_linear", "cpu") == sys.argv[2], library.kernel_table()
+print(zipper_cases.check_all())
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def digests() -> dict[str, str]:
+    return {}
+
+
+@needs_kernel
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512vnni", "amx"])
+def test_every_split(isa, digests):
+    digests[isa] = output_on(isa, CODE, Path(__file__).parent)
+    assert digests[isa] == digests.setdefault("generic", digests[isa]), "high parts differ from generic's"
+
+
+@pytest.mark.filterwarnings("ignore:no compiled kernel")
+def test_values_without_a_kernel_of_ones_choice():
+    zipper_cases.check_all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_and_passes_change_no_bit(threads):
+    weight = zipper_cases.weight_of(300, 256, mode="clamp")
+    tiles, x = ops.prepack_zipper(*weight.parts), zipper_cases.seeded(75, 256)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        whole = ops.zipper_linear(x, tiles, 300, how=weight.how)
+        for row in (0, 7, 8, 71, 72, 74):
+            assert torch.equal(ops.zipper_linear(x[row : row + 1], tiles, 300, how=weight.how), whole[row : row + 1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_of_the_reference_stands_alone():
+    weight = zipper_cases.weight_of(300, 8192)  # more than a slice of outputs
+    split, x, low = ops.prepack_zipper(*weight.parts).split, zipper_cases.seeded(3, 8192), torch.zeros(3, 300)
+    whole = REFERENCES["zipper_high_linear"](x, low, split, None)
+    assert torch.equal(REFERENCES["zipper_high_linear"](x[1:2], low[1:2], split, None), whole[1:2])
+
+
+@pytest.mark.parametrize(("out", "size"), zipper_cases.SHAPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_lose_nothing(mode, out, size):
+    weight = zipper_cases.weight_of(out, size, mode=mode, high_part="host")
+    tiles = ops.prepack_zipper(*weight.parts)
+    again = ops.unprepack_zipper(*tiles, out)
+    assert all(torch.equal(own, other) for own, other in zip(again, weight.parts, strict=True))
+    high = zipper.split(weight.codes(), weight.how)[1]
+    rows = zipper.to_sparse(high)
+    assert len(tiles.split) == HEADER + 2 * out + 1 + len(rows.terms)
+
+
+@pytest.mark.parametrize("run", ["kernel", "reference"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 62)}, ValueError, r"x has shape \[2, 62\], tables are made of groups of 4 inputs"),
+        ({"x": torch.zeros(2, 64, dtype=torch.int8)}, TypeError, "x is .*, expected float32, bfloat16"),
+        ({"low": torch.zeros(3, 8)}, ValueError, r"low has shape \[3, 8\], expected \[2, 8\]"),
+        ({"low": torch.zeros(2, 8).half()}, TypeError, "low is"),
+        ({"low": torch.zeros(8, 2).T}, ValueError, "low of shape .* is not contiguous"),
+        ({"high": torch.zeros(20, dtype=torch.int32)}, ValueError, r"high has shape \[20\], expected"),
+        ({"high": torch.zeros(99, dtype=torch.int64)}, TypeError, "high is"),
+        ({"bias": torch.zeros(7)}, ValueError, r"bias has shape \[7\], expected \[8\]"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(run, change, error, message):
+    if run == "kernel" and library.kernel_of("zipper_high_linear", "cpu") == "reference":
+        pytest.skip("the compiled library is not built")
+    split = ops.prepack_zipper(*zipper_cases.weight_of(8, 64).parts).split
+    given = {"x": torch.zeros(2, 64), "low": torch.zeros(2, 8), "high": split, "bias": None} | change
+    call = torch.ops.mlspec.zipper_high_linear if run == "kernel" else REFERENCES["zipper_high_linear"]
+    with pytest.raises(error, match=f"zipper_high_linear: {message}"):
+        call(*given.values())
+
+
+def test_shapes_without_computing():
+    split = ops.prepack_zipper(*zipper_cases.weight_of(8, 64).parts).split
+    given = (torch.zeros(2, 3, 64).bfloat16(), torch.zeros(2, 3, 8), split, torch.zeros(8))
+    torch.library.opcheck(torch.ops.mlspec.zipper_high_linear, given, test_utils=("test_schema", "test_faketensor"))
