@@ -99,7 +99,7 @@ def measure(made: dict[Contender, Any], n: int, w: Weights, copies: int, args: a
         except MissingPeer as reason:
             missing[one.name] = str(reason)
             continue
-        errors[one.name] = error(call(0), x, w)
+        errors[one.name] = error(call(0), x, w if one.slab is None else one)
         if not errors[one.name] < one.largest_error:
             raise RuntimeError(f"{one.name}, n {n}: relative error {errors[one.name]:.3g}, another weight")
         series.append(Series(one.name, going_round(call, copies), one.nbytes if one.ours else weight.nbytes))

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from eval.peers.ggml_linear import GgmlLinear
 from eval.peers.openvino_linear import OpenVinoInt4
-from eval.peers.torch_linear import TorchBf16, TorchInt4
+from eval.peers.torch_linear import TorchBf16, TorchCsr, TorchInt4
 from hf_mlspec import ops
-from hf_mlspec.formats import int4, int4_int8, mxfp4, nested, packing
+from hf_mlspec.formats import int4, int4_int8, mxfp4, nested, packing, zipper
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.formats.zipper import ZipperParts, ZipperWeight
@@ -58,6 +58,7 @@ class Contender:
     make: Callable[[int], object]
     ours: bool = False
     largest_error: float = LARGEST_ERROR
+    slab: Tensor | None = None  # what its first outputs are checked against; None: the weight's own
 
 
 class Weights:
@@ -231,6 +232,25 @@ def our_zipper(w: Weights, mode: str, low_only: bool = False) -> Contender:
     return Contender(name, nbytes, lambda copies: Ours(tuple(tiles), run, copies), ours=True)
 
 
+def high_parts(w: Weights, mode: str) -> list[Contender]:
+    """The sparse high part alone: ours from tables of sums, then the same matrix as torch's sparse rows, and dense."""
+    slab, tiles = w.zipper_tiles(mode)
+    high = zipper.split(slab.codes(), slab.how)[1].float() * slab.how.high_unit * slab.weight_scale.float()
+    whole = w.repeated(high)
+
+    def run(x, split):
+        return ops.zipper_high_linear(x, torch.zeros(len(x), w.out_features), split)
+
+    ours = lambda copies: Ours((tiles.split,), run, copies)  # noqa: E731
+    dense = lambda copies: Ours((whole.to(torch.bfloat16),), ops.bf16_linear, copies)  # noqa: E731
+    csr_bytes = whole.count_nonzero().item() * 12 + w.out_features * 8
+    return [
+        Contender(f"{mode}, tables", tiles.split.nbytes, ours, True, slab=high),
+        Contender(f"{mode}, torch csr", csr_bytes, lambda copies: TorchCsr(whole, copies), slab=high),
+        Contender(f"{mode}, dense bf16", w.elements * 2, dense, slab=high),
+    ]
+
+
 def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]:
     """Ours for `op` first, then the peers it is compared with: others' kernels, or our own of other formats."""
     if op == "mxfp4_linear":
@@ -254,6 +274,8 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
     elif op == "zipper_linear":
         ours = [our_zipper(w, mode) for mode in ("exact", "paper", "clamp")] + [our_zipper(w, "clamp", low_only=True)]
         peers = [replace(one, ours=False) for one in (our_planes(w, 8), our_int4(w, 128, 16), our_bf16(w))]
+    elif op == "zipper_high_linear":
+        return [*high_parts(w, "exact"), *high_parts(w, "clamp")]
     else:
         ours = [our_bf16(w)]
         peers = [torch_bf16(w), ggml(w, "bf16", 16, ggml_folder)]
@@ -261,7 +283,7 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
 
 
 OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear", "lut_linear",
-       "int4_int8_linear", "zipper_linear")
+       "int4_int8_linear", "zipper_linear", "zipper_high_linear")
 
 
 def not_compiled() -> str | None:
@@ -269,7 +291,7 @@ def not_compiled() -> str | None:
     return ops.why_not_compiled()
 
 
-def error(y, x: Tensor, w: Weights) -> float:
+def error(y, x: Tensor, w: Weights | Contender) -> float:
     """Relative root mean square error of the first 64 outputs against float32; `y` ``[n, out]`` of any kind."""
     found = torch.as_tensor(y)[:, :SLAB].to(torch.float32)
     expected = x @ w.slab.T

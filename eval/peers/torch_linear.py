@@ -1,4 +1,5 @@
-"""How are torch's own matrix products measured beside us? bfloat16, and int4 weight-only with bfloat16 activations."""
+"""How are torch's own matrix products measured beside us? bfloat16, int4 weight-only with bfloat16 activations, and
+sparse rows."""
 
 from __future__ import annotations
 
@@ -20,6 +21,25 @@ class TorchBf16:
         """x float32 ``[n, in]`` -> a call that takes the number of a copy and returns bfloat16 ``[n, out]``."""
         x, weights = x.to(torch.bfloat16), self._weights
         return lambda copy: torch.nn.functional.linear(x, weights[copy])
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._weights = []
+
+
+class TorchCsr:
+    """torch's product of sparse rows (CSR), float32; x lies as it wants it."""
+
+    def __init__(self, weight: Tensor, copies: int):
+        """weight float32 ``[out, in]``, mostly zeros."""
+        sparse = weight.to_sparse_csr()
+        self._weights = [sparse.clone() for _ in range(copies)]
+        self.nbytes = sum(part.nbytes for part in (sparse.crow_indices(), sparse.col_indices(), sparse.values()))
+
+    def bind(self, x: Tensor):
+        """x float32 ``[n, in]`` -> a call that takes the number of a copy and returns float32 ``[n, out]``."""
+        columns, weights = x.T.contiguous(), self._weights
+        return lambda copy: (weights[copy] @ columns).T
 
     def close(self) -> None:
         """Gives the memory back."""

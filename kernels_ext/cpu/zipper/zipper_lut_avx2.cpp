@@ -51,20 +51,24 @@ void one_row(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
 }
 
 void eight_rows(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
+  alignas(32) int32_t terms[8] = {}, at[8];
+  alignas(32) float times[8];
   for (int64_t out = out_begin; out < out_end; ++out) {
     __m256 sums[8];
     for (__m256& sum : sums) sum = _mm256_setzero_ps();
-    const auto add = [&](int32_t term, __m256& sum) {
-      const float* const from = a.tables + ((term >> 12) * MLSPEC_ZIPPER_SUMS + (term & 15)) * MLSPEC_ZIPPER_LANES;
-      const __m256 times = _mm256_castsi256_ps(_mm256_set1_epi32((127 + (term >> 8 & 7)) << 23 |
-                                                                 static_cast<int32_t>(static_cast<uint32_t>(term >> 11) << 31)));
-      sum = _mm256_fmadd_ps(times, _mm256_loadu_ps(from), sum);
+    const auto add = [&](__m256i eight) {  // eight terms taken apart at once, then one by one
+      _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm256_slli_epi32(places(eight), 3));
+      _mm256_store_ps(times, coefficients(eight));
+      for (int i = 0; i < 8; ++i)
+        sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(times + i), _mm256_loadu_ps(a.tables + at[i]), sums[i]);
     };
     int32_t j = a.starts[out];
     const int32_t end = a.starts[out + 1];
-    for (; j + 8 <= end; j += 8)
-      for (int i = 0; i < 8; ++i) add(a.terms[j + i], sums[i]);
-    for (int i = 0; j + i < end; ++i) add(a.terms[j + i], sums[i]);
+    for (; j + 8 <= end; j += 8) add(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a.terms + j)));
+    if (j < end) {  // as for one row: terms that are not there add the sum of no input
+      for (int i = 0; i < 8; ++i) terms[i] = j + i < end ? a.terms[j + i] : 0;
+      add(_mm256_load_si256(reinterpret_cast<const __m256i*>(terms)));
+    }
     for (int apart = 4; apart > 0; apart /= 2)
       for (int i = 0; i < apart; ++i) sums[i] = _mm256_add_ps(sums[i], sums[i + apart]);
     float own[8];
