@@ -81,25 +81,24 @@ struct LutWeights : LutPlanes<kPlanesOf> {
   }
 };
 
-// Four planes: the pipe of permutations looks row r up, shared memory row r + 8, side by side.
+// Four planes: the pipe of permutations looks row r up, shared memory two weights of row r + 8 at once, side by side.
 template <int kPlanesOf>
 struct LutWeights<kPlanesOf, Tables::kBoth> : LutPlanes<kPlanesOf> {
   static constexpr int kPlanes = kPlanesOf;
-  static constexpr int kTableBytes = LaneTables<kPlanes>::kBytes;
+  static constexpr int kTableBytes = PairTables::kBytes;
 
   RegisterTable<kPlanes> table;
-  LaneTables<kPlanes> tables;
-  uint32_t powers[4], two_to_16;  // that bring nibbles 4 to 7 to the bits of an address
+  PairTables pairs;
+  uint32_t powers[2];  // that bring bytes 2 and 3 to the codes' bits of an address
 
   template <class Params>
   __device__ __forceinline__ void prepare(const Params&) {
-    two_to_16 = unknown_to_compiler(1 << 16);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) powers[i] = unknown_to_compiler(1 << (16 - 4 * i + LaneTables<kPlanes>::kShift));
+    for (int i = 0; i < 2; ++i) powers[i] = unknown_to_compiler(1 << (16 - 8 * i + PairTables::kShift));
   }
   template <class V, class Params>
   __device__ __forceinline__ void begin(const Params& p, uint8_t* shared, int tile, int warp, int lane) {
-    tables.fill(p, shared + warp / 4 % V::kTiles * kTableBytes, tile, warp / (4 * V::kTiles), V::kWarpGroups, warp, lane);
+    pairs.fill(p, shared + warp / 4 % V::kTiles * kTableBytes, tile, warp / (4 * V::kTiles), V::kWarpGroups, warp, lane);
     table.fill(table_of(p, tile, warp % 4 * 16 + lane / 4, kPlanes));
     barrier_sync<V::kConsumers>();
   }
@@ -111,8 +110,7 @@ struct LutWeights<kPlanesOf, Tables::kBoth> : LutPlanes<kPlanesOf> {
   }
   __device__ __forceinline__ void fragment(uint32_t (&a)[4], int step) const {
     const uint32_t codes = rotated(this->word_of(step % 4, step / 4), kPlanes - 1 - step % 4);
-    const auto row8 = [&](int nibble) { return tables.template value<1>(multiplied_high(codes, powers[nibble])); };
-    a[1] = multiplied_sum(row8(1), two_to_16, row8(0)), a[3] = multiplied_sum(row8(3), two_to_16, row8(2));
+    a[1] = pairs.pair(multiplied_high(codes, powers[0])), a[3] = pairs.pair(multiplied_high(codes, powers[1]));
     table.look_up(a[0], a[2], codes & RegisterTable<kPlanes>::kIndexBits, highest_bits(codes));
   }
 };

@@ -75,6 +75,44 @@ struct RegisterTable {
   }
 };
 
+// Of four planes, in shared memory: row r + 8's pairs of values by two codes side by side, [w 4][second code][first code][r] x one
+// word, which is a register of operand A. Rows have four banks each. A warp's table is aligned to its size: codes moved to their
+// bits of the address need no addition.
+struct PairTables {
+  static constexpr int kShift = 5, kWarpBytes = 256 << kShift, kBytes = 5 * kWarpBytes - 1024;  // wherever 1024 bytes begin
+  static constexpr uint32_t kCodeBits = 0xFF << kShift;
+  uint32_t base;
+
+  // By `groups` groups of four warps, each its part: a lane the first codes q, q + 4 ...
+  template <class Params>
+  __device__ __forceinline__ void fill(const Params& p, uint8_t* tables, int tile, int group, int groups, int warp, int lane) {
+    const uint32_t begin = -shared_address(tables) & (kWarpBytes - 1);
+    uint8_t* own = tables + begin + warp % 4 * kWarpBytes + lane / 4 * 4;
+    base = unknown_to_compiler(shared_address(own));
+    const half* from = table_of(p, tile, warp % 4 * 16 + 8 + lane / 4, 4);
+    const int q = lane % 4;
+    uint32_t lower[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) lower[i] = __byte_perm(value_pair(from + 4 * i + (q & 2)), 0, q & 1 ? 0x4432 : 0x4410);
+#pragma unroll 4
+    for (int i = group; i < 8; i += groups) {  // two second codes
+      const uint32_t pair = value_pair(from + 2 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint8_t* to = own + ((2 * i * 16 + 4 * j + q) << kShift);
+        *reinterpret_cast<uint32_t*>(to) = lower[j] | pair << 16;
+        *reinterpret_cast<uint32_t*>(to + (16 << kShift)) = lower[j] | (pair & 0xFFFF0000);
+      }
+    }
+  }
+  // moved: the codes at bit kShift, any bits beside them.
+  __device__ __forceinline__ uint32_t pair(uint32_t moved) const {
+    uint32_t d;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(d) : "r"((moved & kCodeBits) | base));
+    return d;
+  }
+};
+
 // The tables of a tile in shared memory where lanes meet few others' banks: [w 4][code][bank] x one word, row r in its lower half, row
 // r + 8 in the upper. Up to six planes a lane has a bank of its own, of seven it shares one with another lane of its row, of eight
 // with three. A warp's tables are aligned to their size: a code moved to its bits of the address needs no addition.
