@@ -4,10 +4,6 @@
 
 #include <algorithm>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "../operands.h"
 #include "../../cpu/threads/parallel.h"
 
@@ -17,18 +13,6 @@ using namespace mlspec;
 using at::Tensor;
 
 constexpr int64_t kMultiple = 16;  // of inputs
-
-// New memory in large pages where the system has them on request: half of the time of a load would go into faults of small ones.
-Tensor new_rows(int64_t outputs, int64_t inputs) {
-  Tensor rows = at::empty({outputs, inputs / 2}, at::kByte);
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = uintptr_t{2} << 20;
-  const auto begin = reinterpret_cast<uintptr_t>(rows.mutable_data_ptr());
-  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + static_cast<uintptr_t>(rows.nbytes())) / kPage * kPage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // refused: small pages
-#endif
-  return rows;
-}
 
 void check_words(const char* op, const Tensor& words) {
   check_dtype(op, "words", words, at::kInt);
@@ -41,7 +25,7 @@ void check_inputs(const char* op, int64_t inputs) {
 }
 
 Tensor moved(mlspec_pack_words_fn move, const Tensor& words, const int64_t* order, int64_t inputs, int64_t outputs, int64_t blocks) {
-  Tensor rows = new_rows(outputs, inputs);
+  Tensor rows = at::empty({outputs, inputs / 2}, at::kByte);
   mlspec_words_args args{};
   args.words = static_cast<const uint32_t*>(words.const_data_ptr());
   args.order = order;
