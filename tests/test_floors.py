@@ -19,7 +19,7 @@ PACKAGE = "hf_mlspec"
 START = "mlspec_cli"  # reads a command line: until a command runs it imports the standard library alone
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = [
-    "demo_pair", "precision", "formats", "checkpoints", "ops", "nn", "engines", "calibration", "speculation",
+    "demo_pair", "precision", "formats", "ops", "checkpoints", "nn", "engines", "calibration", "speculation",
     "integration", "", "evaluation", "cli",
 ]
 APART = {"calibration": ("speculation",), "speculation": ("calibration",)}

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from ..formats.packing import unpack_nibbles
+from ..ops import pack_awq_words
 from .codes import ROWS, as_bytes
 from .layer import LayerPlan, ReadLayer, Stored, StoredLayer, require_tensor
 from .scales import SCALES, Groups, choose_format, column_scales, packed_layer, planned, require_scales
-from .transposing import packed_columns
 
 COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _VERSIONS = ("gemm", "gemv", "gemv_fast")
@@ -80,7 +80,8 @@ class AwqReader:
         choice = choose_format(layer, groups)
 
         def read(tensors: Mapping[str, Tensor]) -> ReadLayer:
-            codes = (packed_columns if choice.format == "int4" else _codes)(tensors["qweight"])
+            words = tensors["qweight"].contiguous()
+            codes = pack_awq_words(words) if choice.format == "int4" else _codes(words)
             return packed_layer(layer, groups, choice, codes)
 
         return planned(layer, self.title, groups, choice, {"qweight": words}, read)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codes import as_bytes, order_of_groups, unpack_words
+from ..ops import pack_gptq_words
+from .codes import order_of_groups, unpack_words
 from .layer import LayerPlan, ReadLayer, StoredLayer, require_tensor
 from .scales import Groups, choose_format, column_scales, packed_layer, planned
-from .transposing import packed_in_order
 
 BITS = (2, 3, 4, 8)
 _V1, _V2 = "gptq", "gptq_v2"
@@ -70,7 +70,7 @@ class GptqReader:
             words = tensors["qweight"]
             if bits != 4 or choice.format != "int4":
                 return packed_layer(layer, groups, choice, unpack_words(words.t(), bits, layer.in_features))
-            packed = as_bytes(words.t()) if groups.order is None else packed_in_order(words, groups.order)
+            packed = pack_gptq_words(words.contiguous(), groups.order)
             return packed_layer(layer, groups, choice, packed, ordered=True)
 
         return planned(layer, self.title, groups, choice, {"qweight": words}, read)

@@ -21,6 +21,7 @@ from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, prepack_planes, unprepack_planes
 from .round import round_lookup, round_open, round_push, round_settle, round_window
 from .rows import embed_rows, gated, gated_in_order, ordered_rows, quantize_rows, rms_norm, rms_norm_in_order, silu_mul
+from .words import pack_awq_words, pack_gptq_words
 from .zipper import prepack_zipper, unprepack_zipper, zipper_high_linear, zipper_linear
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "nested_linear",
     "nested_rows",
     "ordered_rows",
+    "pack_awq_words",
+    "pack_gptq_words",
     "prepack_int4",
     "prepack_int4_int8",
     "prepack_lut",

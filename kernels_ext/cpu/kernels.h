@@ -164,6 +164,19 @@ struct mlspec_zipper_args {
 // Outputs [out_begin, out_end). Term j of an output goes to partial sum j mod 8; of eight these are added 4, 2 and 1 apart. Powers
 // of two multiply exactly: every instruction set, and either number of lanes, gives the same bits.
 typedef void (*mlspec_zipper_lut_fn)(const struct mlspec_zipper_args* args, int64_t out_begin, int64_t out_end);
+// 4-bit codes of other libraries (hf_mlspec/ops/words.py), moved into rows of their outputs: nibble i of word e of a row is input
+// 8 e + i, or in GPTQ's case with an order, input order[8 e + i].
+struct mlspec_words_args {
+  const uint32_t* words;  // GPTQ: [in / 8][out], nibble i of word e: input 8 e + i. AWQ: [in][out / 8], nibble i of word c: output
+                          // 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. At any multiple of four bytes
+  const int64_t* order;   // GPTQ: [in], a permutation, or null. AWQ: null
+  int64_t in_features, out_features;  // multiples of 8; GPTQ: any number of outputs
+  uint32_t* rows;         // [out][in / 8]
+  uint32_t* room;         // with an order: [in / 8][MLSPEC_WORDS_ROOM] of the calling thread's own, 64-byte aligned
+};
+// Blocks [begin, end) of so many outputs, or of so many words of AWQ's rows; the last block may be short.
+enum { MLSPEC_WORDS_GPTQ_OUTPUTS = 64, MLSPEC_WORDS_AWQ_COLUMNS = 32, MLSPEC_WORDS_ROOM = 32 };
+typedef void (*mlspec_pack_words_fn)(const struct mlspec_words_args* args, int64_t begin, int64_t end);
 
 enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2, MLSPEC_RELU = 3 };
 
@@ -232,6 +245,7 @@ struct CpuKernels {
   mlspec_attention_fn attention;
   mlspec_row_ops row;
   mlspec_hadamard_fn hadamard;
+  mlspec_pack_words_fn pack_gptq, pack_awq;
 };
 
 // The best set that the processor and the operating system support, or the one MLSPEC_CPU_ISA names; chosen once.

@@ -83,10 +83,11 @@ class Case:
         product, magnitude = x @ weight.T, x.abs() @ weight.abs().T
         return (product if bias is None else product + bias.double()), magnitude
 
-    def poison(self, rows: int) -> None:
-        """Memory the allocator hands out next holds NaN: an output that is not written shows."""
-        kept = [torch.full((rows, self.out), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
-        del kept
+
+def poison(*shapes: tuple[int, ...]) -> None:
+    """Memory the allocator hands out next holds NaN: what a kernel leaves unwritten shows."""
+    kept = [torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE) for shape in shapes]
+    del kept
 
 
 def check_captured_chain(multiply: Callable[[Tensor], Tensor], x: Tensor, others: Tensor) -> None:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoders import Lanes, in_float64, packed_layers, random_model
+from decoders import Lanes, in_float64, random_model
 from linear_cases import TOKENS, check_captured_chain, check_with_the_kernels_of_every_gpu, needs_other_kernels
 from models import packed, prompts
 from torch import Tensor, nn
 
 import hf_mlspec
+from eval import random_packed
 from hf_mlspec import ops
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats import activations
 from hf_mlspec.formats.int4_int8 import OUTLIERS, Int4Int8Weight
 from hf_mlspec.nn.int4_int8 import Int4Int8Linear
 from hf_mlspec.nn.switch import precision_switch
-from hf_mlspec.nn.transforms import ORDER
 from hf_mlspec.ops import tiles_cuda
 from hf_mlspec.ops.operator import REFERENCES
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 SHAPES = ((7, 256), (128, 384), (200, 1152), (136, 4096), (4096, 2048), (8200, 640))
 SHAPE = {"hidden_size": 256, "intermediate_size": 1152, "head_dim": 64, "tie_word_embeddings": False}
-SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # which read the inputs of which
 LENGTH = 60
 
 
@@ -124,12 +123,7 @@ def test_operands_that_do_not_fit_are_named():
 def model_of(ordered: bool) -> nn.Module:
     """Packed and on the GPU, each layer with an order of its own or of those that share its inputs."""
     model = packed(random_model("llama", torch.bfloat16, **SHAPE), "int4_int8", keep_head=False)
-    for path, module in packed_layers(model) if ordered else ():
-        block, _, leaf = path.rpartition(".")
-        seed = sum(map(ord, f"{block}.{SHARED.get(leaf, leaf)}"))
-        order = torch.randperm(module.in_features, generator=torch.Generator().manual_seed(seed)).int()
-        module.transform_(ORDER, {"order": order})
-    return model.cuda()
+    return (random_packed.ordered(model) if ordered else model).cuda()
 
 
 @pytest.mark.parametrize("ordered", [False, True])

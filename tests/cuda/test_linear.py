@@ -18,6 +18,7 @@ from linear_cases import (
     check_captured_chain,
     check_with_the_kernels_of_every_gpu,
     needs_other_kernels,
+    poison,
 )
 from torch import nn
 
@@ -39,7 +40,7 @@ CHAINED = (Format("bf16"), MXFP4, Format("mxfp4-a8", 8, 32, mxfp4=True), INT4, F
 def test_product_and_bits_of_every_number_of_tokens(form, shape):
     case = Case(form, *shape, largest_scale=131)  # beyond the largest exponent without a shift
     bias = case.bias if shape[0] % 2 else None
-    case.poison(len(case.x))
+    poison(*[(len(case.x), case.out)] * 3)
     every = case.multiply(case.x, bias)
     exact, magnitude = case.exact(bias)
     error = (every.double() - exact).abs()
@@ -47,7 +48,7 @@ def test_product_and_bits_of_every_number_of_tokens(form, shape):
     assert (error <= bound).all(), f"{(error / bound).max().item():.3g} of the bound"
     for tokens in TOKENS:
         for first in {0, min(3, len(case.x) - tokens)}:
-            case.poison(tokens)
+            poison(*[(tokens, case.out)] * 3)
             some = case.multiply(case.x[first : first + tokens], bias)
             assert torch.equal(some, every[first : first + tokens]), f"{tokens} tokens from {first} on"
 

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from linear_cases import DEVICE, check_captured_chain, check_with_the_kernels_of_every_gpu, needs_other_kernels
+from linear_cases import (
+    DEVICE,
+    check_captured_chain,
+    check_with_the_kernels_of_every_gpu,
+    needs_other_kernels,
+    poison,
+)
 from torch import Tensor
 
 from hf_mlspec import ops
@@ -56,15 +62,9 @@ def make(stored: int, least: int, out: int, size: int) -> Case:
     return Case(weight, ops.prepack_lut(*weight.parts), x, torch.randn(out, generator=draw, device=DEVICE))
 
 
-def poison(rows: int, out: int) -> None:
-    """Memory the allocator hands out next holds NaN: an output that is not written shows."""
-    kept = [torch.full((rows, out), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
-    del kept
-
-
 def check_product(case: Case, read: int, bias: Tensor | None) -> None:
     out = case.weight.out_features
-    poison(MANY, out)
+    poison(*[(MANY, out)] * 3)
     every = case.multiply(case.x, read, bias)
     exact, magnitude = case.exact(read, bias)
     error = (every.double() - exact).abs()
@@ -72,7 +72,7 @@ def check_product(case: Case, read: int, bias: Tensor | None) -> None:
     assert (error <= bound).all(), f"{read} planes: {(error / bound).max().item():.3g} of the bound"
     for tokens in TOKENS:
         for first in {0, min(3, MANY - tokens)}:
-            poison(tokens, out)
+            poison(*[(tokens, out)] * 3)
             some = case.multiply(case.x[first : first + tokens], read, bias)
             assert torch.equal(some, every[first : first + tokens]), f"{read} planes, {tokens} from {first} on"
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import DEVICE, check_captured_chain, check_with_the_kernels_of_every_gpu, needs_other_kernels
+from linear_cases import (
+    DEVICE,
+    check_captured_chain,
+    check_with_the_kernels_of_every_gpu,
+    needs_other_kernels,
+    poison,
+)
 from torch import Tensor
 
 from hf_mlspec import ops
@@ -43,8 +49,7 @@ class Nest:
         self.bias = torch.randn(out, generator=draw, device=DEVICE)
 
     def multiply(self, x: Tensor, weight_bits: int, activation_bits: int = 16, bias: Tensor | None = None) -> Tensor:
-        kept = [torch.full((len(x), self.out), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
-        del kept  # memory that is handed out next holds NaN: an output that is not written shows
+        poison(*[(len(x), self.out)] * 3)
         return ops.nested_linear(
             x, *self.tiles, self.codebook, self.out, bias, weight_bits=weight_bits, activation_bits=activation_bits
         )

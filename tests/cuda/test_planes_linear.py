@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from linear_cases import DEVICE, check_captured_chain, check_with_the_kernels_of_every_gpu, needs_other_kernels
+from linear_cases import (
+    DEVICE,
+    check_captured_chain,
+    check_with_the_kernels_of_every_gpu,
+    needs_other_kernels,
+    poison,
+)
 from torch import Tensor
 
 from hf_mlspec import ops
@@ -59,14 +65,8 @@ def make(word: int | str, out: int, size: int, group: int) -> Case:
     return Case(weight, ops.prepack_planes(weight.planes, weight.scale), x, bias, group)
 
 
-def poison(rows: int, out: int) -> None:
-    """Memory the allocator hands out next holds NaN: an output that is not written shows."""
-    kept = [torch.full((rows, out), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
-    del kept
-
-
 def check_product(case: Case, num_planes: int, bias: Tensor | None) -> None:
-    poison(MANY, case.out)
+    poison(*[(MANY, case.out)] * 3)
     every = case.multiply(case.x, num_planes, bias)
     exact, magnitude = case.exact(num_planes, bias)
     error = (every.double() - exact).abs()
@@ -74,7 +74,7 @@ def check_product(case: Case, num_planes: int, bias: Tensor | None) -> None:
     assert (error <= bound).all(), f"{num_planes} planes: {(error / bound).max().item():.3g} of the bound"
     for tokens in TOKENS:
         for first in {0, min(3, MANY - tokens)}:
-            poison(tokens, case.out)
+            poison(*[(tokens, case.out)] * 3)
             some = case.multiply(case.x[first : first + tokens], num_planes, bias)
             assert torch.equal(some, every[first : first + tokens]), f"{num_planes} planes, {tokens} from {first} on"
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from linear_cases import DEVICE, poison
 from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.ops.operator import REFERENCES
 
-DEVICE = "cuda"
 BF16_STEP = 2.0**-8
 
 
 def seeded(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
-
-
-def poison(*shapes: tuple[int, ...]) -> None:
-    """Memory the allocator hands out next holds NaN: what a kernel leaves unwritten shows."""
-    kept = [torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE) for shape in shapes]
-    del kept
 
 
 def close(ours: Tensor, exact: Tensor, floor: float = 1e-5) -> None:

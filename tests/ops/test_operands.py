@@ -17,44 +17,6 @@ F16, U8 = torch.float16, torch.uint8
 def good(op: str) -> dict:
     """Operands that fit, by the names of the schema."""
     x = torch.zeros(2, 64)
-    if op == "mxfp4_linear":
-        tiles = ops.prepack_mxfp4(*mxfp4.quantize(torch.ones(8, 64)))
-        return dict(zip(("x", "weight_tiles", "scale_tiles", "out_features", "bias", "activation_bits"),
-                        (x, *tiles, 8, None, 16), strict=True))  # fmt: skip
-    if op == "int4_linear":
-        tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
-        names = (
-            "x",
-            "weight_tiles",
-            "scale_tiles",
-            "zero_tiles",
-            "out_features",
-            "bias",
-            "group_size",
-            "activation_bits",
-        )
-        return dict(zip(names, (x, *tiles, 8, None, 32, 8), strict=True))
-    if op == "int4_int8_linear":
-        tiles = ops.prepack_int4_int8(*int4_int8.Int4Int8Weight.from_dense(torch.ones(8, 256)).parts)
-        return {"x": torch.zeros(2, 256), "weight_tiles": tiles.weight, "scale_tiles": tiles.scale,
-                "out_features": 8, "bias": None, "activation_bits": 4}  # fmt: skip
-    if op == "int4_dequantize":
-        tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
-        return dict(zip(("weight_tiles", "scale_tiles", "zero_tiles", "out_features", "group_size"),
-                        (*tiles, 8, 32), strict=True))  # fmt: skip
-    if op in ("nested_linear", "nested_rows"):
-        levels = codebooks.codebook_of("lloyd_max")
-        tiles = ops.prepack_nested(*nested.split(torch.ones(8, 64).bfloat16(), levels)[:4])
-        table = dict(zip(("draft_tiles", "exponent_tiles", "low_tiles"), tiles, strict=True))
-        if op == "nested_rows":
-            return {"ids": torch.zeros(2, dtype=torch.int32), **table, "out_features": 8, "scale": 1.0}
-        return {"x": x, **table, "codebook": levels, "out_features": 8, "bias": None, "weight_bits": 4,
-                "activation_bits": 8}  # fmt: skip
-    if op == "bitplane_linear":
-        weight = bitplanes.quantize(torch.ones(8, 64), 6, 32)
-        tiles = ops.prepack_planes(weight.planes, weight.scale)
-        return {"x": x, "plane_tiles": tiles[0], "scale_tiles": tiles[1], "out_features": 8, "bias": None,
-                "group_size": 32, "zero_doubled": 64, "num_planes": 3}  # fmt: skip
     if op in ("bf16_linear", "f32_linear"):
         dtype = torch.bfloat16 if op == "bf16_linear" else torch.float32
         return {"x": x, "weight": torch.zeros(8, 64, dtype=dtype), "bias": None}
@@ -64,11 +26,47 @@ def good(op: str) -> dict:
         return {"x": x, "weight": torch.ones(64), "eps": 1e-5, "residual": x}
     if op == "silu_mul":
         return {"gate": x, "up": x}
-    q, k, v, cos, sin, starts, keys, values = cases.cache_operands(torch.float32, torch.float32)
-    if op == "rope_write":
-        return {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "starts": starts, "keys": keys, "values": values}
-    rule = {"scale": 1.0, "window": 0, "softcap": 0.0, "draft_window": 0}
-    return {"q": q, "keys": keys, "values": values, "starts": starts, **rule}
+    if op in ("rope_write", "ragged_attention"):
+        q, k, v, cos, sin, starts, keys, values = cases.cache_operands(torch.float32, torch.float32)
+        cache = {"keys": keys, "values": values}
+        if op == "rope_write":
+            return {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "starts": starts, **cache}
+        return {"q": q, **cache, "starts": starts, "scale": 1.0, "window": 0, "softcap": 0.0, "draft_window": 0}
+    of_planes = op == "bitplane_linear" or op.startswith("nested_")
+    return good_of_planes(op, x) if of_planes else good_of_codes(op, x)
+
+
+def good_of_codes(op: str, x: torch.Tensor) -> dict:
+    """Of an op of 4-bit codes."""
+    if op == "mxfp4_linear":
+        tiles = ops.prepack_mxfp4(*mxfp4.quantize(torch.ones(8, 64)))
+        weight = dict(zip(("weight_tiles", "scale_tiles"), tiles, strict=True))
+        return {"x": x, **weight, "out_features": 8, "bias": None, "activation_bits": 16}
+    if op == "int4_int8_linear":
+        tiles = ops.prepack_int4_int8(*int4_int8.Int4Int8Weight.from_dense(torch.ones(8, 256)).parts)
+        return {"x": torch.zeros(2, 256), "weight_tiles": tiles.weight, "scale_tiles": tiles.scale,
+                "out_features": 8, "bias": None, "activation_bits": 4}  # fmt: skip
+    tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
+    weight = dict(zip(("weight_tiles", "scale_tiles", "zero_tiles"), tiles, strict=True))
+    if op == "int4_dequantize":
+        return {**weight, "out_features": 8, "group_size": 32}
+    return {"x": x, **weight, "out_features": 8, "bias": None, "group_size": 32, "activation_bits": 8}
+
+
+def good_of_planes(op: str, x: torch.Tensor) -> dict:
+    """Of an op of nested weights or of bit-planes."""
+    if op == "bitplane_linear":
+        weight = bitplanes.quantize(torch.ones(8, 64), 6, 32)
+        tiles = ops.prepack_planes(weight.planes, weight.scale)
+        return {"x": x, "plane_tiles": tiles[0], "scale_tiles": tiles[1], "out_features": 8, "bias": None,
+                "group_size": 32, "zero_doubled": 64, "num_planes": 3}  # fmt: skip
+    levels = codebooks.codebook_of("lloyd_max")
+    tiles = ops.prepack_nested(*nested.split(torch.ones(8, 64).bfloat16(), levels)[:4])
+    table = dict(zip(("draft_tiles", "exponent_tiles", "low_tiles"), tiles, strict=True))
+    if op == "nested_rows":
+        return {"ids": torch.zeros(2, dtype=torch.int32), **table, "out_features": 8, "scale": 1.0}
+    return {"x": x, **table, "codebook": levels, "out_features": 8, "bias": None, "weight_bits": 4,
+            "activation_bits": 8}  # fmt: skip
 
 
 OPS = ("mxfp4_linear", "int4_linear", "int4_dequantize", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm",

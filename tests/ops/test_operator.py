@@ -23,6 +23,8 @@ SCHEMAS = [
     "gated_in_order(Tensor gate_up, int activation, Tensor order) -> Tensor",
     "gated_hadamard(Tensor gate_up, int activation, Tensor? matrix, int size, int inner) -> Tensor",
     "ordered_rows(Tensor x, Tensor order) -> Tensor",
+    "pack_awq(Tensor words) -> Tensor",
+    "pack_gptq(Tensor words, Tensor? order) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",
