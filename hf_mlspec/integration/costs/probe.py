@@ -13,6 +13,7 @@ from ...engines.choose import engine_of
 from ...engines.engine import Engine, Guess
 from ...engines.modules.attention import ragged_attention_on
 from ...nn.state import say_once, state_of
+from ...ops import UnreadableLibrary
 from ...speculation.costs import FEW_TOKENS, LONG, TOKENS, PassCosts, measure
 from .file import CACHE_VARIABLE, NotAProfile, cache_file, read, write
 from .identity import key_of, machine_of, model_of
@@ -92,8 +93,8 @@ def measured(
 
 
 def keep(engine: Engine, found: PassCosts, target: Engine, replayed: bool = False) -> bool:
-    """Keep costs for the next calls of this process and of others; False where the cache folder cannot be written,
-    with one warning for all models of a target's chains."""
+    """Keep costs for the next calls of this process and of others; False where the cache folder cannot be written or
+    nothing tells the kernels from another build, with one warning for all models of a target's chains."""
     state_of(engine.model).costs[_state_key(engine, replayed)] = found
     try:
         write(
@@ -102,11 +103,9 @@ def keep(engine: Engine, found: PassCosts, target: Engine, replayed: bool = Fals
             {model_of(engine, replayed): (type(engine.model).__name__, found)},
         )
     except OSError as error:
-        say_once(
-            target.model,
-            f"measured costs are not kept for the next process: {error}; name a folder in {CACHE_VARIABLE}",
-            kind="measured costs are not kept",
-        )
+        said = f"measured costs are not kept for the next process: {error}"
+        said += "" if isinstance(error, UnreadableLibrary) else f"; name a folder in {CACHE_VARIABLE}"
+        say_once(target.model, said, kind="measured costs are not kept")
         return False
     return True
 
@@ -123,7 +122,7 @@ def _kept(engine: Engine, replayed: bool) -> PassCosts | None:
 def _given(target: Engine, profile: str | os.PathLike) -> dict[str, PassCosts]:
     try:
         return read(Path(profile), machine_of(target))
-    except (NotAProfile, FileNotFoundError) as error:
+    except (NotAProfile, OSError) as error:
         say_once(target.model, f"profile is ignored, costs are measured anew: {error}")
         return {}
 
@@ -132,7 +131,7 @@ def _cached(engine: Engine, target: Engine, replayed: bool) -> PassCosts | None:
     try:
         path = cache_file(key_of(engine, replayed))
         return read(path, machine_of(engine)).get(model_of(engine, replayed))
-    except OSError:  # there is no such file, or no place for one
+    except OSError:  # there is no such file or no place for one, or the kernels cannot be told from others
         return None
     except NotAProfile as error:
         said = f"kept costs are ignored and measured anew: {error}"
