@@ -20,9 +20,9 @@ class ModelState:
     prepared: the user called `prepare` on it. engine: the engine asked for there, None: the fastest.
     decoders: by class, the decoder and the weights' fingerprint that it was built over.
     levels: by word and options, what was built from level words for this target and the fingerprint it was built over.
-    costs: by engine, bits and threads, what a forward pass costs. memories: by a chain's levels, what its controller
-        learned in earlier calls. learned: by the same, the file that keeps this for other processes. shelved: by the
-        same, what is known of calls that left the levels out.
+    costs: by engine, bits and threads, what a forward pass costs. checks: by the same, when that is timed again.
+    memories: by a chain's levels, what its controller learned in earlier calls. learned: by the same, the file that
+        keeps this for other processes. shelved: by the same, what is known of calls that left the levels out.
     chains: captured rounds of this target, the one used last behind the others.
     last_stats: the counts of its last call of generate with levels.
     warnings: those already given.
@@ -34,6 +34,7 @@ class ModelState:
     decoders: dict[type, tuple[tuple, Any]] = field(default_factory=dict)
     levels: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     costs: dict[tuple, Any] = field(default_factory=dict)
+    checks: dict[tuple, Any] = field(default_factory=dict)
     memories: dict[tuple, Any] = field(default_factory=dict)
     learned: dict[tuple, Any] = field(default_factory=dict)
     shelved: dict[tuple, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class ModelState:
         """Free the decoders built over the model and their memory; the next call builds them again."""
         self.decoders.clear()
         self.costs.clear()
+        self.checks.clear()
 
     def clear(self) -> None:
         """Free everything, except that a prepared model stays prepared and keeps its decoders."""
@@ -52,6 +54,7 @@ class ModelState:
             self.drop_engines()
         self.levels.clear()
         self.costs.clear()
+        self.checks.clear()
         self.memories.clear()
         self.learned.clear()
         self.shelved.clear()

@@ -14,7 +14,7 @@ from .dense import bf16_linear, f32_linear
 from .hadamard import gated_hadamard, hadamard_rows
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
 from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
-from .library import KernelError, kernel_table, library_file, why_not_compiled
+from .library import KernelError, UnreadableLibrary, kernel_table, library_hash, why_not_compiled
 from .lut import lut_linear, prepack_lut, unprepack_lut
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
@@ -26,6 +26,7 @@ from .zipper import prepack_zipper, unprepack_zipper, zipper_high_linear, zipper
 
 __all__ = [
     "KernelError",
+    "UnreadableLibrary",
     "bf16_linear",
     "bitplane_linear",
     "choose_rows",
@@ -39,7 +40,7 @@ __all__ = [
     "int4_int8_linear",
     "int4_linear",
     "kernel_table",
-    "library_file",
+    "library_hash",
     "lut_linear",
     "mxfp4_linear",
     "nested_linear",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import re
 import sys
@@ -12,13 +13,15 @@ from typing import NamedTuple
 
 import torch
 
+UNREADABLE = "unreadable: "  # begins what stands for the hash of a library that could not be read
 BUILD_COMMAND = "pip install --no-build-isolation -e ."
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # What kernels_ext/bindings/cuda/linear.cpp leaves in the library for whoever has not loaded it.
 _DESCRIPTION = re.compile(rb"hf_mlspec CUDA toolkit=(\d+) archs=([0-9a-z;]+)\n")
 _loading = threading.Lock()
-_loaded: list[Built] = []  # the one library, once it is loaded
+_loaded: list[Built] = []  # the one library, once it is loaded,
+_hashes: list[str] = []  # and what it holds
 _reasons: dict[int, str | None] = {}  # device index -> why no kernels serve it
 
 
@@ -72,6 +75,22 @@ def built_library() -> Built | None:
     return Built(found[0], toolkit, tuple(archs.split(";")))
 
 
+def content_hash(path: Path) -> str:
+    """Of a file's bytes; why it has none, where it cannot be read.
+
+    Taken when a library is loaded: what lies on disk later may be another build than the one in this process.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"{UNREADABLE}{error}"
+
+
+def loaded_hash() -> str:
+    """Of the CUDA library that this process has loaded; "" where it has none."""
+    return _hashes[0] if _hashes else ""
+
+
 def _load_for(capability: tuple[int, int], name: str) -> str | None:
     """Load the library if it has kernels for a GPU of that capability; None, or why it is not of use."""
     again = f"build it in the source tree with `{BUILD_COMMAND}`"
@@ -95,6 +114,7 @@ def _load_for(capability: tuple[int, int], name: str) -> str | None:
             torch.ops.load_library(built.path)
         except OSError as error:  # built for another torch
             return f"{built.path.name} does not load ({error}); {again}"
+        _hashes.append(content_hash(built.path))
         _loaded.append(built)
     return None
 

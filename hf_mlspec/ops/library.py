@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from . import cuda_library
-from .cuda_library import BUILD_COMMAND, why_no_cuda_kernels
+from .cuda_library import BUILD_COMMAND, UNREADABLE, content_hash, why_no_cuda_kernels
 
 REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
 
@@ -31,6 +31,10 @@ _warned: set[tuple[str, str]] = set()
 
 class KernelError(RuntimeError):
     """What the environment asks of the kernels (MLSPEC_REQUIRE_KERNELS, MLSPEC_CPU_ISA) cannot be had."""
+
+
+class UnreadableLibrary(OSError):
+    """A compiled library was loaded and its file could not be read, so that nothing tells it from another build."""
 
 
 def define(op: str, schema: str, reference: Callable, fake: Callable, composed_on_cpu: bool) -> torch._ops.OpOverload:
@@ -85,12 +89,15 @@ def built_library() -> Path | None:
     return next((path for path in found if path.name.split(".")[0] == "_C"), None)
 
 
-def library_file(device: str) -> Path | None:
-    """Where the compiled library for the "cpu" or for "cuda" lies; None where there is none."""
-    if device == "cpu":
-        return built_library()
-    built = cuda_library.built_library()
-    return None if built is None else Path(built.path)
+def library_hash(device: str) -> str:
+    """Of the compiled library for the "cpu" or for "cuda" as this process loaded it, whatever lies on disk by now; ""
+    where none is loaded. UnreadableLibrary for one that could not be read when it was loaded."""
+    found = _HASH if device == "cpu" else cuda_library.loaded_hash()
+    if found.startswith(UNREADABLE):
+        why = found.removeprefix(UNREADABLE)
+        said = f"the compiled library for {device} cannot be read ({why})"
+        raise UnreadableLibrary(f"{said}; build it again with `{BUILD_COMMAND}`")
+    return found
 
 
 def _load() -> str | None:
@@ -132,3 +139,4 @@ _OPS.define("cpu_isa() -> str")
 # The linear kernels that serve a GPU, "sm_90a" or "sm_80+"; implemented by the compiled CUDA library only.
 _OPS.define("cuda_linears(int device) -> str")
 LOAD_ERROR = _load()
+_HASH = "" if LOAD_ERROR else content_hash(built_library())

@@ -117,6 +117,8 @@ class Chain:
 
     def finish(self, stats: SpeculationStats) -> SpeculationStats:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
+        if self.steering is not None:
+            self.steering.settle()
         stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
         stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
         for level, count in zip(stats.levels, held, strict=True):

@@ -174,12 +174,24 @@ class Controller:
         choice.switched = False
         expected = choice.forecast
         self._lost = max(self._lost + took - _SLACK * expected.seconds - committed / expected.speed, 0.0)
-        if self._lost > _SURPRISE * expected.seconds:
+        if choice.plan.active and self._lost > _SURPRISE * expected.seconds:  # slow rounds of "off": a busy machine
             self._surprised()
         self.memory.spare += _TRIAL_SHARE * took
         if choice.trial:
             spent = min(seconds, _JUMP * took) if self.by_clock else took + choice.reading
             self.memory.spare -= max(spent - committed / choice.best_speed, 0.0)
+
+    def observe_off(self, rounds: int, seconds: float) -> None:
+        """So many usual rounds of "off", which is the choice, since the last one that `observe` was told of, and their
+        seconds: as that many calls of it, but for less of the time."""
+        batch, off = len(self.limits), self.forecast
+        self.rows.gain([rounds - 1] * batch)
+        for pair in self.memory.pairs.values():
+            pair.idle += rounds * batch
+        seconds = seconds if self.by_clock else rounds * off.seconds
+        if self.by_clock:
+            self.memory.correct(self.plan, batch, seconds / (rounds * off.by_costs), rounds)
+        self.memory.spare += _TRIAL_SHARE * seconds
 
     def observe_inner(
         self, checker: int, limit: int, drafted: int, accepted: int, choice: Choice | None = None

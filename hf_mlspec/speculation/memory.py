@@ -109,11 +109,12 @@ class Memory:
             found = self.pairs[proposer, checker] = PairEstimate(*self._prior(levels, proposer, checker))
         return found
 
-    def correct(self, plan: Plan, batch: int, ratio: float) -> None:
-        """A round took `ratio` times what its costs say, without corrections."""
+    def correct(self, plan: Plan, batch: int, ratio: float, rounds: int = 1) -> None:
+        """So many rounds took `ratio` times what their costs say, without corrections."""
         key = _alike(plan.active, plan.most, batch)
         one = self.ratios.get(key) or Counted(_FACTOR_WINDOW)
-        one.add(1, ratio)
+        rounds = min(rounds, int(_FACTOR_WINDOW))
+        one.add(rounds, rounds * ratio)
         self.ratios[key] = one  # filled before another thread can see it
 
     def factors(self, choices: Sequence[tuple[int, ...]], batch: int) -> tuple[list[list[float]], list[list[float]]]:

@@ -68,7 +68,13 @@ class PlanStats:
     def count(self, tokens: int, seconds: float, expected_tokens: float, expected_seconds: float, off_seconds: float,
               rounds: int = 1) -> None:
         """Rounds that did nothing else; see the fields."""
-        self.add(PlanStats(rounds, rounds, tokens, seconds, expected_tokens, expected_seconds, off_seconds))
+        self.rounds += rounds
+        self.timed += rounds
+        self.tokens += tokens
+        self.seconds += seconds
+        self.expected_tokens += expected_tokens
+        self.expected_seconds += expected_seconds
+        self.off_seconds += off_seconds
 
     def add(self, other: PlanStats) -> None:
         """Rounds of the same plan in another call."""

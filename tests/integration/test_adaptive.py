@@ -212,3 +212,33 @@ def test_module_by_module_a_call_repeats_itself(sampling, monkeypatch):
         found.append((out.sequences.tolist(), plans))
     assert found[0] == found[1] == found[2]
     assert any(words != "off" and rounds > 1 for words, rounds in found[0][1].items())
+
+
+def test_a_call_that_stays_off_is_told_to_its_controller_and_counted_to_its_end(monkeypatch):
+    """The controller hears of most rounds of "off" at once, and of the last ones when the call ends."""
+    told, single = [], []
+    observe, observe_off = Controller.observe, Controller.observe_off
+
+    def choose(self: Controller, situation: Situation) -> Plan:
+        self.choice = Choice(off(len(self.levels)), [0] * len(situation.rooms), self.forecast)
+        self._left = 9
+        return self.plan
+
+    def all_(self: Controller, rounds: int, seconds: float) -> None:
+        told.append((rounds, seconds))
+        observe_off(self, rounds, seconds)
+
+    def one(self: Controller, *given: object) -> None:
+        single.append(given)
+        observe(self, *given)
+
+    monkeypatch.setattr(Controller, "choose", choose)
+    monkeypatch.setattr(Controller, "observe_off", all_)
+    monkeypatch.setattr(Controller, "observe", one)
+    write([NEAR], prompts([9]))
+    stats = hf_mlspec.last_stats(TARGET)
+    assert stats.plans["off"].rounds == 40
+    assert stats.plans["off"].tokens + 1 == 40  # the first one read the prompt
+    assert sum(rounds for rounds, _ in told) + len(single) == 40
+    assert sum(rounds for rounds, _ in told) > 30
+    assert all(seconds > 0 for _, seconds in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from hf_mlspec.integration.costs import identity, probe
 from hf_mlspec.integration.costs.file import NotAProfile, cache_folder, read, write
 from hf_mlspec.integration.costs.survey import Survey
 from hf_mlspec.nn.state import state_of
+from hf_mlspec.ops import cuda_library
 from hf_mlspec.speculation.costs import PassCosts
 
 MACHINE = {"device": "abacus", "threads": "1"}
@@ -286,11 +288,47 @@ def test_of_a_chain_that_cannot_be_captured_the_target_alone_is_measured_so_too(
     assert state_of(target).shelved
 
 
-def test_costs_of_kernels_that_were_compiled_anew_do_not_hold(monkeypatch, tmp_path):
-    library = tmp_path / "_C.so"
-    monkeypatch.setattr("hf_mlspec.ops.library_file", lambda device: library)
-    library.write_bytes(b"kernels of yesterday")
-    found = [identity._kernels.__wrapped__("cpu"), identity._kernels.__wrapped__("cpu")]
-    library.write_bytes(b"kernels of today")
-    found.append(identity._kernels.__wrapped__("cpu"))
-    assert found[0] == found[1] != found[2]
+def test_costs_of_kernels_that_were_compiled_anew_do_not_hold(monkeypatch):
+    """A build is told from another by what this process loaded, so that one on disk since then changes nothing."""
+    found = [identity._kernels.__wrapped__("cpu")]
+    monkeypatch.setattr("hf_mlspec.ops.library._HASH", "another build")
+    found += [identity._kernels.__wrapped__("cpu")]
+    assert found[0] != found[1]
+
+
+def test_a_library_that_is_rebuilt_while_a_process_runs_changes_no_key(monkeypatch, tmp_path):
+    before = identity._kernels.__wrapped__("cpu")
+    (tmp_path / "_C.so").write_bytes(b"kernels of today")
+    (tmp_path / "_CUDA.so").write_bytes(b"not of ours")
+    monkeypatch.setattr("hf_mlspec.ops.library._PACKAGE", tmp_path)
+    monkeypatch.setattr("hf_mlspec.ops.cuda_library._PACKAGE", tmp_path)
+    assert identity._kernels.__wrapped__("cpu") == before
+
+
+def test_the_hash_of_a_library_is_of_its_bytes(tmp_path):
+    file = tmp_path / "_C.so"
+    file.write_bytes(b"kernels")
+    assert cuda_library.content_hash(file) == hashlib.sha256(b"kernels").hexdigest()
+
+
+def test_a_library_that_cannot_be_read_is_said_once_and_costs_are_measured(
+    model, probed, cache, monkeypatch, tmp_path, caplog
+):
+    """Nothing is kept under a name that other kernels would have; the tokens are the same."""
+    expected = call(model)
+    hf_mlspec.clear(model)
+    probed.clear()
+    for file in cache.rglob("*.json"):
+        file.unlink()
+    caplog.clear()
+    monkeypatch.setattr("hf_mlspec.ops.library._HASH", cuda_library.content_hash(tmp_path / "gone.so"))
+    identity._kernels.cache_clear()
+    try:
+        assert call(model) == call(model) == expected
+    finally:
+        identity._kernels.cache_clear()
+    assert len(probed) == 2
+    assert not list(cache.rglob("*.json"))
+    told = [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()]
+    assert len(told) == 1
+    assert "gone.so" in told[0]

@@ -272,3 +272,35 @@ def test_where_earlier_calls_told_few_choices_may_take_more_of_the_time(monkeypa
         stays.append(sum(iter(lambda: controller.stay(1), False)))
     assert stays[0] < 10
     assert stays[2] == (32 if remembers else stays[0])
+
+
+def resting(by_clock: bool = True) -> Controller:
+    """A controller that has chosen "off" for two rows, and knows of a level."""
+    controller = Controller(STEEP, [level(cost=costs(0.5, 0.5))], memory=known(0.3), by_clock=by_clock)
+    assert chosen(controller, 2) == off(1)
+    return controller
+
+
+@pytest.mark.parametrize("by_clock", [True, False])
+def test_rounds_of_off_that_are_told_together_teach_what_single_ones_do(by_clock):
+    one, all_ = resting(by_clock), resting(by_clock)
+    seconds = one.forecast.seconds
+    for share in (0.9, 1.0, 1.1, 1.4):
+        one.observe([0, 0], [0, 0], [0, 0], share * seconds)
+    all_.observe_off(4, 4.4 * seconds)
+    assert one.rows.gained == all_.rows.gained == [4, 4]
+    for memory in (one.memory, all_.memory):
+        assert [pair.idle for pair in memory.pairs.values()] == [8]
+    assert one.memory.spare == pytest.approx(all_.memory.spare)
+    assert one.memory.ratios.keys() == all_.memory.ratios.keys()
+    for key, ratio in one.memory.ratios.items():
+        assert all_.memory.ratios[key].tried == ratio.tried == 4
+        assert all_.memory.ratios[key].kept == pytest.approx(ratio.kept)
+
+
+def test_slow_rounds_of_off_ask_for_no_other_choice():
+    controller = resting()
+    controller._left = 50
+    for _ in range(20):
+        controller.observe([0, 0], [0, 0], [0, 0], 2.0 * controller.forecast.seconds)
+    assert controller._left == 50

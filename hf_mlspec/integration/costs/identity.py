@@ -18,7 +18,10 @@ from ...engines.engine import Engine
 
 
 def machine_of(engine: Engine) -> dict[str, str]:
-    """What decides how long a forward pass of this engine takes, the model apart, in words."""
+    """What decides how long a forward pass of this engine takes, the model apart, in words.
+
+    ops.UnreadableLibrary where nothing tells the loaded kernels from others: then costs are measured and not kept.
+    """
     device = device_of(engine.model)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
@@ -75,7 +78,6 @@ def processor_name() -> str:
 
 @lru_cache(maxsize=2)
 def _kernels(device: str) -> str:
-    """A hash of the kernels that serve this kind of device: their names, and the library as it was compiled."""
+    """A hash of the kernels that serve this kind of device: their names, and the library that is loaded."""
     table = sorted(f"{op} {kernel}" for op, where, kernel in ops.kernel_table() if where == device)
-    library = ops.library_file(device)
-    return _hash([*table, "" if library is None else hashlib.sha256(library.read_bytes()).hexdigest()])
+    return _hash([*table, ops.library_hash(device)])

@@ -74,10 +74,11 @@ def learned_of(target: Engine, replayed: bool, said: Any, levels: int) -> Learne
         return None
     try:
         path = cache_folder() / "learned" / f"{chain_of(target, replayed, (name, said))}.json"
-    except OSError:  # a user without a home folder
+        machine = machine_of(target)
+    except OSError:  # a user without a home folder, or kernels that cannot be told from others
         return None
     with _opening:
-        return _open.setdefault(path, Learned(path, machine_of(target), levels))
+        return _open.setdefault(path, Learned(path, machine, levels))
 
 
 def write_what_is_due(least: float = _SECONDS) -> None:

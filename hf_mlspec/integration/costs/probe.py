@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import torch
 
@@ -13,12 +15,34 @@ from ...engines.choose import engine_of
 from ...engines.engine import Engine, Guess
 from ...engines.modules.attention import ragged_attention_on
 from ...nn.state import say_once, state_of
+from ...ops import UnreadableLibrary
 from ...speculation.costs import FEW_TOKENS, LONG, TOKENS, PassCosts, measure
 from .file import CACHE_VARIABLE, NotAProfile, cache_file, read, write
 from .identity import key_of, machine_of, model_of
 from .replayed import PASSES, replays
 
 _BUDGET = 1.8  # seconds for all models of a chain that are measured for the first time; warming up comes on top
+
+_FIRST_CHECK, _NEXT_CHECK = 2.0, 4.0  # seconds until kept costs are timed again, and each time as many times more
+_CHECK_PASSES, _CHECK_SHARE = 8, 0.002  # passes that this takes, and of all time
+_DISTURBED = 0.8  # of the kept costs: what is less says that something else ran when those were measured
+
+
+@dataclass
+class Check:
+    """When the costs of an engine are timed again, and how long after that once more."""
+
+    due: float
+    wait: float
+
+    @classmethod
+    def of(cls, costs: PassCosts) -> Check:
+        wait = max(_FIRST_CHECK, _CHECK_PASSES * costs.seconds[0] / _CHECK_SHARE)
+        return cls(monotonic() + wait, wait)
+
+    def again(self) -> None:
+        self.wait *= _NEXT_CHECK
+        self.due = monotonic() + self.wait
 
 
 def costs_of(
@@ -33,7 +57,8 @@ def costs_of(
 
     replayed: of passes inside captured rounds. profile: a file of `mlspec tune`; None: the cache folder alone.
     prepare: as SpeculationConfig says. What is nowhere is measured, and kept in the cache folder. A file of another
-    machine or version, a damaged one, and a folder that cannot be written give one warning each.
+    machine or version, a damaged one, and a folder that cannot be written give one warning each. Now and then one pass
+    is timed again, for costs that were measured beside a load may forbid a level for ever.
     """
     engines = [target, *levels]
     unknown = [engine for engine in engines if _kept(engine, replayed) is None]
@@ -47,7 +72,27 @@ def costs_of(
             keep(engine, found, target, replayed)
         else:
             state_of(engine.model).costs[_state_key(engine, replayed)] = found
+    if not replayed and target.can.bit_exact:  # other engines repeat themselves: their costs stay as they are
+        for engine in engines:
+            _check(engine, target, budget=_BUDGET / len(engines), prepare=prepare)
     return [_kept(engine, replayed) for engine in engines]
+
+
+def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool) -> None:
+    """Where it is due, time a pass of one token; costs that turn out to be less are measured anew, all of them."""
+    checks, key, kept = state_of(engine.model).checks, _state_key(engine, False), _kept(engine, False)
+    check = checks.get(key)
+    if check is None:
+        checks[key] = Check.of(kept)
+        return
+    if monotonic() < check.due:
+        return
+    check.again()
+    again = measured(engine, budget=0.0, repeats=2, tokens=(1, 2), prepare=prepare)
+    if again.seconds[0] < _DISTURBED * kept.seconds[0]:
+        found = measured(engine, budget=budget, prepare=prepare)
+        if found.seconds[0] < kept.seconds[0]:
+            keep(engine, found, target)
 
 
 def measured(
@@ -92,8 +137,8 @@ def measured(
 
 
 def keep(engine: Engine, found: PassCosts, target: Engine, replayed: bool = False) -> bool:
-    """Keep costs for the next calls of this process and of others; False where the cache folder cannot be written,
-    with one warning for all models of a target's chains."""
+    """Keep costs for the next calls of this process and of others; False where the cache folder cannot be written or
+    nothing tells the kernels from another build, with one warning for all models of a target's chains."""
     state_of(engine.model).costs[_state_key(engine, replayed)] = found
     try:
         write(
@@ -102,11 +147,9 @@ def keep(engine: Engine, found: PassCosts, target: Engine, replayed: bool = Fals
             {model_of(engine, replayed): (type(engine.model).__name__, found)},
         )
     except OSError as error:
-        say_once(
-            target.model,
-            f"measured costs are not kept for the next process: {error}; name a folder in {CACHE_VARIABLE}",
-            kind="measured costs are not kept",
-        )
+        said = f"measured costs are not kept for the next process: {error}"
+        said += "" if isinstance(error, UnreadableLibrary) else f"; name a folder in {CACHE_VARIABLE}"
+        say_once(target.model, said, kind="measured costs are not kept")
         return False
     return True
 
@@ -123,7 +166,7 @@ def _kept(engine: Engine, replayed: bool) -> PassCosts | None:
 def _given(target: Engine, profile: str | os.PathLike) -> dict[str, PassCosts]:
     try:
         return read(Path(profile), machine_of(target))
-    except (NotAProfile, FileNotFoundError) as error:
+    except (NotAProfile, OSError) as error:
         say_once(target.model, f"profile is ignored, costs are measured anew: {error}")
         return {}
 
@@ -132,7 +175,7 @@ def _cached(engine: Engine, target: Engine, replayed: bool) -> PassCosts | None:
     try:
         path = cache_file(key_of(engine, replayed))
         return read(path, machine_of(engine)).get(model_of(engine, replayed))
-    except OSError:  # there is no such file, or no place for one
+    except OSError:  # there is no such file or no place for one, or the kernels cannot be told from others
         return None
     except NotAProfile as error:
         said = f"kept costs are ignored and measured anew: {error}"

@@ -43,29 +43,35 @@ class Steering:
         self._lengths: list[int] = []  # of the rows when the round began
         self.failed = False
         self._usual = self._made = False
+        self._resting = False  # the last round was of "off", as the coming ones are until there is another choice:
+        self._rested = (0, 0.0)  # how many the controller was not told of, and their seconds
         self._told: Plan | None = None
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
         if self._made:
+            self.settle()
             self._read = [[0] * rows for _ in self.levels]
             self.controller.start(rows)
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""
         if self._made:
+            self.settle()
             self._read = [[line[r] for r in keep] for line in self._read]
             self.controller.select(keep)
 
     def admit(self, count: int) -> None:
         """So many rows join."""
         if self._made:
+            self.settle()
             self._read = [line + [0] * count for line in self._read]
             self.controller.admit(count)
 
     def replace(self, row: int) -> None:
         """Another row takes the place of one that ended."""
         if self._made:
+            self.settle()
             for line in self._read:
                 line[row] = 0
             self.controller.replace(row)
@@ -77,8 +83,13 @@ class Steering:
             return [0] * len(rows)
         if not self._made:
             self._begin(len(rows))
-        self._lengths, controller = list(map(len, rows)), self.controller
-        if not controller.stay(len(rows)):
+        controller = self.controller
+        stays = controller.stay(len(rows))
+        if stays and self._resting:
+            return [0] * len(rows)
+        self.settle()
+        self._lengths = list(map(len, rows))
+        if not stays:
             missing = [self._missing(index) for index in range(len(self.levels))]
             told = missing * 2 if controller.seen else missing
             controller.choose(Situation(rooms, sum(self._lengths) / len(rows), told))
@@ -96,6 +107,9 @@ class Steering:
             return
         controller = self.controller
         forecast, tokens = controller.forecast, len(accepted) + sum(accepted)
+        if self._resting:
+            self._rest(tokens, seconds)
+            return
         plan, windowed = self._plan()
         if any(drafted):
             self._proved.update(plan.active)
@@ -111,7 +125,23 @@ class Steering:
             self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, off)
         else:
             self._counts.rounds += 1
+        self._resting = self._usual and not plan.active and not controller.choice.trial
         self._usual = True  # unless what comes next is new
+
+    def settle(self) -> None:
+        """Tell the controller of rounds of "off" that it was not told of: all at once, as each takes as little as a
+        twentieth of a small model's pass."""
+        rounds, seconds = self._rested
+        self._resting, self._rested = False, (0, 0.0)
+        if rounds:
+            self.controller.observe_off(rounds, seconds)
+
+    def _rest(self, tokens: int, seconds: float) -> None:
+        """Count a round of "off"; the controller is told later, of a clock that jumps as of a factor of two."""
+        controller, forecast = self.controller, self.controller.forecast
+        self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, tokens / controller.off_speed)
+        rounds, before = self._rested
+        self._rested = rounds + 1, before + min(max(seconds, 0.5 * forecast.seconds), 2.0 * forecast.seconds)
 
     def fail(self, error: Exception) -> None:
         """A level raised. One that drafted before is given up, with one warning: the target goes on alone; the error

@@ -1,0 +1,89 @@
+"""Are kept costs timed again, and measured anew where those that were kept must have been disturbed?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_mlspec.integration.config import SpeculationConfig
+from hf_mlspec.integration.costs import probe
+from hf_mlspec.nn.state import state_of
+from hf_mlspec.speculation.costs import PassCosts
+
+pytestmark = pytest.mark.plans
+
+
+@pytest.fixture
+def model(saved_model):
+    return AutoModelForCausalLM.from_pretrained(saved_model).eval()
+
+
+def call(model, **config):
+    """Tokens of a short call with a level."""
+    ids = torch.tensor([[5, 6, 7]])
+    return model.generate(ids, max_new_tokens=8, do_sample=False, assistant_models=["mxfp4"],
+                          speculation_config=SpeculationConfig(**config)).tolist()
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A clock, and what a pass of one token takes whenever it is timed; -> both, and how often all was measured."""
+    said = {"clock": 0.0, "seconds": 0.004, "measured": 0, "checked": 0}
+
+    def measured(engine, *, budget, **_):
+        said["measured" if budget else "checked"] += 1
+        return PassCosts((1, 8), (said["seconds"], 2 * said["seconds"]), (0.0, 0.0), 0.0)
+
+    monkeypatch.setattr(probe, "measured", measured)
+    monkeypatch.setattr(probe, "monotonic", lambda: said["clock"])
+    return said
+
+
+def kept_seconds(model, cache) -> tuple[set[float], set[float]]:
+    """Of one token: in this process, and in the cache folder."""
+    files = [json.loads(file.read_text()) for file in cache.glob("*.json")]
+    states = [state_of(model), *(state_of(built[1]) for built in state_of(model).levels.values())]
+    held = {costs.seconds[0] for state in states for costs in state.costs.values()}
+    return held, {one["seconds"][0] for file in files for one in file["models"].values()}
+
+
+def test_costs_that_were_measured_beside_a_load_are_measured_anew(model, cache, timed):
+    """A level that was thought forty times as dear as it is would never draft, nor show that it is not."""
+    call(model)
+    assert timed["measured"] == 2
+    timed.update(clock=1.0, seconds=0.0001)
+    call(model)
+    assert timed["checked"] == 0  # not due
+    timed["clock"] = 100.0
+    expected = call(model)
+    assert (timed["checked"], timed["measured"]) == (2, 4)
+    assert kept_seconds(model, cache) == ({0.0001}, {0.0001})
+    call(model)
+    assert timed["checked"] == 2
+    assert call(model) == expected
+
+
+@pytest.mark.parametrize("seconds", [0.004, 0.0035, 0.1])
+def test_costs_that_are_no_less_stay(model, cache, timed, seconds):
+    call(model)
+    timed.update(clock=100.0, seconds=seconds)
+    call(model)
+    assert (timed["checked"], timed["measured"]) == (2, 2)
+    assert kept_seconds(model, cache) == ({0.004}, {0.004})
+
+
+def test_costs_are_checked_less_and_less_often(model, cache, timed):
+    for second in range(0, 600, 3):
+        timed["clock"] = float(second)
+        call(model)
+    assert 4 <= timed["checked"] <= 10
+
+
+def test_where_plans_follow_counts_costs_stay(model, cache, timed):
+    call(model, engine="modules")
+    timed.update(clock=1000.0, seconds=0.0001)
+    call(model, engine="modules")
+    assert timed["checked"] == 0
