@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.formats.cache.int8 import dequantize, quantize
+from hf_mlspec.formats.hadamard import hadamard_matrix
 from hf_mlspec.ops import choose, library
 from hf_mlspec.ops.rows import ACTIVATIONS
 
@@ -51,7 +52,8 @@ def good(op: str) -> dict:
         "embed_rows": {"ids": int32(1, 2), "table": torch.ones(5, 8), "scale": 2.0},
         "gated": {"gate_up": torch.ones(3, 8), "activation": 0},
         "gated_in_order": {"gate_up": seeded(3, 8), "activation": 0, "order": int32(3, 2, 1, 0)},
-        "gated_hadamard": {"gate_up": seeded(3, 16), "activation": 0, "matrix": None, "size": 4, "inner": 1},
+        "gated_hadamard": {"gate_up": seeded(3, 48), "activation": 0,
+                           "matrix": hadamard_matrix(12).float(), "size": 24, "inner": 1},
         "ordered_rows": {"x": seeded(3, 8), "order": int32(*range(7, -1, -1))},
         "rms_norm_in_order": {"x": seeded(3, 8), "weight": torch.ones(8), "eps": 1e-5, "residual": None,
                               "order": int32(*range(7, -1, -1))},
@@ -284,8 +286,9 @@ BAD = [
     ("gated_in_order", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[4\]"),
     ("gated_in_order", {"activation": 4}, ValueError, "activation is 4, choose one of"),
     ("gated_hadamard", {"activation": 4}, ValueError, "activation is 4, choose one of"),
-    ("gated_hadamard", {"size": 16}, ValueError, "gated rows have 8 columns, size 16 times inner 1 does not divide"),
-    ("gated_hadamard", {"size": 6}, ValueError, "size is 6, expected 1 times a power of two"),
+    ("gated_hadamard", {"size": 48}, ValueError, "gated rows have 24 columns, size 48 times inner 1 does not divide"),
+    ("gated_hadamard", {"size": 16}, ValueError, "size is 16, expected 12 times a power of two"),
+    ("gated_hadamard", {"matrix": torch.ones(12, 11)}, ValueError, r"matrix has shape \[12, 11\]"),
     ("ordered_rows", {"x": torch.ones(2, 3, 8)}, ValueError, r"x has shape \[2, 3, 8\], expected \[n, width\]"),
     ("ordered_rows", {"x": torch.ones(3, 8, dtype=torch.float16)}, TypeError, "x is torch.float16"),
     ("ordered_rows", {"order": int32(1, 0)}, ValueError, r"order has shape \[2\], expected \[8\]"),

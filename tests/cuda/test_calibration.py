@@ -1,0 +1,44 @@
+"""On a GPU: does calibration choose the codes that the CPU chooses, but for roundings, and does the model decode?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoders import random_model
+from torch import nn
+
+import hf_mlspec
+from hf_mlspec.nn.packed import PackedLinear
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": False}
+
+
+def calibrated(method: str, device: str) -> nn.Module:
+    model = random_model("llama", torch.bfloat16, **SHAPE).to(device)
+    rows = torch.randint(1, 199, (8, 128), generator=torch.Generator().manual_seed(3)).tolist()
+    report = hf_mlspec.quantize(model, method, calibration=rows, samples=8, tokens=128)
+    assert report.layers
+    assert all(parameter.device.type == device for parameter in model.parameters())
+    return model
+
+
+@torch.no_grad()
+def loss(model: nn.Module, ids: torch.Tensor) -> float:
+    ids = ids.to(model.device)
+    return nn.functional.cross_entropy(model(ids).logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "smoothquant", "quarot+gptq", "atom+gptq"])
+def test_the_gpu_chooses_as_the_cpu_does(method):
+    on_cpu, on_gpu = (calibrated(method, device) for device in ("cpu", "cuda"))
+    ids = torch.randint(1, 199, (2, 64), generator=torch.Generator().manual_seed(5))
+    named = dict(on_gpu.named_modules())
+    packed = [(name, module) for name, module in on_cpu.named_modules() if isinstance(module, PackedLinear)]
+    assert packed
+    for name, module in packed:
+        ours, theirs = named[name].dequantized().float().cpu(), module.dequantized().float()
+        assert (ours - theirs).norm() < 0.1 * theirs.norm(), name  # codes differ where sums round to either side
+    assert loss(on_gpu, ids) == pytest.approx(loss(on_cpu, ids), rel=0.01)
+    how = {"max_new_tokens": 12, "do_sample": False}
+    alone, chain = (on_gpu.generate(ids.cuda(), assistant_models=levels, **how) for levels in ([], ["w4a4"]))
+    assert torch.equal(alone, chain)

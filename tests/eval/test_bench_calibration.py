@@ -1,0 +1,36 @@
+"""Does `eval.bench_calibration` time the methods it is asked for, and reckon a shape from one more block?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eval.bench_calibration import __main__ as program
+
+
+def test_a_shape_is_reckoned_from_one_more_block(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    shape = ["--shape", "tiny-2x512", "--samples", "2", "--tokens", "64"]
+    program.main([*shape, "--methods", "rtn", "gptq", "--json", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["method"], row["blocks"]) for row in rows] == [("rtn", 2), ("gptq", 2)]
+    for row in rows:
+        assert row["seconds"] > row["seconds_per_block"]
+        assert 5 < row["sqnr_db"] < 60
+        assert row["peak_over_model"] is None  # counted on a GPU
+    assert "gptq" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--blocks", "1"], "--blocks is 1"),
+        (["--model", "nowhere"], "--model nowhere is no folder of a model"),
+        (["--calibration", "nowhere.txt"], "--calibration nowhere.txt does not exist"),
+    ],
+)
+def test_bad_arguments_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit):
+        program.main(options)
+    assert words in capsys.readouterr().err
