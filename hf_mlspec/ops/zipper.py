@@ -20,6 +20,8 @@ from .operator import Operands, operator
 from .planes import bitplane_linear, prepack_planes, unprepack_planes
 from .products import bias_of, finish, in_slices, rounded
 
+_ROWS = 64  # of x, whose terms are gathered together
+
 
 class HighRows(NamedTuple):
     """``split`` of a weight in tiles, taken apart. step float32 ``[out]``, starts int32 ``[out + 1]``, terms int32."""
@@ -61,18 +63,24 @@ def _check(given: Operands) -> None:
 def _zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None) -> Tensor:
     out_features, in_features = low.shape[-1], x.shape[-1]
     found = _taken_apart(high, out_features)
-    tables = zipper.sums_of_groups(rounded(x).reshape(-1, in_features)).T.contiguous()  # [places, rows]
     ends = found.starts.tolist()
+    some = zip(x.reshape(-1, in_features).split(_ROWS), low.reshape(-1, out_features).split(_ROWS), strict=True)
+    parts = [_high_of_rows(rows, own, found, ends, bias) for rows, own in some]
+    return torch.cat(parts).reshape(low.shape) if parts else x.new_empty(low.shape)
+
+
+def _high_of_rows(x: Tensor, low: Tensor, found: HighRows, ends: list[int], bias: Tensor | None) -> Tensor:
+    """``[rows, in]`` -> ``[rows, out]``: memory for the terms of a slice of outputs times these rows."""
+    tables = zipper.sums_of_groups(rounded(x)).T.contiguous()  # [places, rows]
 
     def part(rows: slice) -> Tensor:
         terms = found.terms[ends[rows.start] : ends[rows.stop]]
         lengths = (found.starts[rows.start + 1 : rows.stop + 1] - found.starts[rows.start : rows.stop]).long()
         values = tables[zipper.places(terms)] * zipper.coefficients(terms).unsqueeze(1)
         sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, initial=0.0).T * found.step[rows]
-        own = low[..., rows] + sums.reshape(*x.shape[:-1], -1)
-        return finish(own, bias_of(bias, rows), x.dtype)
+        return finish(low[:, rows] + sums, bias_of(bias, rows), x.dtype)
 
-    return in_slices(part, out_features, in_features)
+    return in_slices(part, low.shape[-1], x.shape[-1])
 
 
 def zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None = None) -> Tensor:

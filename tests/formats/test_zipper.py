@@ -176,6 +176,7 @@ U8 = torch.uint8
         ({"weight_planes": torch.zeros(3, 48, 32, dtype=U8)}, ValueError, r"expected \[4 to 8 planes"),
         ({"weight_planes": torch.zeros(6, 48, 32)}, TypeError, r"weight_planes is torch\.float32"),
         ({"weight_scale": torch.zeros(48, 1).half()}, ValueError, r"NaN, Inf, zero or negative"),
+        ({"weight_scale": torch.full((48, 1), 40000.0).half()}, ValueError, r"weight_scale.* scales above 32752"),
         ({"weight_split": _header(7, 4, 0, 0)}, ValueError, r"expected 6 planes.*damaged"),
         ({"weight_split": _header(6, 5, 0, 0)}, ValueError, r"low_bits is 5 of 6 bits.*damaged"),
         ({"weight_split": _header(6, 4, 3, 0)}, ValueError, r"a mode of 0 to 2.*damaged"),

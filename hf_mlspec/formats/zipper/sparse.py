@@ -40,14 +40,14 @@ def to_sparse(high: Tensor, group: int = GROUP) -> SparseRows:
     """int8 ``[out, in]`` -> its sparse rows over groups of ``group`` columns. ValueError for a group that does not
     divide ``in``, is not 2 to 8, or for too many inputs."""
     require_group(group, high.shape[1])
-    octets = high.to(torch.int16).unflatten(1, (-1, group))  # [out, in / g, g]
-    places = 2 ** torch.arange(group, device=high.device, dtype=torch.int32)
-    columns = torch.arange(octets.shape[1], device=high.device, dtype=torch.int32) << _COLUMN
+    groups = high.to(torch.int16).unflatten(1, (-1, group))  # [out, in / g, g]
+    bits = 2 ** torch.arange(group, device=high.device, dtype=torch.int32)
+    columns = torch.arange(groups.shape[1], device=high.device, dtype=torch.int32) << _COLUMN
     found = []
     for negative in (0, 1):
-        magnitude = (-octets if negative else octets).clamp(min=0)
+        magnitude = (-groups if negative else groups).clamp(min=0)
         for shift in range(_SHIFTS):
-            pattern = ((magnitude >> shift & 1).to(torch.int32) * places).sum(-1, dtype=torch.int32)
+            pattern = ((magnitude >> shift & 1).to(torch.int32) * bits).sum(-1, dtype=torch.int32)
             term = pattern | shift << 8 | negative << _SIGN | columns
             found.append(torch.where(pattern > 0, term, -1))
     every = torch.stack(found, -1).flatten(1)  # [out, in / g * 16], -1 where there is none

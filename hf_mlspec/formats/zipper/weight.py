@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..damage import require_positive, require_size
+from ..damage import require_none, require_positive, require_size
 from ..planes import pack_planes, unpack_planes
 from ..weight import PackedWeight, require_float_matrix
 from . import codes as splitting
@@ -106,7 +106,8 @@ class ZipperWeight(PackedWeight):
 
     def validate(self, out_features: int | None = None, in_features: int | None = None) -> ZipperWeight:
         """Itself, or one specific error: TypeError for a dtype; ValueError for a shape, a truncated tensor, a scale
-        that is NaN, Inf, zero or negative, a split that there is not, or codes that mode "paper" does not write."""
+        that is NaN, Inf, zero, negative or above 65504 / 2, a split that there is not, or codes that mode "paper" does not
+        write."""
         self.require_dtypes(_DTYPES, "zipper")
         planes = list(self.weight_planes.shape)
         if len(planes) != 3 or planes[0] not in splitting.BITS:
@@ -122,6 +123,9 @@ class ZipperWeight(PackedWeight):
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         require_positive(self.name, "weight_scale", self.weight_scale)
+        if not self.weight_scale.is_meta:
+            too_large, what = self.weight_scale > LARGEST_SCALE, f"scales above {LARGEST_SCALE:g}"
+            require_none(too_large, self.name, "weight_scale", self.weight_scale, what)
         self._check_split()
         return self
 
