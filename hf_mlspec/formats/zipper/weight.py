@@ -106,8 +106,8 @@ class ZipperWeight(PackedWeight):
 
     def validate(self, out_features: int | None = None, in_features: int | None = None) -> ZipperWeight:
         """Itself, or one specific error: TypeError for a dtype; ValueError for a shape, a truncated tensor, a scale
-        that is NaN, Inf, zero, negative or above 65504 / 2, a split that there is not, or codes that mode "paper" does not
-        write."""
+        that is NaN, Inf, zero, negative or above 65504 / 2, a split that there is not, or codes that mode "paper" does
+        not write."""
         self.require_dtypes(_DTYPES, "zipper")
         planes = list(self.weight_planes.shape)
         if len(planes) != 3 or planes[0] not in splitting.BITS:
