@@ -121,7 +121,6 @@ class Weights:
         planes = bitplanes.pack_planes(order.to(torch.uint8), bits).repeat(1, self.out_features // SLAB, 1)
         return ops.prepack_lut(planes, self.repeated(means.half()))
 
-
     def zipper_tiles(self, mode: str) -> tuple[ZipperWeight, ZipperParts]:
         """The slab's weight, and tiles of all of it."""
         slab = ZipperWeight.from_dense(self.slab, mode=mode)

@@ -88,3 +88,19 @@ class NibbleWeight(PackedWeight):
     def in_features(self) -> int:
         """Columns."""
         return self.weight_packed.shape[1] * 2
+
+
+class PlaneRows(PackedWeight):
+    """One whose first part is uint8 ``[planes, out, in / 8]``, a bit of eight codes a byte."""
+
+    weight_planes: torch.Tensor
+
+    @property
+    def out_features(self) -> int:
+        """Rows."""
+        return self.weight_planes.shape[1]
+
+    @property
+    def in_features(self) -> int:
+        """Columns."""
+        return self.weight_planes.shape[2] * 8

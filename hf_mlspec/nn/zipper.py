@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..formats import Parts
-from ..formats.zipper import LOW, Split, ZipperParts
+from ..formats.zipper import LOW, Split
 from ..ops.planes import planes_fit_device
 from ..ops.zipper import split_of
 from .packed import PackedLinear
@@ -66,12 +66,4 @@ class ZipperLinear(PackedLinear):
         return f"{super().extra_repr()}{how}, weight_bits={self.switch.bits.weight}"
 
 
-def _prepack(planes: torch.Tensor, scale: torch.Tensor, split: torch.Tensor) -> ZipperParts:
-    return ops.prepack_zipper(planes, scale, split)
-
-
-def _unprepack(planes: torch.Tensor, scale: torch.Tensor, split: torch.Tensor, rows: int) -> ZipperParts:
-    return ops.unprepack_zipper(planes, scale, split, rows)
-
-
-register_packing(Packing(ZipperLinear, _prepack, _unprepack, fits=planes_fit_device))
+register_packing(Packing(ZipperLinear, ops.prepack_zipper, ops.unprepack_zipper, fits=planes_fit_device))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..damage import require_finite, require_size
 from ..planes.codes import MAX_PLANES, unpack_planes
-from ..weight import PackedWeight
+from ..weight import PlaneRows
 
 INPUTS = 32  # in_features is a multiple of this
 WHY_NOT_QUANTIZED = (
@@ -73,7 +73,7 @@ def require_widths(num_planes: int, least_planes: int) -> None:
 
 
 @dataclass(frozen=True)
-class LutWeight(PackedWeight):
+class LutWeight(PlaneRows):
     """One linear layer's weight in planes with tables, as saved. ``name`` is only used in messages."""
 
     PARTS = LutParts
@@ -86,14 +86,6 @@ class LutWeight(PackedWeight):
     def from_dense(cls, weight: Tensor, name: str = "weight", **options: int) -> LutWeight:
         """ValueError: no table is fitted here."""
         raise ValueError(f"{name}: lookup-table planes are not made here: {WHY_NOT_QUANTIZED}")
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_planes.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight_planes.shape[2] * 8
 
     @property
     def num_planes(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..damage import require_positive, require_size
-from ..weight import PackedWeight
+from ..weight import PlaneRows
 from . import codes
 
 _DTYPES = (torch.uint8, torch.float16, torch.int32)
@@ -29,7 +29,7 @@ class PlanesParts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlanesWeight(PackedWeight):
+class PlanesWeight(PlaneRows):
     """One linear layer's weight in bit-planes, as saved. ``name`` is only used in messages."""
 
     PARTS = PlanesParts
@@ -50,14 +50,6 @@ class PlanesWeight(PackedWeight):
             raise type(error)(f"{name}: {error}") from error
         zero = torch.tensor([parts.zero_doubled], dtype=torch.int32, device=weight.device)
         return cls(parts.planes, parts.scale, zero, name)
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_planes.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight_planes.shape[2] * 8
 
     @property
     def num_planes(self) -> int:

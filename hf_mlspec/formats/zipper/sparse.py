@@ -86,10 +86,10 @@ def places(terms: Tensor, group: int = GROUP) -> Tensor:
 def sums_of_groups(x: Tensor, group: int = GROUP) -> Tensor:
     """float32 ``[rows, in]`` -> ``[rows, in / group * 2^group]``: of every group the sum of the columns in each
     pattern. That of a pattern is the sum of the pattern without its last column, and that column."""
-    octets = x.unflatten(1, (-1, group))
-    tables = [torch.zeros_like(octets[..., 0])]
+    groups = x.unflatten(1, (-1, group))
+    tables = [torch.zeros_like(groups[..., 0])]
     for place in range(group):
-        tables += [table + octets[..., place] for table in tables]
+        tables += [table + groups[..., place] for table in tables]
     return torch.stack(tables, -1).flatten(1)
 
 

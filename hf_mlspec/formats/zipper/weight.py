@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..damage import require_none, require_positive, require_size
 from ..planes import pack_planes, unpack_planes
-from ..weight import PackedWeight, require_float_matrix
+from ..weight import PlaneRows, require_float_matrix
 from . import codes as splitting
 from .codes import MODES, Split
 from .sparse import require_group
@@ -41,7 +41,7 @@ class ZipperParts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ZipperWeight(PackedWeight):
+class ZipperWeight(PlaneRows):
     """One linear layer's weight in two parts, as saved. ``name`` is only used in messages."""
 
     PARTS = ZipperParts
@@ -67,14 +67,6 @@ class ZipperWeight(PackedWeight):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
         return cls(to_planes(codes, bits), scale, torch.tensor(header, dtype=torch.int32, device=weight.device), name)
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_planes.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight_planes.shape[2] * 8
 
     @property
     def how(self) -> Split:
