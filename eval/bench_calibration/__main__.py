@@ -39,15 +39,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, help="a text (default: this project's guide)")
     parser.add_argument("--shape", choices=sorted(targets.SHAPES), help="random weights instead of a model")
     parser.add_argument("--blocks", type=int, default=2, help="of the shape, 2 or more (%(default)s)")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help=f"(default: {' '.join(METHODS)})")
+    parser.add_argument("--methods", nargs="+", help=f"of quantize (default: {' '.join(METHODS)})")
     parser.add_argument("--samples", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of a sample (%(default)s)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="the demo target, one method, two samples of 64 tokens")
+    parser.add_argument("--quick", action="store_true", help="two samples of 64 tokens, one method if none is named")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     args = parser.parse_args(argv)
+    args.methods = args.methods or (["gptq"] if args.quick else list(METHODS))
     if args.quick:
-        args.methods, args.samples, args.tokens = args.methods[1:2], 2, 64
+        args.samples, args.tokens = 2, 64
     if args.blocks < 2:
         parser.error(f"--blocks is {args.blocks}: one block more than another is what is timed, give 2 or more")
     texts, written = [("--calibration", args.calibration)], [("--json", args.json)]
@@ -63,7 +64,7 @@ def source(args: argparse.Namespace) -> tuple[Make, Any, Any]:
         how = {"vocab_size": VOCABULARY, "max_position_embeddings": max(args.tokens, 64)}
         shape = partial(targets.random_model, args.shape, args.device, **how)
         return lambda blocks: shape(num_hidden_layers=blocks), ids.tolist(), None
-    folder = args.model or Path(hf_mlspec.__file__).parent / "demo_pair" / "target"
+    folder = args.model or hf_mlspec.demo_pair()[0]
     guide = Path(__file__).parents[2] / "docs" / "guide"
     texts = [args.calibration] if args.calibration else sorted(guide.glob("*.md"))
     text = [path.read_text(encoding="utf-8") for path in texts]
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace, given: tuple[Make, Any, Any], method: str, blo
         torch.cuda.reset_peak_memory_stats()
     done = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
                               tokens=args.tokens)  # fmt: skip
-    peak = torch.cuda.max_memory_allocated() / held if on_gpu else None
+    peak = done.peak_bytes / held if on_gpu else None
     noise = statistics.median(layer.sqnr for layer in done.layers if layer.sqnr is not None)
     return {"method": method, "blocks": blocks, "seconds": done.seconds, "peak_over_model": peak, "sqnr_db": noise}
 

@@ -22,6 +22,11 @@ def test_a_shape_is_reckoned_from_one_more_block(tmp_path, capsys):
     assert "gptq" in capsys.readouterr().out
 
 
+def test_the_quick_run_times_the_method_that_is_named():
+    assert program.parse(["--quick"]).methods == ["gptq"]
+    assert program.parse(["--quick", "--methods", "rtn"]).methods == ["rtn"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
