@@ -28,12 +28,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
 from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompressor
-from hf_mlspec.evaluation import score_rows
+from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
 
-WINDOW = 512  # tokens
 PEER = "gptq of llm-compressor"
 PRECISIONS = ("w4a16", "w4a4")
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+DRAFT = 3  # tokens
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -97,37 +96,10 @@ def int4_model(args: argparse.Namespace, name: str, calibration: object, tokeniz
     return hf_mlspec.prepare(model)
 
 
-def perplexity(model: nn.Module, rows: list[list[int]], scored: list[int], precision: str) -> float:
-    found = score_rows(model, rows, num_scored=scored, precision=precision, batch_size=8)
-    return math.exp(-sum(scores.total for _, scores in found) / sum(scored))
-
-
-def rows_of(args: argparse.Namespace, tokenizer) -> dict[str, tuple[list[list[int]], list[int]]]:
-    """Of the text and of the solutions: token ids, and how many at their end are scored."""
-    ids = tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW, WINDOW)][: args.windows]
-    rows, scored = [], []
-    for task in tasks_of(args)[: args.solutions]:
-        prompt, solution = (tokenizer(task[key], add_special_tokens=False)["input_ids"]
-                            for key in ("prompt", "canonical_solution"))  # fmt: skip
-        rows.append(prompt + solution)
-        scored.append(len(solution))
-    return {args.text.name: (windows, [WINDOW - 1] * len(windows)), "solutions": (rows, scored)}
-
-
-def tasks_of(args: argparse.Namespace) -> list[dict]:
-    return [json.loads(line) for line in args.humaneval.read_text(encoding="utf-8").splitlines() if line]
-
-
 def acceptance(model: nn.Module, prompts: list[torch.Tensor], tokens: int) -> dict[str, float]:
-    """Of "w4a4" drafts: accepted tokens over all that were drafted, and over those whose verdict is known."""
-    drafted = tested = accepted = 0
-    for ids in prompts:
-        options = {"assistant_models": ["w4a4"], "speculation_config": {"num_draft_tokens": 3}}
-        model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, **options)
-        level = hf_mlspec.last_stats(model).levels[0]
-        drafted, tested, accepted = drafted + level.drafted, tested + level.tested, accepted + level.accepted
-    return {"w4a4 accepted / drafted": accepted / drafted, "accepted / tested": accepted / tested}
+    """Of "w4a4" drafts."""
+    _, shares = continued(model, prompts, "w4a4", DRAFT, tokens)
+    return {"w4a4 accepted / drafted": shares["accepted / drafted"], "accepted / tested": shares["accepted / tested"]}
 
 
 def step_seconds(
@@ -154,8 +126,10 @@ def main(argv: list[str] | None = None) -> int:
         require_llmcompressor()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = rows_of(args, tokenizer)
-    prompts = [tokenizer(task["prompt"], return_tensors="pt")["input_ids"] for task in tasks_of(args)[: args.prompts]]
+    tasks = tasks_of(args.humaneval)
+    texts = {args.text.name: windows_of(args.text, tokenizer, args.windows),
+             "solutions": solutions_of(tasks[: args.solutions], tokenizer)}  # fmt: skip
+    prompts = prompts_of(tasks[: args.prompts], tokenizer)
     methods = ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
     methods = tuple(args.methods or methods)
     if args.learned is not None:
@@ -169,9 +143,9 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for name, model in zip(methods, models, strict=True):
         line = {"method": name}
-        for text, (rows, scored) in texts.items():
+        for text, rows in texts.items():
             for precision in PRECISIONS:
-                line[f"{text} {precision}"] = perplexity(model, rows, scored, precision)
+                line[f"{text} {precision}"] = perplexity(model, rows, precision)
         line |= acceptance(model, prompts, args.tokens)
         results.append(line)
         print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -24,12 +23,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from hf_mlspec.evaluation import score_rows
+from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
 
-WINDOW = 512  # tokens
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 MODES = ("exact", "paper", "clamp")
-Rows = tuple[list[list[int]], list[int]]
+BATCH = 4
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -48,25 +45,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
-
-
-def perplexity(model: nn.Module, rows: Rows, precision: str | None = None) -> float:
-    options = {} if precision is None else {"precision": precision}
-    found = score_rows(model, rows[0], num_scored=rows[1], batch_size=4, **options)
-    return math.exp(-sum(scores.total for _, scores in found) / sum(rows[1]))
-
-
-def rows_of(args: argparse.Namespace, tokenizer: Any, tasks: list[dict]) -> dict[str, Rows]:
-    """Of the text and of the solutions: token ids, and how many at their end are scored."""
-    ids = tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW, WINDOW)][: args.windows]
-    rows, scored = [], []
-    for task in tasks[: args.solutions]:
-        prompt, solution = (tokenizer(task[key], add_special_tokens=False)["input_ids"]
-                            for key in ("prompt", "canonical_solution"))  # fmt: skip
-        rows.append(prompt + solution)
-        scored.append(len(solution))
-    return {"text": (windows, [WINDOW - 1] * len(windows)), "solutions": (rows, scored)}
 
 
 def packed_layers(model: nn.Module) -> list[nn.Module]:
@@ -95,16 +73,12 @@ def _bytes(layers: list[nn.Module]) -> int:
 
 def acceptance(model: nn.Module, prompts: list[torch.Tensor], args: argparse.Namespace) -> dict[str, float]:
     """Of "zipper-low" drafts, and how many continuations are not the model's own."""
-    drafted = tested = accepted = differing = 0
-    for ids in prompts:
-        options = {"input_ids": ids, "max_new_tokens": args.tokens, **GREEDY}
-        alone = model.generate(**options, assistant_models=[])
-        chain = model.generate(**options, assistant_models=["zipper-low"],
-                               speculation_config={"num_draft_tokens": args.draft})  # fmt: skip
+    chains, shares = continued(model, prompts, "zipper-low", args.draft, args.tokens)
+    differing = 0
+    for ids, chain in zip(prompts, chains, strict=True):
+        alone = model.generate(input_ids=ids, max_new_tokens=args.tokens, **GREEDY, assistant_models=[])
         differing += not torch.equal(alone, chain)
-        level = hf_mlspec.last_stats(model).levels[0]
-        drafted, tested, accepted = drafted + level.drafted, tested + level.tested, accepted + level.accepted
-    return {"accepted / drafted": accepted / drafted, "accepted / tested": accepted / tested, "differing": differing}
+    return shares | {"differing": differing}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,20 +86,21 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tasks = [json.loads(line) for line in args.humaneval.read_text(encoding="utf-8").splitlines() if line]
-    texts = rows_of(args, tokenizer, tasks)
-    prompts = [tokenizer(task["prompt"], return_tensors="pt")["input_ids"] for task in tasks[: args.prompts]]
+    tasks = tasks_of(args.humaneval)
+    texts = {"text": windows_of(args.text, tokenizer, args.windows),
+             "solutions": solutions_of(tasks[: args.solutions], tokenizer)}  # fmt: skip
+    prompts = prompts_of(tasks[: args.prompts], tokenizer)
     load = partial(AutoModelForCausalLM.from_pretrained, args.model, dtype=torch.bfloat16)
     wide = load().eval()
     results: list[dict[str, Any]] = [{"weights": "bfloat16"}]
-    results[0] |= {f"perplexity, {name}": perplexity(wide, rows) for name, rows in texts.items()}
+    results[0] |= {f"perplexity, {name}": perplexity(wide, rows, batch_size=BATCH) for name, rows in texts.items()}
     for mode in args.modes:
         config = hf_mlspec.MLSpecConfig("zipper", bits=args.bits, low_bits=args.low_bits, mode=mode)
         model = load(quantization_config=config).eval()
         line: dict[str, Any] = {"weights": mode} | told_of_weights(model)
         for name, rows in texts.items():
-            line[f"perplexity, {name}"] = perplexity(model, rows)
-            line[f"low alone, {name}"] = perplexity(model, rows, "zipper-low")
+            line[f"perplexity, {name}"] = perplexity(model, rows, batch_size=BATCH)
+            line[f"low alone, {name}"] = perplexity(model, rows, "zipper-low", BATCH)
         results.append(line | acceptance(model, prompts, args))
         print(results[-1], file=sys.stderr, flush=True)
     _show(results)
