@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,3 +133,26 @@ def test_fakes_agree_with_the_kernels(step):
         op = getattr(torch.ops.mlspec, name).default
         result = torch.library.opcheck(op, operands, test_utils=("test_schema", "test_faketensor"))
         assert set(result.values()) == {"SUCCESS"}, name
+
+
+FULL = """
+import torch
+from hf_mlspec.engines.cuda.steps import recorded
+
+device = torch.device("cuda", 0)
+kept = torch.zeros(1 << 20, dtype=torch.uint8, device=device)  # of 2 MB that other streams cannot use
+torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+try:
+    recorded(lambda: kept.add_(1), device)
+except torch.OutOfMemoryError:
+    print("refused")
+torch.cuda.set_per_process_memory_fraction(1.0)
+recorded(lambda: kept.add_(1), device).replay()
+print(int(kept[0]))
+"""
+
+
+def test_a_device_without_memory_for_a_capture_ends_no_process():
+    """torch frees a graph that never began to record, and would end the process; in a process of its own for that."""
+    run = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout.split()) == (0, ["refused", "1"]), run.stderr[-2000:]

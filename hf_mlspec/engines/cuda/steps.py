@@ -109,12 +109,25 @@ def recorded(run: Callable[[], None], device: torch.device, pool=None, stream=No
     Graphs of one pool that are captured on one stream share memory: no two of them may run at a time.
     """
     graph = torch.cuda.CUDAGraph()
-    how = {"pool": pool, "stream": stream or torch.cuda.Stream(device), "capture_error_mode": "thread_local"}
-    # A capture that fails at its end leaves its stream the current one: the caller's is put back here.
-    callers = torch.cuda.stream(torch.cuda.current_stream(device))
-    with capturing, _no_collection(), torch.cuda.device(device), callers, torch.cuda.graph(graph, **how):
-        run()
+    stream = stream or torch.cuda.Stream(device)
+    with capturing, _no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what is free becomes the graph's
+        _room_for_seeds(device)
+        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
     return graph
+
+
+def _room_for_seeds(device: torch.device) -> None:
+    """Memory for the seed and offset that torch allocates as it begins a capture, left to it in its cache.
+
+    Without memory for them torch (2.11) raises an error, and the process ends as soon as the graph is freed.
+    """
+    torch.empty(2, 512, dtype=torch.uint8, device=device)
 
 
 @contextmanager
