@@ -53,8 +53,8 @@ def in_batches(model: PreTrainedModel, levels: list, work: Work, max_batch: int)
     for first in range(0, len(work), max_batch):
         batch = work[first : first + max_batch]
         width = max(len(ids) for ids, _ in batch)
-        ids = torch.tensor([[0] * (width - len(row)) + row for row, _ in batch])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row, _ in batch])
+        ids = torch.tensor([[0] * (width - len(row)) + row for row, _ in batch], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row, _ in batch], device=model.device)
         out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max(limit for _, limit in batch),
                              assistant_models=levels, do_sample=False, eos_token_id=[])
         new += [row[:limit] for row, (_, limit) in zip(out[:, width:].tolist(), batch, strict=True)]
@@ -83,6 +83,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="(3)")
     parser.add_argument("--seed", type=int, default=0, help="of the limits")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="6 requests of 2 to 12 tokens, 1 repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
@@ -104,6 +106,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
     demo = hf_mlspec.demo_pair()
     folder = args.model or str(demo[0])
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
+    target.to(args.device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     file = args.prompts or Path(demo[0]).parent / "prompts.json"
     encoded = [tokenizer(text)["input_ids"] for text in read_prompts(file, args.requests)]
@@ -116,7 +119,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
 
 def measure(target: PreTrainedModel, levels: list[str], work: Work, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a contender; every contender writes what the first one wrote."""
-    runs = [(name, chain) for chain in ([[], levels] if levels else [[]]) for name in CONTENDERS]
+    runs = [(name, chain) for chain in ([[], levels] if levels else [[]]) for name in args.contenders]
     times: dict[tuple, list[tuple[float, float]]] = {}
     first: list[list[int]] | None = None
     for repeat in range(args.repeats + 1):  # the first is a warm-up

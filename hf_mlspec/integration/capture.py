@@ -29,11 +29,12 @@ _FIRST_NEW_TOKENS = 4096  # a row has slots for at first; more are added, and gr
 
 @contextmanager
 def captured(
-    chain: Chain, processors: LogitsProcessorList, rows: Rows, new_tokens: int
+    chain: Chain, processors: LogitsProcessorList, rows: Rows, new_tokens: int, stream_of: int = 0
 ) -> Iterator[CapturedChain | None]:
     """The captured chain of a call, its caches in the runners of `chain`; None where the call runs step by step.
 
     The target's engine must be one that can be captured. rows: the prompts. new_tokens: the most a row may gain.
+    stream_of: rows that a stream may have at a time, which has a chain of its own; 0: a call of generate.
     """
     lengths = list(map(len, rows))
     levels = _levels(chain, processors, lengths, new_tokens)
@@ -52,6 +53,7 @@ def captured(
         sampled=sampler.do_sample,
         warp=sampler.warp,
         warp_key=_in_words(processors),
+        stream_of=stream_of,
         planned=planned,
         seen=chain.seen if planned else 0,
     ) as found:

@@ -123,6 +123,11 @@ class Admitted:
         """The tokens committed so far."""
         return self.row[self.prompts.lengths[0] :]
 
+    @property
+    def left(self) -> int:
+        """Tokens that the row may still gain."""
+        return self.budget - (len(self.row) - self.prompts.lengths[0])
+
     def counts_of(self, name: str) -> LevelStats:
         """What a level drafted for this request as the one below the target."""
         found = next((level for level in self.stats.levels if level.name == name), None)

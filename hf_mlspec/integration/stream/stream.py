@@ -17,8 +17,8 @@ from ...engines.modules.attention import ragged_attention_on
 from ...engines.rows import require_memory
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
-from ...speculation.drafters.checked import proposer
 from ...speculation.loop import Loop
+from ...speculation.rounds.rounds import NoRoom
 from ...speculation.row_sampling import RowRule
 from ...speculation.stats import LevelStats, SpeculationStats
 from ..adaptive import let_choose, tell_what_never_pays
@@ -30,6 +30,7 @@ from ..levels.wiring import Chain, require_target_tokenizer
 from ..request import check_target, vocab_size
 from .events import NewTokens, TextPieces
 from .request import Admitted, Completion, Preparation, Request
+from .rounds import StreamRounds
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
 _PAUSE = 0.002  # seconds between two looks at an idle source
@@ -107,10 +108,7 @@ class _Stream:
         self.pieces: dict[int, TextPieces] = {}
         self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
-        rounds = chain.host_rounds(device)
-        self.loop = Loop(rounds, stop=self._stop, emit=self._emit)
-        chain.target.start(0, device)
-        self.loop.start([], [])
+        self.rounds = StreamRounds(chain, device, max_batch, self._stop, self._emit)
 
     def completions(self) -> Iterator[Completion | NewTokens]:
         """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
@@ -134,13 +132,30 @@ class _Stream:
                         yield self._complete(self.live.pop(number))
                 else:
                     time.sleep(_PAUSE)
+        except Exception as error:
+            self.rounds.close(error)
+            raise
         finally:
             for one in self.live.values():
                 one.end_stream()
-            stats = self.chain.finish(self.loop.stats)
+            self._end()
+
+    def _end(self) -> None:
+        """What was counted is kept, and caches are let go of."""
+        try:
+            self.rounds.close()
+        finally:
+            stats = self.rounds.stats
             keep_stats(self.model, stats)
+            if self.chain.shelving is not None:
+                self.chain.shelving.settle(stats)
             tell_what_never_pays(self.model, self.chain, stats)
-            self.loop = None  # it knows our methods: a cycle would keep the caches until the next gc
+            self.rounds = None  # it knows our methods: a cycle would keep the caches until the next gc
+
+    @property
+    def loop(self) -> Loop:
+        """The rows that are being decoded."""
+        return self.rounds.loop
 
     def _next(self) -> Any:
         """The next request, None where there is none now."""
@@ -195,6 +210,23 @@ class _Stream:
         require_memory(engines, len(rows), one.prompts.input_ids.device, longest=max(map(len, rows)))
 
     def _place(self, going: list[int], joining: list[int]) -> None:
+        """Those that go on and those that join become the rows of the loop, or of a new one."""
+        fits = self.rounds.take([self.live[number] for number in joining], len(going))
+        try:
+            if fits:
+                self._move(going, joining)
+        except NoRoom as error:
+            self.rounds.give_up(error, list(self.live.values()))
+            fits = False
+        if not fits:
+            self._begin()
+
+    def _begin(self) -> None:
+        """All that are live, in a new loop."""
+        self.rules[:] = [one.rule for one in self.live.values()]
+        self.rounds.begin(list(self.live.values()), list(self.live))
+
+    def _move(self, going: list[int], joining: list[int]) -> None:
         """New rows take the slots of those that ended; what is left over joins behind, or leaves."""
         loop, left = self.loop, set(range(len(self.loop.rows))) - set(going)
         free = sorted(r for r in left if loop.numbers[r] not in self.spoiled)  # a masked NaN is still a NaN
@@ -210,7 +242,7 @@ class _Stream:
             if more:
                 self.rules += [one.rule for one in more]
                 loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
-            if left:
+            if left and not self.rounds.is_captured:
                 self._shrink()
 
     def _shrink(self) -> None:
@@ -222,7 +254,7 @@ class _Stream:
     def _round(self) -> list[int]:
         """One round of all rows; the indices of those that go on."""
         with torch.inference_mode(), ragged_attention_on(self.chain.models):
-            going = self.loop.round()
+            going = self._advanced()
         for r, number in enumerate(self.loop.numbers):
             one = self.live[number]
             if r not in going and not one.finish_reason:
@@ -230,6 +262,18 @@ class _Stream:
             if one.finish_reason:
                 one.stats.seconds = time.perf_counter() - one.began
         return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
+
+    def _advanced(self) -> list[int]:
+        """As `Loop.round`. Where captured rounds cannot go on, for lack of memory or for logits that are NaN, which
+        end one request only, rounds of the host do."""
+        try:
+            return self.loop.round()
+        except (NoRoom, FloatingPointError) as error:
+            if not self.rounds.is_captured:
+                raise
+            self.rounds.give_up(error, list(self.live.values()))
+        self._begin()
+        return self.loop.round()
 
     def _stop(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
         """How many tokens of a row count, and whether it ends; its own criteria may end it alone."""
@@ -251,10 +295,11 @@ class _Stream:
 
     def _emit(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
         """Count and stream what every request gained."""
-        drafted_by = None if self.chain.drafter is None else proposer(self.chain.drafter).name
+        drafted_by = self.loop.rounds.drafted_by
         for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
             one = self.live[number]
-            one.stats.count_pass(1)
+            for _ in range(len(tokens) if drafted_by is None else bool(verdict.tokens[r])):
+                one.stats.count_pass(1)
             one.stats.new_tokens += len(tokens)
             if drafted_by is not None:
                 one.counts_of(drafted_by).settle([self.loop.drafted[r]], [verdict.accepted[r]])

@@ -51,7 +51,7 @@ class CapturedRounds:
         self.planning, self.program = planning, chain.program  # of the round that was launched last
         self.seed = target.sampler.seed if chain.program.sampled else _NO_SEED
         self.checkers, self.drafters = checkers(target, drafter), drafters(drafter)
-        self.bucket, self.places, self.drafted = 0, [], []
+        self.bucket, self.places, self.drafted, self.drafted_by = 0, [], [], None
         self._ends: list[int] = []
         self._rooms: list[int] = []  # tokens that each row may gain
         self._gained = 0  # by the row that gained most in the last round
@@ -312,10 +312,10 @@ class CapturedRounds:
 
     def _verdict(self, rows: Rows, lines: list[list[int]], stats: SpeculationStats) -> Verdict:
         """What the target accepted of every row, every check counted and told on the way."""
-        program, nothing = self.program, [0] * len(rows)
+        program, self.drafted = self.program, [0] * len(rows)
         rooms = [max(self._end(r) - len(row) - 1, 0) for r, row in enumerate(rows)]
-        report, asked, accepted, inner = told(program, lines, rooms), nothing, nothing, []
-        self.drafted = nothing
+        report, asked, accepted, inner = told(program, lines, rooms), self.drafted, self.drafted, []
+        self.drafted_by = self.drafters[program.active[0]].name if program.active else None
         for check in report.checks:
             found = check.asked, check.drafted, check.accepted
             if check.checker < 0:

@@ -157,30 +157,24 @@ def bucket_of(rows: int) -> int:
 
 @contextmanager
 def borrowed(
-    models: list[nn.Module],
-    levels: list[Level],
-    *,
-    rows: int,
-    slots: int,
-    sampled: bool = False,
-    warp: Callable[[Tensor], Tensor] | None = None,
-    warp_key: str = "",
-    planned: bool = False,
-    seen: int = 0,
-) -> Iterator[CapturedChain | None]:
-    """A chain for one call, its first graph captured; None, with one warning, if there is not enough memory for it, or
-    if the call was made inside another one on the same chain.
+    models: list[nn.Module], levels: list[Level], *,
+    rows: int, slots: int, sampled: bool = False, warp: Callable[[Tensor], Tensor] | None = None, warp_key: str = "",
+    planned: bool = False, seen: int = 0, stream_of: int = 0,
+) -> Iterator[CapturedChain | None]:  # fmt: skip
+    """A chain for one call, its first graph captured; None, with one warning, without memory for it, or inside another
+    call on the same chain.
 
-    models: those of the levels, the target first; kept chains of any of them are freed. warp_key: what `warp`
-    does, in words. planned, seen: as of `CapturedChain`.
+    models: of the levels, the target first; kept chains of any of them are freed. warp_key: `warp` in words. planned,
+    seen: as of `CapturedChain`. stream_of: rows that the chain of a stream has room for; calls do not share it, and
+    nobody waits for it; 0: a call.
     """
-    key = (id(levels[0].decoder), sampled, warp_key, planned, seen, *(_key(level) for level in levels))
+    key = (id(levels[0].decoder), sampled, warp_key, planned, seen, stream_of > 0, *(_key(level) for level in levels))
 
     def build(batch: int, slots: int) -> CapturedChain:
         own = [replace(level) for level in levels]  # the caches of a failed attempt go with it
         return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp, planned=planned, seen=seen)
 
-    chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build)
+    chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build, stream_of)
     if chain is None:
         yield None
         return
@@ -211,20 +205,20 @@ def _drop(model: nn.Module, chain: CapturedChain) -> None:
         kept[:] = [one for one in kept if one is not chain]
 
 
-def _locked(models, key, bucket, slots, build) -> CapturedChain | None:
+def _locked(models, key, bucket, slots, build, stream_of) -> CapturedChain | None:
     """A chain that is this call's alone, with a graph for so many rows. Where memory is short, all that is kept for
     the target is freed first."""
-    problem = ""
+    problem, room = "", bucket_of(max(bucket, stream_of))
     for _ in range(2):
         try:
-            while (chain := _find(models, key, bucket, slots, build)) is not None:
-                chain.lock.acquire()
+            while (chain := _find(models, key, room, slots, build)) is not None:
+                if not chain.lock.acquire(blocking=not stream_of):
+                    say_once(models[0], "rounds of a stream are not captured: another stream has the same levels")
+                    return None
                 if not chain.dropped:  # by the call that was waited for
                     break
                 chain.lock.release()
-            if chain is None:
-                return None
-            return _with_graph(chain, bucket)
+            return None if chain is None else _with_graph(chain, bucket)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

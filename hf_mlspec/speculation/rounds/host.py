@@ -37,6 +37,11 @@ class HostRounds:
         """Rows lie in their order."""
         return range(len(self._ready))
 
+    @property
+    def drafted_by(self) -> str | None:
+        """See `Rounds`."""
+        return None if self.drafter is None else proposer(self.drafter).name
+
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """As `Rounds.start`; a target that the caller did not start, to fill its cache, is started here."""
         if self.target.runner.cache is None:

@@ -94,7 +94,7 @@ def _below(drafter: Drafter, longest: int) -> Level:
 def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
     if not runner.can.capturable:
         raise NotCaptured(f"{name} runs module by module")
-    if type(sampler) is not Sampler:
+    if type(sampler) is not Sampler and not sampler.is_greedy:
         raise NotCaptured("rows have settings of their own")
     if sampler.reads_tokens:
         raise NotCaptured("logits processors read the tokens before a position")

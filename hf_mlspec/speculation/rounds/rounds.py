@@ -15,10 +15,12 @@ class Rounds(Protocol):
     """How the rounds of a chain run: on the host (host.py), or captured on a device (captured.py).
 
     The loop owns the rows. When a row joins, rounds are given its maximal length (`ends`) and its number (`numbers`).
-    drafted: tokens drafted for each row in the last round. places: the line of each row in the target's cache.
+    drafted: tokens drafted for each row in the last round. drafted_by: the level that drafts for the target there;
+    None where none does, and every token took a pass. places: the line of each row in the target's cache.
     """
 
     drafted: list[int]
+    drafted_by: str | None
     places: Sequence[int]
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:

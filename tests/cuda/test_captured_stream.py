@@ -1,0 +1,50 @@
+"""Do the requests of a stream on a GPU write what each would alone, in captured rounds?"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from models import near, tiny
+
+import hf_mlspec
+from hf_mlspec import Request
+from hf_mlspec.speculation.rounds.captured import CapturedRounds
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(**SHAPE).cuda()
+
+
+@pytest.mark.parametrize("chain", ["", "draft", "mxfp4 draft", "prompt_lookup"])
+def test_requests_that_come_and_go(target, chain, monkeypatch):
+    rng, captured, run = random.Random(3), [], CapturedRounds.run
+    monkeypatch.setattr(CapturedRounds, "run", lambda self, *args: captured.append(self.bucket) or run(self, *args))
+    draft = near(tiny(**SHAPE), 0.02).cuda()
+    levels = [draft if word == "draft" else word for word in chain.split()]
+    asked = [([rng.randrange(3, 64) for _ in range(rng.choice([1, 5, 9, 30, 130]))], rng.randrange(1, 60))
+             for _ in range(60)]  # fmt: skip
+    options = {"do_sample": False, "eos_token_id": None}
+
+    def source():
+        for number, (ids, limit) in enumerate(asked):
+            while rng.random() < 0.2:
+                yield None
+            one = Request(ids, id=number, max_new_tokens=limit)
+            yield one
+            if rng.random() < 0.1:
+                one.cancel()
+
+    done = list(hf_mlspec.generate_stream(target, source(), assistant_models=levels, max_batch=8, **options))
+    assert sorted(one.id for one in done) == list(range(60))
+    assert captured
+    for one in done:
+        ids, limit = asked[one.id]
+        alone = target.generate(input_ids=torch.tensor([ids], device="cuda"), max_new_tokens=limit, **options,
+                                assistant_models=[])[0, len(ids) :].tolist()  # fmt: skip
+        assert one.error is None
+        assert one.new_tokens == (alone if one.finish_reason == "length" else alone[: len(one.new_tokens)])

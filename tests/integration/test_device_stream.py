@@ -1,0 +1,244 @@
+"""Does a stream on the engine of GPUs run in captured rounds, and what when it cannot? Here by the CPU's ops."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from device_path import OPTIONS, draft, rounds, stepwise, target
+from models import near, prompts, tiny
+
+import hf_mlspec
+from hf_mlspec import Request
+from hf_mlspec.nn.state import state_of
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.rounds.captured import CapturedRounds
+from hf_mlspec.speculation.rounds.chain import CapturedChain
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
+from hf_mlspec.speculation.rounds.host import HostRounds
+
+__all__ = ["draft", "rounds", "target"]
+pytestmark = [
+    pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
+    pytest.mark.usefixtures("nothing_said_yet"),
+]
+
+PROMPTS = [prompts([n])["input_ids"][0].tolist() for n in (9, 4, 17, 30, 2, 12, 6)]
+LIMITS = [40, 3, 25, 11, 1, 33, 18]
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """The rows of every round of the host."""
+    seen, run = [], HostRounds.run
+
+    def counted(self, rows, stats):
+        seen.append(len(rows))
+        return run(self, rows, stats)
+
+    monkeypatch.setattr(HostRounds, "run", counted)
+    return seen
+
+
+def asked(**options) -> list[Request]:
+    return [Request(ids, id=n, max_new_tokens=limit, **options)
+            for n, (ids, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))]  # fmt: skip
+
+
+def written(target, requests, levels=(), **options) -> dict:
+    settings = {"do_sample": False, "eos_token_id": None, "max_batch": 3, **options}
+    done = list(hf_mlspec.generate_stream(target, requests, assistant_models=list(levels), **settings))
+    assert [one.error for one in done] == [None] * len(done)
+    return {one.id: one for one in done}
+
+
+def alone(target, n: int) -> list[int]:
+    inputs = {"input_ids": torch.tensor([PROMPTS[n]])}
+    return stepwise(target, inputs, max_new_tokens=LIMITS[n])[0, len(PROMPTS[n]) :].tolist()
+
+
+@pytest.mark.parametrize("config", [None, {"num_draft_tokens": 4}], ids=["auto", "given"])
+@pytest.mark.parametrize("chain", ["", "draft", "mxfp4 draft", "prompt_lookup"])
+def test_requests_in_captured_rounds(target, draft, rounds, on_host, chain, config):
+    levels = [draft if word == "draft" else word for word in chain.split()]
+    expected = [alone(target, n) for n in range(len(PROMPTS))]
+    on_host.clear()
+    done = written(target, asked(), levels, speculation_config=config)
+    assert [done[n].new_tokens for n in range(len(PROMPTS))] == expected
+    assert rounds
+    assert not on_host
+    assert all(one.finish_reason == "length" for one in done.values())
+    assert hf_mlspec.last_stats(target).new_tokens == sum(LIMITS)
+    for one in done.values():
+        counts = one.speculation
+        assert counts.new_tokens == len(one.new_tokens) >= counts.target_passes > 0
+        if not levels:
+            assert counts.target_passes == counts.new_tokens
+    assert not any(kept.lock.locked() for kept in state_of(target).chains)
+
+
+def test_the_same_tokens_whoever_comes_and_goes(target, draft, rounds, on_host):
+    """Requests at random, some cancelled: every one has the tokens, or the first of them, that it has alone."""
+    rng = random.Random(5)
+    expected = [alone(target, n) for n in range(len(PROMPTS))]
+    on_host.clear()
+    numbers = [rng.randrange(len(PROMPTS)) for _ in range(40)]
+
+    def source():
+        for place, n in enumerate(numbers):
+            while rng.random() < 0.4:
+                yield None
+            one = Request(PROMPTS[n], id=(place, n), max_new_tokens=LIMITS[n])
+            yield one
+            if rng.random() < 0.2:
+                one.cancel()
+
+    done = list(hf_mlspec.generate_stream(target, source(), assistant_models=["mxfp4", draft], max_batch=4,
+                                          do_sample=False, eos_token_id=None))  # fmt: skip
+    assert sorted(one.id[0] for one in done) == list(range(40))
+    for one in done:
+        assert one.error is None
+        whole = expected[one.id[1]]
+        assert one.new_tokens == (whole if one.finish_reason == "length" else whole[: len(one.new_tokens)])
+    assert rounds
+    assert not on_host
+
+
+def test_a_sampled_request_and_those_beside_it_go_on_step_by_step(target, draft, rounds, on_host):
+    expected = [alone(target, n) for n in range(len(PROMPTS))]
+    sampled = Request(PROMPTS[0], id="sampled", do_sample=True, seed=7, max_new_tokens=9)
+    own = written(target, [sampled], [draft])["sampled"].new_tokens
+    on_host.clear()
+    rounds.clear()
+    requests = asked()
+    requests.insert(4, Request(PROMPTS[0], id="sampled", do_sample=True, seed=7, max_new_tokens=9))
+    done = written(target, requests, [draft])
+    assert [done[n].new_tokens for n in range(len(PROMPTS))] == expected
+    assert done["sampled"].new_tokens == own
+    assert rounds
+    assert on_host
+    assert hf_mlspec.last_stats(target).new_tokens == sum(LIMITS) + 9
+
+
+def test_captured_rounds_come_back_when_nobody_is_under_way(target, rounds, on_host):
+    kinds = []
+
+    def source():
+        for n, options in enumerate(({}, {"do_sample": True, "seed": 1}, {})):
+            yield Request(PROMPTS[n], id=n, max_new_tokens=5, **options)
+
+    stream = hf_mlspec.generate_stream(target, source(), max_batch=1, do_sample=False, eos_token_id=None)
+    for _ in stream:
+        kinds.append(bool(on_host))
+        on_host.clear()
+    assert kinds == [False, True, False]
+
+
+def test_rows_too_long_for_a_level_have_other_rounds(target, rounds, on_host):
+    small = near(tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=32), 0.05)
+    requests = [Request(PROMPTS[1], id=0, max_new_tokens=9), Request(PROMPTS[3], id=3, max_new_tokens=11),
+                Request(PROMPTS[1], id=1, max_new_tokens=3)]  # fmt: skip
+    done = written(target, requests, [small], max_batch=1, speculation_config={"num_draft_tokens": 3})
+    assert done[3].new_tokens == alone(target, 3)
+    assert done[1].new_tokens == alone(target, 1)
+    assert rounds
+    assert on_host
+
+
+@pytest.mark.parametrize("where", ["first", "later"])
+def test_without_memory_for_captured_rounds(target, draft, rounds, on_host, monkeypatch, where, caplog):
+    expected = [alone(target, n) for n in range(len(PROMPTS))]
+    on_host.clear()
+
+    def full(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
+
+    monkeypatch.setattr(*((RoundGraphs, "capture") if where == "first" else (CapturedChain, "grow")), full)
+    requests = [Request([5] * 400, id="long", max_new_tokens=2), *asked()] if where == "first" else [
+        *asked(), Request([5] * 400, id="long", max_new_tokens=2)]  # fmt: skip
+    done = written(target, requests, [draft])
+    assert [done[n].new_tokens for n in range(len(PROMPTS))] == expected
+    assert len(done["long"].new_tokens) == 2
+    assert on_host
+    assert bool(rounds) == (where == "later")
+    assert "step by step" in caplog.text
+    assert not any(kept.lock.locked() for kept in state_of(target).chains)
+
+
+def test_a_row_whose_logits_are_nan_ends_alone(target, rounds, on_host, monkeypatch):
+    """Captured rounds can only fail as a whole: those of the host find whose logits they are."""
+    expected = [alone(target, n) for n in range(len(PROMPTS))]
+    on_host.clear()
+    failures = iter([False] * 2 + [True])
+
+    def refuse(self, report):
+        if next(failures, False):
+            raise FloatingPointError("logits are NaN")
+
+    monkeypatch.setattr(CapturedRounds, "_refuse_nan", refuse)
+    done = written(target, asked())
+    assert [done[n].new_tokens for n in range(len(PROMPTS))] == expected
+    assert rounds
+    assert on_host
+
+
+def test_a_stream_that_is_closed_leaves_its_chain_to_the_next(target, draft, rounds, on_host):
+    stream = hf_mlspec.generate_stream(target, asked(), assistant_models=[draft], max_batch=2, events=True, **OPTIONS)
+    next(stream)
+    stream.close()
+    (kept,) = state_of(target).chains
+    assert not kept.lock.locked()
+    done = written(target, asked(), [draft], max_batch=2)
+    assert done[0].new_tokens == alone(target, 0)
+    assert state_of(target).chains == [kept]
+
+
+def test_an_error_of_a_level_drops_the_chain(target, draft, rounds, monkeypatch):
+    written(target, asked(), [draft])
+    monkeypatch.setattr(CapturedRounds, "_refuse_nan", lambda self, report: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        written(target, asked(), [draft])
+    assert not state_of(target).chains
+
+
+def test_calls_and_other_streams_beside_a_stream(target, draft, rounds, on_host):
+    """Nobody waits for a stream, whose end is the caller's business."""
+    expected = alone(target, 0)
+    on_host.clear()
+    stream = hf_mlspec.generate_stream(target, asked(), assistant_models=[draft], max_batch=2, events=True, **OPTIONS)
+    next(stream)
+    call = {"input_ids": torch.tensor([PROMPTS[0]]), **OPTIONS, "assistant_models": [draft]}
+    assert target.generate(**call)[0, len(PROMPTS[0]) :].tolist() == expected
+    assert not on_host
+    found = {}
+    thread = threading.Thread(target=lambda: found.update(written(target, asked(), [draft], max_batch=2)))
+    thread.start()
+    thread.join(60)
+    assert found[0].new_tokens == expected
+    assert on_host
+    rest = {one.id: one.new_tokens for one in stream if isinstance(one, hf_mlspec.Completion)}
+    assert rest[0] == expected
+
+
+def test_modules_have_rounds_of_the_host(on_host):
+    done = written(tiny(seed=2), asked(), speculation_config={"engine": "modules"})
+    assert on_host
+    assert len(done) == len(PROMPTS)
+
+
+def test_a_stream_with_room_for_its_rows_makes_its_graphs_once(target, monkeypatch):
+    grown = []
+    grow = CapturedChain.grow
+    monkeypatch.setattr(CapturedChain, "grow", lambda self, *size: grown.append(size) or grow(self, *size))
+
+    def source():
+        for n in range(6):
+            yield Request(PROMPTS[n], max_new_tokens=12)
+            yield None
+
+    done = list(hf_mlspec.generate_stream(target, source(), max_batch=6, do_sample=False, eos_token_id=None))
+    assert len(done) == 6
+    assert not grown
+
