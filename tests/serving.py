@@ -130,10 +130,10 @@ class Serving:
         """Some rows that go on are dropped as well; places of those that ended are taken, or not."""
         rng, loop = self.rng, self.loop
         going = [r for r in self.going if rng.random() > 0.05]
-        for r in range(len(loop.rows)):
-            if r not in going and rng.random() < 0.5:
-                loop.replace(r, *self.new())
-                going.append(r)
+        places = [r for r in range(len(loop.rows)) if r not in going and rng.random() < 0.5]
+        if places:
+            loop.replace(places, *map(list, zip(*[self.new() for _ in places], strict=True)))
+        going += places
         keep = sorted(going) if rng.random() < 0.7 else rng.sample(going, len(going))
         loop.select(keep)
         joining = [self.new() for _ in range(rng.choice([0, 0, 0, 1, 2, 3]) if len(keep) < 7 else 0)]

@@ -93,19 +93,22 @@ class Loop:
             self.rounds.admit(rows, ends, numbers)
         self.stats.seconds += time.perf_counter() - begin
 
-    def replace(self, r: int, row: list[int], budget: int, number: int) -> None:
-        """Another row takes the place, and the slots of the caches, of row r, which ended.
+    def replace(self, places: list[int], rows: Rows, budgets: list[int], numbers: list[int]) -> None:
+        """Other rows take the places, and the slots of the caches, of rows that ended.
 
         What both begin with, such as the examples of a few-shot prompt, may stay in the target's cache. ValueError as
         of `admit`.
         """
+        if not places:
+            return
         begin = time.perf_counter()
-        end = len(row) + budget
-        self._require_accepted([end])
-        common = common_prefix(self.rows[r], row)
-        self.rows[r], self.numbers[r], self.lengths[r] = row, number, end
+        ends = [len(row) + budget for row, budget in zip(rows, budgets, strict=True)]
+        self._require_accepted(ends)
+        common = [common_prefix(self.rows[r], row) for r, row in zip(places, rows, strict=True)]
+        for r, row, number, end in zip(places, rows, numbers, ends, strict=True):
+            self.rows[r], self.numbers[r], self.lengths[r] = row, number, end
         with self._leaving_rows():
-            self.rounds.replace(r, row, end, number, common)
+            self.rounds.replace(places, rows, ends, numbers, common)
         self.stats.seconds += time.perf_counter() - begin
 
     def select(self, keep: list[int]) -> None:

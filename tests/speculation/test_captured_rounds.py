@@ -45,7 +45,7 @@ def test_rows_join_behind_a_round_under_way(name):
         assert gained[1:] == [0, 0]
         assert loop.rounds.chain.graphs.batch == 4
         rows.append([4, 4, 9])
-        loop.replace(1, list(rows[3]), 60, 3)
+        loop.replace([1], [list(rows[3])], [60], [3])
         loop.select([2, 0, 1])
         assert loop.round() == [0, 1, 2]
         assert len(loop.rows[0]) > len(rows[2])
@@ -72,7 +72,7 @@ def test_a_row_in_the_place_of_another_keeps_what_they_have_in_common(monkeypatc
             pass
         del fed[:]
         row = [*shots, 9, 9]
-        loop.replace(0, list(row), 20, 2)
+        loop.replace([0], [list(row)], [20], [2])
         assert fed == [(31 - 29, 1)]  # of the target, whose cache knows the examples
         loop.round()
         assert fed == [(31 - 29, 1), (31, 1)]  # and of the draft
@@ -87,7 +87,8 @@ def test_a_row_that_a_level_cannot_draft_for_is_refused_before_anything_changes(
         loop = captured_loop("small")
         loop.rounds.drafters[0].max_positions = 40
         loop.admit([[5, 6]], [30], [0])
-        for join in (lambda: loop.admit([[5], [5] * 20], [20, 21], [1, 2]), lambda: loop.replace(0, [5] * 20, 21, 1)):
+        for join in (lambda: loop.admit([[5], [5] * 20], [20, 21], [1, 2]),
+                     lambda: loop.replace([0], [[5] * 20], [21], [1])):
             with pytest.raises(ValueError, match=r"may reach 41 .* level small sees 40 tokens, rows may have 41"):
                 join()
         assert (loop.rows, loop.numbers, loop.lengths) == ([[5, 6]], [0], [32])
@@ -105,7 +106,8 @@ def test_without_memory_for_a_row_that_joins_all_rows_are_left_to_go_on(monkeypa
         loop.round()
         rows = [list(row) for row in loop.rows]
         monkeypatch.setattr(CapturedChain, "grow", full)
-        join = {"admit": lambda: loop.admit([[9, 9]], [5], [2]), "replace": lambda: loop.replace(0, [9] * 16, 5, 2)}
+        join = {"admit": lambda: loop.admit([[9, 9]], [5], [2]),
+                "replace": lambda: loop.replace([0], [[9] * 16], [5], [2])}  # fmt: skip
         with pytest.raises(NoRoom, match=r"no memory for \d+ tokens in each of \d rows \(CUDA out of memory") as error:
             join[joins]()
     left = error.value.left

@@ -112,7 +112,7 @@ class Serving:
         for r in range(len(loop.rows)):
             if r not in going and rng.random() < 0.6:
                 row, budget, number, rule = self.new()
-                loop.replace(r, row, budget, number)
+                loop.replace([r], [row], [budget], [number])
                 self.rules[r] = rule
                 going.append(r)
         keep = sorted(going) if rng.random() < 0.7 else rng.sample(going, len(going))
@@ -196,7 +196,7 @@ def test_a_row_joins_in_the_pass_that_checks_the_others(path):
         assert serving.loop.drafted[1] == 0  # the cast writes into the target's cache, where the prompt was not yet
         assert len(serving.loop.rows[1]) == 10
         serving.rules[0] = RowRule(VOCAB, prompt_length=7)
-        serving.loop.replace(0, [9] * 7, 40, 2)
+        serving.loop.replace([0], [[9] * 7], [40], [2])
         serving.loop.round()
     assert serving.loop.drafted[0] == 0
     assert serving.loop.drafted[1] > 0

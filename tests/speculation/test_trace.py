@@ -278,7 +278,7 @@ def test_rows_that_join_a_replay_draft_nothing_and_disturb_nobody(depth):
                 emit=lambda numbers, kept, verdict: heard.append([len(tokens) for tokens in kept]))
     loop.start([[1], [1]], [5, 1])
     assert loop.round() == [0]
-    loop.replace(1, [2, 3], 4, 2)
+    loop.replace([1], [[2, 3]], [4], [2])
     loop.admit([[3]], [2], [3])
     assert loop.round() == [0, 1, 2]
     assert loop.drafted == [3, 0, 0]

@@ -18,6 +18,7 @@ from ...speculation.stats import LevelStats, SpeculationStats
 from ..call import Call, check
 from ..hook import prepare_call
 from ..processing import Prompts, Stopping, split_processors
+from .repeated import Repeated
 
 _OWN = ("seed", "streamer", "id")
 _LENGTHS = ("max_length", "max_new_tokens")
@@ -162,6 +163,7 @@ class Preparation:
 
     def __init__(self, model: PreTrainedModel, tokenizer, vocab_size: int, defaults: dict):
         self.model, self.tokenizer, self.vocab_size, self.defaults = model, tokenizer, vocab_size, defaults
+        self._repeated = Repeated()
 
     def checked(self) -> Preparation:
         """Itself; TypeError or ValueError for arguments of the stream that are invalid for every request."""
@@ -188,7 +190,10 @@ class Preparation:
                     f"attention_mask has shape {list(mask.shape)} and input_ids {list(ids.shape)}: one flag per token "
                     "is needed"
                 )
-        call = self._call(ids, options)
+        call = self._repeated.call(ids, options)
+        if call is None:
+            call = self._call(ids.to(self.model.device), options)
+            self._repeated.keep(options, call)
         prompts = check(self.model, call)
         stop = Stopping(call.criteria, prompts)
         row = list(prompts.rows[0])
@@ -215,7 +220,7 @@ class Preparation:
         return RowRule(self.vocab_size, prompt_length=length, seed=seed, warp=warp, process=process, ends=ends)
 
     def _input_ids(self, prompt: Any) -> Tensor:
-        """int64 `[1, n]` on the target's device."""
+        """int64 `[1, n]`, where the user has them."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError("a request is a string: pass generate_stream the target's tokenizer, or token ids")
@@ -228,7 +233,7 @@ class Preparation:
                 f"a request's input_ids are {ids.dtype} of shape {list(ids.shape)}: one prompt of integer token ids "
                 "is expected, [n] or [1, n]; make a request of every row of a batch"
             )
-        return ids.to(self.model.device, torch.long)
+        return ids.long()
 
     def _merged(self, options: dict) -> dict:
         """The stream's defaults beneath a request's options; a generation_config of the request is above defaults."""

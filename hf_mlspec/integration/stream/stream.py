@@ -207,7 +207,7 @@ class _Stream:
         """torch.OutOfMemoryError for a row for which, beside those that are live, there is no room."""
         rows = [*(other.row for other in self.live.values()), one.row]
         engines = [self.chain.target.runner, *self.chain.runners]
-        require_memory(engines, len(rows), one.prompts.input_ids.device, longest=max(map(len, rows)))
+        require_memory(engines, len(rows), self.model.device, longest=max(map(len, rows)))
 
     def _place(self, going: list[int], joining: list[int]) -> None:
         """Those that go on and those that join become the rows of the loop, or of a new one."""
@@ -231,9 +231,10 @@ class _Stream:
         loop, left = self.loop, set(range(len(self.loop.rows))) - set(going)
         free = sorted(r for r in left if loop.numbers[r] not in self.spoiled)  # a masked NaN is still a NaN
         with torch.inference_mode():
-            for r, number in zip(free, joining, strict=False):
-                one = self.live[number]
-                loop.replace(r, one.row, one.budget, number)
+            places = free[: len(joining)]
+            new = [self.live[number] for number in joining[: len(free)]]
+            loop.replace(places, [one.row for one in new], [one.budget for one in new], joining[: len(free)])
+            for r, one in zip(places, new, strict=True):
                 self.rules[r] = one.rule
             taken, more = free[: len(joining)], [self.live[number] for number in joining[len(free) :]]
             keep = sorted([*going, *taken])

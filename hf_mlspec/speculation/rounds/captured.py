@@ -19,7 +19,7 @@ from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
 from .program import NOT_CHECKED, RoundProgram
-from .reading import Reading, read
+from .reading import Reading, by_length, read
 from .report import told
 from .rounds import NoRoom
 
@@ -71,7 +71,8 @@ class CapturedRounds:
             drafter.stats.reset()
         self._ends, self._rooms = list(ends), [end - len(row) for row, end in zip(rows, ends, strict=True)]
         self.reading.start(len(rows))
-        self.places = self._join(rows, ends, numbers, list(range(len(rows))), cached)
+        self.places = by_length(rows, list(range(len(rows))))
+        self._join(rows, ends, numbers, self.places, [cached] * len(rows))
         if self.planning is not None:
             self.planning.start(len(rows))
         if self.script is not None:
@@ -89,7 +90,9 @@ class CapturedRounds:
         self._make_room_for(len(self.places) + len(rows), max(map(len, rows), default=0))
         taken = set(self.places)
         free = [place for place in range(self.bucket) if place not in taken]
-        self.places += self._join(rows, ends, numbers, free, 0)
+        places = by_length(rows, free)
+        self._join(rows, ends, numbers, places, [0] * len(rows))
+        self.places += places
         self._ends += ends
         self._rooms += [end - len(row) for row, end in zip(rows, ends, strict=True)]
         self.reading.admit(len(rows))
@@ -98,18 +101,19 @@ class CapturedRounds:
         if self._planned:
             self.planning.admit(len(rows))
 
-    def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
-        """Prefill a row in the place of another; the target keeps what they have in common (invariant 3)."""
+    def replace(self, places: list[int], rows: Rows, ends: list[int], numbers: list[int], common: list[int]) -> None:
+        """Prefill rows in the places of others; the target keeps what they have in common (invariant 3)."""
         self._end_round()
-        self._make_room_for(len(self.places), len(row))
-        # The last token of a row is in no cache yet.
-        self._join([row], [end], [number], [self.places[r]], min(max(common - 1, 0), len(row) - 1))
-        self._ends[r], self._rooms[r] = end, end - len(row)
-        self.reading.replace(r)
-        if self._reported is not None:
-            self._reported[r] = None
-        if self._planned:
-            self.planning.replace(r)
+        self._make_room_for(len(self.places), max(map(len, rows)))
+        kept = [min(max(same - 1, 0), len(row) - 1) for same, row in zip(common, rows, strict=True)]
+        self._join(rows, ends, numbers, [self.places[r] for r in places], kept)
+        for r, row, end in zip(places, rows, ends, strict=True):
+            self._ends[r], self._rooms[r] = end, end - len(row)
+            self.reading.replace(r)
+            if self._reported is not None:
+                self._reported[r] = None
+            if self._planned:
+                self.planning.replace(r)
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows; where half of the places would be idle, rows move to the first ones."""
@@ -226,18 +230,15 @@ class CapturedRounds:
         rooms = [max(end - n - 1, 0) for end, n in zip(self._ends, lengths, strict=True)]
         return Situation(rooms, sum(lengths) / len(rows), self.reading.missing(lengths, self.program))
 
-    def _join(self, rows: Rows, ends: list[int], numbers: list[int], free: list[int], cached: int) -> list[int]:
-        """Load rows into free places, the target's cache holding `cached` tokens of each there; the place of each.
-        Levels read them before the first round that they take part in."""
+    def _join(self, rows: Rows, ends: list[int], numbers: list[int], places: list[int], cached: list[int]) -> None:
+        """Load rows into their places, where the target's cache holds `cached` tokens of each; levels read later."""
         if not rows:
-            return []
-        # Prompts in order of falling length take the fewest steps to prefill.
-        order = sorted(range(len(rows)), key=lambda r: -len(rows[r]))
-        places, lines = free[: len(rows)], [rows[r] for r in order]
+            return
+        order = sorted(range(len(rows)), key=places.__getitem__)
+        at, lines = [places[r] for r in order], [rows[r] for r in order]
         until = [min(ends[r], self.chain.slots) for r in order]
-        self.chain.state.load(places, lines, until, [numbers[r] for r in order])
-        read(self.chain.levels[0], places, [row[:-1] for row in lines], [cached] * len(lines))
-        return [places[order.index(r)] for r in range(len(rows))]
+        self.chain.state.load(at, lines, until, [numbers[r] for r in order])
+        read(self.chain.levels[0], at, [row[:-1] for row in lines], [cached[r] for r in order])
 
     def _end(self, r: int) -> int:
         """The length row r may reach in the chain as it is now."""
@@ -347,4 +348,3 @@ class CapturedRounds:
         checker = self.checkers[level]
         if checker.on_check is not None:
             checker.on_check(drafted, accepted, alive)
-

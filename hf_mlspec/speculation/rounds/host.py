@@ -66,15 +66,16 @@ class HostRounds:
         self._ready += [not self._waits] * len(rows)
         self._ends += ends
 
-    def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
+    def replace(self, places: list[int], rows: Rows, ends: list[int], numbers: list[int], common: list[int]) -> None:
         """What both rows begin with stays in the cache of a compiled target: it would write the same bits again
         (invariant 3)."""
         runner = self.target.runner
-        common = min(runner.lengths[r], common) if runner.can.bit_exact else 0
-        for level in self._levels():
-            level.replace(r)
-        runner.lengths[r] = common
-        self._ready[r], self._ends[r] = not self._waits, end
+        for r, end, same in zip(places, ends, common, strict=True):
+            kept = min(runner.lengths[r], same) if runner.can.bit_exact else 0
+            for level in self._levels():
+                level.replace(r)
+            runner.lengths[r] = kept
+            self._ready[r], self._ends[r] = not self._waits, end
 
     def select(self, keep: list[int]) -> None:
         for level in self._levels():

@@ -97,3 +97,10 @@ def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int], dr
         steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window)
         first = last
     return steps
+
+def by_length(rows: Rows, free: list[int]) -> list[int]:
+    """A place for each row: prompts in order of falling length take the fewest steps to prefill."""
+    places = [0] * len(rows)
+    for place, r in zip(free, sorted(range(len(rows)), key=lambda r: -len(rows[r])), strict=False):
+        places[r] = place
+    return places

@@ -32,8 +32,8 @@ class Rounds(Protocol):
     def admit(self, rows: Rows, ends: list[int], numbers: list[int]) -> None:
         """These rows join behind the others. NoRoom where there is no memory for them."""
 
-    def replace(self, r: int, row: list[int], end: int, number: int, common: int) -> None:
-        """Another row takes the place of row r; the first `common` tokens of both are the same. NoRoom as `admit`."""
+    def replace(self, places: list[int], rows: Rows, ends: list[int], numbers: list[int], common: list[int]) -> None:
+        """Other rows take the places of these; the first `common` tokens of both are the same. NoRoom as `admit`."""
 
     def select(self, keep: list[int]) -> None:
         """Go on with the rows of these indices only, in this order."""
