@@ -10,10 +10,12 @@ of two chains are kept, the target alone takes turns with one contender at a tim
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any
@@ -24,7 +26,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
-from hf_mlspec.demo_pair import demo_prompts
 
 _ALONE = "alone"
 _TO_LEARN = 6  # calls that are not counted: costs are measured, plans found, and on a GPU graphs captured
@@ -98,7 +99,8 @@ def read(args: argparse.Namespace) -> tuple[PreTrainedModel, list[torch.Tensor],
     how = {"dtype": getattr(torch, args.dtype), "device_map": args.device}
     target, draft = (AutoModelForCausalLM.from_pretrained(folder, **how).eval() for folder in folders)
     tokenizer = AutoTokenizer.from_pretrained(folders[0])
-    prompts = [tokenizer(one["text"], return_tensors="pt").input_ids.to(args.device) for one in demo_prompts()]
+    told = json.loads((Path(hf_mlspec.demo_pair()[0]).parent / "prompts.json").read_text(encoding="utf-8"))
+    prompts = [tokenizer(one["text"], return_tensors="pt").input_ids.to(args.device) for one in told]
     return target, prompts, {_ALONE: [], "draft": [draft], "mxfp4 and draft": ["mxfp4", draft]}
 
 

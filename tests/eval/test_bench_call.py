@@ -6,6 +6,8 @@ import pytest
 import torch
 from programs import program
 
+from hf_mlspec.speculation.stats import SpeculationStats
+
 
 @pytest.fixture
 def bench(from_the_root):
@@ -27,11 +29,8 @@ def test_levels_are_compared_prompt_by_prompt(bench):
 
 
 def test_other_ids_are_counted(bench, monkeypatch):
-    class Stats:
-        plans = {}
-
     monkeypatch.setattr(bench, "call", lambda model, ids, levels, tokens, clock: (1.0, ids + len(levels)))
-    monkeypatch.setattr(bench.hf_mlspec, "last_stats", lambda model: Stats)
+    monkeypatch.setattr(bench.hf_mlspec, "last_stats", lambda model: SpeculationStats())
     prompts, contenders = [torch.zeros(1, 3)], {"alone": [], "draft": ["one"]}
     found = bench.take_turns(None, prompts, contenders, 8, 2, None)
     assert found.seconds == {"alone": [1.0, 1.0], "draft": [1.0, 1.0]}

@@ -68,7 +68,7 @@ class Level:
 class Target:
     """Has read all rows but for the last token."""
 
-    lengths = [8]
+    lengths = (8,)
 
 
 class Told:

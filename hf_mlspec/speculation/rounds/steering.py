@@ -169,7 +169,7 @@ class Steering:
 
     def _waits(self, rooms: list[int]) -> bool:
         """Whether nothing could be drafted yet, as the target first reads the prompts."""
-        return self.openings is not None and self.choice is None and not any(rooms)
+        return self.controller is None and self._first is None and self.openings is not None and not any(rooms)
 
     def _opens(self, rows: Rows, rooms: list[int]) -> bool:
         """Whether the coming round is of the plan that the call began with."""
