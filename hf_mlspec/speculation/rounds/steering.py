@@ -21,6 +21,7 @@ from ..stats import SpeculationStats
 
 _CHOOSING = 0.05  # of the time of the rounds before the first choice of a call that began without one;
 _MOST_ROUNDS = 64  # so many rounds at most
+_NO_REST = (0, 0, 0.0, 0.0)
 _LATE = 4  # tokens a row may lack for a round to count as one like all others
 
 
@@ -56,7 +57,8 @@ class Steering:
         self.failed = False
         self._usual = False
         self._resting = False  # the last round was of "off", as the coming ones are until there is another choice:
-        self._rested = (0, 0.0)  # how many the controller was not told of, and their seconds
+        self._rested = _NO_REST  # how many were not told of yet, their tokens and seconds, and those within limits
+        self._off_seconds = 0.0  # expected of each
         self._told: Plan | None = None
         self._like: tuple | None = None  # what the call has in common with others that begin as it does
         self._first: Choice | None = None  # what it began with, and for how many rounds more:
@@ -115,13 +117,13 @@ class Steering:
         """What the round did, and how long it took."""
         if self.failed:
             return
+        if self._resting:
+            self._rest(len(accepted) + sum(accepted), seconds)
+            return
         if self.choice is None:  # there was nothing to choose
             stats.of_plan("off").rounds += 1
             return
         choice, tokens = self.choice, len(accepted) + sum(accepted)
-        if self._resting:
-            self._rest(tokens, seconds)
-            return
         plan, windowed = self._plan()
         if any(drafted):
             self._proved.update(plan.active)
@@ -139,23 +141,26 @@ class Steering:
             self._question(choice, tokens, seconds)
         else:
             self._counts.rounds += 1
-        self._resting = usual and not plan.active and not choice.trial
+        self._resting, self._off_seconds = usual and not plan.active and not choice.trial, forecast.seconds
         self._usual = True  # unless what comes next is new
 
     def settle(self) -> None:
-        """Tell the controller of rounds of "off" that it was not told of: all at once, as each takes as little as a
-        twentieth of a small model's pass."""
-        rounds, seconds = self._rested
-        self._resting, self._rested = False, (0, 0.0)
+        """Count rounds of "off", and tell the controller of them: all at once, as each takes as little as a twentieth
+        of a small model's pass."""
+        rounds, tokens, seconds, limited = self._rested
+        self._resting, self._rested = False, _NO_REST
         if rounds:
-            self._tell(lambda controller: controller.observe_off(rounds, seconds))
+            choice = self.choice
+            expected = rounds * choice.forecast.tokens, rounds * choice.forecast.seconds
+            self._counts.count(tokens, seconds, *expected, tokens / choice.off_speed, rounds)
+            self._tell(lambda controller: controller.observe_off(rounds, limited))
 
     def _rest(self, tokens: int, seconds: float) -> None:
-        """Count a round of "off"; the controller is told later, of a clock that jumps as of a factor of two."""
-        choice, forecast = self.choice, self.choice.forecast
-        self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, tokens / choice.off_speed)
-        rounds, before = self._rested
-        self._rested = rounds + 1, before + min(max(seconds, 0.5 * forecast.seconds), 2.0 * forecast.seconds)
+        """One more round of "off"; the controller will be told of a clock that jumps as of a factor of two."""
+        rounds, before, taken, limited = self._rested
+        usual = self._off_seconds
+        limited += min(max(seconds, 0.5 * usual), 2.0 * usual)
+        self._rested = rounds + 1, before + tokens, taken + seconds, limited
 
     def fail(self, error: Exception) -> None:
         """A level raised. One that drafted before is given up, with one warning: the target goes on alone; the error
