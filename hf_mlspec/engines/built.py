@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from .architecture import CPU
 from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
+_VERSION = attrgetter("_version")
 _building = threading.Lock()  # threads that ask for the same decoder get one
 # Held while a graph is captured, and where somebody waits for a whole device, which would spoil the capture.
 capturing = threading.Lock()
@@ -69,8 +71,9 @@ class Walk:
 
     def __init__(self, model: nn.Module):
         self.model, self.modules = model, modules_of(model)
-        own = [p for module in self.modules for p in module._parameters.values() if p is not None]
-        self.parameters: list[nn.Parameter] = list({id(p): p for p in own}.values())
+        held = [own for module in self.modules if (own := module._parameters)]
+        own = [p for some in held for p in some.values() if p is not None]
+        self.parameters: list[nn.Parameter] = list(dict(zip(map(id, own), own, strict=True)).values())
 
     @cached_property
     def weights(self) -> tuple:
@@ -78,7 +81,16 @@ class Walk:
 
         What was made in inference mode counts no changes; assigning to `.data` does not change that.
         """
-        return tuple([(p.data_ptr(), changes_of(p)) for p in self.parameters])
+        try:
+            changes = tuple(map(_VERSION, self.parameters))
+        except RuntimeError:  # some of them count none
+            changes = tuple(map(changes_of, self.parameters))
+        return tuple(map(Tensor.data_ptr, self.parameters)), changes
+
+    def of_kind(self, kind: type | tuple[type, ...]) -> list[nn.Module]:
+        """The modules of these classes."""
+        kinds = {own for own in set(map(type, self.modules)) if issubclass(own, kind)}
+        return [module for module in self.modules if type(module) in kinds] if kinds else []
 
 
 _walks: ContextVar[dict[int, Walk] | None] = ContextVar("walks", default=None)
@@ -157,32 +169,39 @@ def standing(model: nn.Module) -> tuple:
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
     walk = walk_of(model)
-    modules = [
-        (type(m), (own := vars(m))["training"], not own["_forward_hooks"], not own["_forward_pre_hooks"],
-         "forward" in own)
-        for m in walk.modules
-    ]  # fmt: skip
-    packed = [m for m in walk.modules if isinstance(m, PackedLinear)]
+    own = list(map(vars, walk.modules))
+    modules = (
+        tuple(map(type, walk.modules)),
+        tuple([has["training"] for has in own]),
+        tuple([place for place, has in enumerate(own) if has["_forward_hooks"]]),
+        tuple([place for place, has in enumerate(own) if has["_forward_pre_hooks"]]),
+        tuple([place for place, has in enumerate(own) if "forward" in has]),
+    )
+    packed = walk.of_kind(PackedLinear)
     multiply = [switch.in_force for switch in {id(m.switch): m.switch for m in packed}.values()]
     transforms = [
         (m.transform, *[(tensor.data_ptr(), changes_of(tensor)) for tensor in m.transform_tensors().values()])
-        for m in walk.modules
-        if isinstance(m, PackedLinear | TransformedLinear) and m.transform is not NONE
+        for m in walk.of_kind((PackedLinear, TransformedLinear))
+        if m.transform is not NONE
     ]
-    places = [p.device for p in walk.parameters]
-    vectors: dict[torch.dtype, list[torch.Tensor]] = {}
-    for p, place in zip(walk.parameters, places, strict=True):
-        if place.type == "cpu" and p.ndim == 1:
-            vectors.setdefault(p.dtype, []).append(p.data)
-    held = [torch.cat(some).view(torch.uint8).numpy().tobytes() for some in vectors.values()]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
     said = directed, cache_format_of(model), *multiply
-    return said, tuple(modules), tuple(places), walk.weights, hash(tuple(held)), tuple(transforms)
+    places = tuple([p.device for p in walk.parameters])
+    return said, modules, places, walk.weights, _held(walk.parameters), tuple(transforms)
+
+
+def _held(parameters: list[nn.Parameter]) -> int:
+    """A hash of what vectors on the CPU hold."""
+    vectors: dict[torch.dtype, list[Tensor]] = {}
+    for p in parameters:
+        if p.ndim == 1 and p.is_cpu:
+            vectors.setdefault(p.dtype, []).append(p.data)
+    return hash(tuple([torch.cat(some).view(torch.uint8).numpy().tobytes() for some in vectors.values()]))
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:
     """Those of a model's packed layers, each once."""
-    return list({id(m.switch): m.switch for m in walk_of(model).modules if isinstance(m, PackedLinear)}.values())
+    return list({id(m.switch): m.switch for m in walk_of(model).of_kind(PackedLinear)}.values())
 
 
 def bit_choices(model: nn.Module) -> tuple[Bits, ...]:

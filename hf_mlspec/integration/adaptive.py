@@ -16,14 +16,14 @@ from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
 from ..speculation.fixed_rounds import FixedExpectations
 from ..speculation.fixed_shapes import Captures, FixedController
-from ..speculation.memory import LevelCosts, Memory
+from ..speculation.memory import LevelCosts, Memory, Openings
 from ..speculation.plans import MOST_LEVELS, Situation, names_of
 from ..speculation.rounds.steering import inside
 from ..speculation.shelf import Outlook, Shelf, Shelving
 from ..speculation.stats import SpeculationStats
 from .config import DRAFT_WINDOW, SpeculationConfig
 from .costs.learned import learned_of, write_what_is_due
-from .costs.probe import costs_of
+from .costs.probe import costs_of, is_due, next_check
 from .levels.resolve import Level
 from .levels.wiring import Wiring
 
@@ -44,8 +44,13 @@ def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
     if wiring.chooses:
         chain.controller = partial(controller_of, wiring, levels, chain, settings)
         chain.seen = _seen_by_choice(wiring, chain)
+        key = _key(wiring, levels, chain, settings)
+        if chain.target.runner.can.bit_exact:  # else plans follow counts, and a call repeats itself
+            chain.openings = wiring.state.openings.setdefault(key, Openings())
+            if is_due(chain.openings.due):
+                chain.openings.doubt()
         if chain.target.runner.can.capturable:
-            shelf = wiring.state.shelved.setdefault(_key(wiring, levels, chain, settings), Shelf())
+            shelf = wiring.state.shelved.setdefault(key, Shelf())
             chain.shelving = Shelving(shelf, partial(_outlook, wiring, levels, chain, settings))
     return chain
 
@@ -69,6 +74,8 @@ def controller_of(
     how = {"by_clock": exact, "memory": memory, "seen": chain.seen}
     if captures is None:
         made = Controller(own, told, **how)
+        if chain.openings is not None:
+            chain.openings.due = next_check([target, *filter(None, chain.runners)], replayed=False)
     else:
         made = FixedController(own, told, captures=captures, **how)
         chain.waiting = made.waiting

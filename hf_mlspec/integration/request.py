@@ -186,7 +186,8 @@ def check_model(model: nn.Module, name: str) -> None:
         raise TypeError(f"{name} ({kind}) is no causal language model: load it with AutoModelForCausalLM")
     config = model.config.get_text_config()
     walk = walk_of(model)
-    if config is model.config and any([vars(module).get("is_causal") is False for module in walk.modules]):
+    told = [own["is_causal"] for own in map(vars, walk.modules) if "is_causal" in own]
+    if config is model.config and any([one is False for one in told]):
         raise TypeError(
             f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language model"
         )

@@ -23,6 +23,7 @@ class ModelState:
     costs: by engine, bits and threads, what a forward pass costs. checks: by the same, when that is timed again.
     memories: by a chain's levels, what its controller learned in earlier calls. learned: by the same, the file that
         keeps this for other processes. shelved: by the same, what is known of calls that left the levels out.
+        openings: by the same, what calls begin with.
     chains: captured rounds of this target, the one used last behind the others.
     last_stats: the counts of its last call of generate with levels.
     warnings: those already given.
@@ -38,6 +39,7 @@ class ModelState:
     memories: dict[tuple, Any] = field(default_factory=dict)
     learned: dict[tuple, Any] = field(default_factory=dict)
     shelved: dict[tuple, Any] = field(default_factory=dict)
+    openings: dict[tuple, Any] = field(default_factory=dict)
     chains: list[Any] = field(default_factory=list)
     last_stats: Any = None
     warnings: set[str] = field(default_factory=set)
@@ -47,6 +49,7 @@ class ModelState:
         self.decoders.clear()
         self.costs.clear()
         self.checks.clear()
+        self.openings.clear()
 
     def clear(self) -> None:
         """Free everything, except that a prepared model stays prepared and keeps its decoders."""
@@ -58,6 +61,7 @@ class ModelState:
         self.memories.clear()
         self.learned.clear()
         self.shelved.clear()
+        self.openings.clear()
         self.chains.clear()
         self.last_stats = None
         self.warnings.clear()

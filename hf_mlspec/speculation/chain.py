@@ -16,6 +16,7 @@ from .draft import Drafter, Rows
 from .drafters.checked import CheckedDrafter
 from .drafters.model import ModelDrafter
 from .loop import Emit, Loop, Stop
+from .memory import Openings
 from .rounds.host import HostRounds
 from .rounds.steering import Steering
 from .sampling import Sampler
@@ -51,6 +52,7 @@ class Chain:
     level with a model. joined: per level whether it speaks the vocabulary of the level above. controller: makes what
     chooses the lengths of drafts, for captured rounds if it is given their graphs; None: they are always the most
     there may be. seen: slots that a draft window leaves in view where the controller may choose one, 0: it may not.
+    openings: what calls begin with in rounds of the host, None: they choose.
     steering: that controller at work, in the rounds of the host that were made last. waiting: levels of which
     nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out levels
     that cannot be captured, where lengths are chosen and the target alone can.
@@ -67,6 +69,7 @@ class Chain:
     controller: Callable[..., Controller] | None = None
     steering: Steering | None = field(default=None, init=False)
     seen: int = field(default=0, init=False)
+    openings: Openings | None = field(default=None, init=False)
     waiting: set[int] = field(default_factory=set, init=False)
     shelving: Shelving | None = field(default=None, init=False)
 
@@ -96,7 +99,8 @@ class Chain:
     def host_rounds(self, device: torch.device) -> HostRounds:
         """Rounds of this chain on the host, drafts on `device`."""
         if self.controller is not None:
-            self.steering = Steering(self.controller, self.levels, self.runners, self.target.runner)
+            given = self.controller, self.levels, self.runners, self.target.runner
+            self.steering = Steering(*given, self.seen, self.openings)
         options = {"num_draft_tokens": self.num_draft_tokens, "device": device}
         return HostRounds(self.target, self.drafter, **options, steering=self.steering)
 

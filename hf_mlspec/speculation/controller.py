@@ -37,7 +37,6 @@ _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 1  # and less where earlier calls told
 _LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
-_SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected seconds: that it may take longer, and in sum until that is news
 _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part
@@ -173,8 +172,8 @@ class Controller:
         took = self._took(choice, seconds if usual and not choice.switched else None)
         choice.switched = False
         expected = choice.forecast
-        self._lost = max(self._lost + took - _SLACK * expected.seconds - committed / expected.speed, 0.0)
-        if choice.plan.active and self._lost > _SURPRISE * expected.seconds:  # slow rounds of "off": a busy machine
+        self._lost = expected.lost(self._lost, committed, took)
+        if choice.plan.active and expected.surprises(self._lost):  # slow rounds of "off": a busy machine
             self._surprised()
         self.memory.spare += _TRIAL_SHARE * took
         if choice.trial:

@@ -17,6 +17,7 @@ from .estimates import MOST, SURE, PairEstimate, reach
 from .memory import LevelCosts, Memory
 from .plans import LENGTHS, TARGET, Cells, Plan, cells_of
 
+_SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected seconds: that it may take longer, and in sum until that is news
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
@@ -39,6 +40,14 @@ class Forecast(Generic[Numbers]):
     def speed(self) -> Numbers:
         """Tokens a second."""
         return self.tokens / self.seconds
+
+    def lost(self, before: float, tokens: int, seconds: float) -> float:
+        """Seconds that rounds lost beyond what was expected for their tokens, after one more of so many."""
+        return max(before + seconds - _SLACK * self.seconds - tokens / self.speed, 0.0)
+
+    def surprises(self, lost: float) -> bool:
+        """Whether the plan is to be questioned because so many were lost."""
+        return lost > _SURPRISE * self.seconds
 
 
 class Expectations:

@@ -1,18 +1,25 @@
-"""What is known of a chain: the costs of its levels, how often their drafts are kept, and how long rounds took?"""
+"""What is known of a chain: the costs of its levels, how often their drafts are kept, how long rounds took, and which
+plan calls begin with?"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from .costs import PassCosts
 from .estimates import Counted, PairEstimate
 from .plans import LENGTHS, TARGET, Plan
 
+if TYPE_CHECKING:
+    from .search import Choice
+
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
 _MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
+_MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
 _BITS = [length.bit_length() for length in LENGTHS]
 
 
@@ -169,3 +176,46 @@ def _index(at: int, levels: int) -> int:
     if type(at) is not int or not TARGET <= at < levels:
         raise ValueError(f"level {at!r} of {levels}")
     return at
+
+
+@dataclass
+class Opening:
+    """What calls of one kind begin with. calls: that did so since it was chosen; until: how many may."""
+
+    choice: Choice
+    calls: int = 0
+    until: int = 1
+
+
+@dataclass
+class Openings:
+    """What the calls of a chain begin with, so that a short one need not choose.
+
+    found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose. due:
+    when costs are to be timed again, so that the next call makes a controller.
+    """
+
+    found: dict[tuple, Opening] = field(default_factory=dict)
+    choosing_seconds: float = 0.0
+    due: float = math.inf
+
+    def begin(self, like: tuple) -> Choice | None:
+        """What a call is to begin with; None where it is to choose: as the first one, and one in so many after it."""
+        one = self.found.get(like)
+        if one is None or one.calls >= one.until:
+            return None
+        one.calls += 1
+        return replace(one.choice, limits=list(one.choice.limits))
+
+    def learn(self, like: tuple, choice: Choice, seconds: float) -> None:
+        """A call of this kind has chosen, which took so many seconds. Where it chose the same levels as the one before
+        it, twice as many calls go on with that."""
+        before, self.choosing_seconds = self.found.get(like), seconds
+        same = before is not None and before.choice.plan.active == choice.plan.active
+        self.found[like] = Opening(choice, until=min(2 * before.until, _MOST_CALLS) if same else 1)
+
+    def doubt(self, like: tuple | None = None) -> None:
+        """The next call of this kind is to choose; None: of every kind."""
+        for key, one in list(self.found.items()):
+            if like in (None, key):
+                one.calls = one.until

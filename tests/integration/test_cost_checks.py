@@ -87,3 +87,20 @@ def test_where_plans_follow_counts_costs_stay(model, cache, timed):
     timed.update(clock=1000.0, seconds=0.0001)
     call(model, engine="modules")
     assert timed["checked"] == 0
+
+
+def test_costs_of_captured_rounds_are_timed_again_too(model, cache, timed):
+    """Rounds as a device replays them begin with what earlier calls chose: one of the next few makes a controller."""
+    expected = call(model, engine="cuda")
+    assert (timed["checked"], timed["measured"]) == (0, 2)
+    timed.update(clock=100.0, seconds=0.0001)
+    assert all(call(model, engine="cuda") == expected for _ in range(10))
+    assert (timed["checked"], timed["measured"]) == (2, 4)
+    assert kept_seconds(model, cache) == ({0.0001}, {0.0001})
+
+
+def test_a_check_that_took_long_is_not_soon_repeated(monkeypatch):
+    monkeypatch.setattr(probe, "monotonic", lambda: 50.0)
+    check = probe.Check(due=50.0, wait=2.0)
+    check.again(seconds=1.0)
+    assert check.due >= 50.0 + 400.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,8 +41,9 @@ class Check:
         wait = max(_FIRST_CHECK, _CHECK_PASSES * costs.seconds[0] / _CHECK_SHARE)
         return cls(monotonic() + wait, wait)
 
-    def again(self) -> None:
-        self.wait *= _NEXT_CHECK
+    def again(self, seconds: float) -> None:
+        """It was done, which took so many seconds."""
+        self.wait = max(_NEXT_CHECK * self.wait, seconds / _CHECK_SHARE)
         self.due = monotonic() + self.wait
 
 
@@ -72,27 +74,39 @@ def costs_of(
             keep(engine, found, target, replayed)
         else:
             state_of(engine.model).costs[_state_key(engine, replayed)] = found
-    if not replayed and target.can.bit_exact:  # other engines repeat themselves: their costs stay as they are
+    if target.can.bit_exact:  # other engines repeat themselves: their costs stay as they are
         for engine in engines:
-            _check(engine, target, budget=_BUDGET / len(engines), prepare=prepare)
+            _check(engine, target, budget=_BUDGET / len(engines), prepare=prepare, replayed=replayed)
     return [_kept(engine, replayed) for engine in engines]
 
 
-def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool) -> None:
+def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool) -> None:
     """Where it is due, time a pass of one token; costs that turn out to be less are measured anew, all of them."""
-    checks, key, kept = state_of(engine.model).checks, _state_key(engine, False), _kept(engine, False)
+    checks, key, kept = state_of(engine.model).checks, _state_key(engine, replayed), _kept(engine, replayed)
     check = checks.get(key)
     if check is None:
         checks[key] = Check.of(kept)
         return
-    if monotonic() < check.due:
+    if not is_due(check.due):
         return
-    check.again()
-    again = measured(engine, budget=0.0, repeats=2, tokens=(1, 2), prepare=prepare)
+    begin, how = monotonic(), {"prepare": prepare, "replayed": replayed}
+    again = measured(engine, budget=0.0, repeats=2, tokens=(1, 2), **how)
     if again.seconds[0] < _DISTURBED * kept.seconds[0]:
-        found = measured(engine, budget=budget, prepare=prepare)
+        found = measured(engine, budget=budget, **how)
         if found.seconds[0] < kept.seconds[0]:
-            keep(engine, found, target)
+            keep(engine, found, target, replayed)
+    check.again(monotonic() - begin)
+
+
+def is_due(at: float) -> bool:
+    """Whether it is that late by the clock of checks."""
+    return monotonic() >= at
+
+
+def next_check(engines: Sequence[Engine], replayed: bool) -> float:
+    """When the costs of one of these engines are to be timed again, by the clock of checks; never: infinity."""
+    found = [state_of(engine.model).checks.get(_state_key(engine, replayed)) for engine in engines]
+    return min([check.due for check in found if check is not None], default=math.inf)
 
 
 def measured(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 from ...engines.engine import Engine
 from ...nn.state import say_once
@@ -12,20 +14,28 @@ from ..controller import Controller
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
 from ..drafters.cross_tokenizer import CrossTokenizerDrafter
-from ..plans import Plan, Situation
+from ..memory import Openings
+from ..plans import Plan, Situation, worth_a_window
+from ..search import Choice
 from ..stats import SpeculationStats
 
+_CHOOSING = 0.05  # of the time of the rounds before the first choice of a call that began without one;
+_MOST_ROUNDS = 64  # so many rounds at most
+_NO_REST = (0, 0, 0.0, 0.0)
 _LATE = 4  # tokens a row may lack for a round to count as one like all others
 
 
 class Steering:
     """A controller at work on a chain.
 
-    make: the controller, asked for when there are rows. levels: the outermost drafter of each, from the one below the
-    target down; runners: their engines, None for lookups. target: the target's engine.
-    """
+    make: the controller, asked for when there is something to choose. levels: the outermost drafter of each, from the
+    one below the target down; runners: their engines, None for lookups. target: the target's engine. seen: slots that
+    a draft window leaves in view, and plans have every level twice (`plans.Choices`); 0: there is none. openings: what
+    calls begin with, None: they choose.
 
-    controller: Controller
+    A call like an earlier one begins with what that chose, until its rounds have taken so long that choosing takes
+    little beside them, or bring less than expected; what they did, the controller is told when it is made.
+    """
 
     def __init__(
         self,
@@ -33,45 +43,56 @@ class Steering:
         levels: Sequence[Drafter],
         runners: Sequence[Engine | None],
         target: Engine,
+        seen: int = 0,
+        openings: Openings | None = None,
     ):
-        self.make, self.target = make, target
+        self.make, self.target, self.seen, self.openings = make, target, seen, openings
         self.levels, self.runners = list(levels), list(runners)
         self.names = [level.name for level in levels]
         self._checked = [_checked(level) for level in levels]
         self._proved: set[int] = set()  # levels that have drafted without an error
         self._read: list[list[int]] = []  # per level the tokens of every row that it has read, in the target's tokens
         self._lengths: list[int] = []  # of the rows when the round began
+        self.controller: Controller | None = None
         self.failed = False
-        self._usual = self._made = False
+        self._usual = False
         self._resting = False  # the last round was of "off", as the coming ones are until there is another choice:
-        self._rested = (0, 0.0)  # how many the controller was not told of, and their seconds
+        self._rested = _NO_REST  # how many were not told of yet, their tokens and seconds, and those within limits
+        self._off_seconds = 0.0  # expected of each
         self._told: Plan | None = None
+        self._like: tuple | None = None  # what the call has in common with others that begin as it does
+        self._first: Choice | None = None  # what it began with, and for how many rounds more:
+        self._rounds = 0
+        self._early: list[Callable[[Controller], None]] = []  # what a controller is to be told
+        self._lost = self._making = 0.0  # seconds: of early rounds, beyond those expected; of making the controller
+
+    @property
+    def choice(self) -> Choice | None:
+        """For the round under way; None before the first one."""
+        return self._first if self.controller is None else self.controller.choice
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
-        if self._made:
-            self.settle()
-            self._read = [[0] * rows for _ in self.levels]
+        self.settle()
+        self._read = [[0] * rows for _ in self.levels]
+        if self.controller is not None:
             self.controller.start(rows)
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""
-        if self._made:
-            self.settle()
+        if self._changes():
             self._read = [[line[r] for r in keep] for line in self._read]
             self.controller.select(keep)
 
     def admit(self, count: int) -> None:
         """So many rows join."""
-        if self._made:
-            self.settle()
+        if self._changes():
             self._read = [line + [0] * count for line in self._read]
             self.controller.admit(count)
 
     def replace(self, row: int) -> None:
         """Another row takes the place of one that ended."""
-        if self._made:
-            self.settle()
+        if self._changes():
             for line in self._read:
                 line[row] = 0
             self.controller.replace(row)
@@ -79,25 +100,16 @@ class Steering:
     def limits(self, rows: Rows, rooms: list[int]) -> list[int]:
         """Per row the tokens to draft in the coming round; the levels are set to draft them. rooms: tokens that a
         row may gain still, but the one that every round adds."""
-        if self.failed:
+        if self.failed or self._waits(rooms):
             return [0] * len(rows)
-        if not self._made:
-            self._begin(len(rows))
-        controller = self.controller
-        stays = controller.stay(len(rows))
+        stays = self._opens(rows, rooms) or self._made(len(rows)).stay(len(rows))
         if stays and self._resting:
             return [0] * len(rows)
         self.settle()
         self._lengths = list(map(len, rows))
         if not stays:
-            missing = [self._missing(index) for index in range(len(self.levels))]
-            told = missing * 2 if controller.seen else missing
-            controller.choose(Situation(rooms, sum(self._lengths) / len(rows), told))
-            plan = self._set()
-            drafting = [r for r, limit in enumerate(controller.limits) if limit]
-            unread = max((missing[index][r] for index in plan.active for r in drafting), default=0)
-            self._usual = max(unread, self._unread(rows)) <= _LATE and any(rooms)
-        return [min(limit, room) for limit, room in zip(controller.limits, rooms, strict=True)]
+            self._choose(rows, rooms)
+        return [min(limit, room) for limit, room in zip(self.choice.limits, rooms, strict=True)]
 
     def observe(
         self, stats: SpeculationStats, limits: list[int], drafted: list[int], accepted: list[int], seconds: float
@@ -105,43 +117,50 @@ class Steering:
         """What the round did, and how long it took."""
         if self.failed:
             return
-        controller = self.controller
-        forecast, tokens = controller.forecast, len(accepted) + sum(accepted)
         if self._resting:
-            self._rest(tokens, seconds)
+            self._rest(len(accepted) + sum(accepted), seconds)
             return
+        if self.choice is None:  # there was nothing to choose
+            stats.of_plan("off").rounds += 1
+            return
+        choice, tokens = self.choice, len(accepted) + sum(accepted)
         plan, windowed = self._plan()
         if any(drafted):
             self._proved.update(plan.active)
         for index in plan.active:
             lines = zip(self._lengths, limits, self._read[index], strict=True)
             self._read[index] = [n if limit else have for n, limit, have in lines]
-        controller.observe(limits, drafted, accepted, seconds, self._usual)
-        if controller.plan != self._told:
-            told = plan.told(self.names, controller.seen if windowed else 0)
-            self._told, self._counts = controller.plan, stats.of_plan(told)
-        if self._usual:
-            off = tokens / controller.off_speed
+        usual, forecast = self._usual, choice.forecast
+        self._tell(lambda controller: controller.observe(limits, drafted, accepted, seconds, usual, choice))
+        if choice.plan != self._told:
+            told = plan.told(self.names, self.seen if windowed else 0)
+            self._told, self._counts = choice.plan, stats.of_plan(told)
+        if usual:
+            off = tokens / choice.off_speed
             self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, off)
+            self._question(choice, tokens, seconds)
         else:
             self._counts.rounds += 1
-        self._resting = self._usual and not plan.active and not controller.choice.trial
+        self._resting, self._off_seconds = usual and not plan.active and not choice.trial, forecast.seconds
         self._usual = True  # unless what comes next is new
 
     def settle(self) -> None:
-        """Tell the controller of rounds of "off" that it was not told of: all at once, as each takes as little as a
-        twentieth of a small model's pass."""
-        rounds, seconds = self._rested
-        self._resting, self._rested = False, (0, 0.0)
+        """Count rounds of "off", and tell the controller of them: all at once, as each takes as little as a twentieth
+        of a small model's pass."""
+        rounds, tokens, seconds, limited = self._rested
+        self._resting, self._rested = False, _NO_REST
         if rounds:
-            self.controller.observe_off(rounds, seconds)
+            choice = self.choice
+            expected = rounds * choice.forecast.tokens, rounds * choice.forecast.seconds
+            self._counts.count(tokens, seconds, *expected, tokens / choice.off_speed, rounds)
+            self._tell(lambda controller: controller.observe_off(rounds, limited))
 
     def _rest(self, tokens: int, seconds: float) -> None:
-        """Count a round of "off"; the controller is told later, of a clock that jumps as of a factor of two."""
-        controller, forecast = self.controller, self.controller.forecast
-        self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, tokens / controller.off_speed)
-        rounds, before = self._rested
-        self._rested = rounds + 1, before + min(max(seconds, 0.5 * forecast.seconds), 2.0 * forecast.seconds)
+        """One more round of "off"; the controller will be told of a clock that jumps as of a factor of two."""
+        rounds, before, taken, limited = self._rested
+        usual = self._off_seconds
+        limited += min(max(seconds, 0.5 * usual), 2.0 * usual)
+        self._rested = rounds + 1, before + tokens, taken + seconds, limited
 
     def fail(self, error: Exception) -> None:
         """A level raised. One that drafted before is given up, with one warning: the target goes on alone; the error
@@ -153,34 +172,114 @@ class Steering:
         say_once(self.target.model, f"levels failed while drafting ({told}), the target goes on alone: {error!r}")
         self.failed = True
 
-    def _begin(self, rows: int) -> None:
-        self.controller, self._made = self.make(), True
-        self.start(rows)
-        for index, judge in enumerate(self._checked):
-            if judge is not None:
-                judge.on_check = partial(self._observe_inner, index)
+    def _waits(self, rooms: list[int]) -> bool:
+        """Whether nothing could be drafted yet, as the target first reads the prompts."""
+        return self.controller is None and self._first is None and self.openings is not None and not any(rooms)
+
+    def _opens(self, rows: Rows, rooms: list[int]) -> bool:
+        """Whether the coming round is of the plan that the call began with."""
+        if self.controller is not None or self.openings is None:
+            return False
+        if self._like is None:
+            self._read = [[0] * len(rows) for _ in self.levels]
+            slots = sum(map(len, rows)) / len(rows)
+            alike = max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(self.seen, slots)
+            self._like = (len(rows), *alike)
+            self._first = self.openings.begin(self._like)
+            if self._first is not None:
+                expected = self._first.forecast.seconds
+                self._rounds = min(int(self.openings.choosing_seconds / (_CHOOSING * expected)), _MOST_ROUNDS)
+                self._lengths = list(map(len, rows))
+                self._set()
+                self._usual = max(self._unread_by(self._first, rows), self._unread(rows)) <= _LATE
+        self._rounds -= 1
+        return self._first is not None and self._rounds >= 0
+
+    def _question(self, choice: Choice, tokens: int, seconds: float) -> None:
+        """Whether what the call began with is to be chosen anew, as its rounds bring less than expected."""
+        if self.controller is None and choice.plan.active:
+            taken = min(max(seconds, 0.5 * choice.forecast.seconds), 2.0 * choice.forecast.seconds)
+            self._lost = choice.forecast.lost(self._lost, tokens, taken)
+            if choice.forecast.surprises(self._lost):
+                self._rounds = 0
+                self.openings.doubt(self._like)
+
+    def _choose(self, rows: Rows, rooms: list[int]) -> None:
+        """What the coming rounds are to be; the levels are set to draft so."""
+        begin, controller = perf_counter(), self.controller
+        missing = [self._missing(index) for index in range(len(self.levels))]
+        told = missing * 2 if self.seen else missing
+        situation = Situation(rooms, sum(self._lengths) / len(rows), told)
+        controller.choose(situation)
+        if self._making and self._like is not None:  # the first choice of the call
+            seconds = self._making + perf_counter() - begin
+            if self._first is None:
+                best = controller.best_of(situation) if controller.choice.trial else controller.choice
+                self.openings.learn(self._like, replace(best, switched=False), seconds)
+            self._making = 0.0
+        self._set()
+        self._usual = max(self._unread_by(controller.choice, rows), self._unread(rows)) <= _LATE and any(rooms)
+
+    def _tell(self, what: Callable[[Controller], None]) -> None:
+        if self.controller is None:
+            self._early.append(what)
+        else:
+            what(self.controller)
+
+    def _changes(self) -> bool:
+        """Rows are about to change: the controller is there to be told, unless nothing was asked of it yet."""
+        self.settle()
+        if self._first is not None:
+            self._made(len(self._read[0]))
+        return self.controller is not None
+
+    def _made(self, rows: int) -> Controller:
+        """The controller of so many rows, told of what they did."""
+        if self.controller is None:
+            begin, first = perf_counter(), self._first
+            self.settle()
+            made = self.make()
+            made.start(rows)
+            if first is not None:
+                made.choice = first
+            for what in self._early:
+                what(made)
+            self._early.clear()
+            if first is None:
+                self._read = [[0] * rows for _ in self.levels]
+            self.controller, self._making = made, perf_counter() - begin
+            for index, judge in enumerate(self._checked):
+                if judge is not None:
+                    judge.on_check = partial(self._observe_inner, index)
+        return self.controller
 
     def _observe_inner(self, index: int, limit: int, drafted: int, accepted: int) -> None:
         """One row of a check by a level."""
-        behind = len(self.levels) if self._plan()[1] else 0  # where its twin stands
-        self.controller.observe_inner(index + behind, limit, drafted, accepted)
+        behind, choice = len(self.levels) if self._plan()[1] else 0, self.choice  # where its twin stands
+        self._tell(lambda made: made.observe_inner(index + behind, limit, drafted, accepted, choice))
 
     def _plan(self) -> tuple[Plan, bool]:
         """Of the levels, and whether they have the draft window."""
-        plan = self.controller.plan
-        return plan.split() if self.controller.seen else (plan, False)
+        plan = self.choice.plan
+        return plan.split() if self.seen else (plan, False)
 
-    def _set(self) -> Plan:
-        """Let the levels draft as the controller has chosen."""
+    def _set(self) -> None:
+        """Let the levels draft as was chosen."""
         plan, windowed = self._plan()
-        if self.controller.seen:
+        if self.seen:
             for runner in filter(None, self.runners):
-                runner.draft_window = self.controller.seen - FIRST_SLOTS if windowed and runner.can.draft_window else 0
+                runner.draft_window = self.seen - FIRST_SLOTS if windowed and runner.can.draft_window else 0
         for index, judge in enumerate(self._checked):
             if judge is not None:
                 judge.left_out = not plan.lengths[index]
                 judge.num_draft_tokens = next(filter(None, plan.lengths[index + 1 :]), 0)
-        return plan
+
+    def _unread_by(self, choice: Choice, rows: Rows) -> int:
+        """The most tokens of a row that a level lacks which is to draft for it."""
+        active = self._plan()[0].active
+        missing = [self._missing(index) for index in active]
+        drafting = [r for r, limit in enumerate(choice.limits) if limit]
+        return max((line[r] for line in missing for r in drafting), default=0)
 
     def _missing(self, index: int) -> list[int]:
         """Per row the tokens that a level would have to read before it drafts."""
