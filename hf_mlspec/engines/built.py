@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..nn.packed import PackedLinear
+from ..nn.packed import PackedLinear, PackedModule
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, TransformedLinear
@@ -162,7 +162,7 @@ def standing(model: nn.Module) -> tuple:
          "forward" in own)
         for m in walk.modules
     ]  # fmt: skip
-    packed = [m for m in walk.modules if isinstance(m, PackedLinear)]
+    packed = [m for m in walk.modules if isinstance(m, PackedModule)]
     multiply = [switch.in_force for switch in {id(m.switch): m.switch for m in packed}.values()]
     transforms = [
         (m.transform, *[(tensor.data_ptr(), changes_of(tensor)) for tensor in m.transform_tensors().values()])
@@ -182,7 +182,7 @@ def standing(model: nn.Module) -> tuple:
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:
     """Those of a model's packed layers, each once."""
-    return list({id(m.switch): m.switch for m in walk_of(model).modules if isinstance(m, PackedLinear)}.values())
+    return list({id(m.switch): m.switch for m in walk_of(model).modules if isinstance(m, PackedModule)}.values())
 
 
 def bit_choices(model: nn.Module) -> tuple[Bits, ...]:

@@ -1,6 +1,6 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
-from .description import Description
+from .description import Description, Mixture
 from .interpret import (
     CPU,
     Block,
@@ -14,6 +14,7 @@ from .interpret import (
     table_dtype,
 )
 from .known import KNOWN
+from .mixture import ExpertBlock
 from .rotary import FIRST_POSITIONS, grown_positions, rope_tables, rotary_border
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "KNOWN",
     "Block",
     "Description",
+    "ExpertBlock",
+    "Mixture",
     "Outline",
     "UnknownArchitecture",
     "grown_positions",
