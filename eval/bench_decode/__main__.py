@@ -50,8 +50,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of a plan's results")
     parser.add_argument("--device", default="cpu", help="of a plan (%(default)s)")
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
-    parser.add_argument("--shape", choices=sorted({**SMALL_SHAPES, **MIXTURES}), help="a target of random BF16 weights "
-                        "instead")
+    parser.add_argument("--shape", choices=sorted({**SMALL_SHAPES, **MIXTURES}), help="a target of random BF16 "
+                        "weights instead")
     parser.add_argument("--level", action="append", default=[], help="levels with + between; repeated: those of one "
                         "chain")
     parser.add_argument("--chain", action="append", default=[],

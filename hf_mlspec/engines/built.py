@@ -17,7 +17,7 @@ from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, TransformedLinear
 from ..precision import Bits
-from .architecture import CPU
+from .architecture import CPU, KNOWN
 from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
@@ -150,9 +150,9 @@ def fingerprint(model: nn.Module) -> tuple:
 
 def standing(model: nn.Module) -> tuple:
     """All that a decoder over the model rests on: where the weights lie and how often they changed, what norms and
-    biases hold, for decoders copied those, how packed layers multiply and transform their inputs, the format of its
-    keys and values, and of every module its class, its mode, whether it has hooks and whether its forward was
-    replaced.
+    biases hold, for decoders copied those, where routers send tokens, how packed layers multiply and transform their
+    inputs, the format of its keys and values, and of every module its class, its mode, whether it has hooks and
+    whether its forward was replaced.
 
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
@@ -176,8 +176,18 @@ def standing(model: nn.Module) -> tuple:
             vectors.setdefault(p.dtype, []).append(p.data)
     held = [torch.cat(some).view(torch.uint8).numpy().tobytes() for some in vectors.values()]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
-    said = directed, cache_format_of(model), *multiply
+    said = directed, cache_format_of(model), _routing(model, walk), *multiply
     return said, tuple(modules), tuple(places), walk.weights, hash(tuple(held)), tuple(transforms)
+
+
+def _routing(model: nn.Module, walk: Walk) -> tuple:
+    """What the routers of a mixture say beside their weights: experts a token, and whether its weights sum to 1."""
+    entry = KNOWN.get(type(model).__name__)
+    if entry is None or entry.experts is None:
+        return ()
+    names = entry.experts.chosen, entry.experts.renormalize
+    said = [[vars(module)[name] for name in names if name in vars(module)] for module in walk.modules]
+    return tuple([tuple(found) for found in said if found])
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:
