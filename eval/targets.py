@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import hf_mlspec
 
@@ -21,6 +21,17 @@ SMALL_SHAPES = {
     "llama-1.1b": llama(2048, 5632, 22, 32, 4, 32000, 2048),
     "tiny": llama(64, 128, 2, 4, 2, 96, 512),
 }
+# Mixtures of experts in Qwen3-MoE's form: what Qwen3MoeConfig takes. Of moe-844m 130M are active.
+MIXTURES = {
+    "moe-844m": {
+        **llama(1024, 2816, 8, 16, 4, 16384, 2048), "head_dim": 64, "num_experts": 64, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "norm_topk_prob": True, "tie_word_embeddings": True,
+    },
+    "moe-tiny": {
+        **llama(64, 128, 2, 4, 2, 96, 512), "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+}
 SHAPES = {
     **SMALL_SHAPES,
     "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128256, 8192),
@@ -32,11 +43,13 @@ SHAPES = {
 def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -> PreTrainedModel:
     """A model of this shape, but of these sizes where any are given, and of random BF16 weights."""
     torch.manual_seed(seed)
-    before, config = torch.get_default_dtype(), LlamaConfig(**SHAPES[shape] | sizes, eos_token_id=None)
+    before, (kind, config) = torch.get_default_dtype(), (LlamaForCausalLM, LlamaConfig)
+    if shape in MIXTURES:
+        kind, config = Qwen3MoeForCausalLM, Qwen3MoeConfig
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(config).eval()
+            return kind(config(**{**SHAPES, **MIXTURES}[shape] | sizes, eos_token_id=None)).eval()
     finally:
         torch.set_default_dtype(before)
 

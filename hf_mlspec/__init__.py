@@ -18,6 +18,7 @@ from .integration.quantizer.quantizer import MLSpecConfig
 from .integration.stream.events import NewTokens
 from .integration.stream.request import Completion, Request
 from .integration.stream.stream import generate_stream
+from .nn.fewer_experts import fewer_experts
 from .nn.nest import nest, unnest
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch
@@ -52,6 +53,7 @@ __all__ = [
     "early_exit",
     "enable",
     "enabled",
+    "fewer_experts",
     "generate",
     "generate_stream",
     "last_stats",

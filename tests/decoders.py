@@ -16,13 +16,18 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.rows import new_kv
+from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.precision import OWN_BITS, Bits
 
@@ -57,11 +62,31 @@ CONFIGS = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
 }
+_WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# Mixtures of experts: compiled on the CPU alone.
+MIXTURES = {
+    "mixtral": (MixtralConfig, {**_WHOLE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "olmoe": (OlmoeConfig, {**_WHOLE, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-renormalized": (
+        OlmoeConfig,
+        {**_WHOLE, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen2-moe": (Qwen2MoeConfig, {**_EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen2-moe-mixed": (
+        Qwen2MoeConfig,
+        {**_EXPERTS, "shared_expert_intermediate_size": 33, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3-moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (Qwen3MoeConfig, {**_EXPERTS, "mlp_only_layers": [0, 2], "norm_topk_prob": False}),
+    "qwen3-moe-one": (Qwen3MoeConfig, {**_EXPERTS, "num_experts": 1, "num_experts_per_tok": 1}),
+}
+PACKED_MIXTURE = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 32}
 PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = CONFIGS[name]
+    kind, own = {**CONFIGS, **MIXTURES}[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
     with torch.no_grad():
@@ -108,6 +133,9 @@ def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:
 def in_float64(model: nn.Module) -> nn.Module:
     """A copy with dense weights for inputs as they come."""
     wide = copy.deepcopy(model)
+    for path, module in list(wide.named_modules()):
+        if isinstance(module, PackedExperts):
+            wide.set_submodule(path, module.dequantized_module(torch.float32).eval())
     for path, module in packed_layers(wide):
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
         linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias

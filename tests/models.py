@@ -16,11 +16,15 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hf_mlspec.nn.int4_int8 import Int4Int8Linear
@@ -56,6 +60,14 @@ ARCHITECTURES = {
     "gpt2": (GPT2Config, {}),
     "gpt_oss": (GptOssConfig, {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (OlmoeConfig, {"num_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": (Qwen2MoeConfig, {**_EXPERTS, "shared_expert_intermediate_size": 64}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_EXPERTS, "norm_topk_prob": True}),
+}
+ARCHITECTURES |= MIXTURES
 _GPT2_SHAPE = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 
 
@@ -72,7 +84,7 @@ def tiny(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float
     torch.manual_seed(seed)
     config = config_class(**{**shape, **own, **ids, **options})
     # The grouped matrix product that transformers prefers for experts knows no float64.
-    special = {"experts_implementation": "eager"} if kind == "gpt_oss" else {}
+    special = {"experts_implementation": "eager"} if kind in ("gpt_oss", *MIXTURES) else {}
     if kind == "gemma2":  # the SDPA that transformers 5.17 would choose leaves the soft cap out
         special = {"attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **special)

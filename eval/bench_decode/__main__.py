@@ -4,6 +4,7 @@
     python -m eval.bench_decode --model PATH --chain mxfp4 --chain mxfp4+PATH --prompts FILE    # several chains
     python -m eval.bench_decode --model PATH --chain mxfp4 --prompts FILE --batch-size 4    # four prompts at a time
     python -m eval.bench_decode --shape llama-1.1b          # random weights: steps of the target and of its MXFP4 cast
+    python -m eval.bench_decode --shape moe-844m            # a mixture of experts, beside all of stock's ways
     python -m eval.bench_decode --quick                     # the demo pair, few tokens
     python -m eval.bench_decode PLAN.toml --models FOLDER --data FOLDER    # batches, ablations, memory
 
@@ -34,7 +35,7 @@ from eval.bench_decode.contenders import Contender, chains, measure, of_shape, s
 from eval.bench_decode.report import summary, table
 from eval.records import machine
 from eval.rows import padded
-from eval.targets import SMALL_SHAPES, why_not_prepared
+from eval.targets import MIXTURES, SMALL_SHAPES, why_not_prepared
 from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
 
 
@@ -49,7 +50,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of a plan's results")
     parser.add_argument("--device", default="cpu", help="of a plan (%(default)s)")
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
-    parser.add_argument("--shape", choices=sorted(SMALL_SHAPES), help="a target of random BF16 weights instead")
+    parser.add_argument("--shape", choices=sorted({**SMALL_SHAPES, **MIXTURES}), help="a target of random BF16 "
+                        "weights instead")
     parser.add_argument("--level", action="append", default=[], help="levels with + between; repeated: those of one "
                         "chain")
     parser.add_argument("--chain", action="append", default=[],
@@ -149,7 +151,7 @@ def memory(target: PreTrainedModel) -> dict[str, Any]:
     """Bytes of the target and of what its MXFP4 cast adds; the cast's share of the BF16 weights it casts."""
     cast = hf_mlspec.direct_cast(target, "mxfp4")
     added = hf_mlspec.resident_bytes(cast, shared_with=target)
-    packed = sum(b.nbytes for name, b in cast.state_dict().items() if name.endswith("weight_packed"))
+    packed = sum(b.nbytes for name, b in cast.state_dict().items() if name.endswith("_packed"))
     return {
         "target_bytes": hf_mlspec.resident_bytes(target),
         "cast_adds_bytes": added,

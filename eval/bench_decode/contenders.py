@@ -18,8 +18,9 @@ import hf_mlspec
 from eval.records import machine
 from eval.records.progress import Bars
 from eval.rows import ends_of, new_ids
-from eval.targets import random_start
+from eval.targets import MIXTURES, random_start
 
+STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 STOCK, ASSISTED, ALONE = "stock greedy", "stock assisted", "target alone, prepared"
 
 
@@ -103,6 +104,17 @@ def ours(model: PreTrainedModel, levels: list[Any], settings: dict[str, Any], co
     return decode
 
 
+def stock_by(way: str, model: PreTrainedModel, settings: dict[str, Any]):
+    """As `stock`, by one of transformers' implementations of experts."""
+    decode = stock(model, settings)
+
+    def by(inputs, clock):
+        model.set_experts_implementation(way)
+        return decode(inputs, clock)
+
+    return by
+
+
 def chains(
     target: PreTrainedModel, tokenizer, asked: list[list[str]], args: argparse.Namespace
 ) -> list[Contender]:
@@ -141,11 +153,18 @@ def split_level(text: str, args: argparse.Namespace) -> tuple[str, int, float]:
 
 
 def of_shape(shape: str, max_new_tokens: int) -> tuple[PreTrainedModel, list[Contender], dict[str, torch.Tensor]]:
-    """A random model: stock, prepared, and its MXFP4 cast, head included, as a target of its own."""
+    """A random model: stock, prepared, and its MXFP4 cast, head included, as a target of its own. A mixture by all
+    ways that stock has to multiply experts, its own choice first."""
     target, ids = random_start(shape)
     cast = hf_mlspec.direct_cast(target, "mxfp4", cast_head=True)
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    found = [Contender(STOCK, stock(target, settings)), Contender(ALONE, ours(target, [], settings, {})),
+    found = [Contender(STOCK, stock(target, settings))]
+    if shape in MIXTURES:
+        chosen = target.config._experts_implementation
+        found = [Contender(STOCK, stock_by(chosen, target, settings))]
+        others = [way for way in STOCK_EXPERTS if way != chosen]
+        found += [Contender(f"{STOCK}, {way}", stock_by(way, target, settings)) for way in others]
+    found += [Contender(ALONE, ours(target, [], settings, {})),
              Contender("MXFP4 cast alone, prepared", ours(cast, [], settings, {}))]
     return target, found, ids
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from .. import ops
 from ..calibration.methods import WORDS, format_of
 from ..checkpoints.readers import READERS
-from ..engines.architecture import KNOWN
+from ..engines.architecture import KNOWN, ON_THE_CPU_ALONE
 from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
@@ -41,6 +41,7 @@ def run_info(args: argparse.Namespace) -> int:
              "methods": {word: format_of(word) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
+             "compiled_on_the_cpu_alone": sorted(ON_THE_CPU_ALONE),
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
              "learned_folder": str(cache_folder() / "learned"),
@@ -59,8 +60,10 @@ def run_info(args: argparse.Namespace) -> int:
     show(console, "methods that choose codes on a text", ("", "of format"), methods)
     others = list(found["checkpoints"].items())
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
-    decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
+    decoder, alone = (", ".join(name.removesuffix("ForCausalLM") for name in found[key])
+                      for key in ("compiled_decoder", "compiled_on_the_cpu_alone"))
     state = [("whole decoders compiled", decoder or "none"),
+             ("of these on a CPU, not on a GPU", alone),
              ("generate takes assistant_models", found["hook"]),
              ("costs of forward passes are kept in", found["costs_folder"]),
              ("what calls learned is kept in", found["learned_folder"]),

@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..nn.packed import PackedLinear
+from ..nn.packed import PackedLinear, PackedModule
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, TransformedLinear
 from ..precision import Bits
-from .architecture import CPU
+from .architecture import CPU, KNOWN
 from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
@@ -162,9 +162,9 @@ def fingerprint(model: nn.Module) -> tuple:
 
 def standing(model: nn.Module) -> tuple:
     """All that a decoder over the model rests on: where the weights lie and how often they changed, what norms and
-    biases hold, for decoders copied those, how packed layers multiply and transform their inputs, the format of its
-    keys and values, and of every module its class, its mode, whether it has hooks and whether its forward was
-    replaced.
+    biases hold, for decoders copied those, where routers send tokens, how packed layers multiply and transform their
+    inputs, the format of its keys and values, and of every module its class, its mode, whether it has hooks and
+    whether its forward was replaced.
 
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
@@ -177,7 +177,7 @@ def standing(model: nn.Module) -> tuple:
         tuple([place for place, has in enumerate(own) if has["_forward_pre_hooks"]]),
         tuple([place for place, has in enumerate(own) if "forward" in has]),
     )
-    packed = walk.of_kind(PackedLinear)
+    packed = walk.of_kind(PackedModule)
     multiply = [switch.in_force for switch in {id(m.switch): m.switch for m in packed}.values()]
     transforms = [
         (m.transform, *[(tensor.data_ptr(), changes_of(tensor)) for tensor in m.transform_tensors().values()])
@@ -185,7 +185,7 @@ def standing(model: nn.Module) -> tuple:
         if m.transform is not NONE
     ]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
-    said = directed, cache_format_of(model), *multiply
+    said = directed, cache_format_of(model), _routing(model, walk), *multiply
     places = tuple([p.device for p in walk.parameters])
     return said, modules, places, walk.weights, _held(walk.parameters), tuple(transforms)
 
@@ -199,9 +199,19 @@ def _held(parameters: list[nn.Parameter]) -> int:
     return hash(tuple([torch.cat(some).view(torch.uint8).numpy().tobytes() for some in vectors.values()]))
 
 
+def _routing(model: nn.Module, walk: Walk) -> tuple:
+    """What the routers of a mixture say beside their weights: experts a token, and whether its weights sum to 1."""
+    entry = KNOWN.get(type(model).__name__)
+    if entry is None or entry.experts is None:
+        return ()
+    names = entry.experts.chosen, entry.experts.renormalize
+    said = [[vars(module)[name] for name in names if name in vars(module)] for module in walk.modules]
+    return tuple([tuple(found) for found in said if found])
+
+
 def switches(model: nn.Module) -> list[PrecisionSwitch]:
     """Those of a model's packed layers, each once."""
-    return list({id(m.switch): m.switch for m in walk_of(model).of_kind(PackedLinear)}.values())
+    return list({id(m.switch): m.switch for m in walk_of(model).of_kind(PackedModule)}.values())
 
 
 def bit_choices(model: nn.Module) -> tuple[Bits, ...]:

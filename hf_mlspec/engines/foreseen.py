@@ -32,7 +32,7 @@ def why_not_decoded(model: nn.Module, word: str) -> str | None:
     try:
         if word == "cuda":
             require_read(cache_format_of(model), torch.device("cuda"))
-        found = outline(model, torch.device("meta"))
+        found = outline(model, torch.device("meta"), word)
         for modules in (*(block.modules for block in found.blocks), {"lm_head": found.head}):
             _require_read(modules, word)
     except UnknownArchitecture as error:

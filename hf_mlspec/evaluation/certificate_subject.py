@@ -31,7 +31,8 @@ from .certificate_identity import combined, hash_configuration, hash_folder, has
 
 COMPILED, BY_MODULE, LOOKUP = "compiled decoder", "module by module", "lookup"
 _KINDS = {"cast": "cast of the target to mxfp4", "precision": "the target at a lower precision",
-          "early_exit": "first layers of the target", "prompt_lookup": LOOKUP, "ngram": LOOKUP}
+          "early_exit": "first layers of the target",
+          "experts": "the target with fewer experts a token", "prompt_lookup": LOOKUP, "ngram": LOOKUP}
 
 
 def chain_of(model: PreTrainedModel, tokenizer: Any, config: SpeculationConfig, levels: list[Level]) -> Chain:

@@ -32,8 +32,8 @@ class SpeculationConfig:
         for a level with another tokenizer, and 0 if the level is the target with all its weight bits and fewer
         activation bits, also where lengths are chosen.
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
-        direct casts of the target) draft in the target's KV cache, and the check overwrites what they wrote; False
-        gives each its own cache.
+        "experts:N", direct casts of the target) draft in the target's KV cache, and the check overwrites what they
+        wrote; False gives each its own cache.
     draft_cache: "int8", "int4": levels with a cache of their own keep keys and values as 8- or 4-bit codes per token
         and key head (formats/cache/), in about half or a quarter of the memory; they draft other tokens now and then,
         and the target writes what it writes. Levels in the target's cache follow the target's (MLSpecConfig.kv_cache).

@@ -62,7 +62,7 @@ def direct_cast(
     if not cast_head:
         kept |= {name: _HEAD for name, module in model.named_modules() if module is head}
     require_finite_floats(model, kept)
-    draft = _share(model)
+    draft = share(model)
     if not _replace(draft, cast, kept, model.dtype if materialize else None):
         raise ValueError(_nothing_to_cast(model, kept))
     if _is_cast(draft.get_output_embeddings(), cast):
@@ -104,7 +104,7 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
             f"early_exit: num_layers is {num_layers!r}, {type(model).__name__} has {total}: choose 1 to {total - 1}"
         )
     name = _layer_list_name(model, total)
-    view = _share(model)
+    view = share(model)
     view.set_submodule(name, view.get_submodule(name)[:num_layers])
     config = view.config.get_text_config(decoder=True)
     for key, value in list(vars(config).items()):
@@ -133,7 +133,7 @@ def _storages(model: nn.Module) -> Iterator[tuple[tuple[torch.device, int], int]
             yield (tensor.device, storage.data_ptr()), storage.nbytes()
 
 
-def _share(model: PreTrainedModel) -> PreTrainedModel:
+def share(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module tree, of the configs, and of nothing else: no tensor, no hook, no state of a past
     generate()."""
     memo: dict[int, object] = {id(vars(model)[name]): None for name in _HELD_BY_GENERATE if vars(model).get(name)}

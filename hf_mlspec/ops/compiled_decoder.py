@@ -53,6 +53,25 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """What stands in a layer for gate, up and down.
+
+    router: float32 ``[count, hidden]``, with a shared expert one row more, whose sigmoid weighs it. chosen: experts of
+    a token, those of the largest logits, of equal ones the lower numbers. renormalize: whether the weights of a token,
+    softmax over all, are divided by their sum. up, down: of all experts, BF16, F32, MXFP4 or INT4; their tensors have
+    a first axis of experts: ``[count, 2 inner, hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``.
+    shared: gate, up and down, or {}.
+    """
+
+    router: Tensor
+    chosen: int
+    renormalize: bool
+    up: Weight
+    down: Weight
+    shared: dict[str, Weight]
+
+
+@dataclass(frozen=True)
 class NestedTable:
     """Embeddings as the tiles of a nested weight, with the rows that have escapes."""
 
@@ -113,6 +132,17 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
     if weight.rotation is not None:
         how = weight.rotation
         decoder.set_hadamard(name, matrix_on(how.order, torch.device("cpu")), how.size, how.inner)
+
+
+def set_experts(decoder, experts: Experts) -> None:
+    """Give the newest layer its experts. ValueError naming the expert and what does not fit."""
+    decoder.set_router(experts.router, experts.chosen, experts.renormalize, bool(experts.shared))
+    for name, weight in (("up", experts.up), ("down", experts.down)):
+        tensors = weight.weight, weight.scale, weight.zero
+        shape = weight.format, weight.in_features, weight.out_features
+        decoder.set_experts(name, *shape, *tensors, weight.group_size, weight.bits.activation or 16)
+    for name, weight in experts.shared.items():
+        set_linear(decoder, f"shared_{name}", weight)
 
 
 def _set_weight(decoder, name: str, weight: Weight) -> None:

@@ -90,3 +90,13 @@ def test_a_geometric_mean_weighs_halving_as_doubling():
     assert mean([2.0, 0.5]) == pytest.approx(1)
     assert mean([]) is None
     assert math.isclose(mean([3.0]), 3.0)
+
+
+def test_a_mixture_meets_all_of_stocks_ways(tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert program("bench_decode").main(["--shape", "moe-tiny", "--quick", "--threads", "1", "--json", str(out)]) == 0
+    found = {entry["contender"]: entry for entry in map(json.loads, out.read_text().splitlines())}
+    assert len([name for name in found if name.startswith("stock greedy")]) == 3
+    assert list(found)[-2:] == ["target alone, prepared", "MXFP4 cast alone, prepared"]
+    assert all(entry["not_prepared"] is None for entry in found.values())
+    assert all(0.26 < entry["memory"]["share_of_bfloat16"] < 0.27 for entry in found.values())  # 4.25 of 16 bits

@@ -1,6 +1,6 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
-from .description import Description
+from .description import Description, Mixture
 from .interpret import (
     CPU,
     Block,
@@ -13,15 +13,19 @@ from .interpret import (
     require_known,
     table_dtype,
 )
-from .known import KNOWN
+from .known import KNOWN, ON_THE_CPU_ALONE
+from .mixture import ExpertBlock
 from .rotary import FIRST_POSITIONS, grown_positions, rope_tables, rotary_border
 
 __all__ = [
     "CPU",
     "FIRST_POSITIONS",
     "KNOWN",
+    "ON_THE_CPU_ALONE",
     "Block",
     "Description",
+    "ExpertBlock",
+    "Mixture",
     "Outline",
     "UnknownArchitecture",
     "grown_positions",

@@ -8,19 +8,21 @@ first one that they do not support.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Per field: the words that both decoders take, and those that architectures use which have no decoder yet.
+# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet.
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one"), ("layer",)),
-    "head_norms": (("per head",), ("all heads",)),
+    "head_norms": (("per head",), ()),
     "residual": (("sequential",), ("parallel",)),
-    "mlp": (("gated",), ("plain", "experts")),
+    "mlp": (("gated",), ("plain",)),
     "positions": (("rotary", "rotary by layer type"), ("learned",)),
     "rotation": (("halves",), ("pairs",)),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ("embedding_multiplier",)),
 }
+CPU_WORDS = {"head_norms": ("all heads",), "mlp": ("experts",)}
 # Fields that name what no decoder reads yet: anything but None is refused.
 NOT_YET = ("layers_without_rotary", "residual_scale", "logit_scale", "sinks")
 # Places where whoever builds a decoder looks for these parts.
@@ -45,6 +47,29 @@ FUSED = {
 LINEARS = tuple(dict.fromkeys((*SEPARATE, *FUSED)))
 
 
+SHARED = {name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The experts of a layer: where they are, and how tokens are weighted. Logits are ``router.weight x`` in float32,
+    weights their softmax over all experts; a token goes to the largest.
+
+    router, experts: places in a layer; a layer without the first is an MLP as `Description.linears` has it.
+    chosen: attribute of the router, the number of experts of a token. renormalize: whether the weights of a token's
+    experts are divided by their sum: an attribute of the router that says it, or what all of the class do.
+    shared: places of gate, up and down of an expert that all tokens go to; {}: there is none. shared_gate: the place
+    of a linear to one output, whose sigmoid is its weight.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    chosen: str = "top_k"
+    renormalize: str | bool = "norm_topk_prob"
+    shared: Mapping[str, str] = field(default_factory=dict)
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """One class of models. Raises ValueError for an unknown word or part.
@@ -59,12 +84,14 @@ class Description:
     norms: places in a layer, by what they normalize. "attention", "mlp": their input; both decoders need these two.
     "attention_out", "mlp_out": their output, before it is added. Gemma has all four; the last two alone (OLMo 2) are
     not supported yet. "q", "k": queries and keys before they are rotated.
-    head_norms: whether q and k are normed "per head" or, not yet, over "all heads" at once (OLMo 2).
+    head_norms: whether q and k are normed "per head" or, on the CPU, over "all heads" at once (OLMoE).
     residual: "sequential": the MLP reads the sum with attention; not yet "parallel": both read one norm
     (Cohere).
     linears: places in a layer: q, k, v or all three as qkv; o; gate, up or both, concatenated, as gate_up;
     down. The decoders take all separate (SEPARATE's names) or both fused (FUSED's); not yet one of the two (GLM-4).
-    mlp: "gated": down(activation(gate) * up); not yet "plain": down(activation(up)) (GPT-2), nor "experts".
+    mlp: "gated": down(activation(gate) * up); on the CPU "experts": many of these in some or all layers, as `experts`
+    describes them; not yet "plain": down(activation(up)) (GPT-2).
+    unset: config entries that have to be None: what they ask for no decoder does (clip_qkv of OLMoE).
     attention: the place in a layer whose attributes are named below.
     activation, norm_eps: names of config entries.
     positions: "rotary": one table for all layers; "rotary by layer type": one for each (Gemma 3); not yet "learned"
@@ -90,6 +117,8 @@ class Description:
     head_norms: str = "per head"
     residual: str = "sequential"
     mlp: str = "gated"
+    experts: Mixture | None = None
+    unset: tuple[str, ...] = ()
     attention: str = "self_attn"
     norm_eps: str = "rms_norm_eps"
     positions: str = "rotary"
@@ -109,31 +138,38 @@ class Description:
     head: str = "lm_head"
 
     def __post_init__(self) -> None:
-        for field, (served, later) in WORDS.items():
-            self._require(field, [getattr(self, field)], (*served, *later))
+        for name, (served, later) in WORDS.items():
+            self._require(name, [getattr(self, name)], (*served, *CPU_WORDS.get(name, ()), *later))
         self._require("norms", self.norms, NORMS)
         self._require("linears", self.linears, LINEARS)
+        if (self.mlp == "experts") != (self.experts is not None):
+            said = f"mlp says {self.mlp!r} and experts {self.experts!r}"
+            raise ValueError(f"{self.class_name}: {said}, give both or none")
 
-    def _require(self, field: str, found, choices: tuple[str, ...]) -> None:
+    def _require(self, name: str, found, choices: tuple[str, ...]) -> None:
         odd = next((word for word in found if word not in choices), None)
         if odd is not None:
-            raise ValueError(f"{self.class_name}: {field} says {odd!r}, choose from {', '.join(map(repr, choices))}")
+            raise ValueError(f"{self.class_name}: {name} says {odd!r}, choose from {', '.join(map(repr, choices))}")
 
 
-def not_served(description: Description) -> str | None:
-    """Which field asks for what the decoders do not have, and what they have; None where they have it all."""
-    for field, (served, _) in WORDS.items():
-        word = getattr(description, field)
+_OF = {"cpu": "", "cuda": "of GPUs "}
+
+
+def not_served(description: Description, decoder: str) -> str | None:
+    """Which field asks for what the decoder of the "cpu" or "cuda" engine does not have, and what it has; None where
+    it has it all."""
+    for name, (both, _) in WORDS.items():
+        word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
-            return f"{field} {word!r}; the compiled decoder takes {' and '.join(map(repr, served))}"
-    for field in NOT_YET:
-        word = getattr(description, field)
+            return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
+    for name in NOT_YET:
+        word = getattr(description, name)
         if word is not None:
-            return f"{field} {word!r}; the compiled decoder has none"
-    for field, place in FIXED.items():
-        word = getattr(description, field)
+            return f"{name} {word!r}; the compiled decoder has none"
+    for name, place in FIXED.items():
+        word = getattr(description, name)
         if word != place:
-            return f"{field} {word!r}; the compiled decoder looks for it at {place!r}"
+            return f"{name} {word!r}; the compiled decoder looks for it at {place!r}"
     norms, linears = set(description.norms), set(description.linears)
     if not norms >= {"attention", "mlp"} or len(norms & {"q", "k"}) == 1:
         return f"norms {_listed(norms)}; the compiled decoder takes attention and mlp, and both of q, k or none"

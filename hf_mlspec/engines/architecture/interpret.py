@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...nn.experts import PackedExperts
 from ...nn.linear import KernelLinear, is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
@@ -19,11 +20,13 @@ from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from .description import NORMS, Description, not_served
 from .known import KNOWN
+from .mixture import ExpertBlock, UnreadExperts, expert_block
 from .rotary import rope_tables
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, TransformedLinear}
+_OF_ATTENTION = ("q", "k", "v", "qkv", "o")
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 
@@ -36,13 +39,14 @@ class UnknownArchitecture(ValueError):
 class Block:
     """One layer of a model: its linears by name, its norms as float32 with any +1 added, None where there is none.
 
-    modules: q, k, v or all three as qkv; o; gate, up or both as gate_up; down.
+    modules: q, k, v or all three as qkv; o; gate, up or both as gate_up, and down where no `experts` stand for these.
     """
 
     modules: dict[str, nn.Module]
     norms: list[Tensor | None]  # in the order of description.NORMS
     window: int
     rope_table: int
+    experts: ExpertBlock | None = None
 
 
 @dataclass
@@ -58,10 +62,10 @@ class Outline:
     rope_kinds: list[str | None]
 
 
-def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
-    """Sizes, norms and modules of a model that is whole on ``device``. UnknownArchitecture names the first
-    thing that does not fit."""
-    require_known(model, device)
+def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> Outline:
+    """Sizes, norms and modules of a model that is whole on ``device``, for the decoder of the "cpu" or "cuda" engine.
+    UnknownArchitecture names the first thing that does not fit; ValueError experts that no token can go to."""
+    require_known(model, device, decoder)
     config, entry = model.config, _described(model)
     table = _part(model, entry.embedding)
     if not isinstance(table, NestedEmbedding):
@@ -69,12 +73,13 @@ def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
         table = table.weight.detach()
     kinds = _rope_kinds(entry, config)
     blocks = [
-        _block(entry, layer, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(entry, config, i))
+        _block(entry, layer, i, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
-    sizes = _sizes(entry, model, blocks[0])
+    sizes = _sizes(entry, model, next((block for block in blocks if block.experts is None), blocks[0]))
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
+        _require_head_norms(entry, sizes, block, index)
     final_norm = norm_weight(_part(model, entry.final_norm), _plus(entry))
     return Outline(sizes, table.dtype, table, final_norm, _part(model, entry.head), blocks, list(kinds))
 
@@ -116,14 +121,18 @@ def require_format(weight: Tensor, name: str) -> None:
         raise UnknownArchitecture(f"its {name} is not contiguous in memory")
 
 
-def require_known(model: nn.Module, device: torch.device = CPU) -> None:
-    """Raise UnknownArchitecture unless a compiled decoder on ``device`` runs this class in its present state and
-    place.
+def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> None:
+    """Raise UnknownArchitecture unless the decoder of the "cpu" or "cuda" engine runs this class in its present state
+    and place, which is ``device``.
     """
     entry = _described(model)
-    asked = not_served(entry)
+    asked = not_served(entry, decoder)
     if asked is not None:
         raise UnknownArchitecture(f"its description says {asked}")
+    for name in entry.unset:
+        if getattr(model.config, name, None) is not None:
+            said = getattr(model.config, name)
+            raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder has none")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
@@ -154,7 +163,8 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has forward hooks ({place})"
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
-        known = type(module) in _BLOCKS or _is_packed(module) or type(module).__module__.startswith(origins)
+        known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
+        known = known or type(module).__module__.startswith(origins)
         if not known:
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
 
@@ -167,7 +177,9 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
     head_dim = attention.head_dim if "qkv" in block.modules else linear_shape(block.modules["k"], "k")[1] // kv_heads
-    if "gate_up" in block.modules:
+    if block.experts is not None:
+        intermediate = block.experts.inner  # no layer has an MLP
+    elif "gate_up" in block.modules:
         intermediate = linear_shape(block.modules["gate_up"], "gate_up_proj")[1] // 2
     else:
         intermediate = linear_shape(block.modules["gate"], "gate")[1]
@@ -224,10 +236,15 @@ def _embedding_scale(entry: Description, config, embed: nn.Module) -> float:
     return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(table_dtype(embed)))
 
 
-def _block(entry: Description, layer: nn.Module, rope_table: int, window: int) -> Block:
-    modules = {name: _part(layer, place) for name, place in entry.linears.items()}
+def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
+    try:
+        experts = None if entry.experts is None else expert_block(entry.experts, layer, index)
+    except UnreadExperts as error:
+        raise UnknownArchitecture(str(error)) from None
+    places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
+    modules = {name: _part(layer, place) for name, place in places.items()}
     found = {name: norm_weight(_part(layer, place), _plus(entry)) for name, place in entry.norms.items()}
-    return Block(modules, [found.get(name) for name in NORMS], window, rope_table)
+    return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts)
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
@@ -241,6 +258,16 @@ def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
         if (inputs, out) != expected[name]:
             found = f"{inputs} to {out} features"
             raise UnknownArchitecture(f"{name} of layer {index} maps {found}, {expected[name]} are those of the model")
+
+
+def _require_head_norms(entry: Description, sizes: Sizes, block: Block, index: int) -> None:
+    together = entry.head_norms == "all heads"
+    for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
+        norm = block.norms[NORMS.index(name)]
+        expected = sizes.head_dim * (heads if together else 1)
+        if norm is not None and norm.numel() != expected:
+            found = f"has {norm.numel()} elements, {expected} are those of {entry.head_norms}"
+            raise UnknownArchitecture(f"the {name} norm of layer {index} {found}")
 
 
 def _kind(config, index: int) -> str | None:

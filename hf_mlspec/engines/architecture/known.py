@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .description import FUSED, SEPARATE, Description
+from .description import FUSED, SEPARATE, SHARED, Description, Mixture, not_served
 
 _PRE = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
 _SANDWICH = {
@@ -76,5 +76,48 @@ _ENTRIES = (
         activation="hidden_act",
         windows="every layer",
     ),
+    Description(
+        class_name="MixtralForCausalLM",
+        norm="rms",
+        norms=_PRE,
+        linears=SEPARATE,
+        activation="hidden_act",
+        windows="every layer",
+        mlp="experts",
+        experts=Mixture(renormalize=True),
+    ),
+    Description(
+        class_name="Qwen2MoeForCausalLM",
+        norm="rms",
+        norms=_PRE,
+        linears=SEPARATE,
+        activation="hidden_act",
+        windows="by layer type",
+        mlp="experts",
+        experts=Mixture(shared=SHARED),
+    ),
+    Description(
+        class_name="Qwen3MoeForCausalLM",
+        norm="rms",
+        norms={**_PRE, **_HEADS},
+        linears=SEPARATE,
+        activation="hidden_act",
+        windows="every layer",
+        mlp="experts",
+        experts=Mixture(),
+    ),
+    Description(
+        class_name="OlmoeForCausalLM",
+        norm="rms",
+        norms={**_PRE, **_HEADS},
+        head_norms="all heads",
+        linears=SEPARATE,
+        activation="hidden_act",
+        windows="by layer type",  # as Llama's
+        mlp="experts",
+        experts=Mixture(),
+        unset=("clip_qkv",),
+    ),
 )
 KNOWN: dict[str, Description] = {entry.class_name: entry for entry in _ENTRIES}
+ON_THE_CPU_ALONE = tuple(name for name, entry in KNOWN.items() if not_served(entry, "cuda") is not None)

@@ -7,7 +7,7 @@ import threading
 from torch import nn
 
 from ...nn.switch import PrecisionSwitch
-from ...ops.compiled_decoder import compiled_decoder, set_linear
+from ...ops.compiled_decoder import compiled_decoder, set_experts, set_linear
 from ..architecture import CPU, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
@@ -36,6 +36,8 @@ class CpuDecoder:
             self.handle.add_layer(layer.norms, layer.window, layer.rope_table)
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
+            if layer.experts is not None:
+                set_experts(self.handle, layer.experts)
         set_linear(self.handle, "head", found.head)
         self.bit_choices = bit_choices(model)
         self.handle.set_dequantize(_multiply(switches(model)) == "dequant")

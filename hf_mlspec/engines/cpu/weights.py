@@ -24,23 +24,38 @@ from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.planes import PlanesLinear
 from ...nn.zipper import ZipperLinear
-from ...ops.compiled_decoder import BF16, F32, INT4, LUT, MXFP4, NESTED, PLANES, ZIPPER, NestedTable, Sizes, Weight
+from ...ops.compiled_decoder import (
+    BF16,
+    F32,
+    INT4,
+    LUT,
+    MXFP4,
+    NESTED,
+    PLANES,
+    ZIPPER,
+    Experts,
+    NestedTable,
+    Sizes,
+    Weight,
+)
 from ...ops.tiles import TILE_OUTPUTS
 from ...ops.zipper import low_group
 from ..architecture import UnknownArchitecture, linear_shape, outline, require_format
 from ..slots import order_of, require_one_order, rotation_of, slot_of
+from .experts import read_experts
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 
 
 @dataclass
 class Layer:
-    """Linears by name (q, k, v, o, gate, up, down), norms as in Block."""
+    """Linears by name (q, k, v, o, gate, up, down, or experts for the last three), norms as in Block."""
 
     linears: dict[str, Weight]
     norms: list[Tensor | None]
     window: int
     rope_table: int
+    experts: Experts | None = None
 
 
 @dataclass
@@ -60,7 +75,13 @@ def read(model: nn.Module) -> Architecture:
     """The architecture of a model, its weights shared. UnknownArchitecture names the first thing that does not fit."""
     found = outline(model)
     layers = [
-        Layer(_linears(block.modules, found.sizes), block.norms, block.window, block.rope_table)
+        Layer(
+            _linears(block.modules, found.sizes),
+            block.norms,
+            block.window,
+            block.rope_table,
+            None if block.experts is None else read_experts(block.experts, read_weight),
+        )
         for block in found.blocks
     ]
     head = read_weight(found.head, "lm_head")
@@ -70,15 +91,17 @@ def read(model: nn.Module) -> Architecture:
 
 def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
     """Every linear by itself, as the decoder of the CPU takes them."""
+    linears = {name: read_weight(module, name) for name, module in modules.items() if name not in ("qkv", "gate_up")}
     if "qkv" in modules:
         queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        q, k, v = cut_weight(modules["qkv"], [queries, keys, keys], "qkv_proj")
-        gate, up = cut_weight(modules["gate_up"], [sizes.intermediate] * 2, "gate_up_proj")
-    else:
-        q, k, v, gate, up = (read_weight(modules[name], name) for name in ("q", "k", "v", "gate", "up"))
-    linears = {"q": q, "k": k, "v": v, "o": read_weight(modules["o"], "o"), "gate": gate, "up": up}
-    linears["down"] = read_weight(modules["down"], "down")
+        cuts = cut_weight(modules["qkv"], [queries, keys, keys], "qkv_proj")
+        linears |= dict(zip(("q", "k", "v"), cuts, strict=True))
+    if "gate_up" in modules:
+        cuts = cut_weight(modules["gate_up"], [sizes.intermediate] * 2, "gate_up_proj")
+        linears |= dict(zip(("gate", "up"), cuts, strict=True))
     for group in (("q", "k", "v"), ("gate", "up")):
+        if group[0] not in linears:
+            continue
         if len({(linears[n].format, linears[n].group_size, linears[n].bits) for n in group}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
         require_one_order([linears[name].order for name in group], ", ".join(group))

@@ -81,10 +81,10 @@ class CudaDecoder:
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
         require_read(cache_format_of(model), device)
-        architecture.require_known(model, device)
+        architecture.require_known(model, device, "cuda")
         if device.type != "cpu":
             require_bfloat16(model, device)
-        found = architecture.outline(model, device)
+        found = architecture.outline(model, device, "cuda")
         if device.type != "cpu":
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them

@@ -15,6 +15,7 @@ from ...engines.built import device_of, drop_outdated, fingerprint, walking_anew
 from ...engines.choose import move_weights
 from ...formats import FORMATS, casts
 from ...nn.castable import is_nested
+from ...nn.fewer_experts import fewer_experts
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
 from ...nn.replace import direct_cast, early_exit, is_view
@@ -31,21 +32,24 @@ from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 
 Built = TypeVar("Built")
-_OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N")
+# Views of the target by the word in front of their number: what that counts, and how they are made.
+_VIEWS = {"early_exit": ("layers", early_exit), "experts": ("experts a token", fewer_experts)}
+_OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
 
 
 @dataclass(frozen=True)
 class Word:
-    """A parsed level word: kind "cast", "precision", "load", "prompt_lookup", "ngram" or "early_exit".
+    """A parsed level word: kind "cast", "precision", "load", "prompt_lookup", "ngram", "early_exit" or "experts".
 
     cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
-    it is. precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are.
+    it is. precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are. number: of
+    layers, or of experts a token.
     """
 
     kind: str
     path: str | None = None
     cast: str | None = None
-    layers: int = 0
+    number: int = 0
     precision: Precision | None = None
 
 
@@ -79,10 +83,11 @@ def parse_level(text: str) -> Word:
     found = None if "/" in text else spelled(text)  # no word has a slash
     if found is not None and found.family.levels and _says_enough(found):
         return Word("precision", precision=Precision.parse(text))
-    if text.startswith("early_exit:"):
-        if not (number := text.removeprefix("early_exit:")).isdecimal():
-            raise ValueError(f"level {text!r}: early_exit takes a number of layers, as in 'early_exit:4'")
-        return Word("early_exit", layers=int(number))
+    for kind, (what, _) in _VIEWS.items():
+        if text.startswith(f"{kind}:"):
+            if not (number := text.removeprefix(f"{kind}:")).isdecimal():
+                raise ValueError(f"level {text!r}: {kind} takes a number of {what}, as in '{kind}:4'")
+            return Word(kind, number=int(number))
     path, at, suffix = text.rpartition("@")
     cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
@@ -253,8 +258,9 @@ def _from_word(
     if word.kind == "cast":
         model = _keep_view(state, key, target, config, lambda: direct_cast(target, **_cast_options(word, config)))
         return Level(text, model=model, shape_of_target=True)
-    if word.kind == "early_exit":
-        model = _keep_view(state, text, target, config, lambda: early_exit(target, word.layers))
+    if word.kind in _VIEWS:
+        _, view = _VIEWS[word.kind]
+        model = _keep_view(state, text, target, config, lambda: view(target, word.number))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
 

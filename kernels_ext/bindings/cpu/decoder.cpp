@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using mlspec::check_plain;
 using mlspec::DecoderLayer;
-using mlspec::storage_dtype;
+using mlspec::storage_dtype, mlspec::as_tensor;
 using Ints = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
 
@@ -60,10 +60,7 @@ class DecoderObject : public torch::CustomClassHolder {
     std::lock_guard<std::mutex> lock(decoder_.busy);  // another thread may be reading the table that is replaced
     const int64_t known = decoder_.ropes.size();
     TORCH_CHECK_INDEX(index >= 0 && index <= known, "rope table ", index, " of ", known);
-    if (index == known) {
-      decoder_.ropes.emplace_back();
-      rope_tensors_.emplace_back();
-    }
+    if (index == known) decoder_.ropes.emplace_back(), rope_tensors_.emplace_back();
     rope_tensors_[index] = {cos, sin};
     decoder_.ropes[index] = {cos.const_data_ptr<float>(), sin.const_data_ptr<float>()};
     int64_t least = cos.size(0);
@@ -71,7 +68,7 @@ class DecoderObject : public torch::CustomClassHolder {
     decoder_.shape.positions = least;
   }
 
-  // norms: attention, mlp, attention_out, mlp_out, q, k; float32 with any +1 added.
+  // norms: attention, mlp, attention_out, mlp_out, q, k; float32 with any +1 added. q and k: of a head, or of all heads.
   void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table) {
     TORCH_CHECK_VALUE(norms.size() == 6 && norms[0] && norms[1], "a layer has 6 norms, the first two always there");
     TORCH_CHECK_VALUE(window >= 0, "window is ", window, ", 0 (full attention) or more is meant");
@@ -82,14 +79,32 @@ class DecoderObject : public torch::CustomClassHolder {
     layer.mlp_norm = norm(norms[1], "mlp_norm", s.hidden);
     layer.attention_out_norm = norm(norms[2], "attention_out_norm", s.hidden);
     layer.mlp_out_norm = norm(norms[3], "mlp_out_norm", s.hidden);
-    layer.q_norm = norm(norms[4], "q_norm", s.head_dim);
-    layer.k_norm = norm(norms[5], "k_norm", s.head_dim);
+    layer.q_norm_width = norms[4] && norms[4]->numel() > s.head_dim ? s.heads * s.head_dim : s.head_dim;
+    layer.k_norm_width = norms[5] && norms[5]->numel() > s.head_dim ? s.kv_heads * s.head_dim : s.head_dim;
+    layer.q_norm = norm(norms[4], "q_norm", layer.q_norm_width);
+    layer.k_norm = norm(norms[5], "k_norm", layer.k_norm_width);
     layer.window = window;
     layer.rope_table = rope_table;
     decoder_.layers.push_back(layer);
   }
 
-  // name: q, k, v, o, gate, up, down of the newest layer, or head. format: mlspec::WeightFormat.
+  // The newest layer has experts in place of gate, up and down: routed_experts in decoder_experts.h. set_experts follows.
+  void set_router(const Tensor& router, int64_t chosen, bool renormalize, bool has_shared) {
+    newest("router").experts = mlspec::routed_experts(router, chosen, renormalize, has_shared, decoder_.shape.hidden);
+    hold(router);
+  }
+
+  // name: up ([experts, 2 inner, hidden]: rows of gate, then of up) or down, with a first axis of experts in every tensor.
+  void set_experts(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
+                   const MaybeTensor& scale, const MaybeTensor& zero, int64_t group, int64_t bits) {
+    mlspec::check_expert_place(name, decoder_.shape.hidden, in, out);
+    mlspec::Experts& experts = newest_experts(name);
+    (name == "up" ? experts.up : experts.down) =
+        mlspec::expert_linears("experts' " + name, format, experts.count, in, out, weight, scale, zero, group, bits);
+    hold(weight), hold_some(scale, zero);
+  }
+
+  // name: q, k, v, o, gate, up, down of the newest layer, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
   void set_linear(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
                   const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
     mlspec::Linear linear;
@@ -123,8 +138,7 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::Linear linear = mlspec::planes_linear(name, plane_tiles, scale_tiles, in, out, group, zero_doubled);
     linear.own = {num_planes, 16};
     mlspec::check_bits(linear, linear.own, name + ": ");
-    hold(plane_tiles);
-    hold(scale_tiles);
+    hold(plane_tiles), hold(scale_tiles);
     put(name, linear, bias);
   }
 
@@ -134,8 +148,7 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::Linear linear = mlspec::lut_linear(name, plane_tiles, table_tiles, in, out);
     linear.own = {num_planes, 16};
     mlspec::check_bits(linear, linear.own, name + ": ");
-    hold(plane_tiles);
-    hold(table_tiles);
+    hold(plane_tiles), hold(table_tiles);
     put(name, linear, bias);
   }
 
@@ -145,7 +158,7 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::Linear linear = mlspec::zipper_linear(name, plane_tiles, scale_tiles, high, in, out, group);
     linear.own = {bits, 16};
     mlspec::check_bits(linear, linear.own, name + ": ");
-    for (const Tensor* part : {&plane_tiles, &scale_tiles, &high}) hold(*part);
+    hold(plane_tiles), hold(scale_tiles), hold(high);
     put(name, linear, bias);
   }
 
@@ -153,7 +166,7 @@ class DecoderObject : public torch::CustomClassHolder {
   void set_outliers(const std::string& name, int64_t in, int64_t out, const Tensor& weight, const Tensor& scale,
                     const MaybeTensor& bias, int64_t bits) {
     const mlspec::Linear linear = mlspec::outlier_linear(name, in, out, weight, scale, bits);
-    for (const Tensor* part : {&weight, &scale}) hold(*part);
+    hold(weight), hold(scale);
     put(name, linear, bias);
   }
 
@@ -163,12 +176,7 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::Linear& linear = place(name);
     linear.order = mlspec::checked_order(name, linear, order);
     hold(order);
-    if (name == "head") return;
-    const DecoderLayer& l = decoder_.layers.back();
-    for (const mlspec::Linear* other : {&l.q, &l.k, &l.v, &l.gate, &l.up}) {
-      if (!other->order || other->columns() != linear.columns()) continue;
-      if (std::equal(other->order, other->order + linear.columns(), linear.order)) linear.order = other->order;
-    }
+    if (name != "head") mlspec::share_order(decoder_.layers.back(), linear);
   }
 
   // Of o or down, which was set before: its inputs are multiplied by Hadamard matrices first, as hadamard_rows does it.
@@ -269,8 +277,12 @@ class DecoderObject : public torch::CustomClassHolder {
 
   void hold_parts(const mlspec::NestedTensors& parts) {
     for (const Tensor* part : {&parts.draft, &parts.exponents, &parts.low}) hold(*part);
-    for (const MaybeTensor* part : {&parts.escape_rows, &parts.escape_weight})
-      if (*part) hold(**part);
+    hold_some(parts.escape_rows, parts.escape_weight);
+  }
+
+  void hold_some(const MaybeTensor& one, const MaybeTensor& other) {
+    if (one) hold(*one);
+    if (other) hold(*other);
   }
 
   // A checked linear with its bias to the place that `name` means.
@@ -287,21 +299,25 @@ class DecoderObject : public torch::CustomClassHolder {
     return static_cast<const float*>(hold(*weight));
   }
 
+  DecoderLayer& newest(const std::string& name) {
+    TORCH_CHECK_VALUE(!decoder_.layers.empty(), "a layer has no linear ", name, ": add a layer first");
+    return decoder_.layers.back();
+  }
+
+  mlspec::Experts& newest_experts(const std::string& name) {
+    TORCH_CHECK_VALUE(newest(name).experts, name, ": a layer without a router has no experts");
+    return *newest(name).experts;
+  }
+
   mlspec::Linear& place(const std::string& name) {
     if (name == "head") return decoder_.head;
+    if (name.rfind("shared_", 0) == 0) return mlspec::shared_linear(newest_experts(name), name);
     static const std::map<std::string, mlspec::Linear DecoderLayer::*> places = {
         {"q", &DecoderLayer::q},       {"k", &DecoderLayer::k},   {"v", &DecoderLayer::v},      {"o", &DecoderLayer::o},
         {"gate", &DecoderLayer::gate}, {"up", &DecoderLayer::up}, {"down", &DecoderLayer::down}};
     const auto found = places.find(name);
-    TORCH_CHECK_VALUE(found != places.end() && !decoder_.layers.empty(), "a layer has no linear ", name);
-    return decoder_.layers.back().*(found->second);
-  }
-
-  template <class T>
-  static Tensor as_tensor(const std::vector<T>& values, at::ScalarType dtype) {
-    Tensor out = at::empty({static_cast<int64_t>(values.size())}, dtype);
-    std::copy(values.begin(), values.end(), static_cast<T*>(out.mutable_data_ptr()));
-    return out;
+    TORCH_CHECK_VALUE(found != places.end(), "a layer has no linear ", name);
+    return newest(name).*(found->second);
   }
 
   mlspec::Decoder decoder_;
@@ -316,6 +332,8 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def(torch::init<Ints, std::vector<double>, Tensor, Tensor>())
       .def("set_rope", &DecoderObject::set_rope)
       .def("add_layer", &DecoderObject::add_layer)
+      .def("set_router", &DecoderObject::set_router)
+      .def("set_experts", &DecoderObject::set_experts)
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)

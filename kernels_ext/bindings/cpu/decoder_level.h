@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "../operands.h"
+#include "decoder_experts.h"
 #include "decoder_precisions.h"
 
 namespace mlspec {
@@ -19,8 +20,11 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
   TORCH_CHECK_VALUE(ready(decoder.head), "the decoder has no head yet");
   for (size_t i = 0; i < decoder.layers.size(); ++i) {
     const DecoderLayer& l = decoder.layers[i];
-    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
+    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o})
       TORCH_CHECK_VALUE(ready(*linear), "layer ", i, " of the decoder has not all of its seven linears yet");
+    for (const Linear* linear : {&l.gate, &l.up, &l.down})
+      TORCH_CHECK_VALUE(l.experts || ready(*linear), "layer ", i, " of the decoder has not all of its seven linears yet");
+    if (l.experts) check_experts(*l.experts, bits, "layer " + std::to_string(i) + " of the decoder");
     TORCH_CHECK_VALUE(alike(l.q, l.k) && alike(l.q, l.v) && alike(l.gate, l.up), "layer ", i,
                       ": q, k, v and gate, up need weights of one format, group, numbers of bits, and order of inputs");
   }
@@ -35,6 +39,11 @@ inline void check_able(const Decoder& decoder, Bits bits) {
       packed |= linear->is_packed();
       check_bits(*linear, bits, "");
     }
+    if (!l.experts) continue;
+    each_expert_linear(*l.experts, [&](const Linear& linear) {
+      packed |= linear.is_packed();
+      check_bits(linear, bits, "");
+    });
   }
   TORCH_CHECK_VALUE(bits == Bits{} || packed, "weight_bits is ", bits.weight, " and activation_bits is ", bits.activation,
                     ", and the decoder holds no packed weights; pass 0 and 0");

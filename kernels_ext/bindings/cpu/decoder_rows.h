@@ -1,6 +1,7 @@
 // Which rows may a call of the compiled decoder feed? Tokens cut into rows, and room for all that a row may gain.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <vector>
@@ -45,6 +46,13 @@ inline void check_room(const Level& level, const std::vector<TokenRow>& rows, co
     TORCH_CHECK_VALUE(!busy || (!rows[r].tokens.empty() && level.lengths[r] >= rows[r].base), "row ", r, " has ",
                       rows[r].tokens.size(), " tokens from ", rows[r].base, " on, the cache holds ", level.lengths[r]);
   }
+}
+
+template <class T>
+at::Tensor as_tensor(const std::vector<T>& values, at::ScalarType dtype) {
+  at::Tensor out = at::empty({static_cast<int64_t>(values.size())}, dtype);
+  std::copy(values.begin(), values.end(), static_cast<T*>(out.mutable_data_ptr()));
+  return out;
 }
 
 }  // namespace mlspec

@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -35,6 +36,11 @@ inline void check_plain(const at::Tensor& tensor, const std::string& what, at::S
 // in and out are what the buffers of a pass have room for.
 inline void check_place(const std::string& name, const DecoderShape& s, int64_t in, int64_t out) {
   const int64_t queries = s.heads * s.head_dim, keys = s.kv_heads * s.head_dim;
+  if (name.rfind("shared_", 0) == 0) {  // of a width of its own, which check_experts looks at
+    const bool down = name == "shared_down";
+    TORCH_CHECK_VALUE((down ? out : in) == s.hidden, name, " maps ", in, " to ", out, " features, the decoder has ", s.hidden);
+    return;
+  }
   const bool from_hidden = name != "o" && name != "down";
   const int64_t inputs = from_hidden ? s.hidden : name == "o" ? queries : s.intermediate;
   const int64_t outputs = !from_hidden    ? s.hidden
@@ -105,6 +111,14 @@ inline const int32_t* checked_order(const std::string& name, const Linear& linea
     TORCH_CHECK_VALUE(from[i] == from[i - linear.outliers], name, ".order[", i, "] is ", from[i], ", expected ",
                       from[i - linear.outliers], ": outliers are there twice");
   return from;
+}
+
+// Where another linear of the layer has an equal order it is that one: which linears share their inputs, addresses tell.
+inline void share_order(const DecoderLayer& l, Linear& linear) {
+  for (const Linear* other : {&l.q, &l.k, &l.v, &l.gate, &l.up}) {
+    if (!other->order || other->columns() != linear.columns()) continue;
+    if (std::equal(other->order, other->order + linear.columns(), linear.order)) linear.order = other->order;
+  }
 }
 
 // With NaN the rounds would neither ask for confidences nor do without them.

@@ -74,17 +74,18 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.acts.reserve(bytes);
   reserve_dense(threads);
   reserve_tables();
+  reserve_experts(n);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
 }
 
-// hidden += norm(block) where the layer before asks for it; then the acts of `next` = norm(hidden).
-void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear& next) {
+// hidden += norm(block) where the layer before asks for it; then the acts of `next` = norm(hidden), or, without one, `normed`.
+void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear* next) {
   const CpuKernels& kernels = cpu_kernels();
-  const mlspec_acts acts = acts_for(next, rows);
+  const mlspec_acts acts = next ? acts_for(*next, rows) : mlspec_acts{};
   Workspace& w = *work_;
-  const bool together = rows_share_lines(acts);
+  const bool together = !next || rows_share_lines(acts);
   float* const own = w.rows.data() + team.index() * w.row_stride;
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
@@ -96,11 +97,18 @@ void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const f
       }
       kernels.row.rms_norm(hidden, norm, shape.norm_eps, shape.hidden, normed);
       if (together) continue;
-      const mlspec_pack_args pack{in_order(next, normed, own + shape.hidden), 0, &acts};
+      const mlspec_pack_args pack{in_order(*next, normed, own + shape.hidden), 0, &acts};
       kernels.pack_rows(&pack, n, n + 1, 0, acts.in_features);
     }
   });
-  if (together) pack_rows(team, w.normed.data(), shape.hidden, rows, next);
+  if (next && together) pack_rows(team, w.normed.data(), shape.hidden, rows, *next);
+}
+
+// Heads side by side: norm_width elements at a time, those of a head or all of them.
+void Decoder::norm_heads(const float* norm, int64_t norm_width, int64_t width, float* heads) const {
+  if (!norm) return;
+  for (int64_t at = 0; at < width; at += norm_width)
+    cpu_kernels().row.rms_norm(heads + at, norm, shape.norm_eps, norm_width, heads + at);
 }
 
 // Heads of every token: per-head norms, rotation, keys and values into the cache; then attention and its packing.
@@ -121,9 +129,9 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
     for (int64_t n = begin; n < end; ++n) {
       float* const row = w.qkv.data() + n * stride;
       const int64_t position = pass.positions[n];
+      norm_heads(layer.q_norm, layer.q_norm_width, width, row);
+      norm_heads(layer.k_norm, layer.k_norm_width, shape.kv_heads * dim, row + width);
       for (int64_t h = 0; h < shape.heads + shape.kv_heads; ++h) {
-        const float* const norm = h < shape.heads ? layer.q_norm : layer.k_norm;
-        if (norm) kernels.row.rms_norm(row + h * dim, norm, shape.norm_eps, dim, row + h * dim);
         kernels.row.rope(row + h * dim, rope.cos + position * half, rope.sin + position * half, shape.rotary_dim);
       }
       for (int64_t h = 0; h < 2 * shape.kv_heads; ++h) {
@@ -254,19 +262,23 @@ void Decoder::forward(Team& team, Pass& pass) {
   const float* pending = nullptr;  // the norm that the last block's output still waits for
   for (size_t i = 0; i < layers.size(); ++i) {
     const DecoderLayer& layer = layers[i];
-    normalize(team, n, pending, layer.attention_norm, layer.q);
+    normalize(team, n, pending, layer.attention_norm, &layer.q);
     const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
     multiply(team, qkv, 3, w.qkv.data(), context + 2 * shape.kv_heads * shape.head_dim, false, n);
     attention(team, pass, i);
     const Linear* const o[] = {&layer.o};
     pending = layer.attention_out_norm;
     multiply(team, o, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
-    normalize(team, n, pending, layer.mlp_norm, layer.gate);
+    normalize(team, n, pending, layer.mlp_norm, layer.experts ? nullptr : &layer.gate);
+    pending = layer.mlp_out_norm;
+    if (layer.experts) {
+      visit_experts(team, *layer.experts, n, pending);
+      continue;
+    }
     const Linear* const gate_up[] = {&layer.gate, &layer.up};
     multiply(team, gate_up, 2, w.gate_up.data(), 2 * shape.intermediate, false, n);
     activate(team, n, layer.down);
     const Linear* const down[] = {&layer.down};
-    pending = layer.mlp_out_norm;
     multiply(team, down, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
   }
   for (int64_t first = 0; first < kept; first += kScoredTogether) {

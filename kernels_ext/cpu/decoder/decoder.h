@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "decoder_experts.h"
 #include "decoder_linear.h"
 #include "../kernels.h"
 #include "../threads/parallel.h"
@@ -14,12 +15,14 @@ namespace mlspec {
 // A decoder layer of the Llama family. Norm weights are float32 with any +1 already added; null: there is no such norm.
 struct DecoderLayer {
   Linear q, k, v, o, gate, up, down;
+  std::shared_ptr<Experts> experts;  // in place of gate, up and down; null: these
   const float* attention_norm = nullptr;
   const float* mlp_norm = nullptr;
   const float* attention_out_norm = nullptr;  // between a block and its residual: Gemma 2 and 3
   const float* mlp_out_norm = nullptr;
-  const float* q_norm = nullptr;  // per head: Qwen3, Gemma 3
+  const float* q_norm = nullptr;  // per head: Qwen3, Gemma 3; over all heads: OLMoE
   const float* k_norm = nullptr;
+  int64_t q_norm_width = 0, k_norm_width = 0;  // elements that are normed together
   int64_t window = 0;      // 0: full attention
   int64_t rope_table = 0;  // which of Decoder::ropes
 };
@@ -106,11 +109,22 @@ class Decoder {
   void embed(Team& team, const Pass& pass);
   void nested_row(int64_t id, uint16_t* row) const;
   void multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
-  void normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear& next);
+  void normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear* next);
+  void norm_heads(const float* norm, int64_t norm_width, int64_t width, float* heads) const;
   void attention(Team& team, const Pass& pass, int64_t layer);
   void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
   void rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next);
   void activate(Team& team, int64_t rows, const Linear& down);
+  void reserve_experts(int64_t n);
+  void visit_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
+  void route(Team& team, const Experts& experts, int64_t rows);
+  void plan_visits(const Experts& experts, int64_t rows);
+  void add_visit(const Experts& experts, int64_t expert, int64_t first, int64_t own, int64_t rows);
+  void plan_products(const Experts& experts);
+  void pack_visits(Team& team);
+  void multiply_products(Team& team, const Products& products);
+  void activate_visits(Team& team);
+  void sum_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
   void score(Team& team, Pass& pass, const float* pending, int64_t first, int64_t count, float* logits);
 
   std::shared_ptr<Workspace> work_;

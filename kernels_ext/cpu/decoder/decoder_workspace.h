@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <new>
+#include <vector>
 
 #include "decoder.h"
 
@@ -31,6 +32,11 @@ class Buffer {
 
 using cpu_tiles::kTileOutputs;
 
+// Up to 16 rows of a visit.
+struct RowTile {
+  int64_t visit, row, row_end;
+};
+
 struct Decoder::Workspace {
   Buffer<float> hidden;     // [n][hidden], the residual stream
   Buffer<float> qkv;        // [n][(heads + 2 kv_heads) * head_dim]
@@ -46,6 +52,17 @@ struct Decoder::Workspace {
   Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs
   Buffer<float> tables;     // [in / 4][16][8]: sums of inputs, where linears have sparse high parts
   Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there
+  // of a layer of experts
+  Buffer<float> router;              // [n][scores], logits
+  Buffer<int32_t> chosen;            // [n][chosen]
+  Buffer<float> weights;             // [n][places]
+  Buffer<int32_t> place, visitors;   // [n][places]: in which row of its visit a token is; the token of each such row
+  Buffer<float> expert_gate_up, expert_out;
+  Buffer<char> expert_acts;          // inputs of up, then of down
+  std::vector<int64_t> next;         // [experts + 1], while visits are planned
+  std::vector<Visit> visits;
+  std::vector<RowTile> row_tiles;    // of all visits
+  Products up_products, down_products;
   int64_t row_stride = 0, dense_stride = 0, escaped_stride = 0;
   Bits bits;                // of the running pass
 };

@@ -1,0 +1,119 @@
+"""Which experts does a layer of a model have, and which of them does a token go to?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.expert_modules import ExpertModule
+from ...nn.experts import PackedExperts
+from ...nn.packed import PackedLinear
+from .description import Mixture
+
+
+@dataclass(frozen=True)
+class ExpertBlock:
+    """The experts of one layer: `experts` holds them all, ``router`` is ``[count, hidden]``.
+
+    chosen: of a token. renormalize: whether its weights are divided by their sum. shared: gate, up and down of an
+    expert that all tokens go to, {} where there is none; shared_router: ``[1, hidden]``, whose sigmoid weighs it.
+    """
+
+    experts: nn.Module
+    original: ExpertModule
+    router: Tensor
+    chosen: int
+    renormalize: bool
+    shared: dict[str, nn.Module]
+    shared_router: Tensor | None
+
+    @property
+    def inner(self) -> int:
+        """Elements of an expert between its projections."""
+        return self.original.sizes["down_proj"][1]
+
+
+class UnreadExperts(Exception):
+    """Experts that no decoder reads; the message says why."""
+
+
+def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | None:
+    """The experts of layer ``index``; None where it has none.
+
+    UnreadExperts where no decoder reads them. ValueError naming the layer, and the expert, for what no token can be
+    sent through: more experts a token than there are, or router weights that are not finite.
+    """
+    router = _at(layer, entry.router)
+    if router is None:
+        return None
+    experts = _at(layer, entry.experts)
+    original = _original(experts, index)
+    weight = router.weight.detach()
+    if tuple(weight.shape) != (original.num_experts, original.sizes["down_proj"][0]):
+        raise UnreadExperts(
+            f"the router of layer {index} has weights of shape {list(weight.shape)} for {original.num_experts} "
+            f"experts of {original.sizes['down_proj'][0]} elements"
+        )
+    chosen = getattr(router, entry.chosen)
+    if not 1 <= chosen <= original.num_experts:
+        raise ValueError(
+            f"layer {index} sends each token to {chosen} experts and has {original.num_experts}: choose 1 to "
+            f"{original.num_experts} as the config's num_experts_per_tok"
+        )
+    _require_finite(weight, index)
+    renormalize = entry.renormalize
+    shared = {name: layer.get_submodule(place) for name, place in entry.shared.items()}
+    return ExpertBlock(
+        experts,
+        original,
+        weight,
+        chosen,
+        getattr(router, renormalize) if isinstance(renormalize, str) else renormalize,
+        shared,
+        _row_of(layer.get_submodule(entry.shared_gate)) if shared else None,
+    )
+
+
+def _row_of(linear: nn.Module) -> Tensor:
+    """``[1, in]`` of a linear to one output, dense or packed, whose values the router takes in float32."""
+    if not isinstance(linear, PackedLinear):
+        return linear.weight.detach()
+    if next(linear.parameters()).is_meta:
+        return torch.empty(1, linear.in_features, device="meta")
+    return linear.dequantized_plain(torch.float32)
+
+
+def _original(experts: nn.Module | None, index: int) -> ExpertModule:
+    """What a module of experts is; UnreadExperts for one that is not gated, or has biases."""
+    if type(experts) is PackedExperts:
+        found = experts.original
+    else:
+        why = ExpertModule.obstacle(experts) if experts is not None else "there are none"
+        if why is not None:
+            raise UnreadExperts(f"its experts of layer {index} are not read: {why}")
+        found = ExpertModule.of(experts, f"experts of layer {index}")
+    if not experts.has_gate or experts.has_bias:
+        raise UnreadExperts(f"its experts of layer {index} have no gate, or biases")
+    if found.transposed and type(experts) is not PackedExperts:
+        raise UnreadExperts(f"its experts of layer {index} are stored as [experts, in, out]")
+    return found
+
+
+def _require_finite(router: Tensor, index: int) -> None:
+    if router.is_meta:
+        return
+    broken = (~torch.isfinite(router)).any(dim=1).nonzero()
+    if len(broken):
+        raise ValueError(
+            f"the router of layer {index} holds NaN or Inf in its row of expert {int(broken[0])}: every token of that "
+            "layer would be lost; restore the checkpoint"
+        )
+
+
+def _at(layer: nn.Module, place: str) -> nn.Module | None:
+    try:
+        return layer.get_submodule(place)
+    except AttributeError:
+        return None

@@ -1,0 +1,62 @@
+"""How does the CPU decoder read the experts of a layer, where they lie?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ...formats.mxfp4 import BLOCK
+from ...nn.experts import PackedExperts
+from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, Experts, Weight
+from ..architecture import ExpertBlock, UnknownArchitecture, require_format
+
+_DENSE = {torch.bfloat16: BF16, torch.float32: F32}
+_PACKED = {"mxfp4": MXFP4, "int4": INT4}
+_UP, _DOWN = "gate_up_proj", "down_proj"
+
+
+def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -> Experts:
+    """Weights that are shared, packed ones put in tiles. read: of a linear, those of a shared expert.
+
+    UnknownArchitecture names what does not fit.
+    """
+    router = block.router.float()
+    if block.shared_router is not None:
+        router = torch.cat([router, block.shared_router.float()])
+    shared = {name: read(module, f"shared {name}") for name, module in block.shared.items()}
+    if any(weight.order is not None or weight.rotation is not None for weight in shared.values()):
+        raise UnknownArchitecture("its shared expert transforms its inputs")
+    weight = _packed if type(block.experts) is PackedExperts else _dense
+    return Experts(
+        router.contiguous(), block.chosen, block.renormalize, weight(block, _UP), weight(block, _DOWN), shared
+    )
+
+
+def _dense(block: ExpertBlock, key: str) -> Weight:
+    weight = getattr(block.experts, key).detach()
+    require_format(weight, f"experts' {key}")
+    out_features, in_features = block.original.sizes[key]
+    return Weight(_DENSE[weight.dtype], weight, in_features, out_features)
+
+
+def _packed(block: ExpertBlock, key: str) -> Weight:
+    experts: PackedExperts = block.experts
+    if experts.format not in _PACKED or experts.is_lent:
+        raise UnknownArchitecture(f"its experts are {experts.format}, which the CPU decoder does not read")
+    if experts.switch.multiply == "dequant":
+        raise UnknownArchitecture("its experts multiply by 'dequant', which the CPU decoder does for linears only")
+    parts = experts.prepack_().parts(key)
+    out_features, in_features = block.original.sizes[key]
+    mxfp4 = experts.format == "mxfp4"
+    return Weight(
+        _PACKED[experts.format],
+        parts.packed,
+        in_features,
+        out_features,
+        scale=parts.scale,
+        zero=None if mxfp4 else parts.zero,
+        group_size=BLOCK if mxfp4 else experts.group_size,
+        bits=experts.switch.bits,
+    )

@@ -1,0 +1,87 @@
+// Which experts may a layer of a compiled decoder hold? Stacked tensors, an expert a slice; messages name expert and sizes.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "decoder_tensors.h"
+
+namespace mlspec {
+
+// router: float32 [count, with a shared expert + 1][hidden], the last row that of the shared expert's gate.
+inline std::shared_ptr<Experts> routed_experts(const at::Tensor& router, int64_t chosen, bool renormalize, bool has_shared,
+                                               int64_t hidden) {
+  auto experts = std::make_shared<Experts>();
+  experts->count = router.dim() == 2 ? router.size(0) - has_shared : 0;
+  check_plain(router, "router", at::kFloat, {experts->count + has_shared, hidden});
+  TORCH_CHECK_VALUE(experts->count >= 1 && chosen >= 1 && chosen <= experts->count, "router: each token chooses ", chosen, " of ",
+                    experts->count, " experts");
+  experts->router = router.const_data_ptr<float>();
+  experts->chosen = chosen, experts->renormalize = renormalize, experts->has_shared = has_shared;
+  return experts;
+}
+
+inline void check_expert_place(const std::string& name, int64_t hidden, int64_t in, int64_t out) {
+  TORCH_CHECK_VALUE(name == "up" ? in == hidden && out % 2 == 0 : name == "down" && out == hidden, "experts' ", name, " maps ", in,
+                    " to ", out, " features, the decoder has ", hidden);
+}
+
+// One linear an expert, from tensors as check_weight takes them with a first axis of experts. name: up or down.
+inline std::vector<Linear> expert_linears(const std::string& name, int64_t format, int64_t count, int64_t in, int64_t out,
+                                          const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+                                          const std::optional<at::Tensor>& zero, int64_t group, int64_t bits) {
+  TORCH_CHECK_VALUE(weight.dim() >= 3 && weight.size(0) == count, name, " holds weights of shape ", weight.sizes(), ", expected ",
+                    count, " experts");
+  for (const std::optional<at::Tensor>* part : {&scale, &zero})
+    TORCH_CHECK_VALUE(!*part || ((*part)->dim() >= 2 && (*part)->size(0) == count), name, " holds scales or zeros of shape ",
+                      (*part)->sizes(), ", expected ", count, " experts");
+  std::vector<Linear> linears(count);
+  for (int64_t expert = 0; expert < count; ++expert) {
+    const auto own = [&](const std::optional<at::Tensor>& part) {
+      return part ? std::optional(part->select(0, expert)) : std::nullopt;
+    };
+    const at::Tensor rows = weight.select(0, expert);
+    const std::optional<at::Tensor> scales = own(scale), zeros = own(zero);
+    Linear& linear = linears[expert];
+    linear.format = static_cast<WeightFormat>(format);
+    linear.in_features = in, linear.out_features = out, linear.group = group;
+    linear.own = {!linear.is_packed() ? (linear.format == WeightFormat::kF32 ? 32 : 16) : 4, bits};
+    check_weight(name + " of expert " + std::to_string(expert), linear, rows, scales, zeros);
+    linear.weight = rows.const_data_ptr();
+    if (scales) linear.scale = scales->const_data_ptr();
+    if (zeros) linear.zero = zeros->const_data_ptr<uint8_t>();
+  }
+  return linears;
+}
+
+inline Linear& shared_linear(Experts& experts, const std::string& name) {
+  if (name == "shared_gate") return experts.shared_gate;
+  TORCH_CHECK_VALUE(name == "shared_up" || name == "shared_down", "a layer has no linear ", name);
+  return name == "shared_up" ? experts.shared_up : experts.shared_down;
+}
+
+// f(linear) for one linear of each kind: the experts of a layer are alike.
+template <class F>
+void each_expert_linear(const Experts& experts, F&& f) {
+  f(experts.up[0]);
+  f(experts.down[0]);
+  if (!experts.has_shared) return;
+  for (const Linear* linear : {&experts.shared_gate, &experts.shared_up, &experts.shared_down}) f(*linear);
+}
+
+// All projections there, and of sizes that fit together.
+inline void check_experts(const Experts& e, Bits bits, const std::string& what) {
+  const auto count = static_cast<size_t>(e.count);
+  TORCH_CHECK_VALUE(e.up.size() == count && e.down.size() == count, what, " has not both projections of its ", count, " experts yet");
+  TORCH_CHECK_VALUE(e.up[0].out_features == 2 * e.down[0].in_features, what, ": its experts' gate and up have ",
+                    e.up[0].out_features, " outputs, down ", e.down[0].in_features, " inputs");
+  if (!e.has_shared) return;
+  const Linear &gate = e.shared_gate, &up = e.shared_up, &down = e.shared_down;
+  for (const Linear* linear : {&gate, &up, &down})
+    TORCH_CHECK_VALUE(linear->weight && !linear->order && !linear->outliers && !linear->rotates(), what,
+                      ": its shared expert is not whole, or transforms its inputs");
+  TORCH_CHECK_VALUE(gate.format == up.format && gate.group == up.group && gate.at(bits) == up.at(bits) &&
+                        gate.out_features == up.out_features && up.out_features == down.in_features,
+                    what, ": gate, up and down of its shared expert do not fit together");
+}
+
+}  // namespace mlspec

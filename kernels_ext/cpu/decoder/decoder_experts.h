@@ -1,0 +1,50 @@
+// What is a layer of experts, and what does a pass keep while tokens visit them?
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "decoder_linear.h"
+
+namespace mlspec {
+
+// A layer whose tokens go to `chosen` of `count` gated MLPs, and to a shared one where there is one.
+//   logits = router x, in float32. The experts of the largest logits are chosen, of equal ones those with the lower number.
+//   weights = softmax over all experts, or, renormalized, over the chosen. The shared MLP's is sigmoid(last row of router . x).
+//   y = sum of weight * expert(x) over the chosen, the largest first, then the shared one's.
+struct Experts {
+  const float* router = nullptr;  // [count, with a shared one + 1][hidden]
+  int64_t count = 0, chosen = 0;
+  bool renormalize = false, has_shared = false;
+  std::vector<Linear> up;    // of each expert [2 inner][hidden]: rows of gate, then of up
+  std::vector<Linear> down;  // [hidden][inner]
+  Linear shared_gate, shared_up, shared_down;
+
+  int64_t places() const { return chosen + has_shared; }  // that every token visits
+  int64_t scores() const { return count + has_shared; }
+};
+
+// An expert and the rows of its tokens in a pass, which lie one behind the other.
+struct Visit {
+  int64_t expert, first, rows, inner;  // expert: Experts::count stands for the shared one
+  bool packs;                          // whether its inputs are its own to pack, not those of the visit before
+  mlspec_acts in, mid;                 // what up and what down multiply
+  float* gate_up;                      // [rows][2 inner]
+};
+
+// A linear over the rows of a visit. first: the tiles of all products before it.
+struct Product {
+  mlspec_linear_fn compute;
+  mlspec_linear_args args;
+  int64_t first, bytes;
+};
+
+// Products that a team works on together.
+struct Products {
+  std::vector<Product> list;
+  int64_t tiles = 0, bytes = 0;
+
+  void clear() { list.clear(), tiles = bytes = 0; }
+  void add(mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile);
+};
+
+}  // namespace mlspec

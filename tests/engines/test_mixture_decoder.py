@@ -1,0 +1,310 @@
+"""Does the compiled decoder route and multiply experts as the model's modules do, whoever else is in the call?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decoders import MIXTURES, PACKED_MIXTURE, in_float64, random_model
+from torch import nn
+from warned import forget_warnings
+
+import hf_mlspec
+from hf_mlspec.engines.architecture import KNOWN, Mixture, UnknownArchitecture
+from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.engine import Guess
+from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.switch import PrecisionSwitch
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.precision import OWN_BITS, Bits
+
+pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+
+LENGTH = 41
+NARROW = 0.05  # of the standard deviation of a router's logits: below, rounding decides where a token goes
+LAYER = "model.layers.1.mlp"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    forget_warnings()
+
+
+def runner_of(model: nn.Module, batch: int, bits: Bits = OWN_BITS) -> CpuEngine:
+    runner = CpuEngine(model, CpuDecoder(model), capacity=LENGTH, bits=bits)
+    runner.start(batch, torch.device("cpu"))
+    return runner
+
+
+def scored_together(model: nn.Module, ids: torch.Tensor, bits: Bits = OWN_BITS) -> torch.Tensor:
+    rows = [row[:1] for row in ids.tolist()]
+    return runner_of(model, len(ids), bits).feed(rows, Guess(ids[:, 1:], [ids.shape[1] - 1] * len(ids)))
+
+
+def some_ids(rows: int = 2, seed: int = 5) -> torch.Tensor:
+    return torch.randint(1, 199, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits in float64, and which tokens come before any of their row whose experts a rounding error could change."""
+    wide = in_float64(model)
+    wide.set_experts_implementation("eager")
+    narrow = torch.zeros(ids.shape, dtype=torch.bool)
+
+    def look(router: nn.Module, _, outputs) -> None:
+        logits, chosen = outputs[0].view(*ids.shape, -1), router.top_k
+        if chosen < logits.shape[-1]:
+            best = logits.sort(dim=-1, descending=True).values
+            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())
+
+    for layer in wide.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(look)
+    with torch.no_grad():
+        logits = wide(ids).logits
+    return logits, narrow.cumsum(dim=1) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_within_twice_the_error_of_the_modules(name, dtype):
+    """Where no choice of experts hangs on a rounding error; in float32 that is everywhere."""
+    model, ids = random_model(name, dtype), some_ids(8)
+    with torch.no_grad():
+        stock = model(ids).logits.double()
+    exact, firm = exact_and_firm(model, ids)
+    firm = torch.ones_like(firm) if dtype == torch.float32 else firm
+    assert firm.sum() >= 8
+    error, theirs = ((logits - exact)[firm].abs().max() for logits in (scored_together(model, ids).double(), stock))
+    assert 0 < error <= 2 * theirs
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_bits_do_not_depend_on_who_else_visits_an_expert(name, dtype, threads):
+    """All at once, one by one, alone in the batch, beside a row of another length, and on any number of threads."""
+    model, ids = random_model(name, dtype), some_ids()
+    rows, before = ids.tolist(), torch.get_num_threads()
+    together = scored_together(model, ids)
+    torch.set_num_threads(threads)
+    try:
+        single = runner_of(model, 2)
+        one_by_one = torch.stack([single.feed([row[: i + 1] for row in rows])[:, 0] for i in range(LENGTH)], dim=1)
+        assert torch.equal(together, one_by_one)
+        assert torch.equal(together[1:], scored_together(model, ids[1:]))
+        ragged = runner_of(model, 2)
+        ragged.feed([rows[0][:30], rows[1][:5]])
+        logits = ragged.feed([rows[0][:31], rows[1][:6]], Guess(torch.tensor([rows[0][31:34], rows[1][6:9]]), [3, 2]))
+        assert torch.equal(logits[0], together[0, 30:34])
+        assert torch.equal(logits[1, :3], together[1, 5:8])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_prompt_longer_than_one_pass():
+    model = random_model("qwen3-moe", torch.bfloat16, max_position_embeddings=2048)
+    ids = torch.randint(1, 199, (2, 700))
+    runner, halves = runner_of(model, 2), runner_of(model, 2)
+    whole = runner.feed(ids.tolist())
+    halves.feed([row[:333] for row in ids.tolist()])
+    assert torch.equal(whole, halves.feed(ids.tolist()))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe"])
+def test_an_expert_that_nobody_chose_is_not_read(name):
+    model, ids = random_model(name, torch.float32), some_ids()
+    router, experts = model.get_submodule(LAYER).gate, model.get_submodule(LAYER).experts
+    with torch.no_grad():
+        router.weight[3] = 0
+        lowest = scored_together(model, ids)
+        router.weight[3] = -1e3 * router.weight[0]  # of two that point apart one wins where the other loses
+        chosen = scored_together(model, ids)
+    assert not torch.equal(lowest, chosen)
+    few = ids[:1, :1]
+    with torch.no_grad():
+        router.weight.copy_(router.weight * 0)  # all equal: a token goes to the first ones
+        expected = scored_together(model, few)
+        experts.gate_up_proj[router.top_k :] = float("nan")
+        experts.down_proj[router.top_k :] = float("nan")
+    assert expected.isfinite().all()
+    assert torch.equal(scored_together(model, few), expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe"])
+def test_of_equal_experts_the_first_ones_are_chosen(name):
+    """And a batch that all goes to the same experts is what its tokens are one by one."""
+    model, ids = random_model(name, torch.float32), some_ids()
+    router, experts = model.get_submodule(LAYER).gate, model.get_submodule(LAYER).experts
+    with torch.no_grad():
+        router.weight.copy_(router.weight[:1].expand_as(router.weight).clone())
+        everyone = scored_together(model, ids)
+        experts.down_proj[router.top_k :] = 0
+        assert torch.equal(scored_together(model, ids), everyone)
+        experts.down_proj[router.top_k - 1] = 0
+        assert not torch.equal(scored_together(model, ids), everyone)
+
+
+def test_weights_are_renormalized_where_the_router_says_so():
+    for name in ("olmoe", "olmoe-renormalized"):
+        model, ids = random_model(name, torch.float32), some_ids()
+        before = scored_together(model, ids)
+        for layer in model.model.layers:
+            layer.mlp.gate.norm_topk_prob ^= True
+        with torch.no_grad():
+            stock = model(ids).logits
+        after = scored_together(model, ids)
+        assert (after - before).abs().max() > 1e-2
+        torch.testing.assert_close(after, stock, atol=1e-4, rtol=1e-4)
+
+
+def test_counts_of_experts_are_each_layers_own():
+    model, ids = random_model("qwen3-moe", torch.float32), some_ids()
+    block = model.get_submodule(LAYER)
+    with torch.no_grad():
+        for module, key in ((block.gate, "weight"), (block.experts, "gate_up_proj"), (block.experts, "down_proj")):
+            setattr(module, key, nn.Parameter(getattr(module, key)[:4].clone(), requires_grad=False))
+    block.gate.num_experts = block.experts.num_experts = 4
+    model.get_submodule("model.layers.2.mlp").gate.top_k = 3
+    with torch.no_grad():
+        stock = model(ids).logits
+    torch.testing.assert_close(scored_together(model, ids), stock, atol=1e-4, rtol=1e-4)
+
+
+def test_more_experts_a_token_than_there_are_is_one_error():
+    model = random_model("qwen3-moe", torch.float32)
+    model.get_submodule(LAYER).gate.top_k = 7
+    words = r"layer 1 sends each token to 7 experts and has 6: choose 1 to 6 as the config's num_experts_per_tok"
+    with pytest.raises(ValueError, match=words):
+        model.generate(some_ids()[:, :5], assistant_models=["mxfp4"], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_router_is_named_with_layer_and_expert(value):
+    model = random_model("mixtral", torch.bfloat16)
+    with torch.no_grad():
+        model.get_submodule(LAYER).gate.weight[3, 7] = value
+    words = r"the router of layer 1 holds NaN or Inf in its row of expert 3: .*restore the checkpoint"
+    with pytest.raises(ValueError, match=words):
+        model.generate(some_ids()[:, :5], assistant_models=["prompt_lookup"], max_new_tokens=4)
+
+
+def test_what_no_decoder_reads_runs_by_module_and_is_named(caplog):
+    model = random_model("qwen3-moe", torch.float32)
+    router = model.get_submodule(LAYER).gate
+    router.weight = nn.Parameter(torch.cat([router.weight, router.weight[:1]]).detach(), requires_grad=False)
+    assert decoder_of(model, "cpu") is None
+    assert r"the router of layer 1 has weights of shape [7, 64] for 6 experts of 64 elements" in caplog.text
+    model = random_model("olmoe", torch.float32, clip_qkv=3.0)
+    with pytest.raises(UnknownArchitecture, match=r"its config says clip_qkv=3\.0, and the compiled decoder has none"):
+        CpuDecoder(model)
+    half = random_model("mixtral", torch.float32)
+    half.get_submodule(LAYER).experts.half()
+    with pytest.raises(UnknownArchitecture, match=r"its experts' gate_up_proj is torch.float16; the compiled decoder"):
+        CpuDecoder(half)
+
+
+def test_decoders_of_gpus_say_what_they_lack():
+    for name in ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe"):
+        with pytest.raises(UnknownArchitecture, match=r"its description says .*; the compiled decoder of GPUs takes"):
+            CudaDecoder(random_model(name, torch.bfloat16))
+
+
+CHANGES = {
+    "mixtral, not renormalized": ("mixtral", {}, Mixture(renormalize=False)),
+    "olmoe, renormalized": ("olmoe", {}, Mixture(renormalize=True)),
+    "qwen2-moe, nothing shared": ("qwen2-moe", {}, Mixture()),
+    "qwen3-moe, not renormalized": ("qwen3-moe", {}, Mixture(renormalize=False)),
+    "qwen3-moe, all chosen": ("qwen3-moe", {}, Mixture(chosen="num_experts")),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "mixture"), CHANGES.values(), ids=CHANGES)
+def test_what_an_entry_says_of_experts_is_what_the_class_does(monkeypatch, name, options, mixture):
+    model, ids = random_model(name, torch.float32, **options), some_ids()
+    with torch.no_grad():
+        stock = model(ids).logits
+    torch.testing.assert_close(scored_together(model, ids), stock, atol=1e-4, rtol=1e-4)
+    entry = KNOWN[type(model).__name__]
+    monkeypatch.setitem(KNOWN, entry.class_name, replace(entry, experts=mixture))
+    assert (scored_together(model, ids) - stock).abs().max() > 1e-2
+
+
+def test_heads_normed_together_are_described_as_such(monkeypatch):
+    model = random_model("olmoe", torch.float32)
+    entry = KNOWN["OlmoeForCausalLM"]
+    monkeypatch.setitem(KNOWN, entry.class_name, replace(entry, head_norms="per head"))
+    with pytest.raises(UnknownArchitecture, match="q norm of layer 0 has 64 elements, 16 are those of per head"):
+        CpuDecoder(model)
+    with pytest.raises(ValueError, match="mlp says 'gated' and experts Mixture"):
+        replace(entry, mlp="gated")
+
+
+def packed_mixture(name: str, format: str, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
+    """A random mixture with packed experts, everything else dense."""
+    model = random_model(name, dtype, **PACKED_MIXTURE, shared_expert_intermediate_size=64)
+    switch = PrecisionSwitch(format)
+    for path, module in list(model.named_modules()):
+        if path.endswith(".experts"):
+            model.set_submodule(path, PackedExperts.from_module(module, format, switch, path, **options))
+    return model.eval()
+
+
+FORMATS = {"mxfp4": {}, "int4": {"group_size": 32}, "int4 with zeros": {"group_size": 32, "symmetric": False}}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+def test_packed_experts_follow_their_values(name, format):
+    """At 16 activation bits the error of rounding activations to bfloat16; at 8 somewhat more."""
+    model, ids = packed_mixture(name, format.split()[0], **FORMATS[format]), some_ids(16)
+    exact, firm = exact_and_firm(model, ids)
+    assert firm.sum() >= 8
+    scale = exact[firm].abs().max()
+    seen = []
+    for bits, tolerance in ((16, 0.02), (8, 0.05)):
+        out = scored_together(model, ids, Bits(4, bits))
+        assert (out - exact)[firm].abs().max() < tolerance * scale, bits
+        seen.append(out)
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_of_packed_experts_do_not_depend_on_the_grouping(format):
+    model, ids = packed_mixture("qwen2-moe", format.split()[0], **FORMATS[format]), some_ids()
+    for bits in CpuDecoder(model).bit_choices:
+        together = scored_together(model, ids, bits)
+        single = runner_of(model, 2, bits)
+        steps = [single.feed([row[: i + 1] for row in ids.tolist()])[:, 0] for i in range(LENGTH)]
+        assert torch.equal(together, torch.stack(steps, dim=1)), bits
+        assert torch.equal(together[1:], scored_together(model, ids[1:], bits)), bits
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+def test_a_cast_reads_the_experts_where_its_own_are(name):
+    """One copy of the codes, in tiles; the cast's logits are those of its dense values."""
+    model = random_model(name, torch.float32, **PACKED_MIXTURE, shared_expert_intermediate_size=64)
+    cast, ids = hf_mlspec.direct_cast(model, "mxfp4", activation_bits=16), some_ids(8)
+    experts = cast.get_submodule(LAYER).experts
+    assert type(experts) is PackedExperts
+    decoder = decoder_of(cast, "cpu")
+    assert isinstance(decoder, CpuDecoder)
+    assert experts.is_prepacked
+    assert decoder_of(cast, "cpu") is decoder
+    exact, firm = exact_and_firm(cast, ids)
+    assert (scored_together(cast, ids) - exact)[firm].abs().max() < 0.02 * exact[firm].abs().max()
+    saved = cast.state_dict()
+    assert saved[f"{LAYER}.experts.down_proj_packed"].ndim == 3
+
+
+def test_experts_that_change_are_read_anew():
+    model, ids = random_model("mixtral", torch.float32), some_ids()
+    first, decoder = scored_together(model, ids), decoder_of(model, "cpu")
+    with torch.no_grad():
+        model.get_submodule(LAYER).gate.weight.mul_(-1)
+    assert decoder_of(model, "cpu") is not decoder
+    assert not torch.equal(scored_together(model, ids), first)
