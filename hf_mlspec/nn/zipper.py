@@ -10,7 +10,7 @@ from .. import ops
 from ..formats import Parts
 from ..formats.zipper import LOW, Split
 from ..ops.planes import planes_fit_device
-from ..ops.zipper import split_of
+from ..ops.zipper import high_part, split_of
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing
 
@@ -66,4 +66,9 @@ class ZipperLinear(PackedLinear):
         return f"{super().extra_repr()}{how}, weight_bits={self.switch.bits.weight}"
 
 
-register_packing(Packing(ZipperLinear, ops.prepack_zipper, ops.unprepack_zipper, fits=planes_fit_device))
+register_packing(
+    Packing(
+        ZipperLinear, ops.prepack_zipper, ops.unprepack_zipper, fits=planes_fit_device,
+        beside=lambda *parts: (None, None, high_part(*parts)),
+    )
+)  # fmt: skip

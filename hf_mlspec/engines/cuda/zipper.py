@@ -1,0 +1,51 @@
+"""How does the CUDA decoder multiply weights in two parts that were put in tiles together?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...formats import Parts
+from ...formats.zipper import LOW
+from ...nn.switch import filled
+from ...nn.zipper import ZipperLinear
+from ...ops.zipper import low_group
+from ...precision import Bits
+from .neighbours import make_views, neighbours
+
+
+class ZipperTilesLinear:
+    """Tiles of ``ops.prepack_zipper``: both parts, or the low one alone.
+
+    high: the sparse parts of all modules, one behind the other, and of each its outputs and where it begins.
+    """
+
+    __slots__ = ("bias", "extra_bytes", "high", "how", "out_features", "own", "rows", "tiles")
+
+    def __init__(self, module: ZipperLinear, tiles: Parts, out_features: int, bias: Tensor | None):
+        self.tiles, self.out_features, self.bias, self.extra_bytes = tiles[:2], out_features, bias, 0
+        self.high, self.rows = tiles[2], {"outputs": [out_features], "begins": [0]}
+        planes = module.how.low_planes
+        self.how = {"group_size": low_group(module.in_features), "zero_doubled": 2**planes, "num_planes": planes}
+        self.own = module.switch.bits
+
+    def share_high(self, modules: Sequence[ZipperLinear]) -> None:
+        """Let the modules' sparse parts, which they hold beside their tiles, lie behind each other, and read those."""
+        splits = [module.weight_split for module in modules]
+        self.high = neighbours([split.data for split in splits])
+        if self.high is None:
+            self.high = torch.cat([split.data for split in splits])
+            make_views(splits, self.high)
+        ends = list(accumulate(map(len, splits)))
+        self.rows = {"outputs": [module.out_features for module in modules], "begins": [0, *ends[:-1]]}
+
+    def __call__(self, x: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` -> ``[n, out]`` with both parts, or at LOW bits of weights with the low one, 0: the switch's."""
+        if filled(bits, self.own).weight == LOW.weight:
+            return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how)
+        low = ops.bitplane_sums(x, *self.tiles, self.out_features, **self.how)
+        return ops.zipper_high_joined(x, low, self.high, self.bias, **self.rows)
