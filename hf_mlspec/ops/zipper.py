@@ -143,8 +143,7 @@ def zipper_linear(
 ) -> Tensor:
     """float x ``[..., in]`` times a weight from ``prepack_zipper``, split as ``how`` says -> ``[..., out]``; low_only:
     times its low part alone. x is rounded to bfloat16; products are exact, sums float32."""
-    group, zero = low_group(x.shape[-1]), 2**how.low_planes
-    settings = {"group_size": group, "zero_doubled": zero, "num_planes": how.low_planes}
+    settings = low_settings(x.shape[-1], how)
     if low_only:
         return bitplane_linear(x, tiles.planes, tiles.scale, out_features, bias, **settings)
     low = bitplane_sums(x, tiles.planes, tiles.scale, out_features, **settings)
@@ -187,6 +186,12 @@ def split_of(split: Tensor) -> Split:
     """What the first integers of ``split`` say, on disk or in tiles."""
     bits, low_bits, mode, _ = split[:HEADER].tolist()
     return Split(bits, low_bits, MODES[mode])
+
+
+def low_settings(in_features: int, how: Split) -> dict[str, int]:
+    """What the product of bit-planes is told of a low part."""
+    planes = how.low_planes
+    return {"group_size": low_group(in_features), "zero_doubled": 2**planes, "num_planes": planes}
 
 
 def low_group(in_features: int) -> int:

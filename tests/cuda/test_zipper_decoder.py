@@ -24,13 +24,15 @@ ODD = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 LENGTH = 60
 
 
-def on_gpu(name: str = "llama", shape: dict[str, int] = WHOLE, mode: str = "clamp", **options) -> nn.Module:
+def on_gpu(
+    name: str = "llama", shape: dict[str, int] = WHOLE, mode: str = "clamp", high_part: str = "device", **options
+) -> nn.Module:
     """The model, its linears but the head with weights in two parts, called by one switch."""
     model, switch = random_model(name, torch.bfloat16, **shape, **options), PrecisionSwitch("zipper")
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:
-            weight = ZipperWeight.from_dense(module.weight.detach(), mode=mode)
+            weight = ZipperWeight.from_dense(module.weight.detach(), mode=mode, high_part=high_part)
             model.set_submodule(path, ZipperLinear(weight, module.bias, switch).eval())
     return model.cuda()
 

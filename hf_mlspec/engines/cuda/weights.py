@@ -237,7 +237,7 @@ def _joined_bias(modules: Sequence[nn.Module]) -> Tensor | None:
 
 
 def _require_one_format(modules: Sequence[nn.Module], name: str) -> None:
-    told = "group_size", "symmetric", "num_planes", "least_planes", "zero_doubled", "how"
+    told = "group_size", "symmetric", "num_planes", "least_planes", "zero_doubled", "how", "high_part"
     kinds = {
         (type(m).__name__, id(getattr(m, "switch", None)), *(getattr(m, name, None) for name in told)) for m in modules
     }
