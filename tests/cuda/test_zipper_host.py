@@ -8,7 +8,7 @@ import pytest
 import torch
 from linear_cases import DEVICE
 from models import prompts
-from test_zipper_decoder import WHOLE, on_gpu
+from test_zipper_on_gpu import WHOLE, on_gpu
 from torch import nn
 
 import hf_mlspec
