@@ -17,7 +17,7 @@ def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def few_outliers(out: int, size: int, groups: tuple[int, ...]) -> ZipperWeight:
     """A weight whose high part is 0 but in some groups of inputs: the others are small."""
-    weight = seeded(out, size).clamp(-0.4, 0.4)
+    weight = seeded(out, size).clamp(-0.4, 0.4) if groups else torch.zeros(out, size)
     for group in groups:
         weight[:, 4 * group] = 2.0
     return ZipperWeight.from_dense(weight, mode="clamp", high_part="host")
