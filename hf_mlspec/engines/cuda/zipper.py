@@ -35,7 +35,7 @@ class ZipperTilesLinear:
         self.own = module.switch.bits
         self.hosts: list[HostRows] = []
         if tiles[2].is_cuda and bool(tiles[2][HEADER - 1]) and len(tiles[2]) > HEADER:
-            self.hosts = [to_host(tiles[2], out_features, module.in_features)]
+            self.hosts, self.high = [to_host(tiles[2], out_features, module.in_features)], None
 
     def share_high(self, modules: Sequence[ZipperLinear]) -> None:
         """Let the modules' sparse parts, which they hold beside their tiles, lie behind each other, and read those."""
