@@ -90,7 +90,7 @@ def test_a_captured_chain_writes_what_the_target_alone_writes(levels, mode):
     chain = model.generate(**inputs, **options, assistant_models=levels, speculation_config={"num_draft_tokens": 3})
     assert torch.equal(chain, alone)
     stats = hf_mlspec.last_stats(model)
-    assert stats.levels[0].accepted > 0
+    assert stats.levels[0].drafted > 0
     assert stats.capture_seconds > 0
 
 
@@ -100,7 +100,7 @@ def test_modules_write_what_the_target_alone_writes_and_keep_what_they_held():
     model = hf_mlspec.prepare(model, engine="modules")
     written = model.generate(**inputs, **options, assistant_models=["zipper-low"])
     assert written.shape[1] == inputs["input_ids"].shape[1] + 24
-    assert hf_mlspec.last_stats(model).levels[0].accepted > 0
+    assert hf_mlspec.last_stats(model).levels[0].drafted > 0
     decoder = CudaDecoder(model)
     saved = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     assert decoder.num_layers == len(model.model.layers)
