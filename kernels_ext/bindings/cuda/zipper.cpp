@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <numeric>
 #include <vector>
 
 #include "row_checks.h"
@@ -83,13 +84,14 @@ Tensor zipper_high_joined(const Tensor& x, const Tensor& low, const Tensor& high
   TORCH_CHECK_VALUE(high.dim() == 1 && 1 <= count && count <= MLSPEC_CUDA_ZIPPER_SEGMENTS && begins.size() == outputs.size(), op,
                     ": outputs are ", outputs, " and begins ", begins, ", expected those of 1 to ", +MLSPEC_CUDA_ZIPPER_SEGMENTS,
                     " weights in one tensor");
+  const int64_t all = std::accumulate(outputs.begin(), outputs.end(), int64_t{0});
+  TORCH_CHECK_VALUE(all == low.size(-1), op, ": outputs are ", outputs, ", low has shape ", low.sizes());
   mlspec_cuda_zipper_high args{};
   int64_t first = 0;
   for (int64_t i = 0; i < count; ++i) {
     args.segments[i] = rows_of(op, high, first, outputs[i], begins[i], i + 1 < count ? begins[i + 1] : high.numel());
     first += outputs[i];
   }
-  TORCH_CHECK_VALUE(first == low.size(-1), op, ": outputs are ", outputs, ", low has shape ", low.sizes());
   args.num_segments = static_cast<int32_t>(count);
   return add_high(op, x, low, args, bias);
 }
