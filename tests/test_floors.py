@@ -36,6 +36,7 @@ TIMES_ROOMS = {
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
+    "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 40

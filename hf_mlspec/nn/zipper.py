@@ -8,11 +8,12 @@ import torch
 
 from .. import ops
 from ..formats import Parts
-from ..formats.zipper import LOW, Split
+from ..formats.zipper import HEADER, HIGH_PARTS, LOW, Split
 from ..ops.planes import planes_fit_device
-from ..ops.zipper import split_of
+from ..ops.zipper import high_part, low_settings, split_of
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing
+from .zipper_host import HostRows, begun, to_host, zipper_host_linear
 
 
 class ZipperLinear(PackedLinear):
@@ -23,12 +24,15 @@ class ZipperLinear(PackedLinear):
         weight_scale     float16   [out, 1]                    the low part's, in tiles of bit-planes
         weight_split     int32     [4]                         [4 + 2 out + 1 + terms]: behind it the high part
 
-    At (6, 16) bits, whatever K is, x meets both parts, at (4, 16) the low part alone. x is rounded to bfloat16.
+    With high_part "host" a layer on a GPU keeps the high part in the host's memory, where the CPU adds it
+    (zipper_host.py). At (6, 16) bits, whatever K is, x meets both parts, at (4, 16) the low part alone. x is rounded
+    to bfloat16.
     Options: ``bits``, ``low_bits``, ``mode``, ``high_part``.
     """
 
     format = "zipper"
     _how: Split | None = None  # read once: from a GPU that waits
+    _host: HostRows | None = None  # in tiles on a GPU with high_part "host": all but the four integers of weight_split
 
     @property
     def how(self) -> Split:
@@ -45,25 +49,62 @@ class ZipperLinear(PackedLinear):
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         held = self._for_product()
         low_only = self.switch.bits == LOW
+        if self._host is not None and not low_only:
+            return self._with_host(x, held)
         return ops.zipper_linear(x, held, self._rows, self.bias, how=self.how, low_only=low_only)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._how = None
 
+    def _with_host(self, x: torch.Tensor, held: Parts) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        pending = begun(rows, [self._host])
+        low = ops.bitplane_sums(rows, held.planes, held.scale, self._rows, **low_settings(self.in_features, self.how))
+        return zipper_host_linear(rows, low, pending, self.bias).reshape(*x.shape[:-1], self._rows)
+
+    @property
+    def high_part(self) -> str:
+        """Where the high part is multiplied: "device" or "host". Reads the tensor."""
+        return HIGH_PARTS[int(self.weight_split[HEADER - 1])]
+
+    def high_on_host(self) -> HostRows | None:
+        """The high part where the CPU multiplies it for a GPU, of a weight in tiles; None where the device does."""
+        return self._host
+
     def _in_tiles(self, name: str) -> Parts:
         split = self.parts(name).split
-        if split.is_cuda and split[-1].item():
-            raise ValueError(
-                "zipper: high_part='host' on a GPU is not built yet, only the CPU multiplies such a layer: load the "
-                "model on the CPU, or quantize it with high_part='device'"
-            )
-        self._how = split_of(split)
-        return super()._in_tiles(name)
+        self._how, on_host = split_of(split), split.is_cuda and bool(split[HEADER - 1])
+        self._host = None
+        tiles = super()._in_tiles(name)
+        return self._without_high(tiles) if on_host else tiles
+
+    def _without_high(self, tiles: Parts) -> Parts:
+        self._host = to_host(tiles.split, self._rows, self.in_features)
+        return tiles._replace(split=tiles.split[:HEADER].clone())
+
+    def _on_disk(self, name: str) -> Parts:
+        if self._host is None or not self.is_prepacked:
+            return super()._on_disk(name)
+        parts = self.parts(name)
+        whole = parts._replace(split=self._host.in_tiles().to(parts.split.device))
+        return self.packing.unprepack(*whole, self._rows)
+
+    def hold_tiles_(self, tiles: Parts) -> None:
+        """As `PackedLinear.hold_tiles_`; a high part of the host's goes there."""
+        self._rows = self.out_features
+        parts = type(self.parts("weight"))(*tiles)
+        on_host = parts.split.is_cuda and bool(parts.split[HEADER - 1])
+        super().hold_tiles_(self._without_high(parts) if on_host else parts)
 
     def extra_repr(self) -> str:
         how = "" if self.weight_split.is_meta else ", bits={}, low_bits={}, mode={!r}".format(*self.how)
         return f"{super().extra_repr()}{how}, weight_bits={self.switch.bits.weight}"
 
 
-register_packing(Packing(ZipperLinear, ops.prepack_zipper, ops.unprepack_zipper, fits=planes_fit_device))
+register_packing(
+    Packing(
+        ZipperLinear, ops.prepack_zipper, ops.unprepack_zipper, fits=planes_fit_device,
+        beside=lambda *parts: (None, None, high_part(*parts)),
+    )
+)  # fmt: skip

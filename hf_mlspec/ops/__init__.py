@@ -18,17 +18,18 @@ from .library import KernelError, UnreadableLibrary, kernel_table, library_hash,
 from .lut import lut_linear, prepack_lut, unprepack_lut
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
-from .planes import bitplane_linear, prepack_planes, unprepack_planes
+from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .round import round_lookup, round_open, round_push, round_settle, round_window
 from .rows import embed_rows, gated, gated_in_order, ordered_rows, quantize_rows, rms_norm, rms_norm_in_order, silu_mul
 from .words import pack_awq_words, pack_gptq_words
-from .zipper import prepack_zipper, unprepack_zipper, zipper_high_linear, zipper_linear
+from .zipper import prepack_zipper, unprepack_zipper, zipper_high_joined, zipper_high_linear, zipper_linear
 
 __all__ = [
     "KernelError",
     "UnreadableLibrary",
     "bf16_linear",
     "bitplane_linear",
+    "bitplane_sums",
     "choose_rows",
     "embed_rows",
     "f32_linear",
@@ -77,6 +78,7 @@ __all__ = [
     "unprepack_zipper",
     "why_no_cuda_kernels",
     "why_not_compiled",
+    "zipper_high_joined",
     "zipper_high_linear",
     "zipper_linear",
 ]

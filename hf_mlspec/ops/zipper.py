@@ -16,10 +16,11 @@ from torch import Tensor
 from ..formats import zipper
 from ..formats.planes import GROUP_SIZES, pack_planes, unpack_planes
 from ..formats.zipper import HEADER, MODES, SparseRows, Split, ZipperParts
-from .operator import Operands, operator
-from .planes import bitplane_linear, prepack_planes, unprepack_planes
+from .operator import REFERENCES, Operands, operator
+from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .products import bias_of, finish, in_slices, rounded
 
+MOST_JOINED = 3  # weights that a kernel of a GPU reads at once: queries, keys, values
 _ROWS = 64  # of x, whose terms are gathered together
 
 
@@ -37,7 +38,8 @@ def _taken_apart(high: Tensor, out_features: int) -> HighRows:
     return HighRows(high[HEADER:first].view(torch.float32), *rows)
 
 
-def _check(given: Operands) -> None:
+def _check_rows(given: Operands) -> int:
+    """How many outputs."""
     given.require_float("x")
     if given.x.ndim == 0 or given.x.shape[-1] % zipper.GROUP:
         raise ValueError(
@@ -48,15 +50,24 @@ def _check(given: Operands) -> None:
     out = given.low.shape[-1] if given.low.ndim else 0
     given.require_shape("low", (*given.x.shape[:-1], out))
     given.require_dtype("high", torch.int32)
-    if given.high.ndim != 1 or len(given.high) < HEADER + 2 * out + 1:
-        raise ValueError(
-            f"{given.op}: high has shape {list(given.high.shape)}, expected [{HEADER} + 2 * {out} + 1 + terms] from "
-            "prepack_zipper"
-        )
     given.require_contiguous("high")
     if given.bias is not None:
         given.require_float("bias")
         given.require_shape("bias", (out,))
+    return out
+
+
+def _require_high(given: Operands, out: int, length: int) -> None:
+    if given.high.ndim != 1 or length < HEADER + 2 * out + 1:
+        raise ValueError(
+            f"{given.op}: high has shape {list(given.high.shape)}, expected [{HEADER} + 2 * {out} + 1 + terms] from "
+            "prepack_zipper"
+        )
+
+
+def _check(given: Operands) -> None:
+    out = _check_rows(given)
+    _require_high(given, out, given.high.numel())
 
 
 @operator(_check, lambda given: given.x.new_empty(given.low.shape))
@@ -93,31 +104,71 @@ def zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None
     return _zipper_high_linear(x, low, high, bias)
 
 
+def _check_joined(given: Operands) -> None:
+    out, outputs, begins = _check_rows(given), given.outputs, given.begins
+    if not 1 <= len(outputs) == len(begins) <= MOST_JOINED or sum(outputs) != out or min(begins) < 0:
+        raise ValueError(
+            f"{given.op}: outputs are {outputs} and begins {begins}, expected those of 1 to {MOST_JOINED} weights, "
+            f"with {out} outputs together"
+        )
+    for size, begin, end in zip(outputs, begins, [*begins[1:], given.high.numel()], strict=True):
+        _require_high(given, size, end - begin)
+
+
+@operator(_check_joined, lambda given: given.x.new_empty(given.low.shape), composed_on_cpu=True)
+def _zipper_high_joined(
+    x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None, outputs: list[int], begins: list[int]
+) -> Tensor:
+    add = _zipper_high_linear if x.device.type == "cpu" else REFERENCES["zipper_high_linear"]
+    ends = [*begins[1:], len(high)]
+    biases = [None] * len(outputs) if bias is None else bias.split(outputs)
+    lows = low.split(outputs, -1)
+    parts = [
+        add(x, own.contiguous(), high[begin:end], own_bias)
+        for own, own_bias, begin, end in zip(lows, biases, begins, ends, strict=True)
+    ]
+    return torch.cat(parts, -1)
+
+
+def zipper_high_joined(
+    x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None = None, *, outputs: list[int], begins: list[int]
+) -> Tensor:
+    """``zipper_high_linear`` of up to three weights that read the same x, their ``split`` one behind the other in
+    ``high``: where each begins, and its outputs."""
+    return _zipper_high_joined(x, low, high, bias, outputs, begins)
+
+
 def zipper_linear(
     x: Tensor, tiles: ZipperParts, out_features: int, bias: Tensor | None = None, *, how: Split, low_only: bool = False
 ) -> Tensor:
     """float x ``[..., in]`` times a weight from ``prepack_zipper``, split as ``how`` says -> ``[..., out]``; low_only:
     times its low part alone. x is rounded to bfloat16; products are exact, sums float32."""
-    group, zero = low_group(x.shape[-1]), 2**how.low_planes
-    settings = {"group_size": group, "zero_doubled": zero, "num_planes": how.low_planes}
+    settings = low_settings(x.shape[-1], how)
     if low_only:
         return bitplane_linear(x, tiles.planes, tiles.scale, out_features, bias, **settings)
-    low = bitplane_linear(x.float(), tiles.planes, tiles.scale, out_features, **settings)
+    low = bitplane_sums(x, tiles.planes, tiles.scale, out_features, **settings)
     return zipper_high_linear(x, low, tiles.split, bias)
 
 
 def prepack_zipper(planes: Tensor, scale: Tensor, split: Tensor) -> ZipperParts:
     """A weight on disk -> its tiles (above). ValueError for codes that do not fit its split."""
     how = split_of(split)
-    low, high = zipper.split(zipper.to_codes(planes), how)
+    low, _ = zipper.split(zipper.to_codes(planes), how)
     codes = (low.to(torch.int16) + 2 ** (how.low_planes - 1)).to(torch.uint8)
     in_features = planes.shape[2] * 8
     group = low_group(in_features)
     low_scale = (scale * how.low_unit).expand(-1, in_features // group).contiguous()
     tiles = prepack_planes(pack_planes(codes, how.low_planes), low_scale)
+    return ZipperParts(*tiles, high_part(planes, scale, split))
+
+
+def high_part(planes: Tensor, scale: Tensor, split: Tensor) -> Tensor:
+    """``split`` as it stands in tiles (above), of a weight on disk."""
+    how = split_of(split)
+    _, high = zipper.split(zipper.to_codes(planes), how)
     rows = zipper.to_sparse(high)
     step = (scale.float() * how.high_unit).flatten().view(torch.int32)
-    return ZipperParts(*tiles, torch.cat([split, step, rows.starts, rows.terms]))
+    return torch.cat([split, step, rows.starts, rows.terms])
 
 
 def unprepack_zipper(planes: Tensor, scale: Tensor, split: Tensor, out_features: int) -> ZipperParts:
@@ -135,6 +186,12 @@ def split_of(split: Tensor) -> Split:
     """What the first integers of ``split`` say, on disk or in tiles."""
     bits, low_bits, mode, _ = split[:HEADER].tolist()
     return Split(bits, low_bits, MODES[mode])
+
+
+def low_settings(in_features: int, how: Split) -> dict[str, int]:
+    """What the product of bit-planes is told of a low part."""
+    planes = how.low_planes
+    return {"group_size": low_group(in_features), "zero_doubled": 2**planes, "num_planes": planes}
 
 
 def low_group(in_features: int) -> int:

@@ -105,3 +105,17 @@ def test_shapes_without_computing():
     split = ops.prepack_zipper(*zipper_cases.weight_of(8, 64).parts).split
     given = (torch.zeros(2, 3, 64).bfloat16(), torch.zeros(2, 3, 8), split, torch.zeros(8))
     torch.library.opcheck(torch.ops.mlspec.zipper_high_linear, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_joined_weights_are_each_by_itself():
+    splits = [ops.prepack_zipper(*zipper_cases.weight_of(out, 64).parts).split for out in (32, 16, 5)]
+    x, low, bias = zipper_cases.seeded(3, 64), zipper_cases.seeded(3, 53, seed=1), zipper_cases.seeded(53, seed=2)
+    begins, high = [0, len(splits[0]), len(splits[0]) + len(splits[1])], torch.cat(splits)
+    joined = ops.zipper_high_joined(x, low, high, bias, outputs=[32, 16, 5], begins=begins)
+    cuts = zip(low.split([32, 16, 5], -1), splits, bias.split([32, 16, 5]), strict=True)
+    apart = [ops.zipper_high_linear(x, own.contiguous(), split, own_bias) for own, split, own_bias in cuts]
+    assert torch.equal(joined, torch.cat(apart, -1))
+    wrong = ([32, 16, 6], begins, "outputs are"), ([53], [len(splits[0]) - 99], "high has shape")
+    for outputs, first, message in wrong:
+        with pytest.raises(ValueError, match=f"zipper_high_joined: {message}"):
+            ops.zipper_high_joined(x, low, splits[0], bias, outputs=outputs, begins=first)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...formats import CACHE_FORMATS, CacheFormat, stored_format
 from ...formats.hadamard import Hadamard
+from ...formats.zipper import LOW
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
@@ -27,6 +28,7 @@ from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, ro
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
+from .zipper import ZipperTilesLinear
 
 _ROW_BYTES = 16  # what the kernels load at once
 
@@ -106,6 +108,7 @@ class CudaDecoder:
         self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
         linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
+        self._waits = any(map(_waits_for_host, [*linears, self._head]))
         self._weights = standing(model)
         if device.type != "cpu":
             torch.cuda.synchronize(device)  # other streams may read them from now on
@@ -115,6 +118,10 @@ class CudaDecoder:
     def fingerprint(self) -> tuple:
         """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
         return self._weights, self.positions
+
+    def captures(self, bits: Bits) -> bool:
+        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it."""
+        return not self._waits or all(filled(bits, own).weight == LOW.weight for own in self._own)
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
@@ -258,6 +265,11 @@ def _norm(
     if order is None:
         return ops.rms_norm(x, weight, eps, residual)
     return ops.rms_norm_in_order(x, weight, eps, residual, order)
+
+
+def _waits_for_host(linear: JoinedLinear) -> bool:
+    own = linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+    return isinstance(own, ZipperTilesLinear) and bool(own.hosts)
 
 
 def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:

@@ -7,6 +7,7 @@ for their own tokens only.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class CudaEngine(DecoderRows):
         """options: those of `DecoderRows`."""
         super().__init__(model, decoder, **options)
         self.device = decoder.device
+        if not decoder.captures(self.bits):
+            self.can = replace(self.can, capturable=False)
         self._steps = CudaSteps(model, decoder)
 
     def keep_in(self, kept: CacheFormat) -> None:

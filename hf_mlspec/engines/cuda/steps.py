@@ -63,7 +63,7 @@ class CudaSteps:
 
     def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> _Step | None:
         """The graph of a shape that came often enough, over this cache."""
-        if not self._captures or operands[0].numel() > _MOST_TOKENS:
+        if not self._captures or operands[0].numel() > _MOST_TOKENS or not self.decoder.captures(bits):
             return None
         addresses = kv.data_ptr(), kv.stride(), self.decoder.positions
         if addresses != self._addresses:  # the cache, or the rotary tables, have moved

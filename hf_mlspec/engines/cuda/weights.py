@@ -26,6 +26,8 @@ from ...ops.tiles import cut, is_tiles
 from ...precision import Bits
 from ..architecture import UnknownArchitecture, linear_shape, require_format
 from ..slots import order_of, require_one_order, rotation_of, slot_of
+from .neighbours import make_views, neighbours
+from .zipper import ZipperTilesLinear
 
 
 class DenseLinear:
@@ -185,7 +187,9 @@ class RotatedLinear:
         return self.linear(ops.hadamard_rows(x, self.how), bits)
 
 
-PackedTilesLinear = FourBitLinear | OutlierLinear | NestedTilesLinear | PlanesTilesLinear | LutTilesLinear
+PackedTilesLinear = (
+    FourBitLinear | OutlierLinear | NestedTilesLinear | PlanesTilesLinear | LutTilesLinear | ZipperTilesLinear
+)
 JoinedLinear = DenseLinear | PackedTilesLinear | OrderedLinear | RotatedLinear
 # Of each format: (one of the modules, tiles of all of them, their outputs, bias) -> how the CUDA decoder calls them.
 SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], PackedTilesLinear]] = {
@@ -195,6 +199,7 @@ SLOTS: dict[str, Callable[[PackedLinear, Parts, int, Tensor | None], PackedTiles
     "nested": NestedTilesLinear,
     "planes": PlanesTilesLinear,
     "lut": LutTilesLinear,
+    "zipper": ZipperTilesLinear,
 }
 
 
@@ -232,14 +237,14 @@ def _joined_bias(modules: Sequence[nn.Module]) -> Tensor | None:
 
 
 def _require_one_format(modules: Sequence[nn.Module], name: str) -> None:
-    told = "group_size", "symmetric", "num_planes", "least_planes", "zero_doubled"
+    told = "group_size", "symmetric", "num_planes", "least_planes", "zero_doubled", "how", "high_part"
     kinds = {
         (type(m).__name__, id(getattr(m, "switch", None)), *(getattr(m, name, None) for name in told)) for m in modules
     }
     if len(kinds) > 1:
         raise UnknownArchitecture(
             f"its {name} projections are {len(modules)} weights of {len(kinds)} kinds (format, group size, zero "
-            "points, planes, switch), and they are multiplied as one"
+            "points, planes, split, switch), and they are multiplied as one"
         )
 
 
@@ -247,30 +252,11 @@ def _joined_dense(weights: list[nn.Parameter], name: str) -> Tensor:
     if len({weight.dtype for weight in weights}) > 1:
         kinds = ", ".join(str(weight.dtype) for weight in weights)
         raise UnknownArchitecture(f"its {name} projections are {kinds}, and they are multiplied as one")
-    whole = _neighbours([weight.detach() for weight in weights])
+    whole = neighbours([weight.detach() for weight in weights])
     if whole is None:
         whole = torch.cat([weight.detach() for weight in weights])
-        _make_views(weights, whole)
+        make_views(weights, whole)
     return whole
-
-
-def _make_views(weights: list[nn.Parameter], whole: Tensor) -> None:
-    first = 0
-    for weight in weights:
-        weight.data = whole[first : first + len(weight)]
-        first += len(weight)
-
-
-def _neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over several that lie one behind the other in one piece of memory, else None."""
-    first = tensors[0]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == end
-        if not same or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
-            return None
-        end += tensor.nbytes
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
 def _joined_packed(
@@ -287,6 +273,8 @@ def _joined_packed(
     linear.extra_bytes = extra_bytes
     if isinstance(linear, NestedTilesLinear) and _codebooks_differ(modules):
         linear.draft_apart(modules)
+    if isinstance(linear, ZipperTilesLinear) and not extra_bytes:
+        linear.share_high(modules)
     return linear
 
 
@@ -323,7 +311,7 @@ def _tiles_as_one(modules: Sequence[PackedLinear]) -> Parts | None:
             whole.append(parts[0])
             continue
         shared = len({part.data_ptr() for part in parts}) == 1 and len({part.shape for part in parts}) == 1
-        one = parts[0] if shared else _neighbours(parts)
+        one = parts[0] if shared else neighbours(parts)
         if one is None:
             return None
         whole.append(one)

@@ -92,7 +92,7 @@ FORMAT = Format(
         Option("bits", 6, "4 to 8 bits of a weight, both parts", BITS, shapes=True, read=int),
         Option("low_bits", 4, "of these the low part's, 2 to bits - 2", LOW_BITS, shapes=True, read=int),
         Option("mode", "exact", "exact, paper (halved low part) or clamp (the best draft)", MODES, shapes=True),
-        Option("high_part", "device", "device, or host (not built yet on GPUs)", HIGH_PARTS, shapes=True),
+        Option("high_part", "device", "device, or host: on a GPU the CPU adds the high part", HIGH_PARTS, shapes=True),
     ),
     reads_part=True,
     stays_whole=True,

@@ -12,7 +12,7 @@ from ...formats import planes as bitplanes
 from ...formats.mxfp4 import BLOCK
 from ...formats.planes import GROUP_SIZES, MAX_PLANES, zeros_doubled
 from ..cuda_library import serves
-from ..operator import Operands, like_x, operator
+from ..operator import REFERENCES, Operands, like_x, operator
 from ..products import bias_of, finish, in_slices, rounded, tiles_of
 from ..tiles import TILE_OUTPUTS, num_tiles
 from . import tiles, tiles_cuda
@@ -103,6 +103,32 @@ def bitplane_linear(
     then scaled. zero_doubled: twice the code that means 0 (formats/planes/).
     """
     return _bitplane_linear(x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes)
+
+
+def _check_sums(given: Operands) -> None:
+    vars(given)["bias"] = None
+    _check_linear(given)
+
+
+@operator(
+    _check_sums,
+    lambda given: given.x.new_empty((*given.x.shape[:-1], given.out_features), dtype=torch.float32),
+    composed_on_cpu=True,
+)
+def _bitplane_sums(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, out_features: int, group_size: int, zero_doubled: int,
+    num_planes: int,
+) -> Tensor:  # fmt: skip
+    multiply = REFERENCES["bitplane_linear"] if x.is_cuda else _bitplane_linear  # the kernel on a GPU rounds
+    return multiply(x.float(), plane_tiles, scale_tiles, out_features, None, group_size, zero_doubled, num_planes)
+
+
+def bitplane_sums(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, out_features: int, *, group_size: int, zero_doubled: int,
+    num_planes: int,
+) -> Tensor:  # fmt: skip
+    """``bitplane_linear`` of x of any float dtype without the last rounding -> float32 ``[..., out]``."""
+    return _bitplane_sums(x, plane_tiles, scale_tiles, out_features, group_size, zero_doubled, num_planes)
 
 
 def prepack_planes(planes: Tensor, scale: Tensor) -> PlaneTiles:

@@ -99,9 +99,10 @@ Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, cons
   const int64_t in = args.in_features - args.outliers, out = args.out_features;
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = out;
-  const Tensor y = at::empty(shape, x.options().dtype(at::kBFloat16));
-  if (y.numel() == 0) return y.to(x.scalar_type());
-  if (in == 0) return (bias ? y.copy_(bias->expand(shape)) : y.zero_()).to(x.scalar_type());
+  const at::ScalarType result = args.out_is_float32 ? at::kFloat : x.scalar_type();
+  const Tensor y = at::empty(shape, x.options().dtype(args.out_is_float32 ? at::kFloat : at::kBFloat16));
+  if (y.numel() == 0) return y.to(result);
+  if (in == 0) return (bias ? y.copy_(bias->expand(shape)) : y.zero_()).to(result);
   const Tensor rows = bf16_rows(x, in);
   const bool bias_is_bf16 = bias && bias->scalar_type() == at::kBFloat16;
   const Tensor own_bias = !bias ? Tensor() : bias_is_bf16 ? bias->contiguous() : bias->to(at::kFloat).contiguous();
@@ -118,7 +119,7 @@ Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, cons
   const Tensor partial = hopper ? room_for_sums(weight, x) : Tensor();
   if (partial.defined()) args.partial = partial.mutable_data_ptr();
   call.check((hopper ? weight.hopper : weight.portable)(&args));
-  return y.to(x.scalar_type());
+  return y.to(result);
 }
 
 }  // namespace mlspec

@@ -27,7 +27,8 @@ struct LinearWeight {
 void check_linear_x(const char* op, const at::Tensor& x, const char* weight_name, const at::Tensor& weight, int64_t in,
                     const std::optional<at::Tensor>& bias, int64_t out);
 
-// x [..., in] -> [..., out] in x.dtype; float32 and float16 are rounded to bfloat16 on their way in and out.
+// x [..., in] -> [..., out] in x.dtype; float32 and float16 are rounded to bfloat16 on their way in and out. With out_is_float32:
+// float32, not rounded.
 at::Tensor multiply(const CudaCall& call, LinearWeight weight, const at::Tensor& x, const std::optional<at::Tensor>& bias);
 
 }  // namespace mlspec

@@ -12,8 +12,6 @@ namespace {
 using namespace mlspec;
 using at::Tensor;
 
-constexpr const char* kOp = "bitplane_linear";
-
 #if MLSPEC_HOPPER
 constexpr LinearKernel kHopper = mlspec_cuda_bitplane_linear;
 #else
@@ -21,19 +19,19 @@ constexpr LinearKernel kHopper = nullptr;
 #endif
 
 // plane_tiles, whose scale_tiles tell in_features, and how many planes they store.
-mlspec_cuda_linear check_planes(const Tensor& tiles, const Tensor& scale_tiles, int64_t out, int64_t group) {
-  check_dtype(kOp, "plane_tiles", tiles, at::kByte);
-  TORCH_CHECK_VALUE(scale_tiles.dim() == 3, kOp, ": scale_tiles has shape ", scale_tiles.sizes(),
+mlspec_cuda_linear check_planes(const char* op, const Tensor& tiles, const Tensor& scale_tiles, int64_t out, int64_t group) {
+  check_dtype(op, "plane_tiles", tiles, at::kByte);
+  TORCH_CHECK_VALUE(scale_tiles.dim() == 3, op, ": scale_tiles has shape ", scale_tiles.sizes(),
                     ", expected 3 axes from prepack_planes");
   const int64_t in = scale_tiles.size(1) * group, pairs = round_up(std::max<int64_t>(out, 0), kPairOutputs) / kPairOutputs;
   const int64_t chunks = round_up(in, kPairInputs) / kPairInputs, scales = kPairOutputs * (kPairInputs / group) * 2;
   const int64_t bytes = tiles.dim() == 3 ? tiles.size(2) - scales : -1, stored = bytes / gpu_tiles::kPairPlaneBytes;
   const bool fits = out >= 0 && bytes % gpu_tiles::kPairPlaneBytes == 0 && 1 <= stored && stored <= kMaxPlanes;
-  TORCH_CHECK_VALUE(fits && tiles.size(0) == pairs && tiles.size(1) == chunks, kOp, ": plane_tiles has shape ", tiles.sizes(),
+  TORCH_CHECK_VALUE(fits && tiles.size(0) == pairs && tiles.size(1) == chunks, op, ": plane_tiles has shape ", tiles.sizes(),
                     ", expected [", pairs, ", ", chunks, ", ", scales, " + 1 to ", kMaxPlanes, " times ", gpu_tiles::kPairPlaneBytes,
                     "] from prepack_planes on a GPU for out_features = ", out, ", in_features = ", in, ", groups of ", group);
-  check_part(kOp, "plane_tiles", tiles, at::kByte, tiles.sizes(), "plane_tiles", tiles);
-  check_part(kOp, "scale_tiles", scale_tiles, at::kHalf, {0, scale_tiles.size(1), 16}, "plane_tiles", tiles);
+  check_part(op, "plane_tiles", tiles, at::kByte, tiles.sizes(), "plane_tiles", tiles);
+  check_part(op, "scale_tiles", scale_tiles, at::kHalf, {0, scale_tiles.size(1), 16}, "plane_tiles", tiles);
   mlspec_cuda_linear args{};
   args.tiles = tiles.const_data_ptr();
   args.in_features = in;
@@ -44,21 +42,35 @@ mlspec_cuda_linear check_planes(const Tensor& tiles, const Tensor& scale_tiles, 
   return args;
 }
 
-Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
-                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
-  check_one_of(kOp, "group_size", group_size, kGroupSizes);
-  mlspec_cuda_linear args = check_planes(plane_tiles, scale_tiles, out_features, group_size);
+Tensor product(const char* op, const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+               const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes, bool sums) {
+  check_one_of(op, "group_size", group_size, kGroupSizes);
+  mlspec_cuda_linear args = check_planes(op, plane_tiles, scale_tiles, out_features, group_size);
   const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes, least_zero = stored == kMaxPlanes ? 254 : 0;
-  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, kOp, ": num_planes is ", num_planes,
+  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, op, ": num_planes is ", num_planes,
                     ", the weight stores ", stored, ": choose 1 to ", stored);
-  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, kOp, ": zero_doubled is ", zero_doubled, ", of ",
+  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, op, ": zero_doubled is ", zero_doubled, ", of ",
                     stored, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
-  check_linear_x(kOp, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
+  check_linear_x(op, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
   args.num_planes = static_cast<int32_t>(num_planes);
   args.zero_doubled = static_cast<int32_t>(zero_doubled);
-  return multiply(CudaCall(kOp, x), {kOp, args, kHopper, mlspec_cuda_portable_bitplane_linear, true}, x, bias);
+  args.out_is_float32 = sums;
+  return multiply(CudaCall(op, x), {op, args, kHopper, mlspec_cuda_portable_bitplane_linear, true}, x, bias);
+}
+
+Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
+  return product("bitplane_linear", x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes, false);
+}
+
+Tensor bitplane_sums(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features, int64_t group_size,
+                     int64_t zero_doubled, int64_t num_planes) {
+  return product("bitplane_sums", x, plane_tiles, scale_tiles, out_features, {}, group_size, zero_doubled, num_planes, true);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(mlspec, CUDA, m) { m.impl("bitplane_linear", bitplane_linear); }
+TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
+  m.impl("bitplane_linear", bitplane_linear);
+  m.impl("bitplane_sums", bitplane_sums);
+}

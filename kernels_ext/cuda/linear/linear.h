@@ -15,7 +15,7 @@ typedef struct {
   const void* x;          // bfloat16 [tokens, in]; 8 and 4 bits: codes int8 [tokens, in] of mlspec_cuda_quantize_rows
   const float* x_scales;  // 8 and 4 bits: the scales of mlspec_cuda_quantize_rows
   const void* bias;       // [out] float32 or bfloat16, or null
-  void* out;              // bfloat16 [tokens, out]
+  void* out;              // [tokens, out], bfloat16 or float32
   const int32_t* exponent_shift;  // MXFP4: what prepack wrote; the result is multiplied by 2^exponent_shift
   int64_t num_tokens, in_features, out_features;  // in_features: a multiple of 8 (bf16), 32 (MXFP4), group_size (int4)
   int64_t x_scale_stride;         // tokens, a multiple of 4
@@ -27,6 +27,7 @@ typedef struct {
   int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16
   int32_t bias_is_float32;
+  int32_t out_is_float32;         // sums as they are, of planes
   void* partial;                  // bf16: room for sums, mlspec_cuda_bf16_partial_bytes()
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.

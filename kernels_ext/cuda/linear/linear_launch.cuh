@@ -88,7 +88,7 @@ LinearParams params_of(const mlspec_cuda_linear& a) {
   p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
   p.bias = a.bias, p.x_row_bytes = int(inputs_of(a) * V::Format::kActivationBits / 8);
   p.token_chunks = blocks_of(inputs_of(a), V::Format::kChunk);
-  p.exponent_shift = a.exponent_shift, p.out = static_cast<__nv_bfloat16*>(a.out);
+  p.exponent_shift = a.exponent_shift, p.out = a.out, p.out_is_float32 = a.out_is_float32 != 0;
   p.num_tokens = int(a.num_tokens), p.out_features = int(a.out_features), p.x_scale_stride = int(a.x_scale_stride);
   p.chunks = blocks_of(a.in_features, V::Format::kChunk), p.token_blocks = blocks_of(a.num_tokens, V::kTokens);
   p.units = p.token_blocks * blocks_of(a.out_features, V::kOutputs);

@@ -39,13 +39,13 @@ struct LinearParams {
   const int32_t* exponent_shift;
   const uint8_t* codebook;  // nested weights
   const half* tables;       // lookup-table planes
-  __nv_bfloat16* out;       // [tokens, outputs]
+  void* out;                // [tokens, outputs], bfloat16 or float32
   int tile_stride;          // bytes from tile to tile of formats that read the front of a tile
   int zero_doubled;         // bit-planes
   int token_chunks;         // of x: chunks of the weight beyond them meet the tokens of the last
   int table_columns;        // of a row of tables
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
-  bool bias_is_float32, copies_tokens;
+  bool bias_is_float32, out_is_float32, copies_tokens;
 };
 
 // One variant of the kernel. kTokens of a block: 8 kTokenTiles; kTiles of 64 outputs.

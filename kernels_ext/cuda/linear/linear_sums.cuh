@@ -30,16 +30,21 @@ __device__ __forceinline__ float bias_of(const LinearParams& p, int output) {
 }
 
 __device__ __forceinline__ void store_outputs(const LinearParams& p, float4 sum, float out_scale, int token, int output) {
-  const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-  __nv_bfloat16* out = p.out + size_t(token) * p.out_features + output;
+  float values[4] = {sum.x, sum.y, sum.z, sum.w};
+  const size_t place = size_t(token) * p.out_features + output;
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + place;
   __nv_bfloat16 rounded[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float value = __fmul_rn(values[i], out_scale);
-    if (p.bias && output + i < p.out_features) value = __fadd_rn(value, bias_of(p, output + i));
-    rounded[i] = __float2bfloat16_rn(value);
+    values[i] = __fmul_rn(values[i], out_scale);
+    if (p.bias && output + i < p.out_features) values[i] = __fadd_rn(values[i], bias_of(p, output + i));
+    rounded[i] = __float2bfloat16_rn(values[i]);
   }
-  if (p.out_features % 4 == 0 && output < p.out_features) {
+  if (p.out_is_float32) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (output + i < p.out_features) static_cast<float*>(p.out)[place + i] = values[i];
+  } else if (p.out_features % 4 == 0 && output < p.out_features) {
     *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2*>(rounded);
   } else {
     for (int i = 0; i < 4; ++i)

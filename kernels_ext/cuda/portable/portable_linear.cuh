@@ -130,18 +130,25 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
 }
 
 __device__ __forceinline__ void store_outputs(const Params& p, float4 sum, float out_scale, int token, int output) {
-  const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-  __nv_bfloat16* out = p.out + int64_t(token) * p.out_features + output;
+  float values[4] = {sum.x, sum.y, sum.z, sum.w};
+  const int64_t place = int64_t(token) * p.out_features + output;
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + place;
   __nv_bfloat16 rounded[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float value = __fmul_rn(values[i], out_scale);
+    values[i] = __fmul_rn(values[i], out_scale);
     if (p.bias && output + i < p.out_features) {
       const float bias = p.bias_is_float32 ? static_cast<const float*>(p.bias)[output + i]
                                            : __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[output + i]);
-      value = __fadd_rn(value, bias);
+      values[i] = __fadd_rn(values[i], bias);
     }
-    rounded[i] = __float2bfloat16_rn(value);
+    rounded[i] = __float2bfloat16_rn(values[i]);
+  }
+  if (p.out_is_float32) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (output + i < p.out_features) static_cast<float*>(p.out)[place + i] = values[i];
+    return;
   }
   if (p.out_features % 4 == 0) {
     if (output < p.out_features) *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2*>(rounded);
@@ -215,9 +222,9 @@ const char* launch(const mlspec_cuda_linear& a) {
   if (tiles * token_blocks > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
   const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
-                      static_cast<const half*>(a.tables), static_cast<__nv_bfloat16*>(a.out), a.x_scale_stride, int(a.num_tokens),
+                      static_cast<const half*>(a.tables), a.out, a.x_scale_stride, int(a.num_tokens),
                       int(inputs), int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride,
-                      a.zero_doubled, a.num_planes, a.table_columns, aligned, a.bias_is_float32 != 0};
+                      a.zero_doubled, a.num_planes, a.table_columns, aligned, a.bias_is_float32 != 0, a.out_is_float32 != 0};
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
     return problem;
   cudaLaunchAttribute attribute;

@@ -22,10 +22,10 @@ struct Params {
   const int32_t* exponent_shift;
   const uint8_t* codebook;
   const half* tables;
-  __nv_bfloat16* out;
+  void* out;
   int64_t x_scale_stride;
   int num_tokens, in_features, out_features, chunks, token_chunks, token_blocks, tile_stride, zero_doubled, num_planes, table_columns;
-  bool aligned, bias_is_float32;
+  bool aligned, bias_is_float32, out_is_float32;
 };
 
 template <class FormatType, int kTokenTilesOf>

@@ -1,0 +1,85 @@
+"""Does the CPU's part hide behind the GPU's? Each step of way (a) alone, and the whole call."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from eval.bench_gpu.timing import time_rotating
+from hf_mlspec import ops
+from hf_mlspec.formats import ZipperWeight
+from hf_mlspec.nn.switch import PrecisionSwitch
+from hf_mlspec.nn.zipper import ZipperLinear
+from hf_mlspec.nn.zipper_host import high_sums, worker_of
+from hf_mlspec.ops.zipper import low_settings
+
+SHAPES = {"q|k|v": (6144, 4096), "o": (4096, 4096), "gate|up": (28672, 4096), "down": (4096, 14336)}
+REPEATS = 15
+
+
+def lines(options: argparse.Namespace) -> Iterator[dict]:
+    """One for each linear and batch; microseconds, medians."""
+    shapes = {"small": (256, 256)} if options.quick else SHAPES
+    for name, (out, size) in shapes.items():
+        torch.manual_seed(0)
+        weight = ZipperWeight.from_dense(torch.randn(out, size, device="cuda"), mode=options.mode, high_part="host")
+        linear = ZipperLinear(weight, None, PrecisionSwitch("zipper")).cuda()
+        for rows in options.batch:
+            x = torch.randn(rows, size, device="cuda").bfloat16()
+            linear(x)
+            steps = _steps(linear, x)
+            alone = sum(steps.values())
+            gpu = {"low_us": _low(linear, x), "device_us": _device(weight, x), "call_us": _wall(partial(linear, x))}
+            yield {"linear": name, "rows": rows, **steps, "host_us": alone, **gpu,
+                   "hides": alone <= gpu["low_us"]}  # fmt: skip
+
+
+def _steps(linear: ZipperLinear, x: torch.Tensor) -> dict[str, float]:
+    """What the worker's turn is made of, one after the other."""
+    rows, worker = linear.high_on_host(), worker_of(x.device)
+    seen = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    sums = torch.empty(len(x), linear.out_features, pin_memory=True)
+    back = torch.empty(len(x), linear.out_features, device=x.device)
+
+    def wake() -> None:
+        worker._pool.submit(int).result()
+
+    return {
+        "copy_out_us": _wall(lambda: seen.copy_(x, non_blocking=True)),
+        "wake_us": _wall(wake),
+        "cpu_us": _wall(lambda: high_sums(seen, [rows])),
+        "copy_back_us": _wall(lambda: back.copy_(sums, non_blocking=True)),
+    }
+
+
+def _wall(work: Callable[[], object]) -> float:
+    """Microseconds until the device has done it."""
+    found = []
+    for _ in range(REPEATS + 2):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[2:]) * 1e6
+
+
+def _low(linear: ZipperLinear, x: torch.Tensor) -> float:
+    planes, scale, _ = linear.parts("weight")
+    settings = low_settings(linear.in_features, linear.how)
+    held = [(planes.clone(), scale) for _ in range(4)]
+    calls = [lambda t=tiles: ops.bitplane_sums(x, *t, linear.out_features, **settings) for tiles in held]
+    return time_rotating(calls, x.device, 24).microseconds
+
+
+def _device(weight: ZipperWeight, x: torch.Tensor) -> float:
+    """Both parts on the GPU."""
+    held = [ops.prepack_zipper(*weight.parts) for _ in range(3)]
+    out, how = weight.out_features, weight.how
+    calls = [lambda t=tiles: ops.zipper_linear(x, t, out, how=how) for tiles in held]
+    return time_rotating(calls, x.device, 24).microseconds

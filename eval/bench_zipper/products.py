@@ -1,0 +1,51 @@
+"""How many microseconds does a GPU take for each part of a product with a weight in two parts?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from eval.bench_gpu.timing import time_rotating
+from hf_mlspec import ops
+from hf_mlspec.formats import ZipperWeight
+from hf_mlspec.formats.zipper import MODES
+from hf_mlspec.ops.zipper import low_settings
+
+COPIES, CALLS = 4, 24  # of a weight: more than the L2 cache holds; of one graph
+ROWS = (1, 8, 16, 32)
+
+
+def lines(options: argparse.Namespace) -> Iterator[dict]:
+    """One for each mode and number of rows."""
+    size, device = (512 if options.quick else 8192), torch.device("cuda")
+    for mode in MODES:
+        torch.manual_seed(0)
+        weight = ZipperWeight.from_dense(torch.randn(size, size, device=device), mode=mode)
+        held = [ops.prepack_zipper(*weight.parts) for _ in range(COPIES)]
+        how, settings = weight.how, low_settings(size, weight.how)
+        low_bytes, high_bytes = held[0].planes.nbytes, held[0].split.nbytes
+        for rows in ROWS:
+            x, low = torch.randn(rows, size, device=device).bfloat16(), torch.randn(rows, size, device=device)
+            calls = {
+                "low_us": [partial(ops.bitplane_linear, x, *tiles[:2], size, **settings) for tiles in held],
+                "sums_us": [partial(ops.bitplane_sums, x, *tiles[:2], size, **settings) for tiles in held],
+                "high_us": [partial(ops.zipper_high_linear, x, low, tiles.split) for tiles in held],
+                "both_us": [partial(ops.zipper_linear, x, tiles, size, how=how) for tiles in held],
+            }
+            times = {name: time_rotating(each, device, CALLS).microseconds for name, each in calls.items()}
+            mib = {"low_mib": low_bytes / 2**20, "high_mib": high_bytes / 2**20}
+            yield {"mode": mode, "size": size, "rows": rows, **times, **mib}
+        del held
+    yield from _dense(size, device)
+
+
+def _dense(size: int, device: torch.device) -> Iterator[dict]:
+    weights = [torch.randn(size, size, device=device).bfloat16() for _ in range(COPIES)]
+    for rows in ROWS:
+        x = torch.randn(rows, size, device=device).bfloat16()
+        calls = [partial(ops.bf16_linear, x, weight) for weight in weights]
+        yield {"mode": "bfloat16", "size": size, "rows": rows,
+               "both_us": time_rotating(calls, device, CALLS).microseconds}  # fmt: skip

@@ -1,0 +1,132 @@
+"""On a GPU: do both parts of zipper weights multiply as in float64, a row's bits alone and without a wait?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import DEVICE
+
+from hf_mlspec import ops
+from hf_mlspec.formats import ZipperWeight
+from hf_mlspec.formats.zipper import MODES
+from hf_mlspec.ops.operator import REFERENCES
+
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
+TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 70)
+SHAPES = ((200, 1152), (7, 96), (130, 32), (1000, 4096), (64, 14336), (40, 131072))  # the last fits no shared memory
+
+
+def case(out: int, size: int, **options):
+    """A weight, its tiles on the GPU, and rows of x there."""
+    draw = torch.Generator().manual_seed(out + size)
+    weight = ZipperWeight.from_dense(torch.randn(out, size, generator=draw) / size**0.5, **options)
+    tiles = ops.prepack_zipper(*(part.to(DEVICE) for part in weight.parts))
+    return weight, tiles, torch.randn(max(TOKENS), size, generator=draw).to(DEVICE)
+
+
+@pytest.mark.parametrize(("out", "size"), SHAPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_both_parts_are_the_whole_weight_within_float32_sums(mode, out, size):
+    weight, tiles, x = case(out, size, mode=mode)
+    again = ops.unprepack_zipper(*tiles, out)
+    assert all(torch.equal(own.cpu(), other) for own, other in zip(again, weight.parts, strict=True))
+    bias, seen = torch.randn(out, device=DEVICE), x.bfloat16().double()
+    for low_only in (False, True):
+        whole = weight.dequantize(torch.float64, low_only=low_only).to(DEVICE)
+        apart = weight.dequantize(torch.float64, low_only=True).abs().to(DEVICE) + whole.abs()
+        exact, magnitude = seen @ whole.T + bias.double(), seen.abs() @ (2 * apart).T + bias.double().abs()
+        y = ops.zipper_linear(x, tiles, out, bias, how=weight.how, low_only=low_only)
+        bound = 2.0**-24 * (size / 8 + 16) * magnitude
+        if low_only:  # the linear of bit-planes rounds to bfloat16
+            bound = bound + 2.0**-8 * exact.abs()
+        assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("out", "size"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_row_has_the_same_bits_among_any_others(out, size, dtype):
+    weight, tiles, x = case(out, size, mode="clamp")
+    x = x.to(dtype)
+    whole = ops.zipper_linear(x, tiles, out, how=weight.how)
+    assert whole.dtype == dtype
+    for n in TOKENS:
+        for rows in (slice(0, n), slice(len(x) - n, len(x))):
+            assert torch.equal(ops.zipper_linear(x[rows], tiles, out, how=weight.how), whole[rows]), n
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_high_part_alone_is_what_plain_torch_adds(mode):
+    _, tiles, x = case(300, 1024, mode=mode)
+    low, bias = torch.randn(len(x), 300, device=DEVICE), torch.randn(300, device=DEVICE)
+    y = ops.zipper_high_linear(x, low, tiles.split, bias)
+    torch.testing.assert_close(y, REFERENCES["zipper_high_linear"](x, low, tiles.split, bias), rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_planes_are_those_before_the_rounding():
+    weight, tiles, x = case(200, 1152, mode="exact")
+    settings = {"group_size": 128, "zero_doubled": 32, "num_planes": weight.how.low_planes}
+    sums = ops.bitplane_sums(x, *tiles[:2], 200, **settings)
+    rounded = ops.bitplane_linear(x.bfloat16(), *tiles[:2], 200, **settings)
+    assert sums.dtype == torch.float32
+    assert torch.equal(sums.bfloat16(), rounded)
+    exact = x.bfloat16().double() @ weight.dequantize(torch.float64, low_only=True).to(DEVICE).T
+    assert (sums.double() - exact).abs().max() < 1e-5
+
+
+def test_joined_weights_are_each_by_itself():
+    parts = [case(out, 1152, mode="clamp")[1].split for out in (128, 64, 40)]
+    x = torch.randn(19, 1152, device=DEVICE).bfloat16()
+    low, bias = torch.randn(19, 232, device=DEVICE), torch.randn(232, device=DEVICE)
+    begins = [0, len(parts[0]), len(parts[0]) + len(parts[1])]
+    how = {"outputs": [128, 64, 40], "begins": begins}
+    joined = ops.zipper_high_joined(x, low, torch.cat(parts), bias, **how)
+    cuts = zip(low.split(how["outputs"], -1), parts, bias.split(how["outputs"]), strict=True)
+    apart = [ops.zipper_high_linear(x, own.contiguous(), split, own_bias) for own, split, own_bias in cuts]
+    assert torch.equal(joined, torch.cat(apart, -1))
+    for change, message in (
+        ({"outputs": [128, 64, 41]}, "outputs are"),
+        ({"begins": [0, 10, 20]}, "high has shape"),
+        ({"outputs": [232], "begins": [len(parts[0]) - 99]}, "high has shape"),
+    ):
+        with pytest.raises(ValueError, match=f"zipper_high_joined: {message}"):
+            ops.zipper_high_joined(x, low, parts[0], bias, **{**how, **change})
+
+
+def test_a_product_only_enqueues_and_can_be_captured():
+    weight, tiles, x = case(1000, 4096, mode="exact")
+    x = x[:5].bfloat16()
+    alone = ops.zipper_linear(x, tiles, 1000, how=weight.how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.zipper_linear(x, tiles, 1000, how=weight.how)
+    graph.replay()
+    assert torch.equal(captured, alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 62)}, ValueError, r"x has shape \[2, 62\], tables are made of groups of 4 inputs"),
+        ({"x": torch.zeros(2, 64, dtype=torch.int8)}, TypeError, "x is .*, expected float32, bfloat16"),
+        ({"low": torch.zeros(3, 8)}, ValueError, r"low has shape \[3, 8\], expected \[2, 8\]"),
+        ({"low": torch.zeros(2, 8).half()}, TypeError, "low is"),
+        ({"low": torch.zeros(8, 2).T}, ValueError, "low of shape .* is not contiguous"),
+        ({"high": torch.zeros(20, dtype=torch.int32)}, ValueError, r"high has shape \[20\], expected"),
+        ({"high": torch.zeros(99, dtype=torch.int64)}, TypeError, "high is"),
+        ({"bias": torch.zeros(7)}, ValueError, r"bias has shape \[7\], expected \[8\]"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(change, error, message):
+    split = case(8, 64)[1].split
+    given = {"x": torch.zeros(2, 64), "low": torch.zeros(2, 8), "high": split, "bias": None} | change
+    operands = [value if value is None else value.to(DEVICE) for value in given.values()]
+    if "is not contiguous" in message:
+        operands[1] = torch.zeros(8, 2, device=DEVICE).T
+    with pytest.raises(error, match=f"zipper_high_linear: {message}"):
+        ops.zipper_high_linear(*operands)
+
+
+def test_parts_on_two_devices_are_named():
+    split = case(8, 64)[1].split
+    with pytest.raises(ValueError, match="high is on cpu, x on cuda:0; move them to one device"):
+        ops.zipper_high_linear(torch.zeros(2, 64, device=DEVICE), torch.zeros(2, 8, device=DEVICE), split.cpu())

@@ -1,0 +1,108 @@
+"""On a GPU: does a model of zipper weights decode compiled, draft for itself in a graph, and share its memory?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoders import Lanes, in_float64, random_model
+from models import prompts
+from torch import nn
+
+import hf_mlspec
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.formats import ZipperWeight
+from hf_mlspec.formats.zipper import MODES
+from hf_mlspec.nn.switch import PrecisionSwitch, precision_switch
+from hf_mlspec.nn.zipper import ZipperLinear
+
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
+# Keys, values and gates fill tiles of 128 outputs; odd ones do not.
+WHOLE = {
+    "hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+ODD = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+LENGTH = 60
+
+
+def on_gpu(
+    name: str = "llama", shape: dict[str, int] = WHOLE, mode: str = "clamp", high_part: str = "device", **options
+) -> nn.Module:
+    """The model, its linears but the head with weights in two parts, called by one switch."""
+    model, switch = random_model(name, torch.bfloat16, **shape, **options), PrecisionSwitch("zipper")
+    head = model.get_output_embeddings()
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head:
+            weight = ZipperWeight.from_dense(module.weight.detach(), mode=mode, high_part=high_part)
+            model.set_submodule(path, ZipperLinear(weight, module.bias, switch).eval())
+    return model.cuda()
+
+
+def random_ids(batch: int) -> list[list[int]]:
+    return torch.randint(1, 199, (batch, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "mode"),
+    [("llama", WHOLE, "exact"), ("llama", ODD, "clamp"), ("phi3", WHOLE, "paper"), ("gemma3", WHOLE, "clamp")],
+)
+def test_both_levels_are_what_the_modules_compute_in_steps_with_the_same_bits(name, shape, mode):
+    model, ids = on_gpu(name, shape, mode), random_ids(2)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    decoder, switch = CudaDecoder(model), precision_switch(model)
+    for level in ("zipper", "zipper-low"):
+        with torch.no_grad(), switch.at(level):
+            modules, bits = model(torch.tensor(ids).cuda()).logits.float(), switch.bits
+        together = torch.stack(Lanes(decoder, 2, slots=128).feed(ids, bits=bits))
+        assert (together.float() - modules).abs().mean() < 0.04 * modules.abs().mean(), level
+        single = Lanes(decoder, 2, slots=128)
+        steps = [torch.stack(single.feed([row[i : i + 1] for row in ids], bits=bits)) for i in range(LENGTH)]
+        assert torch.equal(torch.cat(steps, dim=1), together), level
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key]), key
+
+
+def test_near_float64_with_both_parts():
+    model, ids = on_gpu(mode="exact", tie_word_embeddings=False), random_ids(2)
+    with torch.no_grad():
+        exact = in_float64(model).cuda()(torch.tensor(ids).cuda()).logits
+    out = torch.stack(Lanes(CudaDecoder(model), 2, slots=128).feed(ids))
+    assert (out - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_weights_that_fill_their_tiles_are_not_held_twice():
+    model = on_gpu()
+    decoder = CudaDecoder(model)
+    assert decoder.extra_bytes == 0
+    attention = model.model.layers[0].self_attn
+    splits = [module.weight_split for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert len({split.untyped_storage().data_ptr() for split in splits}) == 1
+    assert CudaDecoder(model).extra_bytes == 0  # of the same memory
+    assert splits[0].data_ptr() == attention.q_proj.weight_split.data_ptr()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("levels", [["zipper-low"], ["zipper-low", "prompt_lookup"]], ids=str)
+def test_a_captured_chain_writes_what_the_target_alone_writes(levels, mode):
+    model = hf_mlspec.prepare(on_gpu(mode=mode), engine="cuda")
+    inputs = {name: value.cuda() for name, value in prompts([5, 9, 40]).items()}
+    options = {"do_sample": False, "max_new_tokens": 48, "eos_token_id": None, "pad_token_id": 0}
+    alone = model.generate(**inputs, **options, assistant_models=[])
+    chain = model.generate(**inputs, **options, assistant_models=levels, speculation_config={"num_draft_tokens": 3})
+    assert torch.equal(chain, alone)
+    stats = hf_mlspec.last_stats(model)
+    assert stats.levels[0].drafted > 0
+    assert stats.capture_seconds > 0
+
+
+def test_modules_write_what_the_target_alone_writes_and_keep_what_they_held():
+    model, inputs = on_gpu(), {name: value.cuda() for name, value in prompts([8, 5]).items()}
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+    model = hf_mlspec.prepare(model, engine="modules")
+    written = model.generate(**inputs, **options, assistant_models=["zipper-low"])
+    assert written.shape[1] == inputs["input_ids"].shape[1] + 24
+    assert hf_mlspec.last_stats(model).levels[0].drafted > 0
+    decoder = CudaDecoder(model)
+    saved = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    assert decoder.num_layers == len(model.model.layers)
+    back = model.cpu().state_dict()
+    assert all(torch.equal(tensor, back[name]) for name, tensor in saved.items())

@@ -1,0 +1,58 @@
+"""Are the sparse rows that the host keeps those of the weight, and does every input reach its terms?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_mlspec import ops
+from hf_mlspec.formats import ZipperWeight
+from hf_mlspec.formats.zipper import HEADER
+from hf_mlspec.nn.zipper_host import high_sums, to_host
+
+
+def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def few_outliers(out: int, size: int, groups: tuple[int, ...]) -> ZipperWeight:
+    """A weight whose high part is 0 but in some groups of inputs: the others are small."""
+    weight = seeded(out, size).clamp(-0.4, 0.4) if groups else torch.zeros(out, size)
+    for group in groups:
+        weight[:, 4 * group] = 2.0
+    return ZipperWeight.from_dense(weight, mode="clamp", high_part="host")
+
+
+@pytest.mark.parametrize("groups", [(), (3,), (0, 5, 31)])
+def test_only_columns_that_terms_add_are_read(groups):
+    split = ops.prepack_zipper(*few_outliers(20, 128, groups).parts).split
+    rows = to_host(split, 20, 128)
+    assert torch.equal(rows.in_tiles(), split)
+    assert rows.is_empty == (not groups)
+    assert groups == () or len(rows.columns) == 4 * len(groups)
+    x = seeded(3, 128, seed=5).bfloat16()
+    seen = x if rows.columns is None else x[:, rows.columns]
+    expected = ops.zipper_high_linear(x.float(), torch.zeros(3, 20), split)
+    assert torch.equal(high_sums(seen, [rows]), expected)
+
+
+def test_all_columns_and_several_weights():
+    splits = [ops.prepack_zipper(*ZipperWeight.from_dense(seeded(out, 64)).parts).split for out in (32, 7)]
+    splits.append(ops.prepack_zipper(*few_outliers(9, 64, (2,)).parts).split)
+    rows = [to_host(split, out, 64) for split, out in zip(splits, (32, 7, 9), strict=True)]
+    assert rows[0].columns is None
+    assert rows[2].columns is not None
+    x = seeded(5, 64, seed=5).bfloat16()
+    apart = [
+        ops.zipper_high_linear(x.float(), torch.zeros(5, out), split)
+        for split, out in zip(splits, (32, 7, 9), strict=True)
+    ]
+    assert torch.equal(high_sums(x, rows), torch.cat(apart, -1))
+    assert torch.equal(high_sums(x[3:4], rows), torch.cat(apart, -1)[3:4])
+
+
+def test_a_layer_without_a_high_part_is_empty():
+    split = ops.prepack_zipper(*few_outliers(20, 64, ()).parts).split
+    assert len(split) == HEADER + 2 * 20 + 1
+    assert to_host(split, 20, 64).is_empty
+    assert torch.equal(high_sums(torch.ones(2, 64).bfloat16(), [to_host(split, 20, 64)]), torch.zeros(2, 20))
