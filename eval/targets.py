@@ -21,7 +21,7 @@ SMALL_SHAPES = {
     "llama-1.1b": llama(2048, 5632, 22, 32, 4, 32000, 2048),
     "tiny": llama(64, 128, 2, 4, 2, 96, 512),
 }
-# Mixtures of experts in Qwen3-MoE's form: what Qwen3MoeConfig takes. Of moe-844m 130M are active.
+# Mixtures of experts in Qwen3-MoE's form: what Qwen3MoeConfig takes. Of moe-844m 138M are active.
 MIXTURES = {
     "moe-844m": {
         **llama(1024, 2816, 8, 16, 4, 16384, 2048), "head_dim": 64, "num_experts": 64, "num_experts_per_tok": 8,

@@ -118,8 +118,9 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     assert "  gguf: stock transformers\n" in shown
     assert (told["methods"]["quarot+gptq"], told["methods"]["atom"]) == ("int4", "int4-int8")
     assert "methods that choose codes on a text\n  rtn: int4\n" in shown
-    compiled = "Gemma2, Gemma3, Llama, Mistral, Phi3, Qwen2, Qwen3" if told["compiled_decoder"] else "none"
-    assert f"  whole decoders compiled: {compiled}\n" in shown
+    every = "Gemma2, Gemma3, Llama, Mistral, Mixtral, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe"
+    assert f"  whole decoders compiled: {every if told['compiled_decoder'] else 'none'}\n" in shown
+    assert "  of these on a CPU, not on a GPU: Mixtral, Olmoe, Qwen2Moe, Qwen3Moe\n" in shown
     assert bool(told["compiled_decoder"]) == (told["kernels_problem"] is None)
 
 

@@ -60,16 +60,18 @@ def run_info(args: argparse.Namespace) -> int:
     show(console, "methods that choose codes on a text", ("", "of format"), methods)
     others = list(found["checkpoints"].items())
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
-    decoder, alone = (", ".join(name.removesuffix("ForCausalLM") for name in found[key])
-                      for key in ("compiled_decoder", "compiled_on_the_cpu_alone"))
-    state = [("whole decoders compiled", decoder or "none"),
-             ("of these on a CPU, not on a GPU", alone),
+    state = [("whole decoders compiled", _classes(found["compiled_decoder"])),
+             ("of these on a CPU, not on a GPU", _classes(found["compiled_on_the_cpu_alone"])),
              ("generate takes assistant_models", found["hook"]),
              ("costs of forward passes are kept in", found["costs_folder"]),
              ("what calls learned is kept in", found["learned_folder"]),
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
     return 0
+
+
+def _classes(names: list[str]) -> str:
+    return ", ".join(name.removesuffix("ForCausalLM") for name in names) or "none"
 
 
 def _stock(method: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from .replace import share
 
@@ -13,7 +12,7 @@ CHOSEN = "top_k"  # the attribute of a transformers router that says how many ex
 _CONFIG = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 
 
-def fewer_experts(model: PreTrainedModel, num_experts: int) -> PreTrainedModel:
+def fewer_experts(model: nn.Module, num_experts: int) -> nn.Module:
     """A draft of ``model`` whose routers send a token to its first ``num_experts`` experts; all tensors are shared.
 
     Weights of a token's experts are renormalized where the model does it. Layers that have fewer experts a token keep
