@@ -25,7 +25,8 @@ class PlanesLinear(PackedLinear):
         weight_scale          float16   [out, in / group]           scale_tiles
         weight_zero_doubled   int32     [1]                         the same
 
-    At (b, 16) bits x is rounded to bfloat16 and the first b planes are read. Options: ``num_planes``, 1 to 8, "int3",
+    At (b, 16) bits x is rounded to bfloat16 and the first b planes are read; inside ``switch.at_rows`` a number of
+    planes for every row. Options: ``num_planes``, 1 to 8, "int3",
     "int2" or "ternary", and ``group_size``.
     """
 
@@ -58,14 +59,28 @@ class PlanesLinear(PackedLinear):
     @property
     def reads_dense(self) -> bool:
         """A materialized weight stands for all planes; fewer are read from the codes."""
-        return self.switch.bits.weight == self.num_planes
+        return self.switch.row_widths is None and self.switch.bits.weight == self.num_planes
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        widths = self.switch.row_widths
+        if widths is None:
+            return self._at_width(x, self.switch.bits.weight)
+        if x.dim() != 3 or len(x) != len(widths):
+            raise ValueError(f"widths are given for {len(widths)} rows, x has shape {list(x.shape)}")
+        if len(set(widths)) == 1:
+            return self._at_width(x, widths[0])
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        for width in sorted(set(widths)):  # rows of equal width together
+            rows = torch.tensor([r for r, own in enumerate(widths) if own == width], device=x.device)
+            out[rows] = self._at_width(x[rows], width)
+        return out
+
+    def _at_width(self, x: torch.Tensor, num_planes: int) -> torch.Tensor:
         # Knows the group and the zero, which no tile tells.
         held = self._for_product()
         return ops.bitplane_linear(
             x, held.planes, held.scale, self._rows, self.bias,
-            group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=self.switch.bits.weight,
+            group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=num_planes,
         )  # fmt: skip
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

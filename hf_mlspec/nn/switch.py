@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ _MEANING = {16: "16 (bfloat16)", 8: "8 (int8)", 4: "4 (int4)"}
 
 class _Override(threading.local):
     bits: Bits | None = None
+    row_widths: tuple[int, ...] | None = None
 
 
 class PrecisionSwitch:
@@ -124,6 +125,27 @@ class PrecisionSwitch:
         Raises ValueError for a word of other weights than this switch's, or for bits without a kernel.
         """
         return self._overridden(self.bits_of(precision))
+
+    @property
+    def row_widths(self) -> tuple[int, ...] | None:
+        """Weight bits of every row of a call in this thread, inside ``with switch.at_rows(...)``; None: ``bits``."""
+        return self._override.row_widths
+
+    @contextmanager
+    def at_rows(self, widths: Sequence[int]) -> Iterator[PrecisionSwitch]:
+        """A ``with`` block in which this thread reads ``widths[r]`` planes for row r of ``[rows, tokens, in]``.
+
+        ValueError for weights that are not bit-planes, and for numbers of planes they cannot be read at.
+        """
+        if self.weights != "planes":
+            raise ValueError(f"widths per row are for bit-planes, these weights are {self.weights}")
+        for width in set(widths):
+            self.require(Bits(width, 16))
+        before, self._override.row_widths = self._override.row_widths, tuple(widths)
+        try:
+            yield self
+        finally:
+            self._override.row_widths = before
 
     def bits_of(self, precision: str | Precision | Bits | int) -> Bits:
         """The bits that ``precision`` stands for; ValueError as ``at``."""
