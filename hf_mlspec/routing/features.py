@@ -6,15 +6,8 @@ needed, and a block's choice knows what the widths before it did.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-
-
-def input_of(words: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """The hidden states ``[batch, tokens, features]`` among what a block was called with."""
-    return words[0] if words else options["hidden_states"]
 
 
 def pooled(hidden: Tensor, lengths: list[int], block: str) -> Tensor:

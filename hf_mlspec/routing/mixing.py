@@ -7,16 +7,16 @@ backward; nothing of the size of the dense model is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..nn.planes import PlanesLinear
 from ..nn.transforms import NONE
 from .blocks import Block
 from .features import pooled
-from .passes import at_blocks
+from .passes import in_blocks
 from .router import Router
 
 KEPT_BYTES = 1 << 30  # prefixes of models up to this stay dequantized
@@ -68,37 +68,31 @@ class Mixture:
 
     def __init__(self, router: Router, blocks: Sequence[Block], prefixes: Prefixes):
         self.router, self.blocks, self.prefixes = router, list(blocks), prefixes
-        self.probabilities: list[Tensor] = []
+        self.probabilities: dict[int, Tensor] = {}
 
     @contextmanager
-    def over(self, lengths: list[int]) -> Iterator[Mixture]:
+    def over(self, model: nn.Module, lengths: list[int]) -> Iterator[Mixture]:
         """The pass inside multiplies by mixtures; lengths: tokens of each row's query."""
+        self.probabilities = {}
 
-        def enter(place: int, hidden: Tensor) -> None:
-            features = pooled(hidden.detach(), lengths, self.blocks[place].name)
-            self.probabilities.append(self.router.probabilities(place, features))
+        def product(place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
+            if place not in self.probabilities:
+                features = pooled(x.detach(), lengths, self.blocks[place].name)
+                self.probabilities[place] = self.router.probabilities(place, features)
+            return self.product(place, linear, x)
 
-        self.probabilities = []
-        with ExitStack() as undo:
-            for block in self.blocks:
-                for linear in block.linears.values():
-                    undo.callback(linear.__dict__.pop, "forward", None)
-                    linear.forward = self._forward(linear)  # shadows the method of its class
-            undo.enter_context(at_blocks(self.blocks, enter, lambda place: None))
+        with in_blocks(model, self.blocks, product):
             yield self
 
-    def _forward(self, linear: PlanesLinear):
-        def forward(x: Tensor) -> Tensor:
-            if linear.transform is not NONE:
-                x = linear.transform.apply(x, linear.transform_tensors())
-            y = _Mixed.apply(x.float(), self.probabilities[-1], linear, self.prefixes)
-            return (y if linear.bias is None else y + linear.bias).to(x.dtype)
-
-        return forward
+    def product(self, place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
+        """``[rows, tokens, in]`` times the mixture of a layer of block ``place`` -> ``[rows, tokens, out]``."""
+        if linear.transform is not NONE:
+            x = linear.transform.apply(x, linear.transform_tensors())
+        y = _Mixed.apply(x.float(), self.probabilities[place], linear, self.prefixes)
+        return (y if linear.bias is None else y + linear.bias).to(x.dtype)
 
     def bits(self) -> Tensor:
         """float32 ``[rows]``: expected bits of a weight."""
         widths = torch.tensor(self.router.widths, dtype=torch.float32, device=self.probabilities[0].device)
         total = sum(block.weights for block in self.blocks)
-        parts = zip(self.probabilities, self.blocks, strict=True)
-        return sum((p @ widths) * (block.weights / total) for p, block in parts)
+        return sum((p @ widths) * (self.blocks[place].weights / total) for place, p in self.probabilities.items())

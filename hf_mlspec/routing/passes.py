@@ -1,56 +1,42 @@
-"""How is a forward pass stopped at the door of every block, where its width is chosen?
+"""How does a forward pass meet the choice of a width? At the first product of every block.
 
-`at_blocks` calls back before and behind each block of a pass, in this thread only. `Routed` chooses widths there: of
-rows that begin from the mean of their own query, of all others as it chose before.
+What the first layer of a block multiplies is the block's input. `Routed` chooses widths there: of rows that begin from
+the mean of their own query, of all others as it chose before. Nothing is changed in the model: its layers ask the
+switch they share, which answers in the thread of the pass alone.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ..nn.switch import precision_switch
+from ..nn.planes import PlanesLinear
+from ..nn.switch import PrecisionSwitch, precision_switch
 from .blocks import Block
-from .features import input_of, pooled
+from .features import pooled
 from .router import Router
 
-Widths = list[list[int]]  # of every block, of every row
+Widths = Sequence[Sequence[int]]  # of every block, of every row
+Product = Callable[[int, PlanesLinear, Tensor], Tensor]
 
 
 @contextmanager
-def at_blocks(
-    blocks: Sequence[Block], enter: Callable[[int, Tensor], None], leave: Callable[[int], None]
+def in_blocks(
+    model: nn.Module, blocks: Sequence[Block], product: Product, switch: PrecisionSwitch | None = None
 ) -> Iterator[None]:
-    """Inside, a pass of this thread calls ``enter(j, hidden)`` before block j and ``leave(j)`` behind it."""
-    thread, handles = threading.get_ident(), []
+    """In this thread ``product(j, layer, x)`` gives the output of each bit-planes layer of block j; layers outside of
+    the blocks compute as ever. switch: the model's, where the caller has it."""
+    place_of = {linear: place for place, block in enumerate(blocks) for linear in block.linears.values()}
 
-    def before(place: int) -> Callable[..., None]:
-        def hook(module: nn.Module, words: tuple, options: dict[str, Any]) -> None:
-            if threading.get_ident() == thread:
-                enter(place, input_of(words, options))
+    def through(linear: PlanesLinear, x: Tensor) -> Tensor:
+        place = place_of.get(linear)
+        return linear.plain(x) if place is None else product(place, linear, x)
 
-        return hook
-
-    def behind(place: int) -> Callable[..., None]:
-        def hook(module: nn.Module, words: tuple, out: Any) -> None:
-            if threading.get_ident() == thread:
-                leave(place)
-
-        return hook
-
-    try:
-        for place, block in enumerate(blocks):
-            handles.append(block.module.register_forward_pre_hook(before(place), with_kwargs=True))
-            handles.append(block.module.register_forward_hook(behind(place)))
+    with (switch or precision_switch(model)).sent_through(through):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Routed:
@@ -64,53 +50,47 @@ class Routed:
     def __init__(self, router: Router, blocks: Sequence[Block], lengths: list[int], known: Widths | None = None):
         self.router, self.blocks, self.lengths = router, list(blocks), lengths
         widest = [[router.widths[-1]] * len(lengths) for _ in self.blocks]
-        self.widths: Widths = [list(line) for line in (known or widest)]
+        self.widths = [list(line) for line in (known or widest)]
         self.fresh = [row for row, length in enumerate(lengths) if length]
+        self.features: dict[int, Tensor] = {}  # of fresh rows, of the blocks that the pass has come to
 
     @contextmanager
-    def over(self, model: nn.Module) -> Iterator[Routed]:
+    def over(self, model: nn.Module, switch: PrecisionSwitch | None = None) -> Iterator[Routed]:
         """One pass of ``model`` inside reads the widths that are chosen on its way."""
-        switch = precision_switch(model)
-        with ExitStack() as block:
+        with in_blocks(model, self.blocks, self._product, switch):
+            yield self
 
-            def enter(place: int, hidden: Tensor) -> None:
-                block.enter_context(switch.at_rows(self._widths(place, hidden)))
+    def _product(self, place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
+        if self.fresh and place not in self.features:
+            self._choose(place, x)
+        return linear.at_rows(x, self.widths[place])
 
-            with at_blocks(self.blocks, enter, lambda place: block.close()):
-                yield self
-
-    def _widths(self, place: int, hidden: Tensor) -> list[int]:
-        if len(hidden) != len(self.lengths):
-            raise ValueError(f"the query lengths are of {len(self.lengths)} rows, the pass has {len(hidden)}")
-        own = self.widths[place]
-        if self.fresh:
-            features = pooled(hidden[self.fresh], [self.lengths[r] for r in self.fresh], self.blocks[place].name)
-            for row, width in zip(self.fresh, self.router.choose(place, features), strict=True):
-                own[row] = width
-        return own
+    def _choose(self, place: int, x: Tensor) -> None:
+        if x.dim() != 3 or len(x) != len(self.lengths):
+            raise ValueError(f"the query lengths are of {len(self.lengths)} rows, the pass has {list(x.shape)}")
+        lengths = [self.lengths[row] for row in self.fresh]
+        found = self.features[place] = pooled(x[self.fresh], lengths, self.blocks[place].name)
+        for row, width in zip(self.fresh, self.router.choose(place, found), strict=True):
+            self.widths[place][row] = width
 
 
 @contextmanager
 def at_widths(model: nn.Module, blocks: Sequence[Block], widths: Widths) -> Iterator[None]:
     """Passes inside read ``widths[j][r]`` planes in block j for row r: fixed allocations, for comparison."""
-    switch = precision_switch(model)
-    with ExitStack() as block:
-
-        def enter(place: int, hidden: Tensor) -> None:
-            block.enter_context(switch.at_rows(widths[place]))
-
-        with at_blocks(blocks, enter, lambda place: block.close()):
-            yield
+    with in_blocks(model, blocks, lambda place, linear, x: linear.at_rows(x, widths[place])):
+        yield
 
 
 @contextmanager
-def recorded(blocks: Sequence[Block], lengths: list[int]) -> Iterator[list[Tensor]]:
-    """A pass inside leaves the pooled input of every block, float32 ``[rows, features]``, in the list."""
-    found: list[Tensor] = []
+def recorded(model: nn.Module, blocks: Sequence[Block], lengths: list[int]) -> Iterator[dict[int, Tensor]]:
+    """A pass inside, at the switch's bits, leaves the pooled input of every block, float32 ``[rows, features]``."""
+    found: dict[int, Tensor] = {}
 
-    def enter(place: int, hidden: Tensor) -> None:
-        with torch.no_grad():
-            found.append(pooled(hidden.detach(), lengths, blocks[place].name))
+    def product(place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
+        if place not in found:
+            with torch.no_grad():
+                found[place] = pooled(x, lengths, blocks[place].name)
+        return linear.plain(x)
 
-    with at_blocks(blocks, enter, lambda place: None):
+    with in_blocks(model, blocks, product):
         yield found

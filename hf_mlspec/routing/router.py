@@ -12,18 +12,19 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .blocks import Block, identity_of, shapes_of
 
 WIDTHS = (2, 3, 4, 6, 8)
 HIDDEN = 32
-KIND, VERSION = "mlspec-router", "1"
+KIND, VERSION = "mlspec_router", 1
 
 
 class BlockRouter(nn.Module):
@@ -47,7 +48,7 @@ class Router(nn.Module):
     """Of one model: a BlockRouter for each of its blocks.
 
     widths: the candidates, rising. temperature: of the softmax over them. names: of the blocks. identity, shapes: of
-    the model (blocks.py).
+    the model (blocks.py). average: bits of a weight on its training queries.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Router(nn.Module):
         self.temperature, self.hidden = float(temperature), hidden
         self.names = [block.name for block in blocks]
         self.identity, self.shapes = identity_of(blocks), shapes_of(blocks)
+        self.average = sum(self.widths) / len(self.widths)
         self.of = nn.ModuleList([BlockRouter(block.features, hidden, len(self.widths)) for block in blocks])
 
     def probabilities(self, place: int, features: Tensor) -> Tensor:
@@ -70,8 +72,9 @@ class Router(nn.Module):
     def choose(self, place: int, features: Tensor) -> list[int]:
         """The width of the highest score for every row, the narrower of equal ones. Each row is scored on its own: its
         width does not depend on its neighbours (invariant 3)."""
-        scores = [self.of[place](row[None])[0] for row in features.float()]
-        return [self.widths[int(one.argmax())] for one in scores]
+        one = self.of[place]
+        scores = [one(row[None])[0] for row in features.float().to(one.mean.device)]
+        return [self.widths[int(own.argmax())] for own in scores]
 
     @torch.no_grad()
     def charge(self, price: float) -> None:
@@ -82,14 +85,14 @@ class Router(nn.Module):
     def save(self, path: str | os.PathLike) -> None:
         """A safetensors file, written beside and renamed; what it belongs to is in its header."""
         told = {
-            "kind": KIND, "version": VERSION, "widths": json.dumps(self.widths), "hidden": str(self.hidden),
-            "temperature": repr(self.temperature), "model": self.identity, "shapes": json.dumps(self.shapes),
-            "blocks": json.dumps(self.names),
+            "version": VERSION, "widths": self.widths, "hidden": self.hidden, "temperature": self.temperature,
+            "average": self.average, "model": self.identity, "shapes": self.shapes, "blocks": self.names,
         }  # fmt: skip
         path = Path(path)
         beside = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, beside, told)
+            tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+            save_file(tensors, beside, {KIND: json.dumps(told)})  # one entry: several have no fixed order
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
@@ -104,16 +107,23 @@ class Router(nn.Module):
         given, for those. ValueError names the file, what differs and the remedy; FileNotFoundError without one.
         """
         blocks = list(blocks)
-        try:
-            with safe_open(path, "pt") as file:
-                told = file.metadata() or {}
-                saved = require_own(str(path), told, blocks, widths)
-                router = cls(blocks, saved, int(told["hidden"]), float(told["temperature"]))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no router: {error}; train one with `mlspec route train`") from error
-        router._fill(str(path), tensors)
+        told = require_file(path, blocks)
+        require_weights(str(path), told["model"], identity_of(blocks))
+        saved = tuple(told["widths"])
+        if widths is not None and tuple(widths) != saved:
+            asked = list(widths)
+            raise ValueError(f"{path} chooses among {list(saved)} planes, {asked} were asked for: train another")
+        router = cls(blocks, saved, told["hidden"], told["temperature"])
+        router.average = told["average"]
+        router._fill(str(path), load_file(path))
         return router.eval().requires_grad_(False)
+
+    def require(self, blocks: Sequence[Block]) -> Router:
+        """Itself; ValueError where it belongs to another model than that of ``blocks``."""
+        blocks = list(blocks)
+        require_shapes("this router", self.shapes, blocks)
+        require_weights("this router", self.identity, identity_of(blocks))
+        return self
 
     def _fill(self, path: str, tensors: dict[str, Tensor]) -> None:
         own = self.state_dict()
@@ -137,27 +147,37 @@ def require_widths(widths: Sequence[int], planes: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def require_own(
-    path: str, told: dict[str, str], blocks: list[Block], widths: Sequence[int] | None = None
-) -> tuple[int, ...]:
-    """The widths in a file's header; ValueError where it is no router's, another model's, or for other widths."""
-    if told.get("kind") != KIND:
+def require_file(path: str | os.PathLike, blocks: Sequence[Block]) -> dict[str, Any]:
+    """A router file's header, before a tensor is read; ValueError where it is no router's, or has other shapes."""
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no router: {error}; train one with `mlspec route train`") from error
+    if KIND not in told:
         raise ValueError(f"{path} is no router: train one with `mlspec route train`")
+    told = json.loads(told[KIND])
     if told.get("version") != VERSION:
         raise ValueError(f"{path}: version {told.get('version')} of a router, this hf_mlspec reads {VERSION}: upgrade")
-    shapes, own = json.loads(told["shapes"]), shapes_of(blocks)
-    for name in [*own, *shapes]:
-        if shapes.get(name) != own.get(name):
+    require_shapes(str(path), told["shapes"], list(blocks))
+    return told
+
+
+def require_shapes(name: str, shapes: dict[str, list[int]], blocks: list[Block]) -> None:
+    """ValueError where a router's shapes are not those of the blocks."""
+    own = shapes_of(blocks)
+    for layer in [*own, *shapes]:
+        if shapes.get(layer) != own.get(layer):
             raise ValueError(
-                f"{path} is the router of another model: for {name} it has (planes, outputs, inputs, group) "
-                f"{shapes.get(name)}, the model {own.get(name)}; train one for this model with `mlspec route train`"
+                f"{name} is the router of another model: for {layer} it has (planes, outputs, inputs, group) "
+                f"{shapes.get(layer)}, the model {own.get(layer)}; train one for this model with `mlspec route train`"
             )
-    if told["model"] != (identity := identity_of(blocks)):
+
+
+def require_weights(name: str, told: str, own: str) -> None:
+    """ValueError where a router's hash is not that of the weights."""
+    if told != own:
         raise ValueError(
-            f"{path} is the router of a model with the same shapes and other weights (hash {told['model'][:12]}, this "
-            f"one's {identity[:12]}); train one for this model with `mlspec route train`"
+            f"{name} is the router of a model with the same shapes and other weights (hash {told[:12]}, this one's "
+            f"{own[:12]}); train one for this model with `mlspec route train`"
         )
-    saved = tuple(json.loads(told["widths"]))
-    if widths is not None and tuple(widths) != saved:
-        raise ValueError(f"{path} chooses among {list(saved)} planes, {list(widths)} were asked for: train another")
-    return saved

@@ -32,7 +32,7 @@ _LEAST_SPREAD = 1e-3
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RouterRecipe:
     """How a router is trained.
 
     target_bits: of a weight, on average over weights and queries. widths, hidden: of the router. steps, batch,
@@ -95,11 +95,11 @@ class Trained:
     bits: float = 0.0
 
 
-def train(
+def train_router(
     model: nn.Module,
     teacher: nn.Module,
     samples: Tensor,
-    recipe: Recipe,
+    recipe: RouterRecipe,
     *,
     checkpoint: str | os.PathLike | None = None,
     every: int = 25,
@@ -129,8 +129,8 @@ def train(
             if checkpoint is not None and (step + 1) % every == 0 and step + 1 < recipe.steps:
                 learner.keep(checkpoint, found.steps)
         router.temperature = recipe.temperature(recipe.steps - 1)
-        found.bits = learner.meet_target()
-    router.eval().requires_grad_(False)
+        found.bits = router.average = learner.meet_target()
+    router.cpu().eval().requires_grad_(False)
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
     return found
@@ -140,7 +140,7 @@ class _Learner:
     """What the steps of one training share."""
 
     def __init__(self, model: nn.Module, teacher: nn.Module, blocks: list[Block], router: Router, samples: Tensor,
-                 recipe: Recipe):  # fmt: skip
+                 recipe: RouterRecipe):  # fmt: skip
         self.model, self.teacher, self.blocks, self.router = model, teacher, blocks, router
         self.samples, self.recipe = samples, recipe
         self.mixture = Mixture(router, blocks, Prefixes(blocks, recipe.widths))
@@ -167,10 +167,10 @@ class _Learner:
         rows = self.samples[self._order(0)[:_PRICED_ROWS]]
         found: list[list[Tensor]] = [[] for _ in self.blocks]
         for part in rows.split(self.recipe.batch):
-            with recorded(self.blocks, self.lengths(part)) as features:
+            with recorded(self.model, self.blocks, self.lengths(part)) as features:
                 self.model(input_ids=part, use_cache=False)
-            for own, one in zip(found, features, strict=True):
-                own.append(one)
+            for place, own in enumerate(found):
+                own.append(features[place])
         for own, of in zip(found, self.router.of, strict=True):
             features = torch.cat(own)
             of.mean.copy_(features.mean(0))
@@ -182,7 +182,7 @@ class _Learner:
         self.router.temperature = self.recipe.temperature(step)
         with torch.no_grad():
             wanted = F.log_softmax(self.teacher(input_ids=rows, use_cache=False).logits.float(), -1)
-        with self.mixture.over(self.lengths(rows)):
+        with self.mixture.over(self.model, self.lengths(rows)):
             logits = self.model(input_ids=rows, use_cache=False).logits.float()
         distance = F.kl_div(F.log_softmax(logits, -1), wanted, log_target=True, reduction="sum") / rows.numel()
         bits = self.mixture.bits().mean()
@@ -209,14 +209,11 @@ class _Learner:
         bits, found = [], [[] for _ in self.blocks]
         for part in rows.split(self.recipe.batch):
             lengths = self.lengths(part)
-            with (
-                recorded(self.blocks, lengths) as features,
-                Routed(self.router, self.blocks, lengths).over(self.model) as routed,
-            ):
+            with Routed(self.router, self.blocks, lengths).over(self.model) as routed:
                 self.model(input_ids=part, use_cache=False)
             bits += [average_bits(list(row), self.blocks) for row in zip(*routed.widths, strict=True)]
-            for own, of, one in zip(found, self.router.of, features, strict=True):
-                own.append(of(one))
+            for place, (own, of) in enumerate(zip(found, self.router.of, strict=True)):
+                own.append(of(routed.features[place]))
         return sum(bits) / len(bits), [torch.cat(own) for own in found]
 
     def keep(self, checkpoint: str | os.PathLike, steps: list[Step]) -> None:

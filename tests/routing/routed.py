@@ -30,9 +30,9 @@ def differing(model, seed: int = 5, **options) -> Router:
     blocks = blocks_of(model)
     router = Router(blocks, **options)
     rows = queries(16, 12, seed)
-    with torch.no_grad(), recorded(blocks, [12] * 16) as found:
+    with torch.no_grad(), recorded(model, blocks, [12] * 16) as found:
         model(input_ids=rows, use_cache=False)
-    for own, features in zip(router.of, found, strict=True):
+    for own, features in zip(router.of, found.values(), strict=True):
         own.mean.copy_(features.mean(0))
         own.spread.copy_(features.std(0))
         torch.nn.init.normal_(own.outer.weight)

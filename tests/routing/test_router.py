@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -69,18 +70,40 @@ def test_rows_of_a_batch_read_their_own_widths():
         assert not torch.allclose(mixed, model(input_ids=rows).logits, atol=1e-3)
 
 
-def test_a_switch_refuses_rows_that_do_not_fit():
+def test_a_layer_refuses_rows_that_do_not_fit():
     _, model = pair()
-    switch = precision_switch(model)
-    with pytest.raises(ValueError, match="called at one of"), switch.at_rows([9]):
-        pass
     linear = model.model.layers[0].mlp.up_proj
-    with switch.at_rows([4, 4]), pytest.raises(ValueError, match="2 rows, x has shape"):
-        linear(torch.zeros(3, 1, linear.in_features))
+    with pytest.raises(ValueError, match="2 rows, x has shape"):
+        linear.at_rows(torch.zeros(3, 1, linear.in_features), [4, 4])
     with pytest.raises(ValueError, match="these weights are int4"), \
-            precision_switch(packed(tiny("llama", dtype=torch.float32))).at_rows([4]):
+            precision_switch(packed(tiny("llama", dtype=torch.float32))).sent_through(lambda layer, x: x):
         pass
-    assert switch.row_widths is None
+
+
+def test_layers_outside_of_the_blocks_compute_as_ever():
+    model = packed(tiny("llama", dtype=torch.float32), "planes", keep_head=False)
+    blocks, rows = blocks_of(model), queries(1, 5)
+    with torch.no_grad(), at_widths(model, blocks, [[8] for _ in blocks]):
+        assert torch.equal(model(input_ids=rows).logits, model(input_ids=rows).logits)
+    with torch.no_grad():
+        plain = model(input_ids=rows).logits
+        with at_widths(model, blocks, [[8] for _ in blocks]):
+            assert torch.equal(model(input_ids=rows).logits, plain)
+
+
+def test_another_thread_reads_all_planes_meanwhile():
+    _, model = pair()
+    blocks, rows = blocks_of(model), queries(1, 5)
+    with torch.no_grad():
+        plain = model(input_ids=rows).logits
+        with at_widths(model, blocks, [[2] for _ in blocks]), ThreadPoolExecutor(1) as pool:
+            assert torch.equal(pool.submit(_scored, model, rows).result(), plain)
+            assert not torch.equal(model(input_ids=rows).logits, plain)
+
+
+def _scored(model, rows):
+    with torch.no_grad():
+        return model(input_ids=rows).logits
 
 
 def test_a_choice_depends_on_the_query_alone():
@@ -106,8 +129,7 @@ def test_nothing_is_left_behind_a_pass():
         with pytest.raises(ValueError, match="query lengths are of"), \
                 Routed(router, blocks, [5, 5]).over(model):
             model(input_ids=queries(1, 5))
-        assert precision_switch(model).row_widths is None
-        assert not any(b.module._forward_pre_hooks or b.module._forward_hooks for b in blocks)
+        assert precision_switch(model).through is None
         assert torch.equal(model(input_ids=queries(1, 5)).logits, before)
 
 
@@ -145,19 +167,19 @@ def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "r.safetensors"
     differing(model).save(path)
     with safe_open(path, "pt") as file:
-        told = file.metadata()
+        told = json.loads(file.metadata()["mlspec_router"])
     tensors, blocks = load_file(path), blocks_of(model)
 
     def refused(words, tensors, told):
-        save_file(tensors, path, told)
+        save_file(tensors, path, told and {"mlspec_router": json.dumps(told)})
         with pytest.raises(ValueError, match=words):
             Router.load(path, blocks)
 
     refused("is no router", tensors, {})
-    refused("version 7", tensors, told | {"version": "7"})
+    refused("version 7", tensors, told | {"version": 7})
     refused("holds NaN", tensors | {"of.0.mean": tensors["of.0.mean"] * float("nan")}, told)
     refused("is missing", {k: v for k, v in tensors.items() if k != "of.1.mean"}, told)
-    refused("rising numbers", tensors, told | {"widths": json.dumps([8, 2])})
+    refused("rising numbers", tensors, told | {"widths": [8, 2]})
     path.write_bytes(b"not safetensors")
     with pytest.raises(ValueError, match="is no router"):
         Router.load(path, blocks)

@@ -11,7 +11,7 @@ from hf_mlspec.routing.blocks import average_bits, blocks_of
 from hf_mlspec.routing.mixing import Mixture, Prefixes
 from hf_mlspec.routing.passes import Routed, at_widths
 from hf_mlspec.routing.router import Router
-from hf_mlspec.routing.training import Recipe, price_for, train
+from hf_mlspec.routing.training import RouterRecipe, price_for, train_router
 
 FAST = {"steps": 12, "batch": 4, "query_tokens": 6, "hidden": 8}
 
@@ -25,11 +25,10 @@ def test_a_mixture_of_one_width_is_that_width():
     router.charge(-1.0)  # the widest
     mixture = Mixture(router, blocks, Prefixes(blocks, router.widths))
     with torch.no_grad():
-        with mixture.over([6, 6]):
+        with mixture.over(model, [6, 6]):
             mixed = model(input_ids=rows).logits
         torch.testing.assert_close(mixed, dense(input_ids=rows).logits, rtol=1e-4, atol=1e-4)
     assert mixture.bits().tolist() == pytest.approx([6, 6])
-    assert all("forward" not in vars(m) for m in model.modules() if isinstance(m, PlanesLinear))
 
 
 def test_gradients_of_a_mixture_are_those_of_the_formula():
@@ -41,8 +40,8 @@ def test_gradients_of_a_mixture_are_those_of_the_formula():
     p = torch.softmax(torch.randn(2, 3), -1).requires_grad_()
     router = Router([block], (2, 4, 8))
     mixture = Mixture(router, [block], prefixes)
-    mixture.probabilities = [p]
-    y = mixture._forward(linear)(x)
+    mixture.probabilities = {0: p}
+    y = mixture.product(0, linear, x)
     weights = torch.stack([linear.dequantized(torch.float32, width) for width in (2, 4, 8)])
     wanted = torch.einsum("rk,koi,rti->rto", p, weights, x)
     torch.testing.assert_close(y, wanted)
@@ -56,7 +55,7 @@ def test_training_learns_and_meets_the_target():
     dense, model = pair()
     samples, seen = queries(16, 12), []
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = train(model, dense, samples, Recipe(4.5, **FAST | {"steps": 40}), progress=seen.append)
+    found = train_router(model, dense, samples, RouterRecipe(4.5, **FAST | {"steps": 40}), progress=seen.append)
     assert seen == found.steps
     assert len(seen) == 40
     # From the even mixture of five widths the temperature falls: at the same bits the choice is a better one.
@@ -85,8 +84,8 @@ def _kl(logits, wanted) -> float:
 def test_seeds_fix_everything_and_a_killed_run_goes_on(tmp_path):
     dense, model = pair()
     samples, path = queries(10, 8), tmp_path / "training"
-    recipe = Recipe(4.0, **FAST)
-    whole = train(model, dense, samples, recipe)
+    recipe = RouterRecipe(4.0, **FAST)
+    whole = train_router(model, dense, samples, recipe)
 
     class Killed(Exception):
         pass
@@ -96,10 +95,10 @@ def test_seeds_fix_everything_and_a_killed_run_goes_on(tmp_path):
             raise Killed
 
     with pytest.raises(Killed):
-        train(model, dense, samples, recipe, checkpoint=path, every=3, progress=kill)
+        train_router(model, dense, samples, recipe, checkpoint=path, every=3, progress=kill)
     assert path.exists()
     done = []
-    resumed = train(model, dense, samples, recipe, checkpoint=path, every=3, progress=done.append)
+    resumed = train_router(model, dense, samples, recipe, checkpoint=path, every=3, progress=done.append)
     assert [step.step for step in done] == [6, 7, 8, 9, 10, 11]
     assert resumed.steps == whole.steps
     for name, tensor in whole.router.state_dict().items():
@@ -116,29 +115,29 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(model, dense, samples, Recipe(4.0, **FAST), checkpoint=path, every=3, progress=stop)
+        train_router(model, dense, samples, RouterRecipe(4.0, **FAST), checkpoint=path, every=3, progress=stop)
     with pytest.raises(ValueError, match=r"trained with target_bits 4\.0, now 5\.0: delete"):
-        train(model, dense, samples, Recipe(5.0, **FAST), checkpoint=path)
+        train_router(model, dense, samples, RouterRecipe(5.0, **FAST), checkpoint=path)
     with pytest.raises(ValueError, match="trained with text"):
-        train(model, dense, queries(10, 8, seed=9), Recipe(4.0, **FAST), checkpoint=path)
+        train_router(model, dense, queries(10, 8, seed=9), RouterRecipe(4.0, **FAST), checkpoint=path)
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is no checkpoint of a router's training"):
-        train(model, dense, samples, Recipe(4.0, **FAST), checkpoint=path)
+        train_router(model, dense, samples, RouterRecipe(4.0, **FAST), checkpoint=path)
 
 
 @pytest.mark.parametrize(("recipe", "samples", "words"), [
-    (Recipe(9.0), (4, 8), r"target_bits is 9\.0, the candidates are \[2, 3, 4, 6, 8\]: choose 2 to 8"),
-    (Recipe(1.5), (4, 8), "choose 2 to 8"),
-    (Recipe(float("nan")), (4, 8), "target_bits is nan"),
-    (Recipe(4.5), (4, 1), "samples of 1 tokens"),
-    (Recipe(4.5), (0, 8), "samples of 0 tokens"),
-    (Recipe(4.5, steps=0), (4, 8), "steps is 0"),
-    (Recipe(4.5, temperatures=(0.1, 1.0)), (4, 8), "temperatures are"),
+    (RouterRecipe(9.0), (4, 8), r"target_bits is 9\.0, the candidates are \[2, 3, 4, 6, 8\]: choose 2 to 8"),
+    (RouterRecipe(1.5), (4, 8), "choose 2 to 8"),
+    (RouterRecipe(float("nan")), (4, 8), "target_bits is nan"),
+    (RouterRecipe(4.5), (4, 1), "samples of 1 tokens"),
+    (RouterRecipe(4.5), (0, 8), "samples of 0 tokens"),
+    (RouterRecipe(4.5, steps=0), (4, 8), "steps is 0"),
+    (RouterRecipe(4.5, temperatures=(0.1, 1.0)), (4, 8), "temperatures are"),
 ])  # fmt: skip
 def test_bad_recipes_are_refused(recipe, samples, words):
     dense, model = pair()
     with pytest.raises(ValueError, match=words):
-        train(model, dense, queries(*samples), recipe)
+        train_router(model, dense, queries(*samples), recipe)
 
 
 def test_a_teacher_of_nan_is_refused():
@@ -146,13 +145,13 @@ def test_a_teacher_of_nan_is_refused():
     with torch.no_grad():
         dense.model.norm.weight[0] = float("nan")
     with pytest.raises(FloatingPointError, match="loss is nan at step 0"):
-        train(model, dense, queries(4, 8), Recipe(4.5, **FAST))
+        train_router(model, dense, queries(4, 8), RouterRecipe(4.5, **FAST))
     with torch.no_grad():
         model.model.embed_tokens.weight[5] = float("nan")
     rows = queries(4, 8)
     rows[2, 3] = 5
     with pytest.raises(FloatingPointError, match=r"input of model\.layers\.0\.self_attn is NaN"):
-        train(model, pair()[0], rows, Recipe(4.5, **FAST))
+        train_router(model, pair()[0], rows, RouterRecipe(4.5, **FAST))
 
 
 def test_the_price_meets_an_average():
