@@ -141,10 +141,12 @@ def test_a_routed_target_checks_drafts_at_its_own_widths(model):
 
 def test_a_stream_routes_as_generate_does(model):
     rows = generated(model)
-    requests = [hf_mlspec.Request(row, max_new_tokens=8) for row in rows_of(INPUTS)]
-    done = [one for one in hf_mlspec.generate_stream(model, requests, slots=2)
-            if isinstance(one, hf_mlspec.Completion)]  # fmt: skip
-    assert {one.index: list(one.tokens) for one in done} == dict(enumerate(rows))
+    prompts = rows_of(INPUTS)
+    how = {"max_batch": 2, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    done = {tuple(one.request.input_ids): one.new_tokens
+            for one in hf_mlspec.generate_stream(model, [*prompts, prompts[0][:4]], **how)}  # fmt: skip
+    assert [done[tuple(prompt)] for prompt in prompts] == rows
+    assert done[tuple(prompts[0][:4])] == reference(model, prompts[0][:4], 8)
 
 
 def test_draft_routing_changes_no_token(plain, folders):
