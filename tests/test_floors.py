@@ -35,6 +35,7 @@ TIMES_ROOMS = {
     "eval/bench_context/attention.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
+    "eval/routing/": ("hf_mlspec.routing",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..nn.state import state_of
 from ..routing.blocks import blocks_of
 from ..routing.router import Router, require_file
 
@@ -35,7 +34,6 @@ def route(model: PreTrainedModel, router: str | os.PathLike | Router | None) -> 
             "quantization_config=MLSpecConfig(format='planes')"
         )
     found = None if router is None else read_router(model, router)
-    state_of(model).clear()
     quantizer.router = found
     quantizer.quantization_config.router = None if found is None else ROUTER_FILE
     return model

@@ -24,10 +24,9 @@ def draft_router(target: nn.Module, config: SpeculationConfig, state: ModelState
             "level 'routed' is for a target that reads all planes, and this one's are picked by its own router: leave "
             "one of them out, as with hf_mlspec.route(model, None)"
         )
-    if isinstance(config.router, Router):
-        return read_router(target, config.router)
-    key, now = ("routed", str(config.router)), fingerprint(target)
+    given = config.router
+    key, now = ("routed", id(given) if isinstance(given, Router) else str(given)), fingerprint(target)
     kept = state.levels.get(key)
     if kept is None or kept[0] != now:
-        kept = state.levels[key] = now, read_router(target, config.router)
+        kept = state.levels[key] = now, read_router(target, given)
     return kept[1]
