@@ -19,6 +19,8 @@ from .blocks import blocks_of
 from .passes import Routed
 from .router import Router
 
+WHY_BY_MODULE = "a router gives every row and block a width of its own, which compiled decoders do not take"
+
 
 class RoutedEngine(ModuleEngine):
     """A model's modules over a ragged cache, a width per block and row. See `Engine`.
@@ -74,12 +76,11 @@ def routed_engine(
 ) -> RoutedEngine:
     """An engine over the model, not yet started. ValueError where ``name`` asks for another than "modules"; the model
     is told once why it is not a faster one."""
-    reason = "a router gives every row and block a width of its own, which compiled decoders do not take"
     if name not in (None, "modules"):
         raise ValueError(
-            f"engine {name!r} cannot run this {type(model).__name__}: {reason}; leave out engine=, or the router"
+            f"engine {name!r} cannot run this {type(model).__name__}: {WHY_BY_MODULE}; leave out engine=, or the router"
         )
-    say_once(model, f"{type(model).__name__} runs module by module where it is routed: {reason}", kind="routed")
+    say_once(model, f"{type(model).__name__} runs module by module where it is routed: {WHY_BY_MODULE}", kind="routed")
     return RoutedEngine(
         model,
         router,

@@ -12,9 +12,11 @@ from models import prompts, tiny
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
+from hf_mlspec.evaluation import certificate_subject
+from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.routed import router_of
 from hf_mlspec.routing.blocks import blocks_of
-from hf_mlspec.routing.engine import RoutedEngine
+from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
 from hf_mlspec.routing.passes import Routed, recorded
 from hf_mlspec.routing.router import Router
 
@@ -163,6 +165,15 @@ def test_draft_routing_changes_no_token(plain, folders):
     wanted = generated(plain, assistant_models=[], **sampled)
     torch.manual_seed(7)
     assert generated(plain, assistant_models=["routed"], speculation_config=config, **sampled) == wanted
+
+
+def test_a_certificate_says_how_a_routed_draft_runs(plain, folders):
+    config = hf_mlspec.SpeculationConfig(router=str(folders / "router.safetensors"))
+    levels = resolve(plain, ["routed"], None, config)
+    chain = certificate_subject.chain_of(plain, None, config, levels)
+    told = certificate_subject._decoding(plain, chain.runners[0], config)
+    assert told == {"how": certificate_subject.BY_MODULE, "reason": WHY_BY_MODULE}
+    assert certificate_subject._kind("routed", levels[0]) == "the target at the planes that a router picks"
 
 
 def test_a_saved_model_routes_the_same(model, tmp_path):
