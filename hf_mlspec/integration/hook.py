@@ -30,8 +30,7 @@ from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
 from .quantizer import gguf_quantizer, saving, source  # noqa: F401 (the first registers itself)
-from .request import check_streamer, check_target, unserved
-from .routed import router_of
+from .request import check_streamer, check_target, router_of, unserved
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 

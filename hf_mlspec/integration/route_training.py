@@ -23,8 +23,8 @@ from ..routing.training import RouterRecipe, Step, Trained, train_router
 from .levels.load import DTYPES, read_model, read_tokenizer, require_folder
 from .quantizer.calibration_text import token_stream
 from .quantizer.config import MLSpecConfig
-from .request import max_positions, vocab_size
-from .routed import read_router, router_of
+from .request import max_positions, router_of, vocab_size
+from .routed import read_router
 
 
 @dataclass(frozen=True)

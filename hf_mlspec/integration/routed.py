@@ -15,11 +15,6 @@ from ..routing.router import Router, require_file
 ROUTER_FILE = "router.safetensors"  # its name beside the weights of a saved model
 
 
-def router_of(model: nn.Module) -> Router | None:
-    """The router that picks the planes of this model in generate; None without one."""
-    return getattr(getattr(model, "hf_quantizer", None), "router", None)
-
-
 def route(model: PreTrainedModel, router: str | os.PathLike | Router | None) -> PreTrainedModel:
     """Let a router pick how many planes each block reads for each prompt, from the next call of generate on.
 

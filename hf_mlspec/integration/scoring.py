@@ -22,8 +22,7 @@ from ..nn.switch import precision_switch
 from ..precision import Bits
 from ..speculation.checker import nan_error, roll_back
 from ..speculation.drafters.agreement import common_prefix
-from .request import check_length, check_model, max_positions, vocab_size
-from .routed import router_of
+from .request import check_length, check_model, max_positions, router_of, vocab_size
 
 _FED = 1024  # tokens that one call feeds, over all rows: larger matrix products gain nothing
 _LOGITS = 2**25  # entries of the logits of one call: 128 MiB in float32, and as much again for their logarithms

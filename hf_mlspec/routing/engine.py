@@ -78,7 +78,7 @@ def routed_engine(
     is told once why it is not a faster one."""
     if name not in (None, "modules"):
         raise ValueError(
-            f"engine {name!r} cannot run this {type(model).__name__}: {WHY_BY_MODULE}; leave out engine=, or the router"
+            f"engine {name!r} cannot run this {type(model).__name__}: {WHY_BY_MODULE}; leave out engine= or the router"
         )
     say_once(model, f"{type(model).__name__} runs module by module where it is routed: {WHY_BY_MODULE}", kind="routed")
     return RoutedEngine(

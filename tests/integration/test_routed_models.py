@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import hf_mlspec
 from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
-from hf_mlspec.integration.routed import router_of
+from hf_mlspec.integration.request import router_of
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
 from hf_mlspec.routing.passes import Routed, recorded

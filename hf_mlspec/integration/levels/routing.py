@@ -8,7 +8,8 @@ from ...engines.built import fingerprint
 from ...nn.state import ModelState
 from ...routing.router import Router
 from ..config import SpeculationConfig
-from ..routed import read_router, router_of
+from ..request import router_of
+from ..routed import read_router
 
 
 def draft_router(target: nn.Module, config: SpeculationConfig, state: ModelState) -> Router:

@@ -33,8 +33,7 @@ from ..config import (
     check_threshold,
 )
 from ..processing import Prompts, split_processors, warp_of
-from ..request import head_size, max_positions, vocab_size
-from ..routed import router_of
+from ..request import head_size, max_positions, router_of, vocab_size
 from .lower_precision import drafting_defaults
 from .resolve import Level
 

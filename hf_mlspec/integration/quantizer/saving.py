@@ -20,7 +20,8 @@ try:
 except ImportError:  # only POSIX has it
     fcntl = None
 
-from ..routed import ROUTER_FILE, router_of
+from ..request import router_of
+from ..routed import ROUTER_FILE
 from .model_card import model_card
 from .quantizer import MLSpecQuantizer
 
