@@ -253,6 +253,7 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
                              "see all, too (default: chosen with the draft lengths)")
     parser.add_argument("--profile", metavar="FILE",
                         help="what mlspec tune --output wrote (default: what earlier calls measured)")
+    parser.add_argument("--router", metavar="FILE", help="of level routed: what mlspec route train wrote")
     _add_json(parser)
 
 
@@ -263,7 +264,8 @@ def _add_levels(parser: argparse.ArgumentParser) -> None:
                              "by +, as in mxfp4+FOLDER: a folder, mxfp4, "
                              "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
                              "target is nested for it); planes1 ... planes7, up to one plane fewer than the target "
-                             "has; zipper-low for a target in zipper weights; qspec, w4a8, w4a4 for a packed target")
+                             "has; routed, with --router; zipper-low for a target in zipper weights; qspec, w4a8, w4a4 for "
+                             "a packed target")
     parser.add_argument("--dtype", default="float32", metavar="WORD",
                         help="float32 (default), bfloat16 or float16")
     parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")

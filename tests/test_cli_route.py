@@ -82,6 +82,20 @@ def test_a_saved_routed_model_is_shown_and_trained_again(capsys, place, saved_mo
     assert json.loads(capsys.readouterr().out)["teacher"] == "all planes"
 
 
+def test_a_chain_with_a_routed_draft_is_verified(capsys, place, saved_model):
+    config = hf_mlspec.MLSpecConfig(format="planes", group_size=32)
+    model = AutoModelForCausalLM.from_pretrained(saved_model, quantization_config=config)
+    model.save_pretrained(place / "plain")
+    for file in saved_model.glob("tokenizer*"):
+        (place / "plain" / file.name).write_bytes(file.read_bytes())
+    words = ["verify", place / "plain", "--level", "routed", "--router", place / "router.safetensors", "--prompts",
+             place / "prompts.txt", "--max-new-tokens", 8, "--json"]
+    assert main([str(word) for word in words]) == 0
+    assert json.loads(capsys.readouterr().out)
+    words[5] = place / "none"
+    assert "which is no file; mlspec route train writes one" in refusal(capsys, *words)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["train", "MODEL", "--data", "one.txt", "--target-bits", "4.5", "--out", "new"],
      "has 1 tokens: a next token takes at least 2"),
