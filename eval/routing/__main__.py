@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +123,7 @@ def of_drafts(model: Any, tokenizer: Any, router: Router, args: Any) -> list[dic
         prompts = read_prompts(file, args.drafts)
         reference = alone = None
         for level in ("routed", *args.levels):
-            config = {"router": router} if level == "routed" else {}
+            config = {"num_draft_tokens": args.draft_tokens, **({"router": router} if level == "routed" else {})}
             found = hf_mlspec.compare(model, tokenizer, prompts, [level], max_new_tokens=args.new_tokens,
                                       reference_ids=reference, speculation_config=config)
             alone = alone or found.alone_seconds
@@ -133,7 +136,8 @@ def of_drafts(model: Any, tokenizer: Any, router: Router, args: Any) -> list[dic
     return lines
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Line by line, the quickest first."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     load = {"dtype": torch.float32}
     teacher = AutoModelForCausalLM.from_pretrained(args.model, **load)
@@ -146,26 +150,28 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     tuned = Scorer(model, teacher, rows_of(texts["tune"], tokenizer, args.tokens, args.tuned_queries)[0],
                    args.query_tokens)  # fmt: skip
     dense, whole, routed = held.teachers(), held.all_planes(), held.routed(args.router)
-    lines = [line("dense", dense), line("all planes", whole), line("routed", routed)]
-    lines += [line(f"{width} planes in every block", held.fixed([width] * len(held.blocks)))
-              for width in args.router.widths[1:-1]]
+    yield from (line("dense", dense), line("all planes", whole), line("routed", routed))
+    yield against("all planes - dense", whole, dense, args.seed)
+    names = [block.name for block in blocks_of(model)]
+    yield of_choices(routed, kinds, list(args.held), names, args)
+    for width in args.router.widths[1:-1]:
+        yield line(f"{width} planes in every block", held.fixed([width] * len(held.blocks)))
     path = greedy(tuned, args.router.widths, min(float(routed.bits.mean()), args.router.average) - 0.3, said("greedy"))
     above, below, share = around(path, held, float(routed.bits.mean()))
     fixed = {name: held.fixed(own) for name, own in (("above", above), ("below", below))}
     best = blend(fixed["above"], fixed["below"], share)
-    lines += [line(f"fixed widths, next {name}", own, {"widths": own.widths[0]}) for name, own in fixed.items()]
-    lines += [line("fixed widths, blended", best), against("routed - fixed", routed, best, args.seed),
-              against("all planes - dense", whole, dense, args.seed)]
-    names = [block.name for block in blocks_of(model)]
-    lines.append(of_choices(routed, kinds, list(args.held), names, args))
+    for name, own in fixed.items():
+        yield line(f"fixed widths, next {name}", own, {"widths": own.widths[0]})
+    yield from (line("fixed widths, blended", best), against("routed - fixed", routed, best, args.seed))
+    ids = rows.flatten()[None, : args.prefill_tokens]
+    yield {"part": "prefill", **of_prefill(model, args.router, ids, args.repeats)}
+    yield {"part": "speed", **of_generate(model, args.router, ids[:, :64], args.new_tokens, args.repeats)}
+    if args.drafts:
+        yield from of_drafts(model, tokenizer, args.router, args)
     if args.oracle:
         some = torch.cat([rows[kinds == k][: args.oracle] for k in range(len(args.held))])
         few = Scorer(model, teacher, some, args.query_tokens)
-        lines += of_oracle(few, path, tuned, float(routed.bits.mean()), args)
-    ids = rows.flatten()[None, : args.prefill_tokens]
-    lines.append({"part": "prefill", **of_prefill(model, args.router, ids, args.repeats)})
-    lines.append({"part": "speed", **of_generate(model, args.router, ids[:, :64], args.new_tokens, args.repeats)})
-    return lines + (of_drafts(model, tokenizer, args.router, args) if args.drafts else [])
+        yield from of_oracle(few, path, tuned, float(routed.bits.mean()), args)
 
 
 def text_of(file: Path | str) -> list[str]:
@@ -214,8 +220,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--held", type=named, action="append", metavar="KIND=FILE", help="texts to score")
     parser.add_argument("--quick", action="store_true", help="the demo target, two short texts, few of everything")
     numbers = {"group_size": 128, "tokens": 128, "query_tokens": 64, "queries": 48, "tuned_queries": 12, "steps": 200,
-               "permutations": 10000, "oracle": 8, "sweeps": 2, "drafts": 0, "new_tokens": 64, "repeats": 5,
-               "prefill_tokens": 512, "seed": 0, "threads": None}
+               "permutations": 10000, "oracle": 8, "sweeps": 2, "drafts": 0, "draft_tokens": 4, "new_tokens": 64,
+               "repeats": 5, "prefill_tokens": 512, "seed": 0, "threads": None}
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
     parser.add_argument("--target-bits", type=float, default=4.5, metavar="N", help="of a router trained here")
@@ -240,11 +246,13 @@ def main(words: list[str] | None = None) -> int:
         raise SystemExit("routing: give --model, --tune and --held, or --quick")
     args.tune, args.held = dict(args.tune), dict(args.held)
     asked = {name: str(value) for name, value in vars(args).items()}
-    lines = measure(args)
-    show(lines)
-    if args.json:
-        told = [{"part": "machine", **machine.card("cpu")}, {"part": "asked", **asked}, *lines]
-        Path(args.json).write_text("".join(json.dumps(one) + "\n" for one in told), encoding="utf-8")
+    lines = []
+    with open(args.json or os.devnull, "w", encoding="utf-8") as out:
+        heads = {"part": "machine", **machine.card("cpu")}, {"part": "asked", **asked}
+        for one in chain(heads, measure(args)):
+            print(json.dumps(one), file=out, flush=True)  # a run that is killed leaves what it measured
+            lines.append(one)
+    show(lines[len(heads) :])
     return 0
 
 

@@ -73,6 +73,8 @@ def oracle(
             best, chosen = now.distance + price * now.bits, [row[place] for row in own]
             base = now.bits - torch.tensor(chosen) * (block.weights / total)
             for width in widths:
+                if all(row[place] == width for row in own):
+                    continue
                 step()
                 tried = scorer.each([[*row[:place], width, *row[place + 1 :]] for row in own])
                 cost = tried.distance + price * (base + width * block.weights / total)
