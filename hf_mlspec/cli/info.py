@@ -57,8 +57,7 @@ def run_info(args: argparse.Namespace) -> int:
     problems = [("problem", problem), ("problem on cuda", found["cuda_problem"])]
     show(console, "kernels", ("", "kernel"), [*rows, *(row for row in problems if row[1])])
     show(console, "weight formats", ("", "read at"), list(found["formats"].items()))
-    methods = list(found["methods"].items())
-    show(console, "methods that choose codes on a text", ("", "of format"), methods)
+    show(console, "methods that choose codes on a text", ("", "of format"), list(found["methods"].items()))
     others = list(found["checkpoints"].items())
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
