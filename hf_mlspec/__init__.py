@@ -15,6 +15,7 @@ from .integration.load import load
 from .integration.quantizer.calibrated import Calibrated, quantize
 from .integration.quantizer.learned_rotation import learn_rotation
 from .integration.quantizer.quantizer import MLSpecConfig
+from .integration.routed import route
 from .integration.stream.events import NewTokens
 from .integration.stream.request import Completion, Request
 from .integration.stream.stream import generate_stream
@@ -22,6 +23,7 @@ from .nn.fewer_experts import fewer_experts
 from .nn.nest import nest, unnest
 from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch
+from .routing.training import RouterRecipe, Trained, train_router
 from .speculation.draft import Draft, Drafter
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
@@ -43,8 +45,10 @@ __all__ = [
     "PlanStats",
     "PromptLookup",
     "Request",
+    "RouterRecipe",
     "SpeculationConfig",
     "SpeculationStats",
+    "Trained",
     "clear",
     "compare",
     "demo_pair",
@@ -65,6 +69,8 @@ __all__ = [
     "quantize",
     "resident_bytes",
     "restore",
+    "route",
+    "train_router",
     "unnest",
 ]
 

@@ -16,8 +16,8 @@ from .values import gap, numbers, positive, positives, seed, size, text
 def add_commands(top: Parser) -> list[str]:
     """Every command, in the order of the help; -> their names."""
     commands = top.add_subparsers(dest="command")
-    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_tune, _add_eval,
-                _add_info):
+    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_tune,
+                _add_route, _add_eval, _add_info):
         add(commands)
     commands.metavar = " | ".join(commands.choices)
     return list(commands.choices)
@@ -182,6 +182,47 @@ def _add_tune(commands: Any) -> None:
     _add_json(parser)
 
 
+def _add_route(commands: Any) -> None:
+    parser = commands.add_parser("route", help="train a router that picks the planes of each prompt, and show it",
+                                 description="A router reads as many bit-planes of each block as a prompt needs.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="train | show")
+    train = actions.add_parser("train", help="train a router on text files",
+                               description="Distil a router from the model in full precision. A killed run goes on "
+                                           "with the same command.")
+    train.add_argument("model", metavar="MODEL", help="folder of the model, dense or in bit-planes")
+    train.add_argument("--data", action="append", required=True, metavar="FILE",
+                       help="a text file; repeat it for other kinds of queries, of each as many are taken")
+    train.add_argument("--target-bits", type=float, required=True, metavar="N", help="bits of a weight on average")
+    train.add_argument("--out", required=True, metavar="FILE", help="the router, such as router.safetensors")
+    train.add_argument("--widths", type=numbers(int), metavar="N,N...", help="numbers of planes (default 2,3,4,6,8)")
+    train.add_argument("--samples", type=positive, default=256, metavar="N", help="queries (default %(default)s)")
+    train.add_argument("--tokens", type=positive, default=128, metavar="N",
+                       help="tokens of a query and what follows it (default %(default)s)")
+    for name, kind, told in (("query-tokens", positive, "first tokens that the router sees (default 64)"),
+                             ("steps", positive, "steps of training (default 200)"),
+                             ("batch", positive, "queries a step (default 8)"),
+                             ("learning-rate", float, "of Adam (default 0.02)"), ("seed", seed, "default 0")):
+        train.add_argument(f"--{name}", type=kind, metavar="N", help=told)
+    train.add_argument("--plot", metavar="FILE.png", help="draw loss and bits over the steps (needs matplotlib)")
+    shown = actions.add_parser("show", help="how many planes each block reads for given prompts")
+    shown.add_argument("model", metavar="MODEL", help="folder of the model, dense or in bit-planes")
+    shown.add_argument("--router", metavar="FILE", help="what mlspec route train wrote (default: the model's own)")
+    shown.add_argument("--prompts", required=True, metavar="FILE", help="text with a prompt a line, or .jsonl")
+    shown.add_argument("--count", type=positive, metavar="N", help="the first N prompts (default: all)")
+    shown.add_argument("--plot", metavar="FILE.png", help="draw planes by block and prompt (needs matplotlib)")
+    for own in (train, shown):
+        _add_place(own)
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    """How a model in bit-planes is loaded."""
+    parser.add_argument("--group-size", type=positive, default=128, metavar="N",
+                        help="weights that share a scale, where the model is dense (default %(default)s)")
+    parser.add_argument("--dtype", default="float32", metavar="WORD", help="float32 (default), bfloat16 or float16")
+    parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
+    _add_json(parser)
+
+
 def _add_eval(commands: Any) -> None:
     parser = commands.add_parser("eval", help="score a chain on tasks of lm-eval, with all of lm-eval's options",
                                  add_help=False, allow_abbrev=False)
@@ -212,6 +253,7 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
                              "see all, too (default: chosen with the draft lengths)")
     parser.add_argument("--profile", metavar="FILE",
                         help="what mlspec tune --output wrote (default: what earlier calls measured)")
+    parser.add_argument("--router", metavar="FILE", help="of level routed: what mlspec route train wrote")
     _add_json(parser)
 
 
@@ -222,7 +264,8 @@ def _add_levels(parser: argparse.ArgumentParser) -> None:
                              "by +, as in mxfp4+FOLDER: a folder, mxfp4, "
                              "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
                              "target is nested for it); planes1 ... planes7, up to one plane fewer than the target "
-                             "has; zipper-low for a target in zipper weights; qspec, w4a8, w4a4 for a packed target")
+                             "has; routed, with --router; zipper-low for a target in zipper weights; qspec, w4a8, "
+                             "w4a4 for a packed target")
     parser.add_argument("--dtype", default="float32", metavar="WORD",
                         help="float32 (default), bfloat16 or float16")
     parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")

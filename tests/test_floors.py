@@ -20,9 +20,9 @@ START = "mlspec_cli"  # reads a command line: until a command runs it imports th
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = [
     "demo_pair", "precision", "formats", "ops", "checkpoints", "nn", "engines", "calibration", "speculation",
-    "integration", "", "evaluation", "cli",
+    "routing", "integration", "", "evaluation", "cli",
 ]
-APART = {"calibration": ("speculation",), "speculation": ("calibration",)}
+APART = {"calibration": ("speculation",), "speculation": ("calibration",), "routing": ("speculation",)}
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
 TRANSFORMERS_ALLOWED = (
@@ -35,6 +35,7 @@ TIMES_ROOMS = {
     "eval/bench_context/attention.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
+    "eval/routing/": ("hf_mlspec.routing",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
@@ -205,6 +206,8 @@ BREAKS_A_RULE = {
     "relative import of the package": ("nn/x.py", OPENING + "from .. import cli\n", "stands above"),
     "calibration from engines": ("engines/x.py", OPENING + "from ..calibration.fold import fold\n", "stands above"),
     "speculation beside": ("calibration/x.py", OPENING + "from ..speculation import draft\n", "stands above"),
+    "routing beside": ("routing/x.py", OPENING + "from ..speculation import draft\n", "stands beside"),
+    "routing from below": ("speculation/x.py", OPENING + "from ..routing.router import R\n", "stands above"),
     "calibration beside": ("speculation/x.py", OPENING + "from ..calibration import fold\n", "stands beside"),
     "unknown room": ("attic/x.py", OPENING, "not in the import rule"),
     "transformers in formats": ("formats/x.py", OPENING + "import transformers.utils\n", "only in integration/"),

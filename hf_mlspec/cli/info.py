@@ -21,6 +21,7 @@ from ..integration.hook import enabled
 from ..integration.quantizer.source import missing_packages
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
+from ..routing.router import WIDTHS
 from .inspect import run_inspect
 from .tables import show
 
@@ -38,6 +39,7 @@ def run_info(args: argparse.Namespace) -> int:
              "kernels_problem": problem,
              "cuda_problem": ops.why_no_cuda_kernels(),
              "formats": {record.written: _precisions(record) for record in FORMATS.values()},
+             "routers": {"widths": list(WIDTHS), "of": "bit-planes, a width per block and prompt, module by module"},
              "methods": {word: format_of(word) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
@@ -56,13 +58,13 @@ def run_info(args: argparse.Namespace) -> int:
     problems = [("problem", problem), ("problem on cuda", found["cuda_problem"])]
     show(console, "kernels", ("", "kernel"), [*rows, *(row for row in problems if row[1])])
     show(console, "weight formats", ("", "read at"), list(found["formats"].items()))
-    methods = list(found["methods"].items())
-    show(console, "methods that choose codes on a text", ("", "of format"), methods)
+    show(console, "methods that choose codes on a text", ("", "of format"), list(found["methods"].items()))
     others = list(found["checkpoints"].items())
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     state = [("whole decoders compiled", _classes(found["compiled_decoder"])),
              ("of these on a CPU, not on a GPU", _classes(found["compiled_on_the_cpu_alone"])),
              ("generate takes assistant_models", found["hook"]),
+             ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
              ("costs of forward passes are kept in", found["costs_folder"]),
              ("what calls learned is kept in", found["learned_folder"]),
              *((name, found[name]) for name in VARIABLES)]

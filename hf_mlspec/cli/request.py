@@ -22,10 +22,12 @@ def chain_config(args: argparse.Namespace) -> SpeculationConfig:
     """
     require_dtype(args.dtype)
     check_words(args.levels or [])
-    names = "num_draft_tokens", "confidence_threshold", "draft_window", "profile"
+    names = "num_draft_tokens", "confidence_threshold", "draft_window", "profile", "router"
     given = {name: getattr(args, name, None) for name in names}
     if given["profile"] is not None and not Path(given["profile"]).is_file():
         raise ValueError(f"--profile is {given['profile']!r}, which is no file; mlspec tune --output writes one")
+    if given["router"] is not None and not Path(given["router"]).is_file():
+        raise ValueError(f"--router is {given['router']!r}, which is no file; mlspec route train writes one")
     return SpeculationConfig(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -27,12 +27,14 @@ from ..integration.levels.resolve import Level, parse_level
 from ..integration.levels.wiring import Chain, Wiring
 from ..integration.processing import Prompts
 from ..nn.switch import precision_switch
+from ..routing.engine import WHY_BY_MODULE, RoutedEngine
 from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters
 
 COMPILED, BY_MODULE, LOOKUP = "compiled decoder", "module by module", "lookup"
 _KINDS = {"cast": "cast of the target to mxfp4", "precision": "the target at a lower precision",
-          "early_exit": "first layers of the target",
-          "experts": "the target with fewer experts a token", "prompt_lookup": LOOKUP, "ngram": LOOKUP}
+          "routed": "the target at the planes that a router picks",
+          "early_exit": "first layers of the target", "experts": "the target with fewer experts a token",
+          "prompt_lookup": LOOKUP, "ngram": LOOKUP}
 
 
 def chain_of(model: PreTrainedModel, tokenizer: Any, config: SpeculationConfig, levels: list[Level]) -> Chain:
@@ -126,6 +128,8 @@ def _format(model: PreTrainedModel) -> dict[str, Any] | None:
 def _decoding(model: PreTrainedModel, runner: Engine, config: SpeculationConfig) -> dict[str, Any]:
     if not runner.can.by_module:
         return {"how": COMPILED, "reason": None}
+    if isinstance(runner, RoutedEngine):
+        return {"how": BY_MODULE, "reason": WHY_BY_MODULE}
     return {"how": BY_MODULE, "reason": why_by_module(model, name=config.engine, prepare=config.prepare)}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from ..engines.choose import ENGINES
 from ..formats import cache_format, casts, options
+from ..routing.router import Router
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
@@ -64,6 +65,8 @@ class SpeculationConfig:
         engine=...)` means that engine.
     profile: a file of `mlspec tune` with the times of forward passes on this machine; None: those kept in the cache
         folder, or measured in the first call. A file of another machine or version is ignored, with one warning.
+    router: of the level "routed": a file of `mlspec route train`, or what `train_router` returned. For each prompt it
+        picks the planes that the draft reads; the check reads all, so that this changes time, never a token.
     common_vocabulary: a level with another tokenizer drafts only tokens of both vocabularies, when sampling with the
         target's noise (True), or drafts text that is encoded again, always its likeliest tokens (False); None: True
         when sampling, False when greedy.
@@ -86,6 +89,7 @@ class SpeculationConfig:
     prepare: bool = True
     engine: str | None = None
     profile: str | os.PathLike | None = None
+    router: str | os.PathLike | Router | None = None
 
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):
@@ -112,6 +116,8 @@ class SpeculationConfig:
             options()["rule"].require(self.cast_rule)
         if self.profile is not None and not isinstance(self.profile, (str, os.PathLike)):
             raise TypeError(f"profile is {self.profile!r}, it must be the path of a file that `mlspec tune` wrote")
+        if self.router is not None and not isinstance(self.router, (str, os.PathLike, Router)):
+            raise TypeError(f"router is {self.router!r}, it must be the path of a file of `mlspec route train`")
         bits = self.cast_activation_bits
         if bits is not None and (not _is_count(bits, 1) or bits not in _cast_activations()):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")

@@ -30,7 +30,7 @@ from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
 from .quantizer import gguf_quantizer, saving, source  # noqa: F401 (the first registers itself)
-from .request import check_streamer, check_target, unserved
+from .request import check_streamer, check_target, router_of, unserved
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
@@ -167,9 +167,9 @@ def _hooked_decoding(stock):
 
 
 def _is_ours(model) -> bool:
-    """Whether our loop decodes a model's plain calls, too: it is prepared, or transformers' caches do not have the
-    format of its keys and values."""
-    return is_prepared(model) or cache_format_of(model) is not None
+    """Whether our loop decodes a model's plain calls, too: it is prepared, a router picks its planes, or transformers'
+    caches do not have the format of its keys and values."""
+    return is_prepared(model) or cache_format_of(model) is not None or router_of(model) is not None
 
 
 def _serves(model, args: tuple, kwargs: dict) -> bool:
@@ -197,6 +197,9 @@ def _say_stock(model, reason: str) -> None:
     kept = cache_format_of(model)
     what = "is prepared" if kept is None else f"keeps keys and values as {kept.word}"
     how = "module by module" if kept is None else "module by module, with keys and values as they are computed"
+    if router_of(model) is not None:
+        what = f"{what} and is routed" if is_prepared(model) or kept else "is routed"
+        how = f"{how}, and reads all planes"
     said = f"{type(model).__name__} {what}, but transformers' own loop runs this call, {how}: {reason}"
     say_once(model, said, kind=re.sub(r"\d+", "", said))  # whatever the numbers
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
+from ..routing.router import Router
 from .processing import Prompts, check_mask
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -226,6 +227,11 @@ def check_device(model: nn.Module, name: str, device: torch.device) -> None:
     here = next(model.parameters()).device
     if here != device:
         raise ValueError(f"{name} is on {here}, the target on {device}: move it with .to({str(device)!r})")
+
+
+def router_of(model: nn.Module) -> Router | None:
+    """The router that picks the planes of this model in generate (routed.py); None without one."""
+    return getattr(getattr(model, "hf_quantizer", None), "router", None)
 
 
 def vocab_size(model: nn.Module) -> int:

@@ -17,11 +17,12 @@ from ..engines.choose import engine_of
 from ..engines.engine import Engine, Guess
 from ..engines.modules.attention import ragged_attention_on
 from ..engines.rows import require_memory
+from ..nn.state import say_once
 from ..nn.switch import precision_switch
 from ..precision import Bits
 from ..speculation.checker import nan_error, roll_back
 from ..speculation.drafters.agreement import common_prefix
-from .request import check_length, check_model, max_positions, vocab_size
+from .request import check_length, check_model, max_positions, router_of, vocab_size
 
 _FED = 1024  # tokens that one call feeds, over all rows: larger matrix products gain nothing
 _LOGITS = 2**25  # entries of the logits of one call: 128 MiB in float32, and as much again for their logarithms
@@ -110,6 +111,9 @@ class _Scoring:
 
     def __init__(self, model: PreTrainedModel, tasks: list[_Task], bits: Bits | None, slots: int, prepare: bool):
         self.model, self.bits, self.prepare = model, bits, prepare
+        if router_of(model) is not None:
+            say_once(model, f"{type(model).__name__} is routed, and a score reads all planes: a router chooses from a "
+                            "prompt, and a text that is scored has none")  # fmt: skip
         self.queues = _deal(sorted(tasks, key=lambda task: task.row), slots)
         self.capacity = max(len(task.row) for task in tasks)
 

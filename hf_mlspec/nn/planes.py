@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..ops.planes import planes_fit_device
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing
 from .switch import PrecisionSwitch
+from .transforms import NONE
 
 
 class PlanesLinear(PackedLinear):
@@ -25,7 +27,8 @@ class PlanesLinear(PackedLinear):
         weight_scale          float16   [out, in / group]           scale_tiles
         weight_zero_doubled   int32     [1]                         the same
 
-    At (b, 16) bits x is rounded to bfloat16 and the first b planes are read. Options: ``num_planes``, 1 to 8, "int3",
+    At (b, 16) bits x is rounded to bfloat16 and the first b planes are read; inside ``switch.sent_through`` what that
+    says. Options: ``num_planes``, 1 to 8, "int3",
     "int2" or "ternary", and ``group_size``.
     """
 
@@ -60,12 +63,39 @@ class PlanesLinear(PackedLinear):
         """A materialized weight stands for all planes; fewer are read from the codes."""
         return self.switch.bits.weight == self.num_planes
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` -> ``[..., out]`` in x.dtype."""
+        through = self.switch.through
+        return super().forward(x) if through is None else through(self, x)
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """``forward`` at the switch's bits, whatever it is sent through."""
+        return super().forward(x)
+
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return self._at_width(x, self.switch.bits.weight)
+
+    def at_rows(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """``[rows, tokens, in]`` -> ``[rows, tokens, out]``: row r times the first widths[r] planes. Rows of equal
+        width are multiplied together. ValueError for another number of rows."""
+        if x.dim() != 3 or len(x) != len(widths):
+            raise ValueError(f"widths are given for {len(widths)} rows, x has shape {list(x.shape)}")
+        if self.transform is not NONE:
+            x = self.transform.apply(x, self.transform_tensors())
+        if len(set(widths)) == 1:
+            return self._at_width(x, widths[0])
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        for width in sorted(set(widths)):
+            rows = torch.tensor([row for row, own in enumerate(widths) if own == width], device=x.device)
+            out[rows] = self._at_width(x[rows], width)
+        return out
+
+    def _at_width(self, x: torch.Tensor, num_planes: int) -> torch.Tensor:
         # Knows the group and the zero, which no tile tells.
         held = self._for_product()
         return ops.bitplane_linear(
             x, held.planes, held.scale, self._rows, self.bias,
-            group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=self.switch.bits.weight,
+            group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=num_planes,
         )  # fmt: skip
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..formats import FORMATS, Format
 from ..precision import Bits, Precision
@@ -17,8 +17,12 @@ _PLANES = 8
 _MEANING = {16: "16 (bfloat16)", 8: "8 (int8)", 4: "4 (int4)"}
 
 
+Through = Callable[[nn.Module, Tensor], Tensor]
+
+
 class _Override(threading.local):
     bits: Bits | None = None
+    through: Through | None = None
 
 
 class PrecisionSwitch:
@@ -124,6 +128,23 @@ class PrecisionSwitch:
         Raises ValueError for a word of other weights than this switch's, or for bits without a kernel.
         """
         return self._overridden(self.bits_of(precision))
+
+    @property
+    def through(self) -> Through | None:
+        """What computes the products of bit-planes in this thread, inside ``with switch.sent_through(...)``."""
+        return self._override.through
+
+    @contextmanager
+    def sent_through(self, through: Through) -> Iterator[PrecisionSwitch]:
+        """A ``with`` block in which ``through(layer, x)`` gives the output of every bit-planes layer in this thread: a
+        width per row (routing/passes.py), a mixture of widths. ValueError for weights that are not bit-planes."""
+        if self.weights != "planes":
+            raise ValueError(f"widths per row are for bit-planes, these weights are {self.weights}")
+        before, self._override.through = self._override.through, through
+        try:
+            yield self
+        finally:
+            self._override.through = before
 
     def bits_of(self, precision: str | Precision | Bits | int) -> Bits:
         """The bits that ``precision`` stands for; ValueError as ``at``."""

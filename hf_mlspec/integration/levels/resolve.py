@@ -21,6 +21,7 @@ from ...nn.packed import PackedModule
 from ...nn.replace import direct_cast, early_exit, is_view
 from ...nn.state import ModelState, state_of
 from ...precision import Bits, Precision, Spelled, spelled
+from ...routing.router import Router
 from ...speculation.draft import Drafter
 from ...speculation.drafters.ngram import NGram
 from ...speculation.drafters.prompt_lookup import PromptLookup
@@ -30,16 +31,18 @@ from ..quantizer.source_config import is_gguf
 from ..request import check_device, check_model, vocab_size
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
+from .routing import draft_router
 
 Built = TypeVar("Built")
 # Views of the target by the word in front of their number: what that counts, and how they are made.
 _VIEWS = {"early_exit": ("layers", early_exit), "experts": ("experts a token", fewer_experts)}
-_OTHER_WORDS = ("qspec", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
+_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
 
 
 @dataclass(frozen=True)
 class Word:
-    """A parsed level word: kind "cast", "precision", "load", "prompt_lookup", "ngram", "early_exit" or "experts".
+    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram", "early_exit" or
+    "experts".
 
     cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
     it is. precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are. number: of
@@ -58,7 +61,8 @@ class Level:
     """A level before it is wired up: a model, or a drafter that needs none.
 
     shape_of_target: its keys and values fit the target's cache. tokenizer: None where it is unknown or irrelevant.
-    bits: of a level that is the target itself at fewer bits (QSpec, nested weights, bit-planes), else None.
+    bits: of a level that is the target itself at fewer bits (QSpec, nested weights, bit-planes), else None. router: of
+    a level that is the target, whose planes a router picks for each prompt.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Level:
     shape_of_target: bool = False
     tokenizer: object | None = None
     bits: Bits | None = None
+    router: Router | None = None
 
 
 def parse_level(text: str) -> Word:
@@ -80,6 +85,8 @@ def parse_level(text: str) -> Word:
         return Word("cast", cast=text)
     if text == "qspec":
         return Word("precision")
+    if text == "routed":
+        return Word(text)
     found = None if "/" in text else spelled(text)  # no word has a slash
     if found is not None and found.family.levels and _says_enough(found):
         return Word("precision", precision=Precision.parse(text))
@@ -151,6 +158,8 @@ def resolve(
     tokenizers = tokenizers if tokenizers is not None else [None] * len(levels)
     levels = as_words(levels)
     words = _read_words(levels)  # before anything is built
+    if config.router is not None and "routed" not in levels:
+        raise ValueError("speculation_config has a router for no level: name one, assistant_models=['routed']")
     device = next(target.parameters()).device
     resolved = []
     vocabulary = vocab_size(target)  # of the nearest model above
@@ -254,6 +263,8 @@ def _from_word(
     if word.kind == "precision":
         bits = lower_precision(target, text, _precision(word, config))
         return Level(text, model=target, shape_of_target=True, bits=bits)
+    if word.kind == "routed":
+        return Level(text, model=target, shape_of_target=True, router=draft_router(target, config, state))
     key = text, config.cast_head, config.materialize, config.cast_rule, config.cast_activation_bits
     if word.kind == "cast":
         model = _keep_view(state, key, target, config, lambda: direct_cast(target, **_cast_options(word, config)))

@@ -14,6 +14,9 @@ from ...engines.choose import engines_of
 from ...engines.engine import Engine
 from ...formats import cache_format
 from ...nn.state import ModelState, say_once, state_of
+from ...precision import Bits
+from ...routing.engine import routed_engine
+from ...routing.router import Router
 from ...speculation.chain import Chain, Part
 from ...speculation.draft import Drafter
 from ...speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -30,7 +33,7 @@ from ..config import (
     check_threshold,
 )
 from ..processing import Prompts, split_processors, warp_of
-from ..request import head_size, max_positions, vocab_size
+from ..request import head_size, max_positions, router_of, vocab_size
 from .lower_precision import drafting_defaults
 from .resolve import Level
 
@@ -78,7 +81,8 @@ class Wiring:
         """`chooses` then says whether the lengths of drafts are left to a controller: nobody named one, nor a
         threshold."""
         self.count, self.chooses = len(levels), bool(levels)
-        engines = iter(self._engines([self.model, *(level.model for level in levels if level.drafter is None)]))
+        engines = iter(self._engines([self.model, *(level.model for level in levels if level.drafter is None)],
+                                     [router_of(self.model), *(one.router for one in levels if one.drafter is None)]))
         target = Part("the target", next(engines), self._sampler())
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
@@ -115,7 +119,8 @@ class Wiring:
         """Let a level of the target's shape draft in its checker's cache (invariant 4); the engine, if it does."""
         if level.bits is not None:
             engine = at_lower_precision(engine, level.bits)
-        if leader is None or not (level.shape_of_target and self.config.shared_cache and engine.name == leader.name):
+        shares = level.shape_of_target and level.router is None  # a router chooses in a prefill of its own
+        if leader is None or not (shares and self.config.shared_cache and engine.name == leader.name):
             if self.config.draft_cache is not None:
                 self._keep_in(level, engine)
             return None
@@ -172,16 +177,32 @@ class Wiring:
             name=level.name,
         )
 
-    def _engines(self, models: list[nn.Module]) -> list[Engine]:
-        """Engines over target and levels. The one that the config names is a must for the target."""
-        return engines_of(
-            models,
-            [max_positions(model) for model in models],
+    def _engines(self, models: list[nn.Module], routers: list[Router | None]) -> list[Engine]:
+        """Engines over target and levels, with a router or without. The one that the config names is a must for the
+        target."""
+        plain = [model for model, router in zip(models, routers, strict=True) if router is None]
+        found = engines_of(
+            plain,
+            [max_positions(model) for model in plain],
             name=self.config.engine,
             prepare=self.config.prepare,
-            required=self.config.engine is not None,
+            required=self.config.engine is not None and routers[0] is None,
             capacity=self.capacity,
+        ) if plain else []  # fmt: skip
+        for place, (model, router) in enumerate(zip(models, routers, strict=True)):
+            if router is not None:
+                found.insert(place, self._routed(model, router, is_target=place == 0))
+        return found
+
+    def _routed(self, model: nn.Module, router: Router, *, is_target: bool) -> Engine:
+        """The engine of a model whose planes a router picks; what a level's passes cost is told by its average."""
+        name = self.config.engine if is_target else None
+        made = routed_engine(
+            model, router, name=name, capacity=self.capacity, num_positions=max_positions(model)
         )
+        if not is_target:
+            made.bits = Bits(min(router.widths, key=lambda width: abs(width - router.average)), 16)
+        return made
 
     def _sampler(self, vocab_size: int | None = None) -> Callable[[], Sampler]:
         """How the sampler of a level in the target's vocabulary is made; vocab_size: None for the target itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from types import EllipsisType
 from typing import Any
 
@@ -16,6 +17,7 @@ from .calibration_request import OPTIONS, requested
 from .source_config import SourceConfig
 
 QUANT_METHOD = "mlspec"
+_PLANES = FORMATS["planes"]
 FORMAT_VERSION = 1  # of what is on disk (docs/formats.md); files that do not say are 1
 
 
@@ -46,7 +48,8 @@ class MLSpecConfig(QuantizationConfigMixin):
     codebook: nested-bf16 only: magnitudes of the draft, ``"lloyd_max"``, ``"mxfp4"`` or ``"fitted"`` (to each tensor).
     bits, low_bits, mode, high_part: of format ``"zipper"``, a dense low part and a sparse high part
         (formats/zipper/codes.py): 6, 4, ``"exact"``, ``"paper"`` or ``"clamp"``, and ``"device"``.
-    num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/planes/codes.py).
+    num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/planes/codes.py). ``bits``
+        is another word for it there.
     activation_bits: default bits of the layers' activations: 16 (bfloat16), for mxfp4, int4 and int4-int8 also 8, for
         the last two also 4 (integers, one scale per token and group). It changes no weight;
         ``hf_mlspec.precision_switch(model)`` can change it at any time.
@@ -61,6 +64,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         generate call, stream and score; chains over it still write what it writes alone. None: as the model computes
         them.
 
+    router: planes only: a file of `mlspec route train`: in generate, each prompt picks how many planes each block
+        reads for it (docs/guide/routing.md). It is saved with the model, as router.safetensors, and loaded with it.
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.
     method: int4 and int4-int8 only: the codes are chosen on a text, as `hf_mlspec.quantize` does it: "gptq",
@@ -98,6 +103,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word,
         kv_cache: str | None = None,
+        router: str | os.PathLike | None = None,
         calibration: Any = None,
         *,
         method: str | None = None,
@@ -108,18 +114,17 @@ class MLSpecConfig(QuantizationConfigMixin):
         record = _require_known(quant_method, _asked(format, method), format_version, unknown)
         self.kv_cache = kv_cache if kv_cache is None else cache_format(kv_cache, "MLSpecConfig: kv_cache").word
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
-        given |= {"num_planes": num_planes, **others}
+        given |= {"num_planes": _planes_of(record, num_planes, others), **others}
         if record is None:
             alone = {"activation_bits": (activation_bits, 16), "skip_modules": (skip_modules, None)}
             _require_nothing(kv_cache, alone | {name: (own, options()[name].default) for name, own in given.items()})
         else:
             _require_own(record, given)
-        self.quant_method, self.format_version = quant_method, format_version
-        self.format = None if record is None else record.written
+        self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
         self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
-        self.transform = transform_named(transform).word
+        self.transform, self.router = transform_named(transform).word, _require_router(router, record)
         self.request, self.calibration = requested(method, self.format, calibration, asked)
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
@@ -160,6 +165,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         omitted = set(options()) - set(self.record.option_names if packs else ())
         omitted |= set() if packs else {"activation_bits", "modules_to_not_convert"}
         omitted |= {"kv_cache"} if self.kv_cache is None else set()
+        omitted |= {"router"} if self.router is None else set()
         omitted |= {"calibration"} if self.calibration is None else set()
         omitted |= {"skip_modules"} if self.skip_modules is None else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
@@ -234,6 +240,29 @@ def _require_own(record: Format, given: dict[str, Any]) -> None:
             option.check(value, record.written)
         except ValueError as error:
             raise ValueError(f"MLSpecConfig: {error}") from error
+
+
+def _planes_of(record: Format | None, num_planes: int | str, others: dict[str, Any]) -> int | str:
+    """``num_planes``, or the bits among the other settings, taken out of them; ValueError where both are given."""
+    if record is not _PLANES or "bits" not in others:
+        return num_planes
+    bits = others.pop("bits")
+    if num_planes not in (options()["num_planes"].default, bits):
+        raise ValueError(f"MLSpecConfig: bits is {bits!r} and num_planes {num_planes!r}: give one of them")
+    return bits
+
+
+def _require_router(router: Any, record: Format | None) -> str | None:
+    """``router`` as text; TypeError for what is no path, ValueError for other weights than bit-planes."""
+    if router is None:
+        return None
+    if not isinstance(router, str | os.PathLike):
+        raise TypeError(f"MLSpecConfig: router is {router!r}, it must be the path of a file of `mlspec route train`")
+    if record is not _PLANES:
+        raise ValueError(
+            f"MLSpecConfig: router is {router!r}, and it picks bit-planes: use it with format={_PLANES.word!r}"
+        )
+    return os.fspath(router)
 
 
 def _require_activations(bits: int, record: Format) -> int:

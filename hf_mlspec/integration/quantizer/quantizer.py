@@ -23,7 +23,9 @@ from ...nn.castable import require_plain_inputs
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.transforms import NONE
+from ...routing.router import Router
 from ..request import head_size
+from ..routed import ROUTER_FILE, check_router, read_router, stored_router
 from .calibrated_loading import calibrate_loaded, prepare_to_calibrate
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
@@ -58,6 +60,8 @@ class MLSpecQuantizer(PackedQuantizer):
         self._quantize: QuantizeTensor | None = None
         self._samples: list[torch.Tensor] = []
         self._checked = False
+        self._folder: Path | None = None
+        self.router: Router | None = None  # of bit-planes: integration/routed.py
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """For device maps: an unquantized tensor is freed as soon as it is quantized."""
@@ -94,7 +98,15 @@ class MLSpecQuantizer(PackedQuantizer):
             require_nestable(model, self.quantization_config)
         else:
             self._prepare_to_quantize(model, checkpoint)
+        if self.quantization_config.router is not None:
+            self._folder = Path(checkpoint_files[0]).parent if checkpoint_files else None
+            check_router(model, self._router_path(model))
         return model
+
+    def _router_path(self, model: PreTrainedModel) -> Path:
+        """Beside the weights of a packed model, else where the user said."""
+        router = self.quantization_config.router
+        return stored_router(model, router, self._folder) if self.pre_quantized else Path(router)
 
     @property
     def _nests(self) -> bool:
@@ -161,6 +173,9 @@ class MLSpecQuantizer(PackedQuantizer):
             nest_tied(model, self.quantization_config)
         elif self._nests:
             nest_loaded(model, self.quantization_config)
+        if self.quantization_config.router is not None:
+            self.router = read_router(model, self._router_path(model))
+            self.quantization_config.router = ROUTER_FILE  # its name wherever the model is saved
         model.add_model_tags([QUANT_METHOD, self.quantization_config.format])
         return model
 

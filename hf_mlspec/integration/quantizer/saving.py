@@ -20,6 +20,8 @@ try:
 except ImportError:  # only POSIX has it
     fcntl = None
 
+from ..request import router_of
+from ..routed import ROUTER_FILE
 from .model_card import model_card
 from .quantizer import MLSpecQuantizer
 
@@ -61,6 +63,8 @@ def _staged_save(stock: Callable) -> Callable:
             kwargs.setdefault("repo_id", folder.absolute().name)  # stock would name it after the folder it writes to
         with staging(folder, _bytes_needed(self)) as staged:
             result = stock(self, staged, *args, **kwargs)
+            if quantizer.router is not None and (staged / "config.json").exists():
+                quantizer.router.save(staged / ROUTER_FILE)
             if (staged / "config.json").exists() and not (folder / "README.md").exists():  # other ranks write nothing
                 (staged / "README.md").write_text(model_card(self, folder.absolute().name), encoding="utf-8")
         return result
@@ -69,7 +73,9 @@ def _staged_save(stock: Callable) -> Callable:
 
 
 def _bytes_needed(model: PreTrainedModel) -> int:
-    return bytes_needed((*model.parameters(), *model.buffers()))
+    router = router_of(model)
+    own = () if router is None else router.state_dict().values()
+    return bytes_needed((*model.parameters(), *model.buffers(), *own))
 
 
 def bytes_needed(tensors: Iterable[torch.Tensor]) -> int:

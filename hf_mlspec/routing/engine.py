@@ -1,0 +1,91 @@
+"""How does a model step whose rows read as many planes as their prompts were given? Module by module.
+
+The pass that reads a row's prompt chooses its widths on the way, block by block; every later pass of the row reads
+those. A row whose widths are not known yet reads its prompt, also where a cache already holds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engines.engine import Guess, Rows
+from ..engines.modules.engine import ModuleEngine, bare_forward
+from ..nn.state import say_once
+from ..nn.switch import precision_switch
+from .blocks import blocks_of
+from .passes import Routed
+from .router import Router
+
+WHY_BY_MODULE = "a router gives every row and block a width of its own, which compiled decoders do not take"
+
+
+class RoutedEngine(ModuleEngine):
+    """A model's modules over a ragged cache, a width per block and row. See `Engine`.
+
+    chosen: of every row the widths of its blocks, None before its prompt was read.
+    """
+
+    def __init__(self, model: nn.Module, router: Router, **options: Any):
+        super().__init__(model, **options)
+        self.router, self.blocks, self.planes = router, blocks_of(model), precision_switch(model)
+        self.chosen: list[list[int] | None] = []
+
+    def start(self, batch: int, device: torch.device) -> None:
+        super().start(batch, device)
+        self.chosen = [None] * batch
+
+    def select(self, keep: list[int]) -> None:
+        super().select(keep)
+        self.chosen = [self.chosen[row] for row in keep]
+
+    def admit(self, count: int) -> None:
+        super().admit(count)
+        self.chosen = self.chosen + [None] * count
+
+    def forget(self, row: int) -> None:
+        super().forget(row)
+        self.chosen[row] = None
+
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """As `Engine.feed`; rows without widths are read from their first token on."""
+        on = alive or [True] * len(rows)
+        self.lengths = [
+            0 if known is None and now else have
+            for have, known, now in zip(self.lengths, self.chosen, on, strict=True)
+        ]
+        return super().feed(rows, guess, alive)
+
+    def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
+        """As `Engine.step`. The query of a row that begins here is what stands before its guess."""
+        fresh = [known is None and count > 0 for known, count in zip(self.chosen, counts, strict=True)]
+        lengths = [place + 1 if begins else 0 for place, begins in zip(first, fresh, strict=True)]
+        widest = [self.router.widths[-1]] * len(self.blocks)  # of inactive rows, whose logits are meaningless
+        known = [list(line) for line in zip(*[own or widest for own in self.chosen], strict=True)]
+        with Routed(self.router, self.blocks, lengths, known).over(self.model, self.planes) as routed:
+            logits = super().step(tokens, counts, first, kept)
+        for row in routed.fresh:
+            self.chosen[row] = [line[row] for line in routed.widths]
+        return logits
+
+
+def routed_engine(
+    model: nn.Module, router: Router, *, name: str | None, capacity: int, num_positions: int | None
+) -> RoutedEngine:
+    """An engine over the model, not yet started. ValueError where ``name`` asks for another than "modules"; the model
+    is told once why it is not a faster one."""
+    if name not in (None, "modules"):
+        raise ValueError(
+            f"engine {name!r} cannot run this {type(model).__name__}: {WHY_BY_MODULE}; leave out engine= or the router"
+        )
+    say_once(model, f"{type(model).__name__} runs module by module where it is routed: {WHY_BY_MODULE}", kind="routed")
+    return RoutedEngine(
+        model,
+        router,
+        forward=bare_forward(model),
+        capacity=capacity,
+        num_embeddings=model.get_input_embeddings().num_embeddings,
+        num_positions=num_positions,
+    )
