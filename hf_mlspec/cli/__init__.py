@@ -20,6 +20,7 @@ from .generate import run_generate
 from .info import run_info
 from .inspect import run_inspect
 from .quantize import run_quantize
+from .serve import run_serve
 from .tune import run_tune
 from .verify import run_verify
 
@@ -27,7 +28,7 @@ __all__ = ["main", "run"]
 
 _COMMANDS = {"demo": run_demo, "quantize": run_quantize, "convert": run_convert, "inspect": run_inspect,
              "verify": run_verify, "generate": run_generate, "tune": run_tune, "eval": run_eval,
-             "info": run_info}  # fmt: skip
+             "serve": run_serve, "info": run_info}  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,8 @@ from ..levels.resolve import resolve
 from ..levels.row_wiring import RowWiring
 from ..levels.wiring import Chain, require_target_tokenizer
 from ..request import check_target, vocab_size
-from .events import NewTokens, TextPieces
+from .events import NewTokens, TextPieces, token_logprobs
+from .origin import Origins
 from .request import Admitted, Completion, Preparation, Request
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
@@ -103,7 +104,8 @@ class _Stream:
         self.rules, self.max_batch, self.exhausted, self.admitted = rules, max_batch, False, 0
         self.live: dict[int, Admitted] = {}  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
-        self.gained: dict[int, list[int]] | None = {} if events else None  # new tokens of a round, by number
+        self.gained: dict[int, NewTokens] | None = {} if events else None  # of a round, by number
+        self.origins = Origins(chain.drafter) if events else None
         self.pieces: dict[int, TextPieces] = {}
         self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
@@ -221,6 +223,8 @@ class _Stream:
 
     def _round(self) -> list[int]:
         """One round of all rows; the indices of those that go on."""
+        asks = (self.live[number].request.logprobs for number in self.loop.numbers)
+        self.chain.target.keep_logits = self.gained is not None and any(count is not None for count in asks)
         with torch.inference_mode(), ragged_attention_on(self.chain.models):
             going = self.loop.round()
         for r, number in enumerate(self.loop.numbers):
@@ -261,20 +265,26 @@ class _Stream:
             if tokens:
                 one.stream(torch.tensor(tokens))
             if self.gained is not None:
-                self.gained[number] = list(tokens)
+                event = self.gained[number] = NewTokens(one.request, list(tokens))
+                event.levels = self.origins.of(r, len(tokens), verdict.accepted[r])
+                if one.request.logprobs is not None:
+                    event.logprobs = token_logprobs(verdict.logits[r], event.tokens, one.request.logprobs)
+        if self.origins is not None:
+            self.origins.forget()
 
     def _events(self) -> Iterator[NewTokens]:
         """What the requests gained in the last round; with it, of one that ended, the text that was held back."""
         for number in list(self.gained or ()):
-            one, tokens, text = self.live[number], self.gained.pop(number), None
+            one, event, text = self.live[number], self.gained.pop(number), None
             if self.prepare.tokenizer is not None:
                 pieces = self.pieces.setdefault(number, TextPieces(self.prepare.tokenizer))
-                text = pieces.add(tokens)
+                text = pieces.add(event.tokens)
                 if one.finish_reason:
                     text += pieces.rest()
                     del self.pieces[number]
-            if tokens or text:
-                yield NewTokens(one.request, tokens, text)
+            event.text = text
+            if event.tokens or text:
+                yield event
 
     def _complete(self, one: Admitted) -> Completion:
         one.end_stream()

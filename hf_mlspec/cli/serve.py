@@ -1,0 +1,46 @@
+"""How does a chain answer clients of OpenAI's API? A server on a port, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from .request import chain_config, load_target
+
+_PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # --chat-template plain
+_NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    try:
+        from ..serving.limits import Limits
+        from ..serving.server import Options, listen, read_keys, run, serve_model
+    except ImportError as error:
+        if error.name not in _NEEDED:
+            raise
+        raise ValueError(f"{error.name} is not installed; pip install 'hf-mlspec[serve]' brings what a server "
+                         "needs") from error
+    limits = Limits(prompt_tokens=args.max_prompt_tokens, new_tokens=args.max_new_tokens, queue=args.max_queue,
+                    body=args.max_body, choices=args.max_choices, seconds=args.max_seconds)
+    config = chain_config(args)
+    keys = [] if args.api_key_file is None else read_keys(args.api_key_file)
+    listening = listen(args.host, args.port)
+    with listening:
+        model, tokenizer = load_target(args.model, args)
+        _set_template(tokenizer, args.chat_template)
+        options = Options(args.served_model_name or args.model, args.slots, keys, limits, config)
+        served = serve_model(model, tokenizer, args.levels or [], options)
+        host, port = listening.getsockname()[:2]
+        print(f"mlspec serve: {options.name} on http://{host}:{port}", file=sys.stderr, flush=True)
+        run(served, listening, args.grace)
+    return 0
+
+
+def _set_template(tokenizer: Any, given: str | None) -> None:
+    """The chat template that was asked for, in place of the tokenizer's own."""
+    if given == "plain":
+        tokenizer.chat_template = _PLAIN
+    elif given is not None:
+        tokenizer.chat_template = Path(given).read_text(encoding="utf-8")

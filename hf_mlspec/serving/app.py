@@ -1,0 +1,133 @@
+"""Which routes are there, who may use them, and what do they answer? FastAPI does HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from .endpoint import Endpoint, Reply
+from .errors import ApiError, failed
+from .limits import Limits
+
+
+class Keys:
+    """Who may ask: anyone if there are no keys. All keys are compared, each in constant time."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def require(self, request: Request) -> None:
+        """ApiError 401 for a request without one of the keys."""
+        if not self._digests:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode()).digest()
+        known = sum(hmac.compare_digest(digest, one) for one in self._digests)
+        if kind.lower() != "bearer" or not known:
+            raise ApiError(401, "Incorrect API key provided: send one as Authorization: Bearer KEY",
+                           code="invalid_api_key")  # fmt: skip
+
+
+def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[str]) -> FastAPI:
+    """The application: what uvicorn runs."""
+    app = FastAPI(title="mlspec serve", docs_url=None, redoc_url=None, openapi_url=None)
+    allowed, backend, began = Keys(keys), chat.backend, int(time.time())
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        allowed.require(request)
+        return await _answered(request, chat, limits)
+
+    @app.post("/v1/completions")
+    async def text_completions(request: Request) -> Response:
+        allowed.require(request)
+        return await _answered(request, completions, limits)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        allowed.require(request)
+        model = {"id": chat.name, "object": "model", "created": began, "owned_by": "hf_mlspec"}
+        return {"object": "list", "data": [model]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not backend.alive:
+            return JSONResponse({"status": "unhealthy", "reason": str(backend.error)}, 503)
+        return JSONResponse({"status": "ok", "running": backend.running, "waiting": backend.waiting})
+
+    _say_errors(app)
+    return app
+
+
+def _say_errors(app: FastAPI) -> None:
+    """Whatever fails is told as OpenAI tells it."""
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        said = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(said.body(), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unforeseen(_: Request, error: Exception) -> Response:
+        return JSONResponse(failed(f"{type(error).__name__}: {error}").body(), 500)
+
+
+async def _answered(request: Request, endpoint: Endpoint, limits: Limits) -> Response:
+    reply = await endpoint.answer(await _body(request, limits.body))
+    if reply.asked.stream:
+        return StreamingResponse(reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return await _whole(request, reply)
+
+
+async def _whole(request: Request, reply: Reply) -> Response:
+    """The answer, unless whoever asked goes away before it is there."""
+    answered = asyncio.ensure_future(reply.whole())
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            return Response(status_code=499)  # nobody reads it
+        return JSONResponse(answered.result())
+    finally:
+        for task in (answered, gone):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request, most: int) -> dict[str, Any]:
+    """The JSON object that was sent. ApiError 413 for one that is too large, 400 for what is none."""
+    large = ApiError(413, f"the body of a request has at most {most} bytes", code="request_too_large")
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told) > most:
+        raise large
+    read = bytearray()
+    async for part in request.stream():
+        read += part
+        if len(read) > most:
+            raise large
+    try:
+        body = json.loads(read)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"We could not parse the JSON body of your request: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body of a request must be a JSON object")
+    return body

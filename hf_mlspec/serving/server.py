@@ -1,0 +1,86 @@
+"""How does the server start, on which address, and how does it end? uvicorn serves, and is told when to stop."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..integration.config import SpeculationConfig
+from .app import build_app
+from .backend import Backend
+from .chat import Chat
+from .completions import Completions
+from .endpoint import Endpoint
+from .limits import Limits
+
+
+@dataclass
+class Served:
+    """A model behind an application, not yet listening."""
+
+    app: FastAPI
+    backend: Backend
+
+
+@dataclass
+class Options:
+    """How a model is served. name: what clients call it. slots: answers decoded at a time. keys: none: for anyone."""
+
+    name: str
+    slots: int = 8
+    keys: list[str] = field(default_factory=list)
+    limits: Limits = field(default_factory=Limits)
+    config: SpeculationConfig | None = None
+
+
+def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options) -> Served:
+    """The application of a model; its backend is to be started."""
+    backend = Backend(model, copy.deepcopy(tokenizer), levels, options.config, slots=options.slots,
+                      queue_limit=options.limits.queue)
+    reading = ThreadPoolExecutor(1, "mlspec-reading")
+    chat, completions = (Endpoint(style(model, tokenizer), backend, options.name, options.limits, reading)
+                         for style in (Chat, Completions))
+    return Served(build_app(chat, completions, options.limits, options.keys), backend)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket of the address. ValueError where it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(2048)
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ValueError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}; choose "
+                         "another --port or --host") from error
+    return found
+
+
+def run(served: Served, listening: socket.socket, grace: float) -> None:
+    """Serve until a signal says to stop; then answers that run have `grace` seconds to end."""
+    config = uvicorn.Config(served.app, log_level="warning", timeout_graceful_shutdown=int(grace) or None,
+                            access_log=False, server_header=False)
+    served.backend.start()
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        served.backend.close()
+        served.backend.join(grace)
+
+
+def read_keys(path: str) -> list[str]:
+    """The keys of a file, one a line; lines that are empty or begin with # are none. ValueError if there is none."""
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"--api-key-file {path!r} holds no key; write one a line")
+    return keys
