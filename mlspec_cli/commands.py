@@ -16,8 +16,8 @@ from .values import gap, numbers, port, positive, positives, seconds, seed, size
 def add_commands(top: Parser) -> list[str]:
     """Every command, in the order of the help; -> their names."""
     commands = top.add_subparsers(dest="command")
-    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_serve, _add_tune,
-                _add_eval, _add_info):
+    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_serve,
+                _add_tune, _add_eval, _add_info):
         add(commands)
     commands.metavar = " | ".join(commands.choices)
     return list(commands.choices)
@@ -169,10 +169,12 @@ def _add_generate(commands: Any) -> None:
 
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer clients of OpenAI's API with a chain of levels",
-                                 description="Serve chats and completions over HTTP, as OpenAI's clients ask for them, "
-                                             "until a signal says to stop. Every answer is that of its request alone.")
+                                 description="Serve chats and completions over HTTP, as OpenAI's clients ask for "
+                                             "them, until a signal says to stop. Every answer is that of its request "
+                                             "alone.")
     parser.add_argument("model", help="folder of the target")
     _add_levels(parser)
+    _add_drafting(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="NAME",
                         help="the address to listen on (default %(default)s: this machine alone)")
     parser.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default %(default)s)")
@@ -197,7 +199,8 @@ def _add_serving_limits(parser: argparse.ArgumentParser) -> None:
         ("max-body", 1_000_000, "bytes of one request"),
         ("max-choices", 16, "answers of one request, n times its prompts"),
     ):
-        group.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{what} (default %(default)s)")
+        group.add_argument(f"--{name}", type=positive, default=default, metavar="N",
+                           help=f"{what} (default %(default)s)")
     group.add_argument("--max-prompt-tokens", type=positive, default=0, metavar="N",
                        help="tokens of one prompt (default: as many as the model has positions)")
     group.add_argument("--max-seconds", type=seconds, default=600.0, metavar="SECONDS",
@@ -237,6 +240,12 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     _add_levels(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
                         help="tokens to write for each prompt (default %(default)s)")
+    _add_drafting(parser)
+    _add_json(parser)
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
+    """How much the levels draft."""
     parser.add_argument("--num-draft-tokens", type=numbers(int), metavar="N[,N...]",
                         help="tokens a level drafts before it is checked: one number, or one a level (default: chosen "
                              "round by round; where rounds are captured on a GPU 8, or the level's own)")
@@ -249,7 +258,6 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
                              "see all, too (default: chosen with the draft lengths)")
     parser.add_argument("--profile", metavar="FILE",
                         help="what mlspec tune --output wrote (default: what earlier calls measured)")
-    _add_json(parser)
 
 
 def _add_levels(parser: argparse.ArgumentParser) -> None:

@@ -48,8 +48,8 @@ class Answer:
         self.backend, self.asked = backend, asked
         self.choices: list[Choice] = []
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, NewTokens | Completion]] = asyncio.Queue()
-        self._until = self._loop.time() + seconds
+        self._events: asyncio.Queue[tuple[int, NewTokens | Completion | None]] = asyncio.Queue()
+        self._timer = self._loop.call_later(seconds, self._events.put_nowait, (0, None))
 
     def add(self, prompt: list[int], new_tokens: int, seed: int | None, pieces: Any) -> None:
         """One more choice; it is not decoded before `start`."""
@@ -60,14 +60,21 @@ class Answer:
 
     def start(self) -> None:
         """Hand all choices to the backend; ApiError where it cannot take them."""
-        self.backend.submit([choice.ticket for choice in self.choices])
+        try:
+            self.backend.submit([choice.ticket for choice in self.choices])
+        except ApiError:
+            self._timer.cancel()
+            raise
 
     async def steps(self) -> AsyncIterator[Step]:
         """What the choices gain, to the end of the last one. ApiError for what fails."""
         left = len(self.choices)
         try:
             while left:
-                index, event = await self._next()
+                index, event = await self._events.get()
+                if event is None:
+                    raise ApiError(504, "the answer took longer than a request may", kind="server_error",
+                                   code="timeout")  # fmt: skip
                 step = self._step(self.choices[index], event)
                 left -= step.choice.finish_reason is not None
                 yield step
@@ -75,7 +82,8 @@ class Answer:
             self.cancel()
 
     def cancel(self) -> None:
-        """Whoever asked is gone."""
+        """Whoever asked has all of it, or is gone."""
+        self._timer.cancel()
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.ticket.cancel()
@@ -94,13 +102,6 @@ class Answer:
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return tell
-
-    async def _next(self) -> tuple[int, NewTokens | Completion]:
-        try:
-            return await asyncio.wait_for(self._events.get(), max(0.0, self._until - self._loop.time()))
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ApiError(504, "the answer took longer than a request may", kind="server_error",
-                           code="timeout") from None
 
     def _step(self, choice: Choice, event: NewTokens | Completion) -> Step:
         if isinstance(event, NewTokens):

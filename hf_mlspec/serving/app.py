@@ -7,16 +7,23 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import time
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from .endpoint import Endpoint, Reply
 from .errors import ApiError, failed
 from .limits import Limits
+from .metrics import Watch
+
+_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+_TO_SAY_SO = 5.0  # seconds that an answer which took too long has to say so
+_LOG = logging.getLogger("mlspec.serving")
 
 
 class Keys:
@@ -37,9 +44,40 @@ class Keys:
                            code="invalid_api_key")  # fmt: skip
 
 
+class Bounded:
+    """Around the application: a request ends after some seconds, read or not, and is counted.
+
+    A client that reads slowly holds no more than its own answer; after that time its connection is closed.
+    """
+
+    def __init__(self, app: Any, watch: Watch, seconds: float) -> None:
+        self.app, self.watch, self.seconds = app, watch, seconds
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 0
+
+        async def sending(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        path = scope["path"] if scope["path"] in _PATHS else "other"
+        try:
+            await asyncio.wait_for(self.app(scope, receive, sending), self.seconds)
+        except (TimeoutError, asyncio.TimeoutError):
+            _LOG.warning("a request to %s took more than %.0f seconds; its connection is closed", path, self.seconds)
+        finally:
+            self.watch.requests.labels(path, status).inc()
+
+
 def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[str]) -> FastAPI:
     """The application: what uvicorn runs."""
     app = FastAPI(title="mlspec serve", docs_url=None, redoc_url=None, openapi_url=None)
+    watch = chat.backend.watch
+    app.add_middleware(Bounded, watch=watch, seconds=limits.seconds + _TO_SAY_SO)
     allowed, backend, began = Keys(keys), chat.backend, int(time.time())
 
     @app.post("/v1/chat/completions")
@@ -57,6 +95,11 @@ def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[
         allowed.require(request)
         model = {"id": chat.name, "object": "model", "created": began, "owned_by": "hf_mlspec"}
         return {"object": "list", "data": [model]}
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        allowed.require(request)
+        return Response(watch.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/health")
     async def health() -> Response:
@@ -88,8 +131,22 @@ def _say_errors(app: FastAPI) -> None:
 async def _answered(request: Request, endpoint: Endpoint, limits: Limits) -> Response:
     reply = await endpoint.answer(await _body(request, limits.body))
     if reply.asked.stream:
-        return StreamingResponse(reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return _Streamed(reply)
     return await _whole(request, reply)
+
+
+class _Streamed(StreamingResponse):
+    """The events of a reply. However it ends, also before its first event, nothing is decoded for nobody."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.answer = reply.answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.cancel()
 
 
 async def _whole(request: Request, reply: Reply) -> Response:
@@ -102,6 +159,7 @@ async def _whole(request: Request, reply: Reply) -> Response:
             return Response(status_code=499)  # nobody reads it
         return JSONResponse(answered.result())
     finally:
+        reply.answer.cancel()
         for task in (answered, gone):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):

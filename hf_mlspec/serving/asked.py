@@ -85,7 +85,7 @@ def _refuse_unknown(body: dict[str, Any], own: set[str]) -> None:
 
 
 def _sampling(body: dict[str, Any], samples: bool) -> dict[str, Any]:
-    """Arguments of generate; a temperature or top_p samples, a temperature of 0 does not, else the model's settings."""
+    """Arguments of generate; a temperature or top_p samples, a temperature of 0 does not, else the model decides."""
     temperature = _number(body, "temperature", 0.0, 2.0)
     top_p = _number(body, "top_p", 0.0, 1.0)
     top_k = _integer(body, "top_k", 0, 2**31 - 1)

@@ -5,6 +5,7 @@ HTTP is somewhere else: tickets come from any thread, and what becomes of them i
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -18,6 +19,7 @@ from ..integration.stream.stream import generate_stream
 from .errors import ApiError, busy, ending
 
 Listener = Callable[["Ticket", NewTokens | Completion], None]
+_LOG = logging.getLogger("mlspec.serving")
 
 
 class Ticket(Request):
@@ -25,30 +27,49 @@ class Ticket(Request):
 
     listener: called in the thread that decodes, with the tokens of each round and then the completion; it must not
         wait. arrived, began: seconds of time.perf_counter, when it was submitted and when its first tokens came.
+    told, first_tokens: tokens that the listener knows, and those of them that came first. said: characters of text.
     """
 
     def __init__(self, input_ids: list[int], listener: Listener, **options: Any) -> None:
         super().__init__(input_ids, **options)
         self.listener, self.arrived, self.began = listener, time.perf_counter(), None
-        self.told = 0  # tokens the listener knows
+        self.told = self.first_tokens = self.said = 0
+        self.again = [0, 0]  # of those the tokens and characters that a second stream made once more
+
+    def news(self, event: NewTokens) -> NewTokens | None:
+        """What of an event the listener does not know; a stream that begins again makes the same tokens again."""
+        tokens, text = len(event.tokens), event.text or ""
+        old, old_text = min(self.told - self.again[0], tokens), min(self.said - self.again[1], len(text))
+        self.again = [self.again[0] + tokens, self.again[1] + len(text)]
+        if old == tokens and old_text == len(text):
+            return None
+        self.told, self.said = self.told + tokens - old, self.said + len(text) - old_text
+        if self.began is None:
+            self.began, self.first_tokens = time.perf_counter(), self.told
+        return NewTokens(event.request, event.tokens[old:], text[old_text:], event.levels[old:], event.logprobs[old:])
 
 
 class Backend:
     """A chain that decodes tickets as slots become free.
 
     model, tokenizer: the target and a tokenizer that nobody else uses. levels, config: of the chain. slots: rows
-    decoded at a time. queue_limit: tickets that may wait for a slot. watch: hears of every event too (see `Watch`).
+    decoded at a time. queue_limit: tickets that may wait for a slot. watch: counts every event.
+
+    A level that fails is left out, and so are those beside it: answers that run begin again with the target alone,
+    which writes the same tokens, and clients see none of it. Where the target itself fails the running answers end
+    with the error and a new stream begins, unless nothing was decoded in between.
     """
 
     def __init__(self, model: Any, tokenizer: Any, levels: list[Any], config: SpeculationConfig | None = None, *,
-                 slots: int = 8, queue_limit: int = 256, watch: Any = None) -> None:
+                 slots: int = 8, queue_limit: int = 256, watch: Any) -> None:
         self.model, self.tokenizer, self.levels, self.config = model, tokenizer, list(levels), config
         self.slots, self.queue_limit, self.watch = slots, queue_limit, watch
         self.error: Exception | None = None  # what ended the thread
         self._waiting: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._cancelled = False
         self._live: dict[int, Ticket] = {}  # tickets that the stream has, by their id()
+        self._decoded = False  # whether the stream that runs has decoded anything
         self._thread = threading.Thread(target=self._run, name="mlspec-decoding", daemon=True)
 
     def start(self) -> None:
@@ -70,15 +91,19 @@ class Backend:
         """Whether tickets are decoded."""
         return self._thread.is_alive() and self.error is None
 
+    def require_room(self, count: int) -> None:
+        """ApiError where so many tickets cannot be taken now."""
+        if self._closed:
+            raise ending()
+        if not self.alive:
+            raise ApiError(503, f"decoding has ended: {self.error}", kind="server_error", code="not_decoding")
+        if self.waiting + count > self.queue_limit:
+            raise busy(f"{self.waiting} answers wait already, at most {self.queue_limit} may; ask again later")
+
     def submit(self, tickets: list[Ticket]) -> None:
         """All of them, or none: ApiError where they cannot be taken."""
         with self._lock:
-            if self._closed:
-                raise ending()
-            if not self.alive:
-                raise ApiError(503, f"decoding has ended: {self.error}", kind="server_error", code="not_decoding")
-            if self.waiting + len(tickets) > self.queue_limit:
-                raise busy(f"{self.waiting} answers wait already, at most {self.queue_limit} may; ask again later")
+            self.require_room(len(tickets))
             for ticket in tickets:
                 self._waiting.put(ticket)
 
@@ -89,19 +114,48 @@ class Backend:
                 self._closed = True
                 self._waiting.put(None)
 
+    def cancel(self) -> None:
+        """Take no more tickets, and end those that are here with the tokens they have."""
+        self.close()
+        self._cancelled = True
+        for ticket in list(self._live.values()):
+            ticket.cancel()
+
     def join(self, seconds: float) -> bool:
         """Wait for the thread's end; whether it came."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        events = generate_stream(self.model, self._arriving(), max_batch=self.slots, tokenizer=self.tokenizer,
-                                 assistant_models=self.levels, speculation_config=self.config, events=True)
+        levels, again = self.levels, []
+        while True:
+            try:
+                self._decoded = False
+                self._decode(levels, again)
+                return
+            except Exception as error:  # whatever a model raises, somebody waits for an answer
+                _LOG.exception("decoding failed")
+                if levels:
+                    self.watch.level_failures.inc()
+                    levels, again = [], list(self._live.values())
+                    for ticket in again:
+                        ticket.again = [0, 0]
+                    continue
+                again = []
+                self._end_with(error)
+                if not self._decoded:
+                    self._give_up(error)
+                    return
+
+    def _decode(self, levels: list[Any], again: list[Ticket]) -> None:
+        events = generate_stream(self.model, self._arriving(again), max_batch=self.slots, tokenizer=self.tokenizer,
+                                 assistant_models=levels, speculation_config=self.config, events=True)
         for event in events:
             self._tell(event)
 
-    def _arriving(self) -> Iterator[Ticket | None]:
+    def _arriving(self, again: list[Ticket]) -> Iterator[Ticket | None]:
         """Tickets for the stream; where none is decoded there is nothing to do but wait for one."""
+        yield from again
         while True:
             try:
                 ticket = self._waiting.get(block=not self._live)
@@ -111,14 +165,31 @@ class Backend:
             if ticket is None:
                 return
             self._live[id(ticket)] = ticket
+            if self._cancelled:
+                ticket.cancel()
             yield ticket
 
     def _tell(self, event: NewTokens | Completion) -> None:
         ticket = event.request
         if isinstance(event, Completion):
             self._live.pop(id(ticket), None)
-        elif ticket.began is None:
-            ticket.began = time.perf_counter()
-        if self.watch is not None:
-            self.watch.saw(ticket, event)
+            self._decoded = self._decoded or event.error is None
+        elif (event := ticket.news(event)) is None:
+            return
+        self.watch.saw(ticket, event)
         ticket.listener(ticket, event)
+
+    def _end_with(self, error: Exception) -> None:
+        """Everything that has a slot ends."""
+        for ticket in list(self._live.values()):
+            failed = RuntimeError(f"{type(error).__name__}: {error}")
+            self._tell(Completion(ticket, [], [], "error", failed))
+
+    def _give_up(self, error: Exception) -> None:
+        """Nothing can be decoded: what waits ends, and nothing more is taken."""
+        with self._lock:
+            self.error = error
+        while not self._waiting.empty():
+            if (ticket := self._waiting.get()) is not None:
+                self._live[id(ticket)] = ticket
+        self._end_with(error)

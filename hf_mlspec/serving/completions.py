@@ -24,7 +24,8 @@ class Completions:
         if isinstance(prompt, str) or _all(prompt, int):
             prompt = [prompt]
         if not isinstance(prompt, list) or not prompt or not all(isinstance(p, str) or _all(p, int) for p in prompt):
-            raise invalid("prompt", "prompt must be a text, a list of token ids, or a list of either, none of them empty")
+            raise invalid("prompt", "prompt must be a text, a list of token ids, or a list of either, none of "
+                                    "them empty")
         found = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompt]
         if not all(found):
             raise invalid("prompt", "a prompt has no tokens; write at least one")

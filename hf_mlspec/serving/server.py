@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +21,9 @@ from .chat import Chat
 from .completions import Completions
 from .endpoint import Endpoint
 from .limits import Limits
+from .metrics import Watch
+
+_TO_TELL = 5.0  # seconds that answers have to be told of their end
 
 
 @dataclass
@@ -42,8 +47,10 @@ class Options:
 
 def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options) -> Served:
     """The application of a model; its backend is to be started."""
+    watch = Watch()
     backend = Backend(model, copy.deepcopy(tokenizer), levels, options.config, slots=options.slots,
-                      queue_limit=options.limits.queue)
+                      queue_limit=options.limits.queue, watch=watch)
+    watch.look_at(backend)
     reading = ThreadPoolExecutor(1, "mlspec-reading")
     chat, completions = (Endpoint(style(model, tokenizer), backend, options.name, options.limits, reading)
                          for style in (Chat, Completions))
@@ -65,16 +72,33 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+class Server(uvicorn.Server):
+    """uvicorn's, which at its end lets answers end: for `grace` seconds, and then they are told that it is over."""
+
+    def __init__(self, config: uvicorn.Config, backend: Backend, grace: float) -> None:
+        super().__init__(config)
+        self.backend, self.grace = backend, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse what is new, wait, tell the rest, close."""
+        self.backend.close()
+        over = asyncio.get_running_loop().call_later(self.grace, self.backend.cancel)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            over.cancel()
+
+
 def run(served: Served, listening: socket.socket, grace: float) -> None:
     """Serve until a signal says to stop; then answers that run have `grace` seconds to end."""
-    config = uvicorn.Config(served.app, log_level="warning", timeout_graceful_shutdown=int(grace) or None,
-                            access_log=False, server_header=False)
+    config = uvicorn.Config(served.app, log_level="warning", access_log=False, server_header=False,
+                            timeout_graceful_shutdown=math.ceil(grace + _TO_TELL), timeout_keep_alive=60)
     served.backend.start()
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        Server(config, served.backend, grace).run(sockets=[listening])
     finally:
-        served.backend.close()
-        served.backend.join(grace)
+        served.backend.cancel()
+        served.backend.join(_TO_TELL)
 
 
 def read_keys(path: str) -> list[str]:

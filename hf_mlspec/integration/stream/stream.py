@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...engines.modules.attention import ragged_attention_on
-from ...engines.rows import require_memory
+from ...engines.rows import held_bytes, require_memory
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.drafters.checked import proposer
@@ -107,6 +107,7 @@ class _Stream:
         self.gained: dict[int, NewTokens] | None = {} if events else None  # of a round, by number
         self.origins = Origins(chain.drafter) if events else None
         self.pieces: dict[int, TextPieces] = {}
+        self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
         self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
         rounds = chain.host_rounds(device)
@@ -117,7 +118,7 @@ class _Stream:
     def completions(self) -> Iterator[Completion | NewTokens]:
         """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
         going: list[int] = []
-        keep_stats(self.model, SpeculationStats([level.stats for level in self.chain.levels]))
+        keep_stats(self.model, self.told)
         try:
             while True:
                 joining: list[int] = []
@@ -214,6 +215,9 @@ class _Stream:
                 loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
             if left:
                 self._shrink()
+            self.told.target_cache_bytes, *held = held_bytes([self.chain.target.runner, *self.chain.runners])
+            for level, count in zip(self.told.levels, held, strict=True):
+                level.cache_bytes = count
 
     def _shrink(self) -> None:
         """The caches grew with the longest row; when it has left, they need not stay so large."""
