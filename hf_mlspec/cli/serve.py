@@ -27,11 +27,12 @@ def run_serve(args: argparse.Namespace) -> int:
     config = chain_config(args)
     keys = [] if args.api_key_file is None else read_keys(args.api_key_file)
     listening = listen(args.host, args.port)
-    with listening:
+    with listening:  # first of all: a port that is taken is no reason to load a model
         model, tokenizer = load_target(args.model, args)
         _set_template(tokenizer, args.chat_template)
         options = Options(args.served_model_name or args.model, args.slots, keys, limits, config)
         served = serve_model(model, tokenizer, args.levels or [], options)
+        served.backend.start()
         host, port = listening.getsockname()[:2]
         print(f"mlspec serve: {options.name} on http://{host}:{port}", file=sys.stderr, flush=True)
         run(served, listening, args.grace)

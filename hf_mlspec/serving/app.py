@@ -105,7 +105,10 @@ def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[
     async def health() -> Response:
         if not backend.alive:
             return JSONResponse({"status": "unhealthy", "reason": str(backend.error)}, 503)
-        return JSONResponse({"status": "ok", "running": backend.running, "waiting": backend.waiting})
+        told = {"status": "ok", "running": backend.running, "waiting": backend.waiting}
+        if backend.levels_error is not None:
+            told["levels"] = f"left out: {backend.levels_error}"
+        return JSONResponse(told)
 
     _say_errors(app)
     return app

@@ -65,16 +65,21 @@ class Backend:
         self.model, self.tokenizer, self.levels, self.config = model, tokenizer, list(levels), config
         self.slots, self.queue_limit, self.watch = slots, queue_limit, watch
         self.error: Exception | None = None  # what ended the thread
+        self.levels_error: Exception | None = None  # why levels were left out
         self._waiting: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = self._cancelled = False
         self._live: dict[int, Ticket] = {}  # tickets that the stream has, by their id()
+        self._ready = threading.Event()
         self._decoded = False  # whether the stream that runs has decoded anything
         self._thread = threading.Thread(target=self._run, name="mlspec-decoding", daemon=True)
 
     def start(self) -> None:
-        """Begin to decode."""
+        """Begin to decode; back when the levels are loaded. Raises what is wrong with them."""
         self._thread.start()
+        self._ready.wait()
+        if self.error is not None:
+            raise self.error
 
     @property
     def waiting(self) -> int:
@@ -127,31 +132,43 @@ class Backend:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        levels, again = self.levels, []
-        while True:
+        """One stream, and another one for as long as streams fail and there is hope."""
+        levels: list[Any] | None = self.levels
+        again: list[Ticket] = []
+        while levels is not None:
             try:
-                self._decoded = False
                 self._decode(levels, again)
                 return
             except Exception as error:  # whatever a model raises, somebody waits for an answer
-                _LOG.exception("decoding failed")
-                if levels:
-                    self.watch.level_failures.inc()
-                    levels, again = [], list(self._live.values())
-                    for ticket in again:
-                        ticket.again = [0, 0]
-                    continue
-                again = []
-                self._end_with(error)
-                if not self._decoded:
-                    self._give_up(error)
-                    return
+                levels, again = self._after(error, levels)
 
     def _decode(self, levels: list[Any], again: list[Ticket]) -> None:
+        self._decoded = False
         events = generate_stream(self.model, self._arriving(again), max_batch=self.slots, tokenizer=self.tokenizer,
                                  assistant_models=levels, speculation_config=self.config, events=True)
+        self._ready.set()
         for event in events:
             self._tell(event)
+
+    def _after(self, error: Exception, levels: list[Any]) -> tuple[list[Any] | None, list[Ticket]]:
+        """With which levels, None for not at all, and with which tickets the next stream begins."""
+        if not self._ready.is_set():  # nobody was served yet, and whoever started hears of it
+            self.error = error
+            self._ready.set()
+            return None, []
+        _LOG.error("decoding failed%s", ", the target goes on alone" if levels else "", exc_info=error)
+        if levels:
+            self.levels_error = error
+            self.watch.level_failures.inc()
+            again = list(self._live.values())
+            for ticket in again:
+                ticket.again = [0, 0]
+            return [], again
+        self._end_with(error)
+        if self._decoded:
+            return [], []
+        self._give_up(error)
+        return None, []
 
     def _arriving(self, again: list[Ticket]) -> Iterator[Ticket | None]:
         """Tickets for the stream; where none is decoded there is nothing to do but wait for one."""

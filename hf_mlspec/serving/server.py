@@ -90,10 +90,10 @@ class Server(uvicorn.Server):
 
 
 def run(served: Served, listening: socket.socket, grace: float) -> None:
-    """Serve until a signal says to stop; then answers that run have `grace` seconds to end."""
+    """Serve until a signal says to stop; then answers that run have `grace` seconds to end. The backend decodes
+    already."""
     config = uvicorn.Config(served.app, log_level="warning", access_log=False, server_header=False,
                             timeout_graceful_shutdown=math.ceil(grace + _TO_TELL), timeout_keep_alive=60)
-    served.backend.start()
     try:
         Server(config, served.backend, grace).run(sockets=[listening])
     finally:

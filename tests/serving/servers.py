@@ -39,7 +39,7 @@ class Alone:
         if seed is not None:
             torch.manual_seed(seed)
         found = self.model.generate(torch.tensor([ids]), assistant_models=[], tokenizer=self.tokenizer, **options)
-        return found[0, len(ids):].tolist()
+        return found[0, len(ids) :].tolist()
 
 
 class Running:
@@ -48,6 +48,7 @@ class Running:
     def __init__(self, levels: list[Any] | None = None, slots: int = 4, keys: list[str] | None = None,
                  grace: float = 5.0, **limits: Any) -> None:
         self.model, tokenizer = loaded()
+        self.chat_tokenizer = tokenizer
         options = Options("demo", slots, keys or [], Limits(**{"new_tokens": 200, **limits}))
         self.served = serve_model(self.model, tokenizer, ["mxfp4", DRAFT] if levels is None else levels, options)
         self.backend, self.listening = self.served.backend, listen("127.0.0.1", 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-import openai
 import pytest
 import torch
+
+openai = pytest.importorskip("openai", reason="the packages of the extra serve are not installed")
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PROMPTS = ["def fib(n):", "import os\nimport", "class Stack:\n    def", "# a list of", "for i in range(", "The model"]
