@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ from ..integration.quantizer.source import missing_packages
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
 from .inspect import run_inspect
+from .serve import SERVER_PACKAGES
 from .tables import show
 
 VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS", CACHE_VARIABLE)
@@ -41,6 +43,7 @@ def run_info(args: argparse.Namespace) -> int:
              "methods": {word: format_of(word) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
+             "server": _server(),
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
              "learned_folder": str(cache_folder() / "learned"),
@@ -62,11 +65,18 @@ def run_info(args: argparse.Namespace) -> int:
     decoder = ", ".join(name.removesuffix("ForCausalLM") for name in found["compiled_decoder"])
     state = [("whole decoders compiled", decoder or "none"),
              ("generate takes assistant_models", found["hook"]),
+             ("mlspec serve", found["server"]),
              ("costs of forward passes are kept in", found["costs_folder"]),
              ("what calls learned is kept in", found["learned_folder"]),
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
     return 0
+
+
+def _server() -> str:
+    """Whether what a server needs is installed."""
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
+    return f"lacks {', '.join(missing)}: pip install 'hf-mlspec[serve]'" if missing else "can run"
 
 
 def _stock(method: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from .request import chain_config, load_target
 
 _PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # --chat-template plain
-_NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+SERVER_PACKAGES = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -18,7 +18,7 @@ def run_serve(args: argparse.Namespace) -> int:
         from ..serving.limits import Limits
         from ..serving.server import Options, listen, read_keys, run, serve_model
     except ImportError as error:
-        if error.name not in _NEEDED:
+        if error.name not in SERVER_PACKAGES:
             raise
         raise ValueError(f"{error.name} is not installed; pip install 'hf-mlspec[serve]' brings what a server "
                          "needs") from error

@@ -9,6 +9,8 @@ import hmac
 import json
 import logging
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +24,8 @@ from .limits import Limits
 from .metrics import Watch
 
 _PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+_PAGE = (("/", "index.html", "text/html"), ("/page.css", "page.css", "text/css"),
+         ("/page.js", "page.js", "text/javascript"))  # fmt: skip
 _TO_SAY_SO = 5.0  # seconds that an answer which took too long has to say so
 _LOG = logging.getLogger("mlspec.serving")
 
@@ -110,8 +114,25 @@ def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[
             told["levels"] = f"left out: {backend.levels_error}"
         return JSONResponse(told)
 
+    _show_page(app)
     _say_errors(app)
     return app
+
+
+def _show_page(app: FastAPI) -> None:
+    """The page at /, from files of this package; it loads nothing from elsewhere."""
+    headers = {"Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+               "X-Content-Type-Options": "nosniff"}
+    for path, name, kind in _PAGE:
+        content = (Path(__file__).parent / "page" / name).read_bytes()
+        app.add_api_route(path, _file(content, kind, headers), methods=["GET"])
+
+
+def _file(content: bytes, kind: str, headers: dict[str, str]) -> Callable[[], Any]:
+    async def answered() -> Response:
+        return Response(content, media_type=kind, headers=headers)
+
+    return answered
 
 
 def _say_errors(app: FastAPI) -> None:

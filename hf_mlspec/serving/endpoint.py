@@ -123,7 +123,7 @@ class Reply:
         if self.asked.return_token_ids and step.tokens:
             extra["token_ids"] = step.tokens
         if self.asked.return_levels and step.tokens:
-            extra["levels"] = step.levels
+            extra |= {"levels": step.levels, "token_texts": [self.words.text(token) for token in step.tokens]}
         if extra:
             deltas = [{**(deltas[0] if deltas else self.style.empty()), **extra}, *deltas[1:]]
         lines = [self._chunk(index, delta) for delta in deltas]

@@ -20,14 +20,15 @@ class TokenWords:
 
     def completion_entries(self, entries: list[TokenLogprob]) -> dict[str, Any]:
         """The `logprobs` of a completion."""
-        texts = [self._text(entry.token) for entry in entries]
+        texts = [self.text(entry.token) for entry in entries]
         return {"tokens": texts, "token_logprobs": [entry.logprob for entry in entries],
-                "top_logprobs": [{self._text(token): value for token, value in entry.top} for entry in entries],
+                "top_logprobs": [{self.text(token): value for token, value in entry.top} for entry in entries],
                 "text_offset": [sum(map(len, texts[:place])) for place in range(len(texts))]}  # fmt: skip
 
     def _one(self, token: int, value: float) -> dict[str, Any]:
-        text = self._text(token)
+        text = self.text(token)
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    def _text(self, token: int) -> str:
+    def text(self, token: int) -> str:
+        """A token alone: of a character that takes several, a part that is none."""
         return self.tokenizer.decode([token])

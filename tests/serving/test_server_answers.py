@@ -134,6 +134,8 @@ def test_every_token_says_which_level_drafted_it(server):
     assert levels.count(None) < len(levels) - 5
     for one in chunks:  # the target puts a token of its own behind what it accepts
         assert None not in one.get("levels", [])[:-1]
+        # No character of this text takes two tokens.
+        assert "".join(one.get("token_texts", [])).removesuffix("<|eos|>") == one["text"]
     assert server.metric('mlspec_tokens_total{level="mxfp4"}') == before + levels.count("mxfp4")
 
 
@@ -159,3 +161,34 @@ def test_a_bias_forbids_a_token(server, alone):
 def test_without_a_number_an_answer_ends_at_the_limit(server):
     found = server.ask(TEXT, {"prompt": "x = 1\n", "logit_bias": {"1": -100}})[1]
     assert found["usage"]["completion_tokens"] == 200
+
+
+def test_the_page_and_its_files_are_there_and_load_nothing_from_elsewhere(server):
+    status, page = server.ask("/")
+    assert status == 200
+    for name in ("page.css", "page.js"):
+        assert f'"{name}"' in page
+        status, file = server.ask(f"/{name}")
+        assert status == 200
+        assert "://" not in file
+    assert "http" not in page
+
+
+def test_metrics_count_what_was_written(server):
+    name = 'mlspec_tokens_total{level="%s"}'
+    before = sum(server.metric(name % level) for level in ("the target", "mxfp4", "draft"))
+    passes = server.metric("mlspec_row_passes_total")
+    ended = server.metric('mlspec_answers_total{finish_reason="length"}')
+    firsts = server.metric("mlspec_time_to_first_token_seconds_count")
+    body = {"prompt": "import", "max_tokens": 30, "n": 2, "temperature": 1, "logit_bias": {"1": -100}}
+    assert server.ask(TEXT, body)[0] == 200
+    after = sum(server.metric(name % level) for level in ("the target", "mxfp4", "draft"))
+    assert after - before == 60
+    assert 2 <= server.metric("mlspec_row_passes_total") - passes <= 60
+    assert server.metric('mlspec_answers_total{finish_reason="length"}') == ended + 2
+    assert server.metric("mlspec_time_to_first_token_seconds_count") == firsts + 2
+    assert server.metric('mlspec_tested_tokens_total{level="mxfp4"}') >= server.metric(
+        'mlspec_accepted_tokens_total{level="mxfp4"}') > 0
+    assert server.metric('mlspec_cache_bytes{level="the target"}') > 0
+    assert server.metric("mlspec_slots") == 4
+    assert server.ask("/v1/models")[1]["data"][0]["id"] == "demo"

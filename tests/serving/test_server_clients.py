@@ -11,7 +11,7 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="the packages of the extra serve are not installed")
 
-from servers import Running
+from servers import Running  # noqa: E402 - only where the server's packages are
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "def fib(n):", "max_tokens": 200, "logit_bias": {"1": -100}}
