@@ -14,9 +14,11 @@ Work = list[tuple[str, int]]  # prompt and limit of every request
 
 @dataclass
 class Seen:
-    """What one run of clients saw. tokens: of each request, in the order of the work; first: seconds to the first."""
+    """What one run of clients saw. tokens: of each request, in the order of the work; first: seconds to the first.
+    cpu_seconds: of the process that decodes, in all its threads: what a load beside it changes least."""
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     tokens: list[int] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -24,7 +26,8 @@ class Seen:
     def figures(self) -> dict[str, float]:
         """Tokens a second over all, and the median and 99th percentile of the waits, in milliseconds."""
         ranked = sorted(self.first)
-        return {"tokens": sum(self.tokens), "seconds": self.seconds, "tokens_per_s": sum(self.tokens) / self.seconds,
+        return {"tokens": sum(self.tokens), "seconds": self.seconds, "cpu_seconds": self.cpu_seconds,
+                "tokens_per_s": sum(self.tokens) / self.seconds,
                 "first_p50_ms": 1e3 * statistics.median(ranked),
                 "first_p99_ms": 1e3 * ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))]}
 
@@ -35,7 +38,7 @@ def ask_all(port: int, model: str, work: Work, clients: int) -> Seen:
 
 
 async def _all(port: int, model: str, work: Work, clients: int) -> Seen:
-    seen = Seen(0.0, [0] * len(work), [0.0] * len(work), [""] * len(work))
+    seen = Seen(0.0, 0.0, [0] * len(work), [0.0] * len(work), [""] * len(work))
     left = iter(range(len(work)))
 
     async def client() -> None:

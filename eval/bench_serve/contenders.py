@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,14 +30,14 @@ def stream_alone(folder: str, levels: list[str], work: Work, clients: int, threa
 
 
 def _streamed(model: Any, tokenizer: Any, levels: list[str], work: Work, clients: int) -> Seen:
-    seen, asked = Seen(0.0, [0] * len(work), [0.0] * len(work), [""] * len(work)), [0.0] * len(work)
+    seen, asked = Seen(0.0, 0.0, [0] * len(work), [0.0] * len(work), [""] * len(work)), [0.0] * len(work)
 
     def requests() -> Iterator[hf_mlspec.Request]:
         for number, (prompt, limit) in enumerate(work):
             asked[number] = time.perf_counter()  # a client asks when its last answer is there: a slot is free
             yield hf_mlspec.Request(prompt, max_new_tokens=limit, id=number, do_sample=False)
 
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     for event in hf_mlspec.generate_stream(model, requests(), max_batch=clients, assistant_models=levels,
                                            tokenizer=tokenizer, events=True):
         now, number = time.perf_counter(), event.id
@@ -46,7 +47,7 @@ def _streamed(model: Any, tokenizer: Any, levels: list[str], work: Work, clients
             seen.tokens[number], seen.texts[number] = len(event.new_tokens), event.text
         elif not seen.first[number]:
             seen.first[number] = now - asked[number]
-    seen.seconds = time.perf_counter() - begin
+    seen.seconds, seen.cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
     return seen
 
 
@@ -57,12 +58,20 @@ def served(words: list[str], port: int, model: str, work: Work, clients: int, th
     process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         _wait(process, port)
-        return [ask_all(port, model, work, clients) for _ in range(repeats + 1)][1:]
+        return [_asked(process.pid, port, model, work, clients) for _ in range(repeats + 1)][1:]
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
         process.kill()
+
+
+def _asked(pid: int, port: int, model: str, work: Work, clients: int) -> Seen:
+    before = psutil.Process(pid).cpu_times()
+    seen = ask_all(port, model, work, clients)
+    after = psutil.Process(pid).cpu_times()
+    seen.cpu_seconds = after.user + after.system - before.user - before.system
+    return seen
 
 
 def our_server(folder: str, levels: list[str], clients: int, port: int) -> list[str]:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -51,6 +52,12 @@ def run_info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
+    _show_all(found, kernels, problem)
+    return 0
+
+
+def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], problem: str | None) -> None:
+    """Tables of what was found."""
     console = Console()
     show(console, "versions", ("", "version"), list(found["versions"].items()))
     show(console, "devices", ("", "what"), list(found["devices"].items()))
@@ -70,7 +77,6 @@ def run_info(args: argparse.Namespace) -> int:
              ("what calls learned is kept in", found["learned_folder"]),
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
-    return 0
 
 
 def _server() -> str:
