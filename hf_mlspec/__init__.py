@@ -15,7 +15,7 @@ from .integration.load import load
 from .integration.quantizer.calibrated import Calibrated, quantize
 from .integration.quantizer.learned_rotation import learn_rotation
 from .integration.quantizer.quantizer import MLSpecConfig
-from .integration.stream.events import NewTokens
+from .integration.stream.events import NewTokens, TokenLogprob
 from .integration.stream.request import Completion, Request
 from .integration.stream.stream import generate_stream
 from .nn.nest import nest, unnest
@@ -44,6 +44,7 @@ __all__ = [
     "Request",
     "SpeculationConfig",
     "SpeculationStats",
+    "TokenLogprob",
     "clear",
     "compare",
     "demo_pair",

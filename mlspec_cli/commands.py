@@ -172,7 +172,9 @@ def _add_serve(commands: Any) -> None:
                                  description="Serve chats and completions over HTTP, as OpenAI's clients ask for "
                                              "them, until a signal says to stop. Every answer is that of its request "
                                              "alone.")
-    parser.add_argument("model", help="folder of the target")
+    parser.add_argument("model", nargs="?", metavar="MODEL",
+                        help="folder of the target (default: the demo target, with levels mxfp4 and the demo draft, "
+                             "called demo)")
     _add_levels(parser)
     _add_drafting(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="NAME",
