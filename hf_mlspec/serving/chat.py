@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.utils import Modality, build_response_parser
+from transformers.cli.serving.utils import Modality, build_response_parser, get_response_template
 
 from .answer import Choice, Step
 from .errors import invalid
@@ -55,8 +55,16 @@ class Chat:
     def pieces(self, body: dict[str, Any], prompt: list[int], stops: list[str]) -> PlainPieces | ParsedPieces:
         """What shows an answer to this prompt."""
         options = {"tools": body["tools"]} if body.get("tools") and _TAKES_TOOLS else {}
-        parser = build_response_parser(self.tokenizer, self.model, prompt, **options)
+        parser = build_response_parser(self.tokenizer, self.model, self._read_before(prompt), **options)
         return PlainPieces(stops) if parser is None else ParsedPieces(stops, self.tokenizer._tokenizer, parser)
+
+    def _read_before(self, prompt: list[int]) -> list[int]:
+        """The prompt, if it opens an answer as the response template knows it; a parser takes another one for a part of
+        the answer."""
+        template = get_response_template(self.tokenizer, self.model) or {}
+        anchors = template.get("start_anchor") or []
+        text = self.tokenizer.decode(prompt)
+        return prompt if any(one in text for one in ([anchors] if isinstance(anchors, str) else anchors)) else []
 
     def opening(self, choice: Choice) -> dict[str, Any]:
         """The first chunk of an answer."""

@@ -10,7 +10,10 @@ from transformers.utils.chat_parsing import ResponseParser
 
 
 class Cut:
-    """Text up to the first of some stops, which is not shown; what may be the beginning of one is held back."""
+    """Text up to the first of some stops, which is not shown; what may be the beginning of one is held back.
+
+    The first stop is the one that is complete first: there decoding ended.
+    """
 
     def __init__(self, stops: list[str]) -> None:
         self.stops, self.held, self.done = stops, "", False
@@ -20,9 +23,10 @@ class Cut:
         if self.done or not self.stops:
             return "" if self.done else text
         self.held += text
-        found = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        found = [(place + len(stop), place) for stop in self.stops if (place := self.held.find(stop)) >= 0]
         if found:
-            shown, self.held, self.done = self.held[: min(found)], "", True
+            _, place = min(found)
+            shown, self.held, self.done = self.held[:place], "", True
             return shown
         keep = max(_begun(self.held, stop) for stop in self.stops)
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]

@@ -181,7 +181,7 @@ def test_an_event_says_which_level_drafted_each_token(levels):
 
 @pytest.mark.parametrize("levels", [[], ["mxfp4", NEAR]], ids=["alone", "chain"])
 def test_log_probabilities_are_those_of_the_targets_own_logits(levels):
-    requests = asked(5, logprobs=4) + [Request([4, 9, 20], id=5, max_new_tokens=12)]
+    requests = [*asked(5, logprobs=4), Request([4, 9, 20], id=5, max_new_tokens=12)]
     requests.append(Request([4, 9, 20], id=6, max_new_tokens=9, logprobs=0, do_sample=True, temperature=0.3, seed=1))
     events, ended = heard(requests, levels, max_batch=3)
     without, _ = heard(asked(5), levels, max_batch=3)
@@ -200,7 +200,8 @@ def test_log_probabilities_are_those_of_the_targets_own_logits(levels):
             assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
 
 
-@pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (10**6, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("count", "error"),
+                         [(-1, ValueError), (10**6, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_a_number_of_log_probabilities_that_is_none_ends_its_request(count, error):
     (done,) = generate_stream(TARGET, [Request([5, 6], max_new_tokens=2, logprobs=count)])
     assert isinstance(done.error, error)
