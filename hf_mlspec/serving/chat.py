@@ -59,8 +59,8 @@ class Chat:
         return PlainPieces(stops) if parser is None else ParsedPieces(stops, self.tokenizer._tokenizer, parser)
 
     def _read_before(self, prompt: list[int]) -> list[int]:
-        """The prompt, if it opens an answer as the response template knows it; a parser takes another one for a part of
-        the answer."""
+        """The prompt, if it opens an answer as the response template knows it: of another one a parser would take
+        all for a part of the answer."""
         template = get_response_template(self.tokenizer, self.model) or {}
         anchors = template.get("start_anchor") or []
         text = self.tokenizer.decode(prompt)
