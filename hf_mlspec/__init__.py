@@ -16,7 +16,7 @@ from .integration.quantizer.calibrated import Calibrated, quantize
 from .integration.quantizer.learned_rotation import learn_rotation
 from .integration.quantizer.quantizer import MLSpecConfig
 from .integration.routed import route
-from .integration.stream.events import NewTokens
+from .integration.stream.events import NewTokens, TokenLogprob
 from .integration.stream.request import Completion, Request
 from .integration.stream.stream import generate_stream
 from .nn.fewer_experts import fewer_experts
@@ -48,6 +48,7 @@ __all__ = [
     "RouterRecipe",
     "SpeculationConfig",
     "SpeculationStats",
+    "TokenLogprob",
     "Trained",
     "clear",
     "compare",

@@ -10,14 +10,14 @@ import argparse
 from typing import Any
 
 from .parser import Parser
-from .values import gap, numbers, positive, positives, seed, size, text
+from .values import gap, numbers, port, positive, positives, seconds, seed, size, text
 
 
 def add_commands(top: Parser) -> list[str]:
     """Every command, in the order of the help; -> their names."""
     commands = top.add_subparsers(dest="command")
-    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_tune,
-                _add_route, _add_eval, _add_info):
+    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_serve,
+                _add_tune, _add_route, _add_eval, _add_info):
         add(commands)
     commands.metavar = " | ".join(commands.choices)
     return list(commands.choices)
@@ -167,6 +167,48 @@ def _add_generate(commands: Any) -> None:
         parser.add_argument(f"--{name}", type=kind, metavar="N", help="with --do-sample")
 
 
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="answer clients of OpenAI's API with a chain of levels",
+                                 description="Serve chats and completions over HTTP, as OpenAI's clients ask for "
+                                             "them, until a signal says to stop. Every answer is that of its request "
+                                             "alone.")
+    parser.add_argument("model", nargs="?", metavar="MODEL",
+                        help="folder of the target (default: the demo target, with levels mxfp4 and the demo draft, "
+                             "called demo)")
+    _add_levels(parser)
+    _add_drafting(parser)
+    parser.add_argument("--host", default="127.0.0.1", metavar="NAME",
+                        help="the address to listen on (default %(default)s: this machine alone)")
+    parser.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default %(default)s)")
+    parser.add_argument("--api-key-file", metavar="FILE",
+                        help="a file of keys, one a line, of which clients must send one (default: none is asked for)")
+    parser.add_argument("--served-model-name", metavar="NAME", type=text,
+                        help="what clients call the model (default: its folder, as given)")
+    parser.add_argument("--chat-template", metavar="FILE", type=text,
+                        help="a Jinja template of chats, or plain: one message a line (default: the tokenizer's own)")
+    parser.add_argument("--slots", type=positive, default=8, metavar="N",
+                        help="answers decoded at a time (default %(default)s)")
+    parser.add_argument("--grace", type=seconds, default=30.0, metavar="SECONDS",
+                        help="that running answers have to end after a signal to stop (default %(default)s)")
+    _add_serving_limits(parser)
+
+
+def _add_serving_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    for name, default, what in (
+        ("max-new-tokens", 1024, "tokens of one answer, also of one that asks for no number"),
+        ("max-queue", 256, "answers that wait for a slot"),
+        ("max-body", 1_000_000, "bytes of one request"),
+        ("max-choices", 16, "answers of one request, n times its prompts"),
+    ):
+        group.add_argument(f"--{name}", type=positive, default=default, metavar="N",
+                           help=f"{what} (default %(default)s)")
+    group.add_argument("--max-prompt-tokens", type=positive, default=0, metavar="N",
+                       help="tokens of one prompt (default: as many as the model has positions)")
+    group.add_argument("--max-seconds", type=seconds, default=600.0, metavar="SECONDS",
+                       help="from a request to the end of its answer (default %(default)s)")
+
+
 def _add_tune(commands: Any) -> None:
     parser = commands.add_parser("tune", help="measure a chain's models, and show which draft lengths follow",
                                  description="Time forward passes of the target and of every level, and show which "
@@ -241,6 +283,12 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     _add_levels(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
                         help="tokens to write for each prompt (default %(default)s)")
+    _add_drafting(parser)
+    _add_json(parser)
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
+    """How much the levels draft."""
     parser.add_argument("--num-draft-tokens", type=numbers(int), metavar="N[,N...]",
                         help="tokens a level drafts before it is checked: one number, or one a level (default: chosen "
                              "round by round; where rounds are captured on a GPU 8, or the level's own)")
@@ -254,7 +302,6 @@ def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     parser.add_argument("--profile", metavar="FILE",
                         help="what mlspec tune --output wrote (default: what earlier calls measured)")
     parser.add_argument("--router", metavar="FILE", help="of level routed: what mlspec route train wrote")
-    _add_json(parser)
 
 
 def _add_levels(parser: argparse.ArgumentParser) -> None:

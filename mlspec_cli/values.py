@@ -49,6 +49,22 @@ def gap(text: str) -> float:
 gap.__name__ = "number"
 
 
+def port(text: str) -> int:
+    """A number of TCP; 0 stands for a free one."""
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is no port, a number of 0 to 65535")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time, longer than none."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no time, a positive number of seconds")
+    return value
+
+
 def size(text: str) -> str:
     """Of a file, in the words of save_pretrained."""
     if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", text):

@@ -21,14 +21,15 @@ from .info import run_info
 from .inspect import run_inspect
 from .quantize import run_quantize
 from .route import run_route
+from .serve import run_serve
 from .tune import run_tune
 from .verify import run_verify
 
 __all__ = ["main", "run"]
 
 _COMMANDS = {"demo": run_demo, "quantize": run_quantize, "convert": run_convert, "inspect": run_inspect,
-             "verify": run_verify, "generate": run_generate, "tune": run_tune, "route": run_route,
-             "eval": run_eval, "info": run_info}  # fmt: skip
+             "verify": run_verify, "generate": run_generate, "serve": run_serve, "tune": run_tune,
+             "route": run_route, "eval": run_eval, "info": run_info}  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,6 +25,7 @@ from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
 from ..routing.router import WIDTHS
 from .inspect import run_inspect
+from .serve import SERVER_PACKAGES
 from .tables import show
 
 VARIABLES = ("MLSPEC_REQUIRE_KERNELS", "MLSPEC_CPU_ISA", "MLSPEC_CUDA_KERNELS", CACHE_VARIABLE)
@@ -44,6 +47,7 @@ def run_info(args: argparse.Namespace) -> int:
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "compiled_on_the_cpu_alone": sorted(ON_THE_CPU_ALONE),
+             "server": _server(),
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
              "learned_folder": str(cache_folder() / "learned"),
@@ -51,6 +55,12 @@ def run_info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
+    _show_all(found, kernels, problem)
+    return 0
+
+
+def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], problem: str | None) -> None:
+    """Tables of what was found."""
     console = Console()
     show(console, "versions", ("", "version"), list(found["versions"].items()))
     show(console, "devices", ("", "what"), list(found["devices"].items()))
@@ -65,11 +75,17 @@ def run_info(args: argparse.Namespace) -> int:
              ("of these on a CPU, not on a GPU", _classes(found["compiled_on_the_cpu_alone"])),
              ("generate takes assistant_models", found["hook"]),
              ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
+             ("mlspec serve", found["server"]),
              ("costs of forward passes are kept in", found["costs_folder"]),
              ("what calls learned is kept in", found["learned_folder"]),
              *((name, found[name]) for name in VARIABLES)]
     show(console, "state", ("", "value"), state)
-    return 0
+
+
+def _server() -> str:
+    """Whether what a server needs is installed."""
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
+    return f"lacks {', '.join(missing)}: pip install 'hf-mlspec[serve]'" if missing else "can run"
 
 
 def _classes(names: list[str]) -> str:

@@ -183,9 +183,9 @@ def drawn(scores: Tensor, seed: int, streams: list[int], firsts: list[int]) -> t
     return tokens.long().view(batch, count), confidence.view(batch, count)
 
 
-def drawn_seed() -> int:
-    """From torch's generator, so that torch.manual_seed repeats a call."""
-    return int(torch.randint(1 << 62, (1,)))
+def drawn_seed(generator: torch.Generator | None = None) -> int:
+    """From torch's generator, so that torch.manual_seed repeats a call; or from another one."""
+    return int(torch.randint(1 << 62, (1,), generator=generator))
 
 
 def _forbidden(scores: Tensor, lines: list[int], guess: list[int]) -> list[bool]:

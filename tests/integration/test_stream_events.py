@@ -156,3 +156,53 @@ def test_the_time_of_whoever_listens_is_not_the_requests():
     assert isinstance(next(stream), NewTokens)
     time.sleep(0.5)
     assert next(stream).speculation.seconds < 0.5
+
+
+@pytest.mark.parametrize("levels", [[], [NEAR], ["mxfp4", NEAR], ["prompt_lookup"]],
+                         ids=["alone", "one", "two", "lookup"])
+def test_an_event_says_which_level_drafted_each_token(levels):
+    events, ended = heard(asked(), levels, max_batch=3)
+    names = {getattr(level, "name", None) for one in ended.values() for level in one.speculation.levels}
+    drafted = dict.fromkeys(range(7), 0)
+    for id, line in events.items():
+        for event in line:
+            assert len(event.levels) == len(event.tokens)
+            assert None not in event.levels[:-1]  # only the last token of a round is the target's own
+            drafted[id] += len([level for level in event.levels if level is not None])
+    for id, one in ended.items():
+        accepted = sum(level.accepted for level in one.speculation.levels)
+        assert drafted[id] <= accepted <= drafted[id] + 1  # a stop may take the last ones
+    if len(levels) == 1:
+        assert {level for line in events.values() for event in line for level in event.levels} <= {None, *names}
+    if len(levels) == 2:  # both levels wrote some: the upper one its corrections
+        found = {level for line in events.values() for event in line for level in event.levels}
+        assert len(found - {None}) == 2
+
+
+@pytest.mark.parametrize("levels", [[], ["mxfp4", NEAR]], ids=["alone", "chain"])
+def test_log_probabilities_are_those_of_the_targets_own_logits(levels):
+    requests = [*asked(5, logprobs=4), Request([4, 9, 20], id=5, max_new_tokens=12)]
+    requests.append(Request([4, 9, 20], id=6, max_new_tokens=9, logprobs=0, do_sample=True, temperature=0.3, seed=1))
+    events, ended = heard(requests, levels, max_batch=3)
+    without, _ = heard(asked(5), levels, max_batch=3)
+    for id in range(5):
+        assert [t for e in events[id] for t in e.tokens] == [t for e in without[id] for t in e.tokens]
+    assert all(event.logprobs == [] for event in events[5])
+    for id in (0, 1, 2, 3, 4, 6):
+        one, told = ended[id], [entry for event in events[id] for entry in event.logprobs]
+        assert [entry.token for entry in told] == one.new_tokens
+        with torch.no_grad():
+            logits = TARGET(torch.tensor([one.sequence])).logits[0, -len(told) - 1 : -1].float()
+        expected = torch.log_softmax(logits, -1)
+        for entry, line in zip(told, expected, strict=True):
+            assert abs(entry.logprob - line[entry.token].item()) < 0.1  # bfloat16, module by module
+            assert len(entry.top) == (0 if id == 6 else 4)
+            assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+
+
+@pytest.mark.parametrize(("count", "error"),
+                         [(-1, ValueError), (10**6, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_number_of_log_probabilities_that_is_none_ends_its_request(count, error):
+    (done,) = generate_stream(TARGET, [Request([5, 6], max_new_tokens=2, logprobs=count)])
+    assert isinstance(done.error, error)
+    assert "logprobs" in str(done.error)

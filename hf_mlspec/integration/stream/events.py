@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .request import Request
 
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character whose last ones are missing
+
+
+@dataclass
+class TokenLogprob:
+    """How likely the target held a token: natural logarithms of its softmax, before any logits processor.
+
+    top: the likeliest tokens at its place, with theirs, as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def token_logprobs(logits: Tensor, tokens: list[int], count: int) -> list[TokenLogprob]:
+    """logits: float32 `[at least len(tokens), vocab]`. count: tokens in `top`."""
+    if not tokens:
+        return []
+    found = torch.log_softmax(logits[: len(tokens)].float(), dim=-1)
+    taken = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
+    best = found.topk(count, dim=-1)
+    lines = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    tops = [list(zip(ids, values, strict=True)) for ids, values in lines]
+    return [TokenLogprob(*one) for one in zip(tokens, taken, tops, strict=True)]
 
 
 @dataclass
@@ -18,11 +45,15 @@ class NewTokens:
     tokens: ids; empty if only text is left to return. text: the text they add, if the stream has a tokenizer; "" while
     a character is incomplete. The texts of a request joined are the `text` of its completion, unless its tokenizer
     changes text it already wrote: some write one character for bytes that later bytes turn into another.
+    levels: of every token the name of the level that drafted it, None where the target itself put it. logprobs: of
+    every token, if the request asked for them.
     """
 
     request: Request
     tokens: list[int]
     text: str | None = None
+    levels: list[str | None] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def id(self) -> Any:

@@ -20,7 +20,7 @@ from ..hook import prepare_call
 from ..processing import Prompts, Stopping, split_processors
 from .repeated import Repeated
 
-_OWN = ("seed", "streamer", "id")
+_OWN = ("seed", "streamer", "id", "logprobs")
 _LENGTHS = ("max_length", "max_new_tokens")
 _COUNTS = (*_LENGTHS, "min_length", "min_new_tokens")
 # Of generate's arguments those that bring a loop or a cache of their own, and those that ask for more than tokens.
@@ -37,12 +37,16 @@ class Request:
     streamer: receives the prompt, then every round's tokens, as in generate; its `end` is called however the request
         ends.
     id: any value, to identify the request.
+    logprobs: how many of the likeliest tokens are told with the log probability of every new one, in the events of
+        the stream; None: no log probabilities.
     options: arguments of generate for this request (max_new_tokens, do_sample, temperature, stop_strings,
         generation_config, logits_processor, ...); they override the stream's own.
     """
 
-    def __init__(self, input_ids: Any, *, seed: int | None = None, streamer=None, id: Any = None, **options):
+    def __init__(self, input_ids: Any, *, seed: int | None = None, streamer=None, id: Any = None,
+                 logprobs: int | None = None, **options):
         self.input_ids, self.seed, self.streamer, self.id, self.options = input_ids, seed, streamer, id, options
+        self.logprobs = logprobs
         self._cancelled = threading.Event()
 
     @classmethod
@@ -181,6 +185,7 @@ class Preparation:
     def __call__(self, request: Request, began: float) -> Admitted:
         """The request as a row. Raises TypeError or ValueError for invalid requests, before anything is computed."""
         _check_seed(request.seed)
+        _check_logprobs(request.logprobs, self.vocab_size)
         _check_counts(repr(request), request.options)
         options, ids = self._merged(request.options), self._input_ids(request.input_ids)
         if options.get("attention_mask") is not None:
@@ -267,6 +272,13 @@ def _check_seed(seed: Any) -> None:
         raise TypeError(f"seed is {seed!r}, it must be an integer or None")
     if seed is not None and not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}, noise takes integers from -2**63 to 2**64 - 1")
+
+
+def _check_logprobs(count: Any, vocab_size: int) -> None:
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+        raise TypeError(f"logprobs is {count!r}, it must be an integer or None")
+    if count is not None and not 0 <= count <= vocab_size:
+        raise ValueError(f"logprobs is {count}, it must be between 0 and the vocabulary's {vocab_size} tokens")
 
 
 def _as_row(prompt: Any) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...engines.modules.attention import ragged_attention_on
-from ...engines.rows import require_memory
+from ...engines.rows import held_bytes, require_memory
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
@@ -28,7 +28,8 @@ from ..levels.resolve import resolve
 from ..levels.row_wiring import RowWiring
 from ..levels.wiring import Chain, require_target_tokenizer
 from ..request import check_target, vocab_size
-from .events import NewTokens, TextPieces
+from .events import NewTokens, TextPieces, token_logprobs
+from .origin import Origins
 from .request import Admitted, Completion, Preparation, Request
 from .rounds import StreamRounds
 
@@ -104,8 +105,10 @@ class _Stream:
         self.rules, self.max_batch, self.exhausted, self.admitted = rules, max_batch, False, 0
         self.live: dict[int, Admitted] = {}  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
-        self.gained: dict[int, list[int]] | None = {} if events else None  # new tokens of a round, by number
+        self.gained: dict[int, NewTokens] | None = {} if events else None  # of a round, by number
+        self.origins = Origins(chain.drafter) if events else None
         self.pieces: dict[int, TextPieces] = {}
+        self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
         self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
         self.rounds = StreamRounds(chain, device, max_batch, self._stop, self._emit)
@@ -113,7 +116,7 @@ class _Stream:
     def completions(self) -> Iterator[Completion | NewTokens]:
         """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
         going: list[int] = []
-        keep_stats(self.model, SpeculationStats([level.stats for level in self.chain.levels]))
+        keep_stats(self.model, self.told)
         try:
             while True:
                 joining: list[int] = []
@@ -245,6 +248,9 @@ class _Stream:
                 loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
             if left and not self.rounds.is_captured:
                 self._shrink()
+            self.told.target_cache_bytes, *held = held_bytes([self.chain.target.runner, *self.chain.runners])
+            for level, count in zip(self.told.levels, held, strict=True):
+                level.cache_bytes = count
 
     def _shrink(self) -> None:
         """The caches grew with the longest row; when it has left, they need not stay so large."""
@@ -254,6 +260,8 @@ class _Stream:
 
     def _round(self) -> list[int]:
         """One round of all rows; the indices of those that go on."""
+        asks = (self.live[number].request.logprobs for number in self.loop.numbers)
+        self.chain.target.keep_logits = self.gained is not None and any(count is not None for count in asks)
         with torch.inference_mode(), ragged_attention_on(self.chain.models):
             going = self._advanced()
         for r, number in enumerate(self.loop.numbers):
@@ -307,20 +315,26 @@ class _Stream:
             if tokens:
                 one.stream(torch.tensor(tokens))
             if self.gained is not None:
-                self.gained[number] = list(tokens)
+                event = self.gained[number] = NewTokens(one.request, list(tokens))
+                event.levels = self.origins.of(r, len(tokens), verdict.accepted[r])
+                if one.request.logprobs is not None:
+                    event.logprobs = token_logprobs(verdict.logits[r], event.tokens, one.request.logprobs)
+        if self.origins is not None:
+            self.origins.forget()
 
     def _events(self) -> Iterator[NewTokens]:
         """What the requests gained in the last round; with it, of one that ended, the text that was held back."""
         for number in list(self.gained or ()):
-            one, tokens, text = self.live[number], self.gained.pop(number), None
+            one, event, text = self.live[number], self.gained.pop(number), None
             if self.prepare.tokenizer is not None:
                 pieces = self.pieces.setdefault(number, TextPieces(self.prepare.tokenizer))
-                text = pieces.add(tokens)
+                text = pieces.add(event.tokens)
                 if one.finish_reason:
                     text += pieces.rest()
                     del self.pieces[number]
-            if tokens or text:
-                yield NewTokens(one.request, tokens, text)
+            event.text = text
+            if event.tokens or text:
+                yield event
 
     def _complete(self, one: Admitted) -> Completion:
         one.end_stream()

@@ -1,0 +1,114 @@
+"""What does a server cost over the stream it stands on, and how does it compare with transformers' own?
+
+    python -m eval.bench_serve --clients 16 --json out.jsonl
+    python -m eval.bench_serve --quick                      # few requests of few tokens
+
+Clients ask for one greedy completion after another, each for its own number of tokens (log-uniform). Contenders:
+generate_stream without HTTP, `mlspec serve` with the same levels and with none, and `transformers serve
+--continuous-batching`. The first run of each warms it up; medians over the others. Texts are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import hf_mlspec
+from eval.records import machine
+from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
+
+from .clients import Seen, Work
+from .contenders import free_port, our_server, served, stream_alone, their_server
+
+CONTENDERS = "stream", "mlspec serve", "stream, target alone", "mlspec serve, target alone", "transformers serve"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_serve", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of the target (the demo pair's)")
+    parser.add_argument("--level", action="append", default=[], help="levels with + between; may be repeated")
+    parser.add_argument("--prompts", type=Path, help="text with one prompt a line, .jsonl or .json")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, help="(64)")
+    parser.add_argument("--shortest", type=int, help="smallest limit of new tokens (16)")
+    parser.add_argument("--longest", type=int, help="largest limit of new tokens (128)")
+    parser.add_argument("--repeats", type=int, help="(3)")
+    parser.add_argument("--threads", type=int, default=1, help="of the models; clients have a process of their own")
+    parser.add_argument("--only", action="append", choices=CONTENDERS, help="leave out the others; may be repeated")
+    parser.add_argument("--seed", type=int, default=0, help="of the limits")
+    parser.add_argument("--quick", action="store_true", help="6 requests of 2 to 8 tokens, 1 repeat")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
+    args = parser.parse_args(argv)
+    few = {"requests": 6, "shortest": 2, "longest": 8, "repeats": 1}
+    many = {"requests": 64, "shortest": 16, "longest": 128, "repeats": 3}
+    for name, value in (few if args.quick else many).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if not 1 <= args.shortest <= args.longest:
+        parser.error(f"--shortest {args.shortest} and --longest {args.longest}: 1 <= shortest <= longest is meant")
+    return args
+
+
+def work_of(args: argparse.Namespace, demo: Any) -> Work:
+    """The requests: prompts in turn, limits at random."""
+    prompts = read_prompts(args.prompts or Path(demo[0]).parent / "prompts.json", None)
+    rng, ratio = random.Random(args.seed), args.longest / args.shortest
+    return [(prompts[number % len(prompts)], round(args.shortest * ratio ** rng.random()))
+            for number in range(args.requests)]
+
+
+def run(contender: str, folder: str, levels: list[str], work: Work, args: argparse.Namespace) -> list[Seen]:
+    """What the clients of a contender saw, run by run."""
+    levels = [] if "alone" in contender else levels
+    if contender.startswith("stream"):
+        return stream_alone(folder, levels, work, args.clients, args.threads, args.repeats)
+    port = free_port()
+    ours = contender.startswith("mlspec")
+    words = our_server(folder, levels, args.clients, port) if ours else their_server(folder, port)
+    return served(words, port, folder, work, args.clients, args.threads, args.repeats)
+
+
+def entry(contender: str, runs: list[Seen], texts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Medians of a contender's runs, and how many of its texts are those of the first contender."""
+    each = [one.figures() for one in runs]
+    found = {name: statistics.median(line[name] for line in each) for name in each[0]}
+    alike = sum(a == b for a, b in zip(texts, runs[-1].texts, strict=True))
+    return {"contender": contender, "clients": args.clients, "requests": args.requests, "threads": args.threads,
+            **found, "texts_alike": alike}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, demo, console = parse(argv), hf_mlspec.demo_pair(), Console(width=120)
+    levels = levels_of_options(args.level) or ([] if args.model else ["mxfp4", str(demo[1])])
+    check_words(levels)
+    folder, work, entries = args.model or str(demo[0]), work_of(args, demo), []
+    texts: list[str] = []
+    for contender in args.only or CONTENDERS:
+        runs = run(contender, folder, levels, work, args)
+        texts = texts or runs[-1].texts
+        entries.append(entry(contender, runs, texts, args))
+        console.print(f"{contender}: {entries[-1]['tokens_per_s']:.0f} tokens/s")
+    table = Table("contender", "tokens/s", "of the first", "CPU s", "first token p50, ms", "p99, ms", "texts alike")
+    for one in entries:
+        table.add_row(one["contender"], f"{one['tokens_per_s']:.0f}",
+                      f"{one['tokens_per_s'] / entries[0]['tokens_per_s']:.2f}", f"{one['cpu_seconds']:.2f}",
+                      f"{one['first_p50_ms']:.0f}",
+                      f"{one['first_p99_ms']:.0f}", f"{one['texts_alike']} of {args.requests}")
+    console.print(table)
+    if args.json:
+        with args.json.open("a", encoding="utf-8") as file:
+            for one in entries:
+                file.write(json.dumps({**one, "levels": levels, "machine": machine.card()}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

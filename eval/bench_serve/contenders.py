@@ -1,0 +1,104 @@
+"""Who answers the same requests? A server of this package, transformers' own, and the stream without a server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_mlspec
+
+from .clients import Seen, Work, ask_all
+
+
+def stream_alone(folder: str, levels: list[str], work: Work, clients: int, threads: int, repeats: int) -> list[Seen]:
+    """generate_stream in this process, a slot for each client."""
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [_streamed(model, tokenizer, levels, work, clients) for _ in range(repeats + 1)][1:]
+
+
+def _streamed(model: Any, tokenizer: Any, levels: list[str], work: Work, clients: int) -> Seen:
+    seen, asked = Seen(0.0, 0.0, [0] * len(work), [0.0] * len(work), [""] * len(work)), [0.0] * len(work)
+
+    def requests() -> Iterator[hf_mlspec.Request]:
+        for number, (prompt, limit) in enumerate(work):
+            asked[number] = time.perf_counter()  # a client asks when its last answer is there: a slot is free
+            yield hf_mlspec.Request(prompt, max_new_tokens=limit, id=number, do_sample=False)
+
+    begin, cpu = time.perf_counter(), time.process_time()
+    for event in hf_mlspec.generate_stream(model, requests(), max_batch=clients, assistant_models=levels,
+                                           tokenizer=tokenizer, events=True):
+        now, number = time.perf_counter(), event.id
+        if isinstance(event, hf_mlspec.Completion):
+            if event.error is not None:
+                raise event.error
+            seen.tokens[number], seen.texts[number] = len(event.new_tokens), event.text
+        elif not seen.first[number]:
+            seen.first[number] = now - asked[number]
+    seen.seconds, seen.cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
+    return seen
+
+
+def served(words: list[str], port: int, model: str, work: Work, clients: int, threads: int,
+           repeats: int) -> list[Seen]:
+    """A server in a process of its own; the first run warms it up."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        _wait(process, port)
+        return [_asked(process.pid, port, model, work, clients) for _ in range(repeats + 1)][1:]
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+
+
+def _asked(pid: int, port: int, model: str, work: Work, clients: int) -> Seen:
+    before = psutil.Process(pid).cpu_times()
+    seen = ask_all(port, model, work, clients)
+    after = psutil.Process(pid).cpu_times()
+    seen.cpu_seconds = after.user + after.system - before.user - before.system
+    return seen
+
+
+def our_server(folder: str, levels: list[str], clients: int, port: int) -> list[str]:
+    """The command of `mlspec serve`."""
+    chain = [word for level in levels for word in ("--level", level)]
+    return [sys.executable, "-m", "mlspec_cli", "serve", folder, *chain, "--port", str(port), "--slots", str(clients)]
+
+
+def their_server(folder: str, port: int) -> list[str]:
+    """The command of `transformers serve --continuous-batching`."""
+    return [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", folder,
+            "--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", str(port)]
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _wait(process: subprocess.Popen, port: int) -> None:
+    for _ in range(240):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read()
+            return
+        time.sleep(0.5)
+    raise RuntimeError("the server did not come up in two minutes")

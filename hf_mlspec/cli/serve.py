@@ -1,0 +1,57 @@
+"""How does a chain answer clients of OpenAI's API? A server on a port, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..demo_pair import demo_pair
+from .request import chain_config, load_target
+
+_PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # --chat-template plain
+SERVER_PACKAGES = ("fastapi", "uvicorn", "openai", "prometheus_client")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    try:
+        from ..serving.limits import Limits
+        from ..serving.server import Options, listen, read_keys, run, serve_model
+    except ImportError as error:
+        if error.name not in SERVER_PACKAGES:
+            raise
+        raise ValueError(f"{error.name} is not installed; pip install 'hf-mlspec[serve]' brings what a server "
+                         "needs") from error
+    path, levels, name = _chain(args)
+    limits = Limits(prompt_tokens=args.max_prompt_tokens, new_tokens=args.max_new_tokens, queue=args.max_queue,
+                    body=args.max_body, choices=args.max_choices, seconds=args.max_seconds)
+    config = chain_config(args)
+    keys = [] if args.api_key_file is None else read_keys(args.api_key_file)
+    listening = listen(args.host, args.port)
+    with listening:  # first of all: a port that is taken is no reason to load a model
+        model, tokenizer = load_target(path, args)
+        _set_template(tokenizer, args.chat_template or (None if args.model else "plain"))
+        options = Options(args.served_model_name or name, args.slots, keys, limits, config)
+        served = serve_model(model, tokenizer, levels, options)
+        served.backend.start()
+        host, port = listening.getsockname()[:2]
+        print(f"mlspec serve: {options.name} on http://{host}:{port}", file=sys.stderr, flush=True)
+        run(served, listening, args.grace)
+    return 0
+
+
+def _chain(args: argparse.Namespace) -> tuple[str, list[Any], str]:
+    """Target, levels, and what the target is called."""
+    if args.model:
+        return args.model, args.levels or [], args.model
+    target, draft = demo_pair()
+    return target, args.levels or ["mxfp4", draft], "demo"
+
+
+def _set_template(tokenizer: Any, given: str | None) -> None:
+    """The chat template that was asked for, in place of the tokenizer's own."""
+    if given == "plain":
+        tokenizer.chat_template = _PLAIN
+    elif given is not None:
+        tokenizer.chat_template = Path(given).read_text(encoding="utf-8")

@@ -1,0 +1,166 @@
+"""How does the server end: by a signal, by a port that is taken, by a level or a target that fails?"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the packages of the extra serve are not installed")
+
+from servers import DRAFT, PLAIN, TARGET, Running
+
+import hf_mlspec
+from hf_mlspec import Draft
+
+TEXT = "/v1/completions"
+LONG = {"prompt": "def fib(n):", "max_tokens": 200, "logit_bias": {"1": -100}, "return_token_ids": True}
+
+
+class Failing:
+    """A level that guesses badly for some rounds, and then raises."""
+
+    name = "failing"
+
+    def __init__(self, rounds: int) -> None:
+        self.left, self.stats = rounds, hf_mlspec.LevelStats(self.name)
+
+    def start(self, batch, device) -> None:
+        self.device = device
+
+    def select(self, keep) -> None: ...
+    def admit(self, count) -> None: ...
+    def replace(self, row) -> None: ...
+    def rollback(self, lengths) -> None: ...
+
+    def propose(self, rows, limits):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("this level is broken")
+        return Draft.from_lists([[7] * min(limit, 2) for limit in limits], self.device)
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 9])
+def test_a_level_that_fails_is_left_out_and_no_answer_shows_it(alone, rounds):
+    expected = alone.ids("def fib(n):", max_new_tokens=120, sequence_bias={(1,): -100.0})
+    text = alone.tokenizer.decode(expected)
+    with Running(levels=[Failing(rounds)]) as server:
+        body = {**LONG, "max_tokens": 120, "return_levels": True, "logprobs": 0}
+        with ThreadPoolExecutor(6) as pool:
+            asked = [pool.submit(server.ask, TEXT, body) for _ in range(3)]
+            streams = [pool.submit(server.stream, TEXT, body) for _ in range(3)]
+        for one in asked:
+            choice = one.result()[1]["choices"][0]
+            assert (choice["token_ids"], choice["text"]) == (expected, text)
+            assert len(choice["logprobs"]["tokens"]) == 120
+        for one in streams:
+            chunks = [event["choices"][0] for event in one.result()]
+            assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == expected
+            assert "".join(chunk["text"] for chunk in chunks) == text
+            assert sum(len(chunk.get("levels", [])) for chunk in chunks) == 120
+        assert server.metric("mlspec_level_failures_total") == 1
+        assert server.ask("/health")[1]["levels"] == "left out: this level is broken"
+
+
+def test_a_target_that_fails_ends_what_runs_and_goes_on_with_the_next(monkeypatch):
+    with Running(levels=[], slots=2) as server:
+        assert server.ask(TEXT, {**LONG, "max_tokens": 3})[0] == 200
+        from hf_mlspec.speculation.checker import Checker
+
+        check, left = Checker.check, [5]
+
+        def failing(self, *words, **more):
+            left[0] -= 1
+            if left[0] == 0:
+                raise RuntimeError("out of luck")
+            return check(self, *words, **more)
+
+        monkeypatch.setattr(Checker, "check", failing)
+        status, body = server.ask(TEXT, LONG)
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        assert "out of luck" in body["error"]["message"]
+        assert server.ask(TEXT, {**LONG, "max_tokens": 3})[0] == 200
+        left[0] = 1  # and now nothing is decoded in between: the next stream fails at once
+        monkeypatch.setattr(Checker, "check", lambda *_, **__: 1 / 0)
+        assert server.ask(TEXT, LONG)[0] == 500
+        assert server.ask(TEXT, LONG)[0] == 500
+        server.until(lambda: not server.backend.alive)
+        assert server.ask("/health")[0] == 503
+        assert server.ask(TEXT, LONG)[0] == 503
+
+
+@pytest.mark.parametrize(("grace", "tokens"), [(30.0, 200), (0.05, 1000)])
+def test_at_the_end_running_answers_end_or_are_told(alone, grace, tokens):
+    body = {**LONG, "max_tokens": tokens, "stream": True}
+    with Running(slots=2, grace=grace, new_tokens=1000) as server, ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(server.ask, TEXT, {**body, "stream": n % 2 == 0}) for n in range(6)]
+        server.until(lambda: server.backend.running == 2 and server.backend.waiting == 4)
+        server.uvicorn.should_exit = True
+        found = [one.result() for one in asked]
+    statuses = [status for status, _ in found]
+    if grace > 1:
+        assert statuses == [200] * 6
+        expected = alone.ids("def fib(n):", max_new_tokens=200, sequence_bias={(1,): -100.0})
+        for _, answer in found[1::2]:
+            assert answer["choices"][0]["token_ids"] == expected
+        for _, text in found[::2]:
+            assert text.endswith("data: [DONE]\n\n")
+    else:
+        assert statuses[::2] == [200] * 3
+        assert statuses[1::2] == [503] * 3
+        for _, text in found[::2]:
+            assert json.loads(text.split("data: ")[-1])["error"]["code"] == "shutting_down"
+
+
+@pytest.fixture
+def command(tmp_path):
+    """`mlspec serve` of the demo pair in a process of its own: (process, port)."""
+    template, keys = tmp_path / "plain.jinja", tmp_path / "keys"
+    template.write_text(PLAIN)
+    keys.write_text("# of the tests\nsecret\n\n")
+    words = [sys.executable, "-m", "mlspec_cli", "serve", TARGET, "--level", f"mxfp4+{DRAFT}", "--port", "0",
+             "--grace", "20", "--chat-template", str(template), "--api-key-file", str(keys),
+             "--served-model-name", "demo"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.startswith("mlspec serve: "):
+            break
+    assert process.poll() is None
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    yield process, int(line.rsplit(":", 1)[1])
+    process.kill()
+    process.wait()
+
+
+def test_the_command_serves_and_a_signal_ends_it(command):
+    process, port = command
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Authorization": "Bearer secret"}
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "def f():"}], "max_tokens": 400, "stream": True,
+            "logit_bias": {"1": -100}}
+    connection.request("POST", "/v1/chat/completions", json.dumps(chat), headers)
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    process.send_signal(signal.SIGTERM)
+    rest = response.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason": "length"' in rest
+    begin = time.monotonic()
+    assert process.wait(20) in (0, -signal.SIGTERM)
+    assert time.monotonic() - begin < 15
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(command):
+    _, port = command
+    words = [sys.executable, "-m", "mlspec_cli", "serve", "nowhere", "--port", str(port)]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.splitlines() == [f"mlspec serve: cannot listen on 127.0.0.1 port {port}: Address already in "
+                                         "use; choose another --port or --host"]
