@@ -123,7 +123,8 @@ def _hooked_generate(stock):
             _check_streamer(kwargs)
         config = SpeculationConfig.of(speculation_config)
         proxy = _Proxy(self, assistant_models, assistant_tokenizers, config, implied)
-        proxy.keep_cache = any(kwargs.get(name) is not None for name in STATE_ARGUMENTS)  # a user's own cache comes back filled
+        # A user's own cache comes back filled.
+        proxy.keep_cache = any(kwargs.get(name) is not None for name in STATE_ARGUMENTS)
         return stock(self, **{**_expand(self, kwargs), "assistant_model": proxy})
 
     return generate
