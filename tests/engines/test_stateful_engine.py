@@ -30,7 +30,7 @@ def guess(*rows):
     return Guess(torch.tensor([list(row) + [0] * (width - len(row)) for row in rows]), [len(row) for row in rows])
 
 
-def one_by_one(model, tokens, prompt=len(ROW)):
+def one_by_one(model, tokens, prompt=5):
     """Logits of every token from the prompt's last on, in an engine of their own."""
     engine = started(model)
     return torch.cat([engine.feed([tokens[:n]])[0] for n in range(prompt, len(tokens) + 1)])
