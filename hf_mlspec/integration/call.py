@@ -19,6 +19,7 @@ from transformers.generation import (
 
 from ..engines.built import walking_once
 from ..engines.modules.attention import ragged_attention_on
+from ..engines.modules.states import keeps_state
 from ..engines.rows import require_memory
 from ..nn.state import ModelState, say_once, state_of
 from ..speculation.checker import Verdict
@@ -37,7 +38,7 @@ from .levels.resolve import resolve
 from .levels.wiring import Chain, Wiring
 from .processing import Prompts, Stopping, calls_like, split_processors
 from .request import check_length, check_prompts, check_request, check_streamer, check_target
-from .returned_cache import ReturnedCache, check_given, take_over, tokens_in
+from .returned_cache import ReturnedCache, check_given, check_no_states, take_over, tokens_in
 
 _FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as rows do
 
@@ -160,7 +161,9 @@ def check(model: PreTrainedModel, call: Call) -> Prompts:
     prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
-    if call.tokens_given:
+    if keeps_state(model):
+        check_no_states(model, call.model_kwargs, call.keep_cache)
+    elif call.tokens_given:
         check_given(model, call.model_kwargs["past_key_values"], prompts)
     split_processors(call.processors, prompts)  # refuses those that keep state
     return prompts
@@ -208,8 +211,9 @@ def _require_memory(model: PreTrainedModel, call: Call, chain: Chain, prompts: P
 
 def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Emit | None):
     """Extend the rows; the counts, and the cache a user asked to have back."""
-    given, device, rows = call.model_kwargs.get("past_key_values"), call.input_ids.device, prompts.grown
-    cached, returned = tokens_in(given, prompts) if call.tokens_given else 0, None
+    device, rows = call.input_ids.device, prompts.grown
+    given = None if chain.target.runner.can.stateful else call.model_kwargs.get("past_key_values")
+    cached, returned = tokens_in(given, prompts) if given is not None and call.tokens_given else 0, None
     if given is not None and (call.keep_cache or call.settings.return_dict_in_generate or call.tokens_given):
         emit = returned = ReturnedCache(chain, prompts, stop, call.new_tokens, given, emit)
     asked = stop if stop.asks or returned is not None else None

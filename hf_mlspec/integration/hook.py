@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..engines.modules.states import STATE_ARGUMENTS
 from ..engines.rows import cache_format_of
 from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
@@ -61,7 +62,7 @@ def enable() -> None:
     source.enable()
     if _hooks:
         return
-    for name, hooked in (("generate", _hooked_generate), ("_assisted_decoding", _hooked_decoding)):
+    for name, hooked in _HOOKED:
         _hooks[name] = hooked(getattr(GenerationMixin, name))
         setattr(GenerationMixin, name, _hooks[name])
 
@@ -122,7 +123,8 @@ def _hooked_generate(stock):
             _check_streamer(kwargs)
         config = SpeculationConfig.of(speculation_config)
         proxy = _Proxy(self, assistant_models, assistant_tokenizers, config, implied)
-        proxy.keep_cache = kwargs.get("past_key_values") is not None  # a user's own cache comes back filled
+        # A user's own cache comes back filled.
+        proxy.keep_cache = any(kwargs.get(name) is not None for name in STATE_ARGUMENTS)
         return stock(self, **{**_expand(self, kwargs), "assistant_model": proxy})
 
     return generate
@@ -164,6 +166,35 @@ def _hooked_decoding(stock):
         return run(self, call)
 
     return _assisted_decoding
+
+
+class _Unrefused:
+    """A model whose state our loop puts back, as transformers' check of assisted generation is to see it."""
+
+    _is_stateful = False
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+
+    def __getattr__(self, name: str):
+        return getattr(self._model, name)
+
+
+def _hooked_validation(stock):
+    @functools.wraps(stock)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        ours = isinstance(generation_mode_kwargs.get("assistant_model"), _Proxy)
+        seen = _Unrefused(self) if ours and self._is_stateful else self
+        return stock(seen, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+_HOOKED = (
+    ("generate", _hooked_generate),
+    ("_assisted_decoding", _hooked_decoding),
+    ("_validate_generation_mode", _hooked_validation),
+)
 
 
 def _is_ours(model) -> bool:

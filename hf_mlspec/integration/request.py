@@ -12,12 +12,15 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
+from ..engines.modules.states import keeps_state, why_not_restored
 from ..routing.router import Router
 from .processing import Prompts, check_mask
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What stock generate hands to every decoding method and our loop makes for itself.
-_OURS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+_OURS = {
+    "attention_mask", "position_ids", "past_key_values", "cache_params", "state", "use_cache", "logits_to_keep",
+    "cache_position",
+}  # fmt: skip
 # Drafting of transformers' own that a user may have asked for.
 _STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 
@@ -192,14 +195,13 @@ def check_model(model: nn.Module, name: str) -> None:
         raise TypeError(
             f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language model"
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if model._is_stateful or not kinds <= LAYER_TYPES or getattr(config, "num_kv_shared_layers", 0):
+    stateful = keeps_state(model)
+    if stateful and (reason := why_not_restored(model)) is not None:
         raise ValueError(
-            f"{name} ({kind}) keeps a state that cannot be rolled back (layers of type "
-            f"{', '.join(sorted(kinds - LAYER_TYPES)) or 'recurrent or shared'}): it can neither draft nor check; "
-            "transformers' own generate, without assistant_models, runs it"
+            f"{name} ({kind}) keeps a state that can be neither copied nor put back: {reason}; transformers' own "
+            "generate, without assistant_models, runs it"
         )
-    if not model._supports_attention_backend or not _takes_positions(model):
+    if not stateful and (not model._supports_attention_backend or not _takes_positions(model)):
         raise ValueError(
             f"{name} ({kind}) has an attention of its own, without transformers' attention interface and "
             "position ids, so rows of different lengths cannot share a batch"

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ..engines.modules.states import STATE_ARGUMENTS, Kept
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
@@ -40,6 +41,16 @@ def check_given(model: PreTrainedModel, given: DynamicCache | None, prompts: Pro
             f"prompt's first tokens, {width - 1} at most; crop the cache, or pass the text it belongs to"
         )
     _check_layers(model, given, prompts)
+
+
+def check_no_states(model: PreTrainedModel, model_kwargs: dict, own: bool) -> None:
+    """Raise ValueError for a user's cache of a model that keeps a state; own: whether there is one, filled or not."""
+    for name in STATE_ARGUMENTS:
+        if model_kwargs.get(name) is not None and (own or Kept.of(model_kwargs[name], 0).whole_bytes):
+            raise ValueError(
+                f"{name} was given, and {type(model).__name__} keeps a state that this loop neither takes over nor "
+                f"returns: leave out {name} and pass the whole prompt"
+            )
 
 
 def _check_layers(model: PreTrainedModel, given: DynamicCache, prompts: Prompts) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Iterator
 
 import torch
@@ -100,11 +103,32 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
             understood.append(name)
         else:
             why = unfit_linear(module, divisor)
+        why = why or _read_directly(model, name, module)
         if why:
             yield name, why
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3 and "expert" in name and name.rpartition(".")[0] not in understood:
             yield name, "fused expert weights"
+
+
+def _read_directly(model: nn.Module, name: str, module: nn.Module) -> str | None:
+    """Why a linear of a model that keeps a state stays: recurrent layers read the weights of some, and models that of
+    their head, where others call the layer."""
+    parent, _, own = name.rpartition(".")
+    if not getattr(model, "_is_stateful", False) or not isinstance(module, nn.Linear):
+        return None
+    reader = type(model.get_submodule(parent))
+    return f"{reader.__name__} reads its weight itself" if own in _weights_read(reader) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
+    """Children whose weight the forward of a module, or a method with forward in its name, reads."""
+    try:
+        bodies = [inspect.getsource(body) for name, body in vars(kind).items() if "forward" in name]
+    except (OSError, TypeError):  # no source: nothing is known
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b", "".join(bodies)))
 
 
 def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:

@@ -14,8 +14,8 @@ from transformers import (
     BertLMHeadModel,
     BertModel,
     LogitsProcessorList,
-    MambaConfig,
-    MambaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -36,8 +36,9 @@ def t5():
     return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64))
 
 
-def mamba():
-    return MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
+def griffin():
+    shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=64, lru_width=32, **shape))
 
 
 def offloaded():
@@ -92,7 +93,7 @@ MODELS = {
     "an encoder": (bert, TypeError, r"level 0 .*BertModel.* is no causal language model.*AutoModelForCausalLM"),
     "an encoder with a head": (lambda: bert(BertLMHeadModel), TypeError, r"BertLMHeadModel\) is an encoder"),
     "an encoder-decoder": (t5, ValueError, r"level 0 .*encoder-decoder model; .*decoder-only"),
-    "a recurrent model": (mamba, ValueError, r"MambaForCausalLM\) keeps a state that cannot be rolled back"),
+    "a state in modules": (griffin, ValueError, r"keeps a state that can be neither copied"),
     "weights elsewhere": (offloaded, ValueError, r"meta device.*load it onto"),
     "another vocabulary": (
         lambda: tiny(vocab_size=300),
@@ -119,8 +120,8 @@ def test_models_as_levels(name):
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
-    [(t5, ValueError, "the target .*encoder-decoder"), (mamba, ValueError, "the target .*cannot be rolled back")],
-    ids=["T5", "Mamba"],
+    [(t5, ValueError, "the target .*encoder-decoder"), (griffin, ValueError, "the target .*neither copied nor")],
+    ids=["T5", "RecurrentGemma"],
 )
 def test_targets(make, error, words):
     with pytest.raises(error, match=words):

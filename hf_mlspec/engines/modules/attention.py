@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .states import keeps_state
+
 ATTENTION = "mlspec_ragged"
 _running = threading.local()
 _switching = threading.Lock()
@@ -75,8 +77,10 @@ def planned(plan: Plan):
 def ragged_attention_on(models: list):
     """Inside, the attention of these models reads the plan; whatever happens, they leave as they came.
 
-    Several threads may be inside with one model; the last one out restores it.
+    Several threads may be inside with one model; the last one out restores it. A model that keeps a state runs one
+    row at a time, with the attention it came with.
     """
+    models = [model for model in models if not keeps_state(model)]
     places: list = list({id(c): c for c in (model.config.get_text_config() for model in models)}.values())
     if any(model.device.type == "cuda" for model in models):
         places.append(_CudnnAttention)

@@ -1,0 +1,133 @@
+"""What does a model keep of a row, and can a length roll it back?
+
+Keys and values in a lane can be cut to any length. Everything else, such as a recurrent state, a convolution's last
+inputs or a window that has moved on, is copied whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+STATE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # of a forward, for what it keeps of its row
+_ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer)  # in a lane of ours, of which every slot stays
+_PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+def keeps_state(model: nn.Module) -> bool:
+    """Whether a model keeps something of its rows that a length cannot roll back: it says so, or the cache that
+    transformers makes for its config has a layer that is not one of keys and values alone, or layers share them."""
+    config = model.config.get_text_config()
+    if getattr(model, "_is_stateful", False) or getattr(config, "num_kv_shared_layers", 0):
+        return True
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or _PLAIN_KINDS.issuperset(kinds):
+        return False
+    return not all(type(layer) in _ROLLED_BACK for layer in DynamicCache(config=config).layers)
+
+
+def why_not_restored(model: nn.Module) -> str | None:
+    """Why what a model keeps of a row cannot be copied and put back; None where it can."""
+    if state_argument(model) is None:
+        return f"its forward takes none of {', '.join(STATE_ARGUMENTS)}"
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():  # neither parameters nor buffers
+            if "state" in name.split("_")[-1] and (value is None or isinstance(value, Tensor)):
+                return f"{path}.{name} is in its modules, where the rows of a call cannot have one each"
+    return None
+
+
+def state_argument(model: nn.Module) -> str | None:
+    """The argument of a model's forward that holds what it keeps of its rows."""
+    takes = inspect.signature(model.forward).parameters
+    return next((name for name in STATE_ARGUMENTS if name in takes), None)
+
+
+def new_states(model: nn.Module) -> DynamicCache | None:
+    """What transformers would start a row with; None where the model makes it by itself."""
+    if not model._supports_default_dynamic_cache():
+        return None
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+@dataclass
+class Kept:
+    """A copy of what a model keeps of a row of `length` tokens. states: the copy; of a layer of keys and values that
+    only grows, nothing but how many there were. nbytes: of the copy. whole_bytes: with those keys and values."""
+
+    states: Any
+    length: int
+    nbytes: int
+    whole_bytes: int
+
+    @classmethod
+    def of(cls, states: Any, length: int) -> Kept:
+        """A copy of these states."""
+        cut, grown = [0], [0]
+        return cls(_copied(states, cut, grown), length, cut[0], cut[0] + grown[0])
+
+    @staticmethod
+    def whole(states: Any) -> Any:
+        """The states for another owner: keys and values are shared, which only grow by new tensors."""
+        return restored(Kept.of(states, 0), states)
+
+
+@dataclass
+class _Lengths:
+    """How many keys and values a layer held."""
+
+    layer: DynamicLayer
+    count: int
+
+
+def restored(kept: Kept, now: Any) -> Any:
+    """States as they were copied. now: what has become of them; keys and values come from there."""
+    if not isinstance(kept.states, Cache):
+        return _copied(kept.states, [0], [0])
+    made = copy.copy(kept.states)
+    made.layers = [_layer(old, now.layers[index]) for index, old in enumerate(kept.states.layers)]
+    return made
+
+
+def _layer(old: Any, now: Any) -> Any:
+    if not isinstance(old, _Lengths):
+        return _copied(old, [0], [0])
+    made = copy.copy(old.layer)
+    if old.count:
+        made.keys, made.values = now.keys[:, :, : old.count], now.values[:, :, : old.count]
+    return made
+
+
+def _copied(value: Any, nbytes: list[int], grown: list[int]) -> Any:
+    if isinstance(value, Tensor):
+        nbytes[0] += value.nbytes
+        return value.clone()
+    if type(value) is DynamicLayer:
+        return _length_of(value, grown)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update({key: _copied(one, nbytes, grown) for key, one in value.items()})
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_copied(one, nbytes, grown) for one in value)
+    if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, PreTrainedConfig)) or callable(value):
+        return value
+    made = copy.copy(value)
+    vars(made).update({key: _copied(one, nbytes, grown) for key, one in vars(value).items()})
+    return made
+
+
+def _length_of(layer: DynamicLayer, grown: list[int]) -> _Lengths:
+    made, count = copy.copy(layer), 0
+    if layer.is_initialized and isinstance(layer.keys, torch.Tensor) and layer.keys.ndim == 4:
+        count = layer.keys.shape[2]
+        grown[0] += layer.keys.nbytes + layer.values.nbytes
+        made.keys = made.values = None
+    return _Lengths(made, count)
