@@ -81,7 +81,7 @@ def test_product_and_bits_of_every_number_of_tokens(shape, bits):
 def test_near_the_cpu_and_plain_torch(bits):
     case = Case(200, 1152, bits)
     got = case.multiply(case.x[:9], case.bias)
-    plain = REFERENCES["int4_int8_linear"](case.x[:9], *case.tiles, case.out, case.bias, bits)
+    plain = REFERENCES["int4_int8_linear"](case.x[:9], *case.tiles, case.out, case.bias, bits, 1.0)
     tiles = ops.prepack_int4_int8(*[part.cpu() for part in case.weight.parts])
     on_cpu = ops.int4_int8_linear(case.x[:9].cpu(), *tiles, case.out, case.bias.cpu(), activation_bits=bits)
     for other in (plain, on_cpu.cuda()):
