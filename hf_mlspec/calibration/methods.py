@@ -7,7 +7,7 @@ from dataclasses import dataclass
 SCALINGS = ("awq", "smoothquant")  # multiply input channels, and what feeds them divides
 ROTATION = "quarot"  # before anything else, with what it puts in front of layers as their transform
 CODINGS = ("rtn", "gptq")
-ATOM_CLIP = 0.8  # of 4-bit activations, for a scale per token and group; Atom's own is .9
+ATOM_CLIP = 0.85  # of 4-bit activations: measured (docs/benchmarks/qspec.md); Atom has .9
 REORDER = "atom"  # inputs by their size, the largest last, as outliers with int8 codes
 WORDS = (*CODINGS, *SCALINGS, ROTATION, REORDER, *(f"{first}+gptq" for first in (*SCALINGS, ROTATION, REORDER)))
 

@@ -35,9 +35,9 @@ from .statistics import Inputs, collect
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done. activation_clip: of 4-bit activations. search_bits: activation bits that SmoothQuant's search assumes. act_order: GPTQ rounds the
+    """What is to be done. search_bits: activation bits that SmoothQuant's search assumes. act_order: GPTQ rounds the
     inputs of the largest squares first. transform: of the inputs of every packed layer; of a rotated model the
-    rotations. kept: full names of linears that stay."""
+    rotations. activation_clip: of 4-bit ones. kept: full names of linears that stay."""
 
     method: Method
     group_size: int

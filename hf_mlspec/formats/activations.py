@@ -7,8 +7,8 @@ may be short), symmetric about zero, to 8 bits (codes -127..127) or 4 bits (-7..
 
 Example, 8 bits: a group with largest magnitude 2 has scale 2 / 127; 1.0 becomes round(63.5) = 64, worth 1.0079.
 
-4-bit codes may be clipped: the largest then means ``clip`` times amax, from .1 to 1, what is beyond becomes it, and the
-others are finer. In the rule above amax is clip * amax, and codes stay within -7..7.
+4-bit codes may be clipped: the largest then means ``clip`` times amax, from .1 to 1, what is beyond becomes it, and
+the others are finer. In the rule above amax is clip * amax, and codes stay within -7..7.
 
 A group of zeros has scale 0 and codes 0, and so has one so small (under 3.8e-37) that L / amax leaves float32. NaN or
 Inf makes its group's scale NaN (its codes are 0). The compiled kernels follow this rule bit for bit.
@@ -48,8 +48,8 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float32/bfloat16/float16 ``[..., k]`` -> codes int8 ``[..., k]``, scales float32 ``[..., ceil(k / group)]``.
 
-    clip: of 4-bit codes; 8-bit ones are not clipped. TypeError for another dtype; ValueError for a scalar, a group other
-    than 32, 64 or 128, bits other than 8 and 4, or a clip that is none.
+    clip: of 4-bit codes; 8-bit ones are not clipped. TypeError for another dtype; ValueError for a scalar, a group
+    other than 32, 64 or 128, bits other than 8 and 4, or a clip that is none.
     """
     _require_format(group_size, bits)
     require_clip(clip)

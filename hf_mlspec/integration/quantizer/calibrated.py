@@ -72,7 +72,7 @@ def quantize(
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
-    activation_clip: of 4-bit activations, .1 to 1; None: the method's own (calibration/methods.py). The model keeps it.
+    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py).
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     rotations: a file of matrices, as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
@@ -83,9 +83,8 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    clip = clip_of(method) if activation_clip is None else activation_clip
-    config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules,
-                          activation_clip=clip)  # fmt: skip
+    own = {"activation_clip": clip_of(method) if activation_clip is None else activation_clip}
+    config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)

@@ -114,8 +114,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
         given |= {"num_planes": num_planes, **others}
         if record is None:
-            alone = {"activation_bits": (activation_bits, 16), "skip_modules": (skip_modules, None)}
-            alone["activation_clip"] = activation_clip, None
+            alone = {"activation_bits": (activation_bits, 16)}
+            alone |= {"skip_modules": (skip_modules, None), "activation_clip": (activation_clip, None)}
             _require_nothing(kv_cache, alone | {name: (own, options()[name].default) for name, own in given.items()})
         else:
             _require_own(record, given)
