@@ -8,6 +8,7 @@ namespace mlspec {
 
 inline constexpr int64_t kBlock = 32;  // elements along `in` of one E8M0 scale, and of a step of the CPU's tiles
 inline constexpr int64_t kGroupSizes[] = {32, 64, 128};  // elements along `in` of one scale of int4 or bit-planes
+inline constexpr double kLeastClip = 0.1;  // of 4-bit activations
 inline constexpr int64_t kMaxPlanes = 8;
 inline constexpr int64_t kOutliers = 128;      // int8 columns of an int4 weight that has some: two groups of nibbles
 inline constexpr int64_t kCodebookLevels = 8;  // of a nested weight's draft, without their signs

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 SCALINGS = ("awq", "smoothquant")  # multiply input channels, and what feeds them divides
 ROTATION = "quarot"  # before anything else, with what it puts in front of layers as their transform
 CODINGS = ("rtn", "gptq")
+ATOM_CLIP = 0.85  # of 4-bit activations: measured (docs/benchmarks/qspec.md); Atom has .9
 REORDER = "atom"  # inputs by their size, the largest last, as outliers with int8 codes
 WORDS = (*CODINGS, *SCALINGS, ROTATION, REORDER, *(f"{first}+gptq" for first in (*SCALINGS, ROTATION, REORDER)))
 
@@ -42,6 +43,11 @@ def method_named(word: object) -> Method:
 def format_of(word: object) -> str:
     """The one format whose codes a method chooses, as config.json writes it. ValueError as of `method_named`."""
     return "int4-int8" if method_named(word).reorders else "int4"
+
+
+def clip_of(word: object) -> float:
+    """What a method clips 4-bit activations at, where nobody says; 1: not at all. ValueError as of `method_named`."""
+    return ATOM_CLIP if method_named(word).reorders else 1.0
 
 
 def method_for(word: object, format: object) -> Method:

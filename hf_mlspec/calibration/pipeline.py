@@ -37,7 +37,7 @@ from .statistics import Inputs, collect
 class Plan:
     """What is to be done. search_bits: activation bits that SmoothQuant's search assumes. act_order: GPTQ rounds the
     inputs of the largest squares first. transform: of the inputs of every packed layer; of a rotated model the
-    rotations. kept: full names of linears that stay."""
+    rotations. activation_clip: of 4-bit ones. kept: full names of linears that stay."""
 
     method: Method
     group_size: int
@@ -48,6 +48,7 @@ class Plan:
     transform: Transform
     kept: frozenset[str]
     damping: float = DAMPING
+    activation_clip: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class _Work:
         plan = self.plan
         scales, alpha = best_scales(
             plan.method.scaling, weights, inputs, lambda values: shared(feed, values, self.heads, self.kv_heads),
-            plan.group_size, plan.symmetric, plan.search_bits,
+            plan.group_size, plan.symmetric, plan.search_bits, plan.activation_clip,
         )  # fmt: skip
         fold(block, feed, scales, self.heads, self.kv_heads)
         inputs.divide_(scales)

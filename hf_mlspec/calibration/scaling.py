@@ -23,7 +23,7 @@ _LEAST = 1e-5  # of a channel, as a share of the largest: the scale of an idle c
 
 def best_scales(
     scaling: str, weights: list[Tensor], inputs: Inputs, share: Callable[[Tensor], Tensor], group_size: int,
-    symmetric: bool, activation_bits: int,
+    symmetric: bool, activation_bits: int, clip: float = 1.0,
 ) -> tuple[Tensor, float]:  # fmt: skip
     """weights float ``[out, in]`` of all layers that read these inputs -> scales float32 ``[in]`` and their alpha; 1
     everywhere and 0 where no scale beats none."""
@@ -33,7 +33,7 @@ def best_scales(
     proposals = _awq(inputs, share) if scaling == "awq" else _smooth(weights, inputs, share)
     best, least, chosen = torch.ones_like(inputs.largest), torch.inf, 0.0
     for alpha, scales in proposals:
-        read = _rounded(rows / scales, group_size, bits)
+        read = _rounded(rows / scales, group_size, bits, clip)
         error = 0.0
         for weight, output in zip(weights, wanted, strict=True):
             packed = int4.quantize(weight.float() * scales, group_size, symmetric)
@@ -67,7 +67,7 @@ def _floored(values: Tensor) -> Tensor:
     return values.clamp(min=most * _LEAST) / most if most > 0 else torch.ones_like(values)
 
 
-def _rounded(rows: Tensor, group_size: int, bits: int) -> Tensor:
+def _rounded(rows: Tensor, group_size: int, bits: int, clip: float) -> Tensor:
     if bits == 16:
         return rows
-    return activations.dequantize_rows(*activations.quantize_rows(rows, group_size, bits), group_size)
+    return activations.dequantize_rows(*activations.quantize_rows(rows, group_size, bits, clip), group_size)

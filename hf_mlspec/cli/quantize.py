@@ -23,7 +23,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in options()}
     format = format_of(args.method) if args.format is None and args.method is not None else args.format
     settings |= {"format": format, "activation_bits": args.activation_bits, "skip_modules": args.skip,
-                 "kv_cache": args.kv_cache}
+                 "activation_clip": args.activation_clip, "kv_cache": args.kv_cache}
     config = MLSpecConfig(**{name: value for name, value in settings.items() if value is not None})
     require_dtype(args.dtype, "auto")
     if args.json or not sys.stderr.isatty():

@@ -47,7 +47,8 @@ def _unprepack(
 def _multiply(
     x: torch.Tensor, tiles: Int4Int8Parts, rows: int, bias: torch.Tensor | None, switch: PrecisionSwitch
 ) -> torch.Tensor:
-    return ops.int4_int8_linear(x, tiles.packed, tiles.scale, rows, bias, activation_bits=switch.activation_bits)
+    how = {"activation_bits": switch.activation_bits, "activation_clip": switch.activation_clip}
+    return ops.int4_int8_linear(x, tiles.packed, tiles.scale, rows, bias, **how)
 
 
 def _join(weights: Sequence[Int4Int8Parts]) -> Int4Int8Parts:

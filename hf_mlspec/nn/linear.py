@@ -73,7 +73,8 @@ def _multiply_int4(
     group_size = int4_group_size(*tiles)
     if bits == 16 and switch.multiply == "dequant":
         return ops.bf16_linear(x, ops.int4_dequantize(*tiles, rows, group_size), bias)
-    return ops.int4_linear(x, *tiles, rows, bias, group_size=group_size, activation_bits=bits)
+    how = {"group_size": group_size, "activation_bits": bits, "activation_clip": switch.activation_clip}
+    return ops.int4_linear(x, *tiles, rows, bias, **how)
 
 
 register_packing(Packing(Mxfp4Linear, ops.prepack_mxfp4, ops.unprepack_mxfp4, _multiply_mxfp4))

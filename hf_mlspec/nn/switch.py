@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..formats import FORMATS, Format
+from ..formats.activations import require_clip
 from ..precision import Bits, Precision
 
 MULTIPLY = ("fused", "dequant")
@@ -35,10 +36,11 @@ class PrecisionSwitch:
 
     def __init__(
         self, weights: str, activation_bits: int = 16, multiply: str = "fused", *, num_planes: int = _PLANES,
-        least_planes: int = 1,
+        least_planes: int = 1, activation_clip: float = 1.0,
     ) -> None:  # fmt: skip
         """weights: the format of the layers, a word of FORMATS; num_planes: of planes, with tables or without, how
-        many there are; least_planes: the fewest that can be read. ValueError for another, or for other bits."""
+        many there are; least_planes: the fewest that can be read; activation_clip: of 4-bit activations, .1 to 1
+        (formats/activations.py). ValueError for another, or for other bits."""
         if weights not in FORMATS:
             raise ValueError(f"PrecisionSwitch: weights is {weights!r}, choose one of {', '.join(FORMATS)}")
         if type(num_planes) is not int or not 1 <= num_planes <= _PLANES:
@@ -46,6 +48,7 @@ class PrecisionSwitch:
         if type(least_planes) is not int or not 1 <= least_planes <= num_planes:
             raise ValueError(f"PrecisionSwitch: least_planes is {least_planes!r}, choose 1 to {num_planes}")
         self.weights, self.num_planes, self.least_planes = weights, num_planes, least_planes
+        self._clip = require_activation_clip(activation_clip, weights)
         self._override = _Override()
         self._default = self.bit_choices[0]
         self.activation_bits = activation_bits
@@ -97,6 +100,11 @@ class PrecisionSwitch:
         return self._default.activation
 
     @property
+    def activation_clip(self) -> float:
+        """What the largest 4-bit code of activations means, as a share of its group's largest: the model's own."""
+        return self._clip
+
+    @property
     def multiply(self) -> str:
         """How a 16-bit call multiplies int4 weights: "fused", by the kernel that reads the codes; or "dequant", the
         whole matrix in bfloat16 first, then a dense product, as systems without such a kernel do (for comparison)."""
@@ -112,9 +120,9 @@ class PrecisionSwitch:
         self._multiply = how
 
     @property
-    def in_force(self) -> tuple[Bits, str]:
-        """The bits and the multiplication that a call in this thread uses."""
-        return self._override.bits or self._default, self._multiply
+    def in_force(self) -> tuple[Bits, str, float]:
+        """The bits, the multiplication and the clip of activations that a call in this thread uses."""
+        return self._override.bits or self._default, self._multiply, self._clip
 
     @property
     def precision(self) -> Precision:
@@ -195,19 +203,23 @@ class PrecisionSwitch:
 
     def __reduce__(self) -> tuple:
         """For copy and pickle: an override belongs to a thread and stays behind."""
-        return _switch_at, (self.weights, (self.num_planes, self.least_planes), self._multiply, self._default)
+        planes = self.num_planes, self.least_planes
+        return _switch_at, (self.weights, planes, self._multiply, self._default, self._clip)
 
     def __repr__(self) -> str:
         if not self.record.reads_part:
             how = f"activation_bits={self.activation_bits}, multiply={self.multiply!r}"
+            how += "" if self._clip == 1 else f", activation_clip={self._clip:g}"
             return f"PrecisionSwitch({self.weights!r}, {how})"
         return f"PrecisionSwitch({self.weights!r}) at {self.precision}"
 
 
-def switch_for(record: Format, options: Mapping[str, Any], activation_bits: int = 16) -> PrecisionSwitch:
+def switch_for(
+    record: Format, options: Mapping[str, Any], activation_bits: int = 16, activation_clip: float = 1.0
+) -> PrecisionSwitch:
     """A new switch for layers of a format with these options."""
-    stored, least = record.stored_bits(**options), record.least_bits(**options)
-    return PrecisionSwitch(record.word, activation_bits, num_planes=stored, least_planes=least)
+    planes = {"num_planes": record.stored_bits(**options), "least_planes": record.least_bits(**options)}
+    return PrecisionSwitch(record.word, activation_bits, **planes, activation_clip=activation_clip)
 
 
 def filled(bits: Bits, own: Bits) -> Bits:
@@ -222,6 +234,18 @@ def require_activation_bits(activation_bits: int, weights: str) -> int:
         ways = " or ".join(_MEANING[bits] for bits in choices)
         raise ValueError(f"activation_bits is {activation_bits!r}: choose {ways} for {weights} weights")
     return activation_bits
+
+
+def require_activation_clip(clip: float, weights: str) -> float:
+    """``clip``, or ValueError for one that is none, or below 1 for a format whose activations never have 4 bits."""
+    clip = require_clip(clip, "activation_clip")
+    if clip != 1 and 4 not in FORMATS[weights].activations:
+        having = " and ".join(record.written for record in FORMATS.values() if 4 in record.activations)
+        raise ValueError(
+            f"activation_clip is {clip:g}, of 4-bit activations, which {FORMATS[weights].written} weights do not "
+            f"meet: leave it out, or use {having}"
+        )
+    return clip
 
 
 def precision_switch(model: nn.Module) -> PrecisionSwitch:
@@ -240,7 +264,10 @@ def precision_switch(model: nn.Module) -> PrecisionSwitch:
     return next(iter(found.values()))
 
 
-def _switch_at(weights: str, planes: tuple[int, int], multiply: str, default: Bits) -> PrecisionSwitch:
-    switch = PrecisionSwitch(weights, multiply=multiply, num_planes=planes[0], least_planes=planes[1])
+def _switch_at(
+    weights: str, planes: tuple[int, int], multiply: str, default: Bits, clip: float
+) -> PrecisionSwitch:
+    own = {"num_planes": planes[0], "least_planes": planes[1], "activation_clip": clip}
+    switch = PrecisionSwitch(weights, multiply=multiply, **own)
     switch.bits = default
     return switch

@@ -27,6 +27,7 @@ class Weight:
     high: of ZIPPER, ``split`` of ``ops.prepack_zipper``.
     order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
     input; None: element i. rotation: of o and down: what the input is multiplied by first; None: nothing.
+    activation_clip: of INT4, of its 4-bit activations.
     outliers: of INT4, 128 where the tiles are of ``ops.prepack_int4_int8``; then order, int32 ``[in + 128]``, has its
     last 128 entries twice.
     """
@@ -50,6 +51,7 @@ class Weight:
     high: Tensor | None = None
     rotation: Hadamard | None = None
     outliers: int = 0
+    activation_clip: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
     _set_weight(decoder, name, weight)
     if weight.order is not None:
         decoder.set_order(name, weight.order)
+    if weight.format == INT4 and weight.activation_clip != 1:
+        decoder.set_activation_clip(name, weight.activation_clip)
     if weight.rotation is not None:
         how = weight.rotation
         decoder.set_hadamard(name, matrix_on(how.order, torch.device("cpu")), how.size, how.inner)

@@ -49,13 +49,14 @@ def _check_weight(given: Operands) -> int:
 def _check_linear(given: Operands) -> None:
     in_features = _check_weight(given)
     given.require_choice("activation_bits", (4, 8, 16))
+    given.require_activation_clip()
     given.require_rows(in_features, given.out_features)
 
 
 @operator(_check_linear, like_x)
 def _int4_linear(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int,
-    bias: Tensor | None, group_size: int, activation_bits: int,
+    bias: Tensor | None, group_size: int, activation_bits: int, activation_clip: float,
 ) -> Tensor:  # fmt: skip
     weight_tiles, scale_tiles, zero_tiles = on_cpu_order(weight_tiles, scale_tiles, zero_tiles, out_features)
 
@@ -68,7 +69,8 @@ def _int4_linear(
             return finish(F.linear(rounded(x), dense), bias_of(bias, rows), x.dtype)
         codes = unpack_nibbles(packed).to(torch.int8).unflatten(-1, (-1, group_size))
         codes = codes - (SYMMETRIC_ZERO if zero is None else zero.to(torch.int8).unsqueeze(-1))
-        return integer_product(x, codes.flatten(-2), scale.double(), group_size, activation_bits, bias_of(bias, rows))
+        how = group_size, activation_bits, bias_of(bias, rows), activation_clip
+        return integer_product(x, codes.flatten(-2), scale.double(), *how)
 
     return in_slices(part, out_features, x.shape[-1])
 
@@ -83,13 +85,16 @@ def int4_linear(
     *,
     group_size: int,
     activation_bits: int = 16,
+    activation_clip: float = 1.0,
 ) -> Tensor:
     """float x ``[..., in]`` times an int4 weight from ``prepack_int4`` -> ``[..., out]``.
 
     group_size 32, 64 or 128: elements that share a scale. zero_tiles None: symmetric. activation_bits 16: x is rounded
     to bfloat16; 8 or 4: x is quantized in the weight's groups (QSpec's W4A4 is 4), integer dot products of a group.
+    activation_clip: of 4 activation bits, .1 to 1 (formats/activations.py); with others nothing is clipped.
     """
-    return _int4_linear(x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, group_size, activation_bits)
+    how = group_size, activation_bits, activation_clip
+    return _int4_linear(x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, *how)
 
 
 @operator(_check_weight, lambda given: given.weight_tiles.new_empty(

@@ -48,12 +48,14 @@ def _check_linear(given: Operands) -> None:
     groups = [0 if on_gpu else given.weight_tiles.shape[0], columns // GROUP, tiles.TILE_OUTPUTS]
     given.require_part("scale_tiles", torch.float16, groups)
     given.require_choice("activation_bits", (4, 8, 16))
+    given.require_activation_clip()
     given.require_rows(columns - OUTLIERS, given.out_features)
 
 
 @operator(_check_linear, like_x)
 def _int4_int8_linear(
-    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, activation_bits: int
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, activation_bits: int,
+    activation_clip: float,
 ) -> Tensor:  # fmt: skip
     weight_tiles, scale_tiles, _ = on_cpu_order(weight_tiles, scale_tiles, None, out_features)
 
@@ -65,7 +67,7 @@ def _int4_int8_linear(
         codes = unpack_nibbles(weight.weight_packed).to(torch.int8) - int4.SYMMETRIC_ZERO
         inputs, outliers = x.float().split([x.shape[-1] - OUTLIERS, OUTLIERS], -1)
         scale, outlier_scale = weight.weight_scale.double(), weight.weight_outlier_scale.double().unsqueeze(-1)
-        sums = integer_product(inputs, codes, scale, GROUP, activation_bits, None)
+        sums = integer_product(inputs, codes, scale, GROUP, activation_bits, None, activation_clip)
         sums = sums + integer_product(outliers, weight.weight_outlier, outlier_scale, OUTLIERS, 8, None)
         return finish(sums, bias_of(bias, rows), x.dtype)
 
@@ -74,14 +76,14 @@ def _int4_int8_linear(
 
 def int4_int8_linear(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None = None, *,
-    activation_bits: int = 16,
+    activation_bits: int = 16, activation_clip: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """float x ``[..., in]``, outliers last, times a weight from ``prepack_int4_int8`` -> ``[..., out]``.
 
     activation_bits 16: x is rounded to bfloat16; 8: to int8, a scale per row and 128 elements; 4: the same, but all
-    groups except the outliers to 4 bits (Atom's W4A4).
+    groups except the outliers to 4 bits (Atom's W4A4). activation_clip: of those at 4 bits, .1 to 1.
     """
-    return _int4_int8_linear(x, weight_tiles, scale_tiles, out_features, bias, activation_bits)
+    return _int4_int8_linear(x, weight_tiles, scale_tiles, out_features, bias, activation_bits, activation_clip)
 
 
 def prepack_int4_int8(packed: Tensor, scale: Tensor, outlier: Tensor, outlier_scale: Tensor) -> Int4Int8Tiles:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..formats.activations import require_clip
 from . import library
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,6 +109,10 @@ class Operands:
     def require_choice(self, name: str, choices: Sequence[int]) -> None:
         if (value := vars(self)[name]) not in choices:
             raise ValueError(f"{self.op}: {name} is {value}, choose one of {list(choices)}")
+
+    def require_activation_clip(self) -> None:
+        """Of 4-bit activations."""
+        require_clip(self.activation_clip, f"{self.op}: activation_clip")
 
     def require_scale(self) -> None:
         """Of the rows of a table."""

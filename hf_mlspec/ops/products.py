@@ -50,9 +50,11 @@ def bf16_product(x: Tensor, weight_in: Callable[[torch.dtype], Tensor], bias: Te
     return finish(F.linear(rounded(x), weight_in(torch.float32)), bias, x.dtype)
 
 
-def integer_product(x: Tensor, codes: Tensor, scale: Tensor, group: int, bits: int, bias: Tensor | None) -> Tensor:
+def integer_product(
+    x: Tensor, codes: Tensor, scale: Tensor, group: int, bits: int, bias: Tensor | None, clip: float = 1.0
+) -> Tensor:
     """codes int8 ``[out, in]``, scale float64 ``[out, in / group]``: the sum over groups of (integer dot) * scales."""
-    x_codes, x_scale = activations.quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), group, bits)
+    x_codes, x_scale = activations.quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), group, bits, clip)
     out, (rows, size) = codes.shape[0], x_codes.shape
     if size == 0:
         return finish(x.new_zeros(*x.shape[:-1], out), bias, x.dtype)

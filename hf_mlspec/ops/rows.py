@@ -24,6 +24,7 @@ def _check_quantize_rows(given: Operands) -> None:
     given.require_axis("x")
     given.require_choice("group_size", GROUP_SIZES)
     given.require_choice("bits", (4, 8))
+    given.require_activation_clip()
 
 
 def _codes_and_scales(given: Operands) -> tuple[Tensor, Tensor]:
@@ -32,14 +33,17 @@ def _codes_and_scales(given: Operands) -> tuple[Tensor, Tensor]:
 
 
 @operator(_check_quantize_rows, _codes_and_scales)
-def _quantize_rows(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    return activations.quantize_rows(x, group_size, bits)
+def _quantize_rows(x: Tensor, group_size: int, bits: int, activation_clip: float) -> tuple[Tensor, Tensor]:
+    return activations.quantize_rows(x, group_size, bits, activation_clip)
 
 
-def quantize_rows(x: Tensor, group_size: int, bits: int = 8) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, group_size: int, bits: int = 8, activation_clip: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """float ``[..., in]`` -> codes int8 ``[..., in]``, scales float32 ``[..., ceil(in / group_size)]``, bit for bit
-    those of formats/activations.py. group_size 32, 64 or 128; bits 8 or 4. On a GPU x is bfloat16."""
-    return _quantize_rows(x, group_size, bits)
+    those of formats/activations.py. group_size 32, 64 or 128; bits 8 or 4; activation_clip: of 4 bits, .1 to 1. On a
+    GPU x is bfloat16."""
+    return _quantize_rows(x, group_size, bits, activation_clip)
 
 
 def _check_rms_norm(given: Operands) -> None:

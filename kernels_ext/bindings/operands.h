@@ -59,6 +59,12 @@ inline void check_aligned(const char* op, const char* name, const at::Tensor& t,
                     bytes, " bytes; call .clone() once and keep the result");
 }
 
+// Of 4-bit activations: hf_mlspec/formats/activations.py.
+inline void check_activation_clip(const char* op, double clip) {
+  TORCH_CHECK_VALUE(clip >= kLeastClip && clip <= 1, op, ": activation_clip is ", clip, ", expected ", kLeastClip,
+                    " to 1, a share of the largest activation of a group");
+}
+
 inline void check_one_of(const char* op, const char* name, int64_t value, at::IntArrayRef choices) {
   TORCH_CHECK_VALUE(std::find(choices.begin(), choices.end(), value) != choices.end(), op, ": ", name, " is ", value,
                     ", choose one of ", choices);

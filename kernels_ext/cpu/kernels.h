@@ -51,6 +51,7 @@ struct mlspec_acts {
   int64_t bits;   // INT: 8 (codes -127..127) or 4 (codes -7..7); else 0
   void* data;     // 64-byte aligned, mlspec_acts_bytes(...) long
   int64_t wide = 0;  // INT at 4 bits: so many of the last elements, whole groups, have 8 bits all the same
+  float clip = 1.0f;  // INT, of 4-bit codes: what the largest code means, as a share of the group's largest magnitude
 };
 
 // The three arrays of ACTS_INT lie one behind the other, each 64-byte aligned.
@@ -130,8 +131,8 @@ void mlspec_nested_row(const struct mlspec_linear_args* args, int64_t row, uint1
 typedef void (*mlspec_dequantize_fn)(const struct mlspec_linear_args* args, int64_t out_begin, int64_t out_end, uint16_t* dense);
 
 // Rows [row_begin, row_end), elements [k_begin, k_end) of x into acts; k_begin is a multiple of 32 and of acts->group, k_end too
-// or it is in_features. INT: scale = max|x| / (127 or 7); code = round to nearest even of x * ((127 or 7) / max|x|), zero for an
-// all-zero group; NaN or Inf in a group makes its scale NaN.
+// or it is in_features. INT: scale = reach / (127 or 7); code = round to nearest even of x * ((127 or 7) / reach), at most 127 or 7
+// either way, zero for an all-zero group; reach = max|x|, of 4-bit codes clip * max|x|. NaN or Inf makes a group's scale NaN.
 struct mlspec_pack_args {
   const float* x;  // x[n * x_stride + k]
   int64_t x_stride;

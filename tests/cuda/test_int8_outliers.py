@@ -77,13 +77,15 @@ def test_product_and_bits_of_every_number_of_tokens(shape, bits):
             assert torch.equal(some, every[first : first + tokens]), f"{tokens} tokens from {first} on"
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_near_the_cpu_and_plain_torch(bits):
+@pytest.mark.parametrize(("bits", "clip"), [(16, 1.0), (8, 1.0), (4, 1.0), (4, 0.7)])
+def test_near_the_cpu_and_plain_torch(bits, clip):
     case = Case(200, 1152, bits)
-    got = case.multiply(case.x[:9], case.bias)
-    plain = REFERENCES["int4_int8_linear"](case.x[:9], *case.tiles, case.out, case.bias, bits)
+    how = {"activation_bits": bits, "activation_clip": clip}
+    got = ops.int4_int8_linear(case.x[:9], *case.tiles, case.out, case.bias, **how)
+    assert torch.equal(got, case.multiply(case.x[:9], case.bias)) == (clip == 1)
+    plain = REFERENCES["int4_int8_linear"](case.x[:9], *case.tiles, case.out, case.bias, bits, clip)
     tiles = ops.prepack_int4_int8(*[part.cpu() for part in case.weight.parts])
-    on_cpu = ops.int4_int8_linear(case.x[:9].cpu(), *tiles, case.out, case.bias.cpu(), activation_bits=bits)
+    on_cpu = ops.int4_int8_linear(case.x[:9].cpu(), *tiles, case.out, case.bias.cpu(), **how)
     for other in (plain, on_cpu.cuda()):
         assert (got.float() - other.float()).abs().max() <= 2**-8 * got.float().abs().max()
 

@@ -103,10 +103,12 @@ def test_quantized_rows_are_those_of_the_format(size, group_size, bits):
     x = torch.randn(9, size, device=DEVICE).bfloat16()
     x[0] = 0
     x[1, 0], x[2, -1], x[3] = torch.nan, torch.inf, 1e-38
-    codes, scales = ops.quantize_rows(x, group_size, bits)
-    expected_codes, expected_scales = activations.quantize_rows(x.cpu(), group_size, bits)
-    assert torch.equal(codes.cpu(), expected_codes)
-    assert torch.equal(scales.cpu().nan_to_num(-1), expected_scales.nan_to_num(-1))
+    for clip in (1.0, 0.8, 0.1):
+        codes, scales = ops.quantize_rows(x, group_size, bits, clip)
+        for made in (activations.quantize_rows, ops.quantize_rows):  # plain torch, and the kernels of this CPU
+            expected_codes, expected_scales = made(x.cpu(), group_size, bits, clip)
+            assert torch.equal(codes.cpu(), expected_codes)
+            assert torch.equal(scales.cpu().nan_to_num(-1), expected_scales.nan_to_num(-1))
 
 
 def test_tiles_are_a_permutation_and_the_same_on_every_device():

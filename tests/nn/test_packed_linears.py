@@ -228,7 +228,8 @@ def test_materialized_has_the_bits_of_the_reference_path(linear, x, name):
     if name == "mxfp4":
         expected = REFERENCES["mxfp4_linear"](x, layer.weight_tiles, layer.scale_tiles, 43, layer.bias, 16)
     else:
-        expected = REFERENCES["int4_linear"](x, layer.weight_tiles, layer.scale_tiles, None, 43, layer.bias, 32, 16)
+        tiles = layer.weight_tiles, layer.scale_tiles, None
+        expected = REFERENCES["int4_linear"](x, *tiles, 43, layer.bias, 32, 16, 1.0)
     assert torch.equal(y, expected) if name == "mxfp4" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
     assert "weight_dense" not in layer.state_dict()
     assert f"materialized={dtype}" in repr(layer)

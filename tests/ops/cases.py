@@ -56,23 +56,25 @@ def mxfp4_case(out: int, size: int, bits: int) -> Linear:
     )
 
 
-def int4_case(out: int, size: int, group: int, symmetric: bool, bits: int) -> Linear:
+def int4_case(out: int, size: int, group: int, symmetric: bool, bits: int, clip: float = 1.0) -> Linear:
     packed, scale, zero = int4.quantize(seeded(out, size, seed=2) * 0.05, group, symmetric)
     tiles = ops.prepack_int4(packed, scale, zero)
     codes = unpack_nibbles(packed).to(torch.int8).unflatten(-1, (-1, group))
     codes = (codes - (8 if zero is None else zero.to(torch.int8).unsqueeze(-1))).flatten(-2)
     return Linear(
-        f"int4 g{group} {'symmetric' if symmetric else 'asymmetric'} {bits}",
-        lambda x, bias=None: ops.int4_linear(x, *tiles, out, bias, group_size=group, activation_bits=bits),
-        lambda x, bias=None: REFERENCES["int4_linear"](x, *tiles, out, bias, group, bits),
+        f"int4 g{group} {'symmetric' if symmetric else 'asymmetric'} {bits} clipped at {clip}",
+        lambda x, bias=None: ops.int4_linear(
+            x, *tiles, out, bias, group_size=group, activation_bits=bits, activation_clip=clip
+        ),
+        lambda x, bias=None: REFERENCES["int4_linear"](x, *tiles, out, bias, group, bits, clip),
         int4.dequantize(packed, scale, zero, torch.float64),
-        (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, group, bits),
-        None if bits == 16 else (codes, scale.float(), group, bits),
+        (lambda x: x.bfloat16().double()) if bits == 16 else lambda x: quantized(x, group, bits, clip),
+        None if bits == 16 or clip != 1 else (codes, scale.float(), group, bits),
     )
 
 
-def int4_int8_case(out: int, size: int, bits: int) -> Linear:
-    """Outliers that matter: their weights are larger. At 4 bits they meet 8-bit activations."""
+def int4_int8_case(out: int, size: int, bits: int, clip: float = 1.0) -> Linear:
+    """Outliers that matter: their weights are larger. At 4 bits they meet 8-bit activations, which are not clipped."""
     wide = seeded(out, size, seed=6) * 0.05
     wide[:, -128:] *= 4
     weight = int4_int8.Int4Int8Weight.from_dense(wide)
@@ -80,12 +82,12 @@ def int4_int8_case(out: int, size: int, bits: int) -> Linear:
 
     def seen(x: Tensor) -> Tensor:
         inputs, outliers = x.split([size - 128, 128], -1)
-        return torch.cat([quantized(inputs, 128, bits), quantized(outliers, 128, 8)], -1)
+        return torch.cat([quantized(inputs, 128, bits, clip), quantized(outliers, 128, 8)], -1)
 
     return Linear(
-        f"int4-int8 {bits}",
-        lambda x, bias=None: ops.int4_int8_linear(x, *tiles, out, bias, activation_bits=bits),
-        lambda x, bias=None: REFERENCES["int4_int8_linear"](x, *tiles, out, bias, bits),
+        f"int4-int8 {bits} clipped at {clip}",
+        lambda x, bias=None: ops.int4_int8_linear(x, *tiles, out, bias, activation_bits=bits, activation_clip=clip),
+        lambda x, bias=None: REFERENCES["int4_int8_linear"](x, *tiles, out, bias, bits, clip),
         weight.dequantize(torch.float64),
         (lambda x: x.bfloat16().double()) if bits == 16 else seen,
     )
@@ -151,6 +153,7 @@ def linears(out: int, size: int) -> Iterator[Linear]:
         if size % group == 0:
             yield from (int4_case(out, size, group, group != 64, bits) for bits in (4, 8, 16))
     yield int4_case(out, size, 32, False, 8)
+    yield int4_case(out, size, 32, True, 4, 0.8)
     if size % 128 == 0 and size > 128:
         yield from (int4_int8_case(out, size, bits) for bits in (4, 8, 16))
     yield dense_case(out, size, torch.bfloat16)
@@ -158,8 +161,8 @@ def linears(out: int, size: int) -> Iterator[Linear]:
     yield from many_precisions(out, size)
 
 
-def quantized(x: Tensor, group: int, bits: int) -> Tensor:
-    return activations.dequantize_rows(*activations.quantize_rows(x, group, bits), group, torch.float64)
+def quantized(x: Tensor, group: int, bits: int, clip: float = 1.0) -> Tensor:
+    return activations.dequantize_rows(*activations.quantize_rows(x, group, bits, clip), group, torch.float64)
 
 
 def check_linear(case: Linear, x: Tensor, bias: Tensor | None) -> None:
@@ -210,8 +213,8 @@ def check_no_worse_than_torch(case: Linear, size: int, dtype: torch.dtype) -> No
 
 def check_outliers() -> None:
     """int4 with int8 outliers: near float64 in every dtype, and a row by itself; at 4 bits outliers keep their 8."""
-    for out, size, bits in ((33, 256, 4), (17, 384, 8), (40, 1280, 16), (33, 1280, 4)):
-        case = int4_int8_case(out, size, bits)
+    for out, size, bits, clip in ((33, 256, 4, 1), (17, 384, 8, 0.7), (40, 1280, 16, 0.7), (33, 1280, 4, 0.8)):
+        case = int4_int8_case(out, size, bits, clip)
         x, bias = seeded(40, size, seed=7), seeded(out, seed=8)
         x[:, -128:] *= 20
         for dtype in DTYPES:
@@ -328,16 +331,17 @@ def check_quantize_rows() -> None:
             x = seeded(rows, size, seed=6).to(dtype)
             x[0, :20] = 0
             for group in (32, 64, 128):
-                for bits in (4, 8):
-                    codes, scales = ops.quantize_rows(x, group, bits)
-                    expected = activations.quantize_rows(x, group, bits)
-                    assert torch.equal(codes, expected[0]), (dtype, size, group, bits)
-                    assert torch.equal(scales, expected[1]), (dtype, size, group, bits)
+                for bits, clip in ((4, 1), (8, 1), (4, 0.8), (4, 0.1), (8, 0.8)):
+                    codes, scales = ops.quantize_rows(x, group, bits, clip)
+                    expected = activations.quantize_rows(x, group, bits, clip)
+                    assert torch.equal(codes, expected[0]), (dtype, size, group, bits, clip)
+                    assert torch.equal(scales, expected[1]), (dtype, size, group, bits, clip)
     special = torch.zeros(3, 64)
     special[1, 3], special[2, 40] = torch.nan, -torch.inf
-    codes, scales = ops.quantize_rows(special, 32, 8)
-    assert scales.isnan().tolist() == [[False, False], [True, False], [False, True]]
-    assert codes.eq(0).all()
+    for bits, clip in ((8, 1), (4, 0.8)):
+        codes, scales = ops.quantize_rows(special, 32, bits, clip)
+        assert scales.isnan().tolist() == [[False, False], [True, False], [False, True]]
+        assert codes.eq(0).all()
 
 
 def _close(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:

@@ -17,6 +17,7 @@ PAIRS = [
     ("kBlock", "BLOCK", {"nested"}, {"ops"}),
     ("kGroupSizes", "GROUP_SIZES", {"int4"}, {"ops"}),
     ("kGroupSizes", "GROUP_SIZES", {"planes"}, {"ops"}),
+    ("kLeastClip", "LEAST_CLIP", {"activations"}, set()),
     ("kMagnitudes", "MAGNITUDES", {"mxfp4"}, set()),
     ("kMaxPlanes", "MAX_PLANES", {"planes"}, set()),
     ("cpu_tiles::kTileOutputs", "TILE_OUTPUTS", {"ops"}, {"cuda"}),

@@ -31,16 +31,16 @@ SCHEMAS = [
     "int4_dequantize(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "
     "group_size) -> Tensor",
     "int4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, Tensor? "
-    "bias, int group_size, int activation_bits) -> Tensor",
+    "bias, int group_size, int activation_bits, float activation_clip) -> Tensor",
     "int4_int8_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
-    "activation_bits) -> Tensor",
+    "activation_bits, float activation_clip) -> Tensor",
     "mxfp4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "activation_bits) -> Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "
     "out_features, Tensor? bias, int weight_bits, int activation_bits) -> Tensor",
     "nested_rows(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float "
     "scale) -> Tensor",
-    "quantize_rows(Tensor x, int group_size, int bits) -> (Tensor, Tensor)",
+    "quantize_rows(Tensor x, int group_size, int bits, float activation_clip) -> (Tensor, Tensor)",
     "ragged_attention(Tensor q, Tensor keys, Tensor values, int[] starts, float scale, int window, float softcap, "
     "int draft_window) -> Tensor",
     "ragged_attention_rows(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor counts, float scale, int "

@@ -163,14 +163,14 @@ def _mxfp4(linear: Mxfp4Linear, parts: Mxfp4Parts, shape: dict[str, Any]) -> Wei
 
 def _int4(linear: Int4Linear, parts: Int4Parts, shape: dict[str, Any]) -> Weight:
     own = {"scale": parts.scale, "zero": parts.zero, "group_size": linear.group_size}
-    return Weight(INT4, parts.packed, **own, **shape)
+    return Weight(INT4, parts.packed, **own, **shape, activation_clip=linear.switch.activation_clip)
 
 
 def _int4_int8(linear: Int4Int8Linear, parts: Int4Int8Parts, shape: dict[str, Any]) -> Weight:
     order = shape["order"]
     if order is None:
         order = torch.arange(linear.in_features, dtype=torch.int32)
-    own = {"group_size": linear.group_size, "outliers": OUTLIERS}
+    own = {"group_size": linear.group_size, "outliers": OUTLIERS, "activation_clip": linear.switch.activation_clip}
     twice = {**shape, "order": torch.cat([order, order[-OUTLIERS:]])}
     return Weight(INT4, parts.packed, scale=parts.scale, **own, **twice)
 

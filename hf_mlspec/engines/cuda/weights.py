@@ -48,11 +48,11 @@ class DenseLinear:
 class FourBitLinear:
     """4-bit tiles of ``ops.prepack_*``; own: what the modules' switch said when it was read."""
 
-    __slots__ = ("bias", "dequantize", "extra_bytes", "group_size", "out_features", "own", "tiles")
+    __slots__ = ("bias", "clip", "dequantize", "extra_bytes", "group_size", "out_features", "own", "tiles")
 
     def __init__(self, module: PackedLinear, tiles: Parts, out_features: int, bias: Tensor | None):
         self.tiles, self.out_features, self.bias, self.extra_bytes = tiles, out_features, bias, 0
-        self.own = module.switch.bits
+        self.own, self.clip = module.switch.bits, module.switch.activation_clip
         self.group_size = getattr(module, "group_size", None)  # None: blocks of MXFP4
         self.dequantize = module.switch.multiply == "dequant"
 
@@ -63,24 +63,25 @@ class FourBitLinear:
             return ops.mxfp4_linear(x, *self.tiles, self.out_features, self.bias, width)
         if width == 16 and self.dequantize:
             return ops.bf16_linear(x, ops.int4_dequantize(*self.tiles, self.out_features, self.group_size), self.bias)
-        return ops.int4_linear(
-            x, *self.tiles, self.out_features, self.bias, group_size=self.group_size, activation_bits=width
-        )
+        how = {"group_size": self.group_size, "activation_bits": width, "activation_clip": self.clip}
+        return ops.int4_linear(x, *self.tiles, self.out_features, self.bias, **how)
 
 
 class OutlierLinear:
     """Tiles of ``ops.prepack_int4_int8``."""
 
-    __slots__ = ("bias", "extra_bytes", "out_features", "own", "tiles")
+    __slots__ = ("bias", "clip", "extra_bytes", "out_features", "own", "tiles")
 
     def __init__(self, module: Int4Int8Linear, tiles: Parts, out_features: int, bias: Tensor | None):
         self.tiles = tiles[:2]
         self.out_features, self.bias, self.extra_bytes, self.own = out_features, bias, 0, module.switch.bits
+        self.clip = module.switch.activation_clip
 
     def __call__(self, x: Tensor, bits: Bits) -> Tensor:
         """``[n, in]`` -> ``[n, out]`` at 16, 8 or 4 activation bits, 0: the switch's."""
         width = bits.activation or self.own.activation
-        return ops.int4_int8_linear(x, *self.tiles, self.out_features, self.bias, activation_bits=width)
+        how = {"activation_bits": width, "activation_clip": self.clip}
+        return ops.int4_int8_linear(x, *self.tiles, self.out_features, self.bias, **how)
 
 
 class NestedTilesLinear:

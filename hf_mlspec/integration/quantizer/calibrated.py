@@ -22,7 +22,7 @@ from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
 from ...calibration.matrices import read_rotations
-from ...calibration.methods import format_of, method_for
+from ...calibration.methods import clip_of, format_of, method_for
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
@@ -62,7 +62,7 @@ def quantize(
     tokenizer: Any = None, samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128,
     symmetric: bool = True, activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False,
     damping: float = DAMPING, rotations: str | os.PathLike | None = None, skip_modules: list[str] | None = None,
-    work_folder: str | os.PathLike | None = None,
+    work_folder: str | os.PathLike | None = None, activation_clip: float | None = None,
 ) -> Calibrated:  # fmt: skip
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
@@ -72,6 +72,7 @@ def quantize(
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
+    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py).
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     rotations: a file of matrices, as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
@@ -82,7 +83,8 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules)
+    own = {"activation_clip": clip_of(method) if activation_clip is None else activation_clip}
+    config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)
@@ -135,7 +137,7 @@ def plan_of(
     bits = search_bits or min(config.activation_bits, 8)
     transform = HADAMARD if turned else ORDER if act_order or chosen.reorders else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
-                frozenset(kept), damping)  # fmt: skip
+                frozenset(kept), damping, config.activation_clip or 1.0)  # fmt: skip
 
 
 def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> set[str]:
@@ -231,6 +233,7 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     records = {name: tensor for name, tensor in model.named_buffers() if ".transform_" in name}
     tensors = {**dict(model.named_parameters()), **records}  # a rotated model has no state_dict
     weights = _hash(sorted(checksums(tensors).items()))
+    own |= {} if plan.activation_clip == 1 else {"activation_clip": plan.activation_clip}
     return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
 
 

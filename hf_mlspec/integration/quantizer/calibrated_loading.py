@@ -62,7 +62,7 @@ def calibrate_loaded(model: PreTrainedModel, config: MLSpecConfig, samples: list
     quantize(
         model, request.method.word, config.format, calibration=samples, group_size=config.group_size,
         symmetric=config.symmetric, activation_bits=config.activation_bits, skip_modules=skipped or None,
-        **request.choices,
+        activation_clip=config.activation_clip, **request.choices,
     )  # fmt: skip
     model.add_model_tags([QUANT_METHOD, config.format])
 

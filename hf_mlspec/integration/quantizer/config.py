@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...calibration.methods import format_of
 from ...formats import FORMATS, Format, cache_format, format_named, options
-from ...nn.switch import require_activation_bits
+from ...nn.switch import require_activation_bits, require_activation_clip
 from ...nn.transforms import NONE, transform_named
 from .calibration_request import OPTIONS, requested
 from .source_config import SourceConfig
@@ -53,6 +53,9 @@ class MLSpecConfig(QuantizationConfigMixin):
     activation_bits: default bits of the layers' activations: 16 (bfloat16), for mxfp4, int4 and int4-int8 also 8, for
         the last two also 4 (integers, one scale per token and group). It changes no weight;
         ``hf_mlspec.precision_switch(model)`` can change it at any time.
+    activation_clip: int4 and int4-int8: what the largest 4-bit code of an activation means, .1 to 1 as a share of its
+        group's largest; what is beyond becomes it. It changes what 4 activation bits compute, and nothing else. None:
+        1, with a method that method's own.
     skip_modules: names or patterns of modules that are not packed, as transformers matches them
         (should_convert_module): the start of a name up to a dot, a regular expression, or the end of a name, such as
         ``["mlp.down_proj"]``. What transformers skips by default is skipped as well: the output head, modules tied to
@@ -105,6 +108,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         kv_cache: str | None = None,
         router: str | os.PathLike | None = None,
         calibration: Any = None,
+        activation_clip: float | None = None,
         *,
         method: str | None = None,
         **others: Any,
@@ -116,7 +120,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
         given |= {"num_planes": _planes_of(record, num_planes, others), **others}
         if record is None:
-            alone = {"activation_bits": (activation_bits, 16), "skip_modules": (skip_modules, None)}
+            alone = {"activation_bits": (activation_bits, 16)}
+            alone |= {"skip_modules": (skip_modules, None), "activation_clip": (activation_clip, None)}
             _require_nothing(kv_cache, alone | {name: (own, options()[name].default) for name, own in given.items()})
         else:
             _require_own(record, given)
@@ -124,6 +129,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
         self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
+        self.activation_clip = None if activation_clip is None else _require_clip(activation_clip, record)
         self.transform, self.router = transform_named(transform).word, _require_router(router, record)
         self.request, self.calibration = requested(method, self.format, calibration, asked)
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
@@ -165,9 +171,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         omitted = set(options()) - set(self.record.option_names if packs else ())
         omitted |= set() if packs else {"activation_bits", "modules_to_not_convert"}
         omitted |= {"kv_cache"} if self.kv_cache is None else set()
-        omitted |= {"router"} if self.router is None else set()
-        omitted |= {"calibration"} if self.calibration is None else set()
-        omitted |= {"skip_modules"} if self.skip_modules is None else set()
+        omitted |= {name for name in ("router", "calibration", "skip_modules") if getattr(self, name) is None}
+        omitted |= {"activation_clip"} if self.activation_clip in (None, 1) else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
         omitted |= {"request"}
         told = {} if self.request is None else self.request.told()
@@ -274,6 +279,13 @@ def _require_activations(bits: int, record: Format) -> int:
             "the level of a draft selects fewer bits"
         )
     return bits
+
+
+def _require_clip(clip: float, record: Format) -> float:
+    try:
+        return require_activation_clip(clip, record.word)
+    except ValueError as error:
+        raise ValueError(f"MLSpecConfig: {error}") from error
 
 
 def _names(setting: str, names: list[str]) -> list[str]:

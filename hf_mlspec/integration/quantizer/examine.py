@@ -227,6 +227,7 @@ def _ours(folder: str, config: MLSpecConfig, checkpoint: Checkpoint) -> tuple[Pr
             module.transform_(ORDER, {"order": tensors_of(name, stored, model)["transform_order"].load()})
     settings = ", ".join(f"{name} {value}" for name, value in config.format_settings.items())
     word = config.format + (f" ({settings})" if settings else "")
+    word += f", 4-bit activations clipped at {config.activation_clip:g}" if config.activation_clip else ""
     word += f", inputs transformed ({config.transform})" if config.transform != NONE.word else ""
     return model, _grouped(
         (word if isinstance(module, PackedLinear) else f"{word}, experts", _codes(module),

@@ -69,6 +69,8 @@ def _format_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
         *settings,
         ("bits per packed weight", f"{bits_per_packed_weight(model):.4g}"),
         ("activation bits (default)", str(config.activation_bits)),
+        *([("4-bit activations clipped at", f"{config.activation_clip:g} of the largest")]
+          if config.activation_clip else []),
         *([("keys and values in the cache", config.kv_cache)] if config.kv_cache else []),
         ("packed modules", str(len(packed))),
         ("kept wide", ", ".join(f"`{name}`" for name in config.modules_to_not_convert) or "none of the linear layers"),

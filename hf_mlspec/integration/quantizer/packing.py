@@ -154,7 +154,8 @@ def put_packed(
 
 def switch_of(config: MLSpecConfig) -> PrecisionSwitch:
     """A new switch for layers of the config's format."""
-    return switch_for(config.record, config.format_settings, config.activation_bits)
+    clip = 1.0 if config.activation_clip is None else config.activation_clip
+    return switch_for(config.record, config.format_settings, config.activation_bits, clip)
 
 
 def _empty(

@@ -179,6 +179,15 @@ class DecoderObject : public torch::CustomClassHolder {
     if (name != "head") mlspec::share_order(decoder_.layers.back(), linear);
   }
 
+  // Of the int4 linear `name`, which was set before: how 4-bit codes of its activations are clipped.
+  void set_activation_clip(const std::string& name, double clip) {
+    mlspec::Linear& linear = place(name);
+    TORCH_CHECK_VALUE(linear.weight && linear.format == mlspec::WeightFormat::kInt4, name,
+                      ".activation_clip: only int4 weights meet 4-bit activations; set the linear first");
+    mlspec::check_activation_clip(name.c_str(), clip);
+    linear.activation_clip = static_cast<float>(clip);
+  }
+
   // Of o or down, which was set before: its inputs are multiplied by Hadamard matrices first, as hadamard_rows does it.
   void set_hadamard(const std::string& name, const MaybeTensor& matrix, int64_t size, int64_t inner) {
     TORCH_CHECK_VALUE(name == "o" || name == "down", name, ".hadamard: o and down have rotated inputs, others do not");
@@ -341,6 +350,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_zipper", &DecoderObject::set_zipper)
       .def("set_outliers", &DecoderObject::set_outliers)
       .def("set_order", &DecoderObject::set_order)
+      .def("set_activation_clip", &DecoderObject::set_activation_clip)
       .def("set_hadamard", &DecoderObject::set_hadamard)
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)

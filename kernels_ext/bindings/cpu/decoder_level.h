@@ -12,7 +12,7 @@ namespace mlspec {
 inline void check_complete(const Decoder& decoder, Bits bits) {
   const auto alike = [&](const Linear& a, const Linear& b) {
     return a.format == b.format && a.group == b.group && a.at(bits) == b.at(bits) && a.order == b.order &&
-           a.outliers == b.outliers;
+           a.outliers == b.outliers && a.activation_clip == b.activation_clip;
   };
   const auto ready = [](const Linear& linear) { return linear.weight && (linear.order || !linear.outliers); };
   TORCH_CHECK_VALUE(decoder.embedding || decoder.nested_embedding.weight,
@@ -26,7 +26,7 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
       TORCH_CHECK_VALUE(l.experts || ready(*linear), "layer ", i, " of the decoder has not all of its seven linears yet");
     if (l.experts) check_experts(*l.experts, bits, "layer " + std::to_string(i) + " of the decoder");
     TORCH_CHECK_VALUE(alike(l.q, l.k) && alike(l.q, l.v) && alike(l.gate, l.up), "layer ", i,
-                      ": q, k, v and gate, up need weights of one format, group, numbers of bits, and order of inputs");
+                      ": q, k, v and gate, up need weights of one format, group, numbers of bits, clip of activations, and order of inputs");
   }
 }
 

@@ -53,7 +53,7 @@ void pack(const CpuKernels& kernels, Team& team, const void* x, mlspec_dtype dty
 void multiply_rows(const Form& form, mlspec_linear_args args, const void* x, mlspec_dtype dtype, int64_t rows, void* y) {
   const int64_t in = args.in_features, out = args.out_features;
   const bool wide = dtype == MLSPEC_FLOAT32;
-  mlspec_acts acts{form.kind, rows, in, form.group, form.bits, nullptr, 2 * form.outliers};
+  mlspec_acts acts{form.kind, rows, in, form.group, form.bits, nullptr, 2 * form.outliers, static_cast<float>(form.clip)};
   const Tensor packed = at::empty({mlspec_acts_bytes(&acts)}, at::kByte);
   const Tensor wide_x = at::empty({wide && !form.outliers ? 0 : rows * in}, at::kFloat);
   const Tensor wide_y = at::empty({wide ? 0 : rows * out}, at::kFloat);
@@ -168,28 +168,32 @@ mlspec_linear_args int4_weight(const char* op, const Tensor& weight_tiles, const
 
 Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles,
                    const std::optional<Tensor>& zero_tiles, int64_t out_features, const std::optional<Tensor>& bias,
-                   int64_t group_size, int64_t activation_bits) {
+                   int64_t group_size, int64_t activation_bits, double activation_clip) {
   constexpr const char* op = "int4_linear";
   const mlspec_linear_args args = int4_weight(op, weight_tiles, scale_tiles, zero_tiles, out_features, group_size);
   check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  check_activation_clip(op, activation_clip);
   const CpuKernels& kernels = cpu_kernels();
-  const Form form = activation_bits == 16 ? Form{kernels.int4_linear_bf16, MLSPEC_ACTS_BF16, 0, 0}
-                                          : Form{kernels.int4_linear_int8, MLSPEC_ACTS_INT, group_size, activation_bits};
+  const Form form = activation_bits == 16
+                        ? Form{kernels.int4_linear_bf16, MLSPEC_ACTS_BF16, 0, 0}
+                        : Form{kernels.int4_linear_int8, MLSPEC_ACTS_INT, group_size, activation_bits, 0, activation_clip};
   return multiply(op, form, x, args, bias);
 }
 
 // The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
 Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features,
-                        const std::optional<Tensor>& bias, int64_t activation_bits) {
+                        const std::optional<Tensor>& bias, int64_t activation_bits, double activation_clip) {
   constexpr const char* op = "int4_int8_linear";
   const mlspec_linear_args args = int4_weight(op, weight_tiles, scale_tiles, std::nullopt, out_features, kOutliers);
   TORCH_CHECK_VALUE(args.in_features >= 3 * kOutliers, op, ": weight_tiles have ", args.in_features, " columns, expected ",
                     3 * kOutliers, " or more: in_features and ", kOutliers, " outliers again");
   check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  check_activation_clip(op, activation_clip);
   const CpuKernels& kernels = cpu_kernels();
-  const Form form = activation_bits == 16
-                        ? Form{kernels.int4_linear_bf16, MLSPEC_ACTS_BF16, 0, 0, kOutliers}
-                        : Form{kernels.int4_linear_int8, MLSPEC_ACTS_INT, kOutliers, activation_bits, kOutliers};
+  const Form form =
+      activation_bits == 16
+          ? Form{kernels.int4_linear_bf16, MLSPEC_ACTS_BF16, 0, 0, kOutliers}
+          : Form{kernels.int4_linear_int8, MLSPEC_ACTS_INT, kOutliers, activation_bits, kOutliers, activation_clip};
   return multiply(op, form, x, args, bias);
 }
 
@@ -233,12 +237,13 @@ Tensor f32_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
   return dense_linear("f32_linear", {cpu_kernels().f32_linear, MLSPEC_ACTS_F32, 0, 0}, at::kFloat, x, weight, bias);
 }
 
-std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits) {
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits, double activation_clip) {
   constexpr const char* op = "quantize_rows";
   const mlspec_dtype dtype = float_dtype(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
   check_one_of(op, "group_size", group_size, kGroupSizes);
   check_one_of(op, "bits", bits, {4, 8});
+  check_activation_clip(op, activation_clip);
   const int64_t in = x.size(-1), groups = round_up(in, group_size);
   std::vector<int64_t> shape = x.sizes().vec();
   Tensor codes = at::empty(shape, x.options().dtype(at::kChar));
@@ -250,6 +255,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, in
   const int64_t rows = flat.numel() / in;
   for (int64_t first = 0; first < rows; first += kRowsPerPass) {
     mlspec_acts acts{MLSPEC_ACTS_INT, std::min(kRowsPerPass, rows - first), in, group_size, bits, nullptr};
+    acts.clip = static_cast<float>(activation_clip);
     const int64_t n = acts.num_rows;
     const Tensor packed = at::empty({mlspec_acts_bytes(&acts)}, at::kByte), wide = at::empty({n * in}, at::kFloat);
     acts.data = packed.mutable_data_ptr();

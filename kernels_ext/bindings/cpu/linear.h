@@ -12,6 +12,7 @@ struct Form {
   mlspec_acts_kind kind;
   int64_t group, bits;
   int64_t outliers = 0;  // so many of the last inputs stand in the activations twice, with 8 bits where the others have 4
+  double clip = 1;       // of 4-bit activations
 };
 
 // float x [..., in] -> [..., out] in its dtype; args hold the weight and its sizes. Checks x and bias.

@@ -70,6 +70,7 @@ std::tuple<Tensor, Tensor> quantized(const CudaCall& call, const Tensor& x, int6
   quantize.group_size = static_cast<int32_t>(group);
   quantize.bits = static_cast<int32_t>(bits);
   quantize.outliers = args.outliers;
+  quantize.clip = args.activation_clip;
   quantize.for_linear = 1;
   quantize.overlap = call.overlap();
   quantize.stream = call.stream();
@@ -160,7 +161,7 @@ Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& s
 }
 
 Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
-                   int64_t out_features, const Maybe& bias, int64_t group_size, int64_t activation_bits) {
+                   int64_t out_features, const Maybe& bias, int64_t group_size, int64_t activation_bits, double activation_clip) {
   constexpr const char* op = "int4_linear";
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, group_size, zero_tiles ? 3 : 2);
@@ -168,15 +169,17 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
   check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
   if (zero_tiles) check_part(op, "zero_tiles", *zero_tiles, at::kByte, groups, "weight_tiles", weight_tiles);
   check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  check_activation_clip(op, activation_clip);
   check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features, bias, out_features);
   args.has_zeros = zero_tiles.has_value();
   args.activation_bits = static_cast<int32_t>(activation_bits);
+  args.activation_clip = static_cast<float>(activation_clip);
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
 }
 
 // The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
 Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features,
-                        const Maybe& bias, int64_t activation_bits) {
+                        const Maybe& bias, int64_t activation_bits, double activation_clip) {
   constexpr const char* op = "int4_int8_linear";
   mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, kOutliers, 2);
   TORCH_CHECK_VALUE(args.in_features >= 3 * kOutliers, op, ": weight_tiles have ", args.in_features, " columns, expected ",
@@ -184,9 +187,11 @@ Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tenso
   const int64_t groups[] = {0, scale_tiles.size(1), 16};
   check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
   check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  check_activation_clip(op, activation_clip);
   check_linear_x(op, x, "weight_tiles", weight_tiles, args.in_features - kOutliers, bias, out_features);
   args.outliers = kOutliers;
   args.activation_bits = static_cast<int32_t>(activation_bits);
+  args.activation_clip = static_cast<float>(activation_clip);
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
 }
 
@@ -214,12 +219,13 @@ Tensor bf16_rows_linear(const Tensor& x, const Tensor& weight, const Maybe& bias
   return dense_linear("bf16_rows_linear", x, weight, bias, out_features);
 }
 
-std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits) {
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits, double activation_clip) {
   constexpr const char* op = "quantize_rows";
   check_dtype(op, "x", x, at::kBFloat16);
   TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
   check_one_of(op, "group_size", group_size, kGroupSizes);
   check_one_of(op, "bits", bits, {4, 8});
+  check_activation_clip(op, activation_clip);
   const CudaCall call(op, x);
   const int64_t in = x.size(-1);
   std::vector<int64_t> shape = x.sizes().vec();
@@ -236,6 +242,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, in
   args.in_features = in;
   args.group_size = static_cast<int32_t>(group_size);
   args.bits = static_cast<int32_t>(bits);
+  args.clip = static_cast<float>(activation_clip);
   args.overlap = call.overlap();
   args.stream = call.stream();
   call.check(mlspec_cuda_quantize_rows(&args));

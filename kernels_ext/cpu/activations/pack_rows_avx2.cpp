@@ -37,6 +37,9 @@ struct Vec {
   }
   static Int max(Int a, Int b) { return _mm256_max_epi32(a, b); }
   static Int add(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static Int within(Int a, int32_t bound) {
+    return _mm256_min_epi32(_mm256_max_epi32(a, _mm256_set1_epi32(-bound)), _mm256_set1_epi32(bound));
+  }
   static void store(Int a, int32_t* out) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), a); }
   static void store_codes(Int a, int8_t* out) {
     const __m128i low_bytes = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);

@@ -38,6 +38,10 @@ struct Vec {
     for (int i = 0; i < kLanes; ++i) a.lane[i] += b.lane[i];
     return a;
   }
+  static Int within(Int a, int32_t bound) {
+    for (int32_t& lane : a.lane) lane = std::clamp(lane, -bound, bound);
+    return a;
+  }
   static void store(const Int& a, int32_t* out) { std::memcpy(out, a.lane, sizeof a.lane); }
   static void store_codes(const Int& a, int8_t* out) {
     for (int i = 0; i < kLanes; ++i) out[i] = static_cast<int8_t>(a.lane[i]);

@@ -6,6 +6,7 @@
 //   magnitude(x) -> Int                   L floats with the sign bit cleared, as int32
 //   scaled(x, inverse) -> Int             L floats times inverse, to nearest even int32 (bad ones have a zero low byte)
 //   max(a, b), add(a, b), store_codes(Int, int8_t*), store(Int, int32_t*)
+//   within(a, bound)                      L integers, those beyond -bound .. bound moved to the end
 //   reduce_max(const Int[L]) -> Int, reduce_add: lane i is the reduction of vector i
 //   kTransposes, and if so: tile_block(x, stride, rows, first_row, last_row, tile)
 // Every operation is an IEEE one on single elements, or on integers where order cannot matter: hence the same bits.
@@ -39,26 +40,32 @@ inline int32_t round_to_int(float value) {
   return static_cast<int32_t>(bits);
 }
 
+// Codes are -limit .. limit; the largest magnitude that they mean is clip times that of the group.
+struct Range {
+  float limit, clip;
+};
+
 struct Scale {
   float scale, inverse;
 };
 
-// A group of zeros, and one so small that limit / largest overflows (below 4e-37), has scale and codes 0; a NaN or an
+// A group of zeros, and one so small that limit / reach overflows (below 4e-37), has scale and codes 0; a NaN or an
 // infinity gives scale NaN and codes 0.
-inline Scale scale_of(uint32_t largest_bits, float limit) {
-  const float largest = bits_float(largest_bits), inverse = limit / largest;
+inline Scale scale_of(uint32_t largest_bits, Range range) {
+  const float reach = bits_float(largest_bits) * range.clip, inverse = range.limit / reach;
   const bool finite = largest_bits < kInfinityBits, usable = finite && float_bits(inverse) < kInfinityBits;
-  const float scale = usable ? largest / limit : 0.0f;
+  const float scale = usable ? reach / range.limit : 0.0f;
   return {finite ? scale : bits_float(kNanBits), usable ? inverse : 0.0f};
 }
 
-inline void quantize_short_group(const float* x, int64_t n, float limit, int8_t* codes, float* scale, int32_t* sum) {
+inline void quantize_short_group(const float* x, int64_t n, Range range, int8_t* codes, float* scale, int32_t* sum) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) largest = std::max(largest, float_bits(x[i]) & 0x7FFFFFFFu);
-  const Scale s = scale_of(largest, limit);
+  const Scale s = scale_of(largest, range);
+  const int32_t bound = static_cast<int32_t>(range.limit);
   int32_t total = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const int32_t code = s.inverse != 0.0f ? round_to_int(x[i] * s.inverse) : 0;
+    const int32_t code = s.inverse != 0.0f ? std::clamp(round_to_int(x[i] * s.inverse), -bound, bound) : 0;
     codes[i] = static_cast<int8_t>(code);
     total += code;
   }
@@ -67,8 +74,9 @@ inline void quantize_short_group(const float* x, int64_t n, float limit, int8_t*
 }
 
 // Up to kLanes whole groups: partial maxima of each, reduced together, so that a division serves kLanes groups.
-template <int kGroup>
-void quantize_groups(const float* x, int64_t count, float limit, int8_t* codes, float* scales, int32_t* sums) {
+// kClips: codes may be beyond the limit.
+template <int kGroup, bool kClips>
+void quantize_groups(const float* x, int64_t count, Range range, int8_t* codes, float* scales, int32_t* sums) {
   constexpr int kLanes = Vec::kLanes;
   typename Vec::Int partial[kLanes] = {};
   for (int64_t g = 0; g < count; ++g) {
@@ -80,14 +88,16 @@ void quantize_groups(const float* x, int64_t count, float limit, int8_t* codes, 
   alignas(64) float scale[kLanes], inverse[kLanes];
   Vec::store(Vec::reduce_max(partial), largest);
   for (int g = 0; g < kLanes; ++g) {
-    const Scale s = scale_of(static_cast<uint32_t>(largest[g]), limit);
+    const Scale s = scale_of(static_cast<uint32_t>(largest[g]), range);
     scale[g] = s.scale;
     inverse[g] = s.inverse;
   }
   for (int64_t g = 0; g < count; ++g) {
     typename Vec::Int sum = {};
+    const int32_t bound = inverse[g] != 0.0f ? static_cast<int32_t>(range.limit) : 0;
     for (int i = 0; i < kGroup; i += kLanes) {
-      const typename Vec::Int code = Vec::scaled(x + g * kGroup + i, inverse[g]);
+      typename Vec::Int code = Vec::scaled(x + g * kGroup + i, inverse[g]);
+      if constexpr (kClips) code = Vec::within(code, bound);
       Vec::store_codes(code, codes + g * kGroup + i);
       sum = Vec::add(sum, code);
     }
@@ -101,14 +111,15 @@ void quantize_groups(const float* x, int64_t count, float limit, int8_t* codes, 
 }
 
 template <int kGroup>
-void quantize_run(const float* x, int64_t n, float limit, int8_t* codes, float* scales, int32_t* sums) {
+void quantize_run(const float* x, int64_t n, Range range, int8_t* codes, float* scales, int32_t* sums) {
   const int64_t whole = n / kGroup;
   for (int64_t g = 0; g < whole; g += Vec::kLanes) {
     const int64_t count = std::min<int64_t>(Vec::kLanes, whole - g);
-    quantize_groups<kGroup>(x + g * kGroup, count, limit, codes + g * kGroup, scales + g, sums + g);
+    const auto quantize = range.clip == 1.0f ? quantize_groups<kGroup, false> : quantize_groups<kGroup, true>;
+    quantize(x + g * kGroup, count, range, codes + g * kGroup, scales + g, sums + g);
   }
   const int64_t done = whole * kGroup;
-  if (done < n) quantize_short_group(x + done, n - done, limit, codes + done, scales + whole, sums + whole);
+  if (done < n) quantize_short_group(x + done, n - done, range, codes + done, scales + whole, sums + whole);
 }
 
 inline void round_run(const float* x, int64_t n, uint16_t* out) {
@@ -154,14 +165,14 @@ inline void pack_codes(const mlspec_acts& acts, const float* x, int64_t row, int
     return pack_codes(acts, x + wide_begin - k_begin, row, wide_begin, k_end);
   }
   const int64_t at = row * mlspec_groups(&acts) + k_begin / acts.group, n = k_end - k_begin;
-  const float limit = acts.bits == 4 && k_begin < wide_begin ? 7.0f : 127.0f;
+  const Range range = acts.bits == 4 && k_begin < wide_begin ? Range{7.0f, acts.clip} : Range{127.0f, 1.0f};
   int8_t* codes = mlspec_acts_codes(&acts) + row * acts.in_features + k_begin;
   float* scales = mlspec_acts_scales(&acts) + at;
   int32_t* sums = mlspec_acts_sums(&acts) + at;
   switch (acts.group) {
-    case 32: return quantize_run<32>(x, n, limit, codes, scales, sums);
-    case 64: return quantize_run<64>(x, n, limit, codes, scales, sums);
-    default: return quantize_run<128>(x, n, limit, codes, scales, sums);
+    case 32: return quantize_run<32>(x, n, range, codes, scales, sums);
+    case 64: return quantize_run<64>(x, n, range, codes, scales, sums);
+    default: return quantize_run<128>(x, n, range, codes, scales, sums);
   }
 }
 

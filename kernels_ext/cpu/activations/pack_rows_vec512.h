@@ -25,6 +25,9 @@ struct Vec512 {
   }
   static Int max(Int a, Int b) { return _mm512_max_epi32(a, b); }
   static Int add(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  static Int within(Int a, int32_t bound) {
+    return _mm512_min_epi32(_mm512_max_epi32(a, _mm512_set1_epi32(-bound)), _mm512_set1_epi32(bound));
+  }
   static void store(Int a, int32_t* out) { _mm512_storeu_si512(out, a); }
   static void store_codes(Int a, int8_t* out) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(a));

@@ -58,6 +58,8 @@ struct Linear {
   int64_t outliers = 0;
   int64_t columns() const { return in_features + outliers; }
 
+  float activation_clip = 1.0f;  // int4: mlspec_acts::clip of its activations
+
   // Whether a call has a choice.
   bool is_packed() const { return format != WeightFormat::kBf16 && format != WeightFormat::kF32; }
 

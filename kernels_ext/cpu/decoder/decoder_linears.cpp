@@ -23,6 +23,7 @@ mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
     acts.group = next.format == WeightFormat::kInt4 ? next.group : 32;
     acts.bits = bits;
     acts.wide = 2 * next.outliers;
+    acts.clip = next.activation_clip;
   }
   return acts;
 }

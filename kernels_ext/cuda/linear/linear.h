@@ -26,6 +26,7 @@ typedef struct {
   int32_t table_columns;          // lookup-table planes: 2^(stored + 1) - 2^S values of S, S + 1 ... stored bits
   int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16
+  float activation_clip;          // of 4 bits: that of mlspec_cuda_quantize
   int32_t bias_is_float32;
   int32_t out_is_float32;         // sums as they are, of planes
   void* partial;                  // bf16: room for sums, mlspec_cuda_bf16_partial_bytes()
@@ -60,6 +61,7 @@ typedef struct {
   int64_t num_tokens, in_features, scale_stride;  // for_linear: scale_stride a multiple of 4, at least num_tokens
   int32_t group_size, bits;                       // 32, 64 or 128; 8 or 4
   int32_t outliers;                               // the last so many inputs, whole groups, have 8 bits
+  float clip;  // of 4-bit codes: what the largest means, as a share of the group's largest magnitude, above 0 and at most 1
   int32_t for_linear;  // codes of every 16 inputs in the order 0 8 1 9 .. 7 15; in_features a multiple of 32
   int32_t overlap;
   void* stream;

@@ -16,6 +16,7 @@ struct QuantizeParams {
   float* scales;
   int num_tokens, in_features, scale_stride, group_size, blocks_of_row, first_outlier;
   float largest;  // code: 127 or 7
+  float clip;     // where codes have 4 bits
   bool for_linear;
 };
 
@@ -46,12 +47,13 @@ __device__ float largest_of_group(const float (&values)[kElements], int lanes) {
 }
 
 // for_linear: the order 0 8 1 9 .. 7 15.
-__device__ void store_codes(const QuantizeParams& p, const float (&values)[kElements], float factor, int8_t* row, int column) {
+__device__ void store_codes(const QuantizeParams& p, const float (&values)[kElements], float factor, int limit, int8_t* row,
+                            int column) {
   int8_t codes[kElements];
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     const int source = p.for_linear ? i % 2 * 8 + i / 2 : i;
-    codes[i] = int8_t(__float2int_rn(__fmul_rn(values[source], factor)));
+    codes[i] = int8_t(max(-limit, min(limit, __float2int_rn(__fmul_rn(values[source], factor)))));
   }
   if (p.in_features % kElements == 0) {
     *reinterpret_cast<uint4*>(row + column) = *reinterpret_cast<uint4*>(codes);
@@ -70,14 +72,16 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeP
   float values[kElements];
   load_values(values, p.x + size_t(token) * p.in_features, column, p.in_features);
   const float amax = largest_of_group(values, p.group_size / kElements);
-  const float largest = column < p.first_outlier ? p.largest : 127.0f, quotient = __fdiv_rn(largest, amax);
+  const bool outlier = column >= p.first_outlier;
+  const float largest = outlier ? 127.0f : p.largest, reach = __fmul_rn(amax, outlier ? 1.0f : p.clip);
+  const float quotient = __fdiv_rn(largest, reach);
   const bool finite = amax < infinity, coded = finite && quotient < infinity;
   if (!coded)
     for (int i = 0; i < kElements; ++i) values[i] = 0;  // NaN times 0 would stay
   if (column < p.in_features)
-    store_codes(p, values, coded ? quotient : 0, p.codes + size_t(token) * p.in_features, column);
+    store_codes(p, values, coded ? quotient : 0, int(largest), p.codes + size_t(token) * p.in_features, column);
   if (column % p.group_size) return;
-  const float scale = coded ? __fdiv_rn(amax, largest) : finite ? 0.0f : __int_as_float(0x7FC00000);
+  const float scale = coded ? __fdiv_rn(reach, largest) : finite ? 0.0f : __int_as_float(0x7FC00000);
   if (!p.for_linear) {
     const int groups = (p.in_features + p.group_size - 1) / p.group_size;
     if (group < groups) p.scales[size_t(token) * groups + group] = scale;
@@ -92,6 +96,7 @@ const char* problem_of(const mlspec_cuda_quantize& a) {
   if (a.num_tokens < 1 || a.in_features < 1) return "num_tokens and in_features must be at least 1";
   if (!is_group_size(a.group_size)) return "groups hold 32, 64 or 128 elements";
   if (a.bits != 8 && a.bits != 4) return "activations become 8 or 4 bits";
+  if (a.bits == 4 && !(a.clip > 0 && a.clip <= 1)) return "clip must be above 0 and at most 1";
   if (a.outliers < 0 || a.outliers > a.in_features || a.outliers % a.group_size || (a.outliers && a.in_features % a.group_size))
     return "outliers are whole groups";
   if (!a.for_linear) return nullptr;
@@ -105,7 +110,7 @@ cudaError_t launch(const mlspec_cuda_quantize& a) {
   const QuantizeParams params{static_cast<const __nv_bfloat16*>(a.x), static_cast<int8_t*>(a.codes), a.scales,
                               int(a.num_tokens), int(a.in_features), int(a.scale_stride), a.group_size, blocks_of_row,
                               a.outliers ? int(a.in_features) - a.outliers : INT32_MAX,
-                              a.bits == 8 ? 127.0f : 7.0f, a.for_linear != 0};
+                              a.bits == 8 ? 127.0f : 7.0f, a.bits == 8 ? 1.0f : a.clip, a.for_linear != 0};
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
