@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..formats import Parts
-from ..formats.zipper import LOW, Split
+from ..formats.zipper import LOW, WHOLE, Split
 from ..ops.planes import planes_fit_device
 from ..ops.zipper import split_of
 from .packed import PackedLinear
@@ -23,7 +23,8 @@ class ZipperLinear(PackedLinear):
         weight_scale     float16   [out, 1]                    the low part's, in tiles of bit-planes
         weight_split     int32     [4]                         [4 + 2 out + 1 + terms]: behind it the high part
 
-    At (6, 16) bits, whatever K is, x meets both parts, at (4, 16) the low part alone. x is rounded to bfloat16.
+    At (6, 16) bits, whatever K is, x meets both parts, at (4, 16) the low part alone. x is rounded to bfloat16. With 8
+    or 4 bits of activations the low part meets integers, the high part x as it does with 16.
     Options: ``bits``, ``low_bits``, ``mode``, ``high_part``.
     """
 
@@ -39,13 +40,16 @@ class ZipperLinear(PackedLinear):
 
     @property
     def reads_dense(self) -> bool:
-        """A materialized weight stands for both parts; the low one is read from the codes."""
-        return self.switch.bits != LOW
+        """A materialized weight stands for both parts; the low one and integers of inputs need the codes."""
+        return self.switch.bits == WHOLE
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         held = self._for_product()
-        low_only = self.switch.bits == LOW
-        return ops.zipper_linear(x, held, self._rows, self.bias, how=self.how, low_only=low_only)
+        bits = self.switch.bits
+        low_only = bits.weight == LOW.weight
+        return ops.zipper_linear(
+            x, held, self._rows, self.bias, how=self.how, low_only=low_only, activation_bits=bits.activation
+        )
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
