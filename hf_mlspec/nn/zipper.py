@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..formats import Parts
-from ..formats.zipper import HEADER, HIGH_PARTS, LOW, Split
+from ..formats.zipper import HEADER, HIGH_PARTS, LOW, WHOLE, Split
 from ..ops.planes import planes_fit_device
 from ..ops.zipper import high_part, low_settings, split_of
 from .packed import PackedLinear
@@ -26,7 +26,7 @@ class ZipperLinear(PackedLinear):
 
     With high_part "host" a layer on a GPU keeps the high part in the host's memory, where the CPU adds it
     (zipper_host.py). At (6, 16) bits, whatever K is, x meets both parts, at (4, 16) the low part alone. x is rounded
-    to bfloat16.
+    to bfloat16. With 8 or 4 bits of activations the low part meets integers, the high part x as it does with 16.
     Options: ``bits``, ``low_bits``, ``mode``, ``high_part``.
     """
 
@@ -43,15 +43,23 @@ class ZipperLinear(PackedLinear):
 
     @property
     def reads_dense(self) -> bool:
-        """A materialized weight stands for both parts; the low one is read from the codes."""
-        return self.switch.bits != LOW
+        """A materialized weight stands for both parts; the low one and integers of inputs need the codes."""
+        return self.switch.bits == WHOLE
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         held = self._for_product()
-        low_only = self.switch.bits == LOW
+        bits = self.switch.bits
+        low_only = bits.weight == LOW.weight
         if self._host is not None and not low_only:
+            if bits.activation != WHOLE.activation:
+                raise ValueError(
+                    f"a high part on the host meets {WHOLE.activation}-bit activations, and {bits.activation} bits were "
+                    'asked for: load the model with MLSpecConfig(format="zipper", high_part="device")'
+                )
             return self._with_host(x, held)
-        return ops.zipper_linear(x, held, self._rows, self.bias, how=self.how, low_only=low_only)
+        return ops.zipper_linear(
+            x, held, self._rows, self.bias, how=self.how, low_only=low_only, activation_bits=bits.activation
+        )
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

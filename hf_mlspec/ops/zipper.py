@@ -18,7 +18,7 @@ from ..formats.planes import GROUP_SIZES, pack_planes, unpack_planes
 from ..formats.zipper import HEADER, MODES, SparseRows, Split, ZipperParts
 from .operator import REFERENCES, Operands, operator
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
-from .products import bias_of, finish, in_slices, rounded
+from .products import bias_of, finish, in_slices, integer_product, rounded
 
 MOST_JOINED = 3  # weights that a kernel of a GPU reads at once: queries, keys, values
 _ROWS = 64  # of x, whose terms are gathered together
@@ -139,14 +139,35 @@ def zipper_high_joined(
 
 
 def zipper_linear(
-    x: Tensor, tiles: ZipperParts, out_features: int, bias: Tensor | None = None, *, how: Split, low_only: bool = False
-) -> Tensor:
+    x: Tensor, tiles: ZipperParts, out_features: int, bias: Tensor | None = None, *, how: Split,
+    low_only: bool = False, activation_bits: int = 16,
+) -> Tensor:  # fmt: skip
     """float x ``[..., in]`` times a weight from ``prepack_zipper``, split as ``how`` says -> ``[..., out]``; low_only:
-    times its low part alone. x is rounded to bfloat16; products are exact, sums float32."""
+    times its low part alone. x is rounded to bfloat16; products are exact, sums float32.
+
+    activation_bits: 8 or 4: the low part meets x as integers, one scale a row and 64 inputs, or 32 where 64 do not
+    divide (formats/activations.py), the high part x as before (ZipperQuant). That is plain torch on every device.
+    ValueError for other bits.
+    """
+    if activation_bits != 16:
+        return _on_integers(x, tiles, out_features, bias, how, low_only, activation_bits)
     settings = low_settings(x.shape[-1], how)
     if low_only:
         return bitplane_linear(x, tiles.planes, tiles.scale, out_features, bias, **settings)
     low = bitplane_sums(x, tiles.planes, tiles.scale, out_features, **settings)
+    return zipper_high_linear(x, low, tiles.split, bias)
+
+
+def _on_integers(
+    x: Tensor, tiles: ZipperParts, out_features: int, bias: Tensor | None, how: Split, low_only: bool, bits: int
+) -> Tensor:
+    group = zipper.activation_group(x.shape[-1])
+    planes, scale = unprepack_planes(tiles.planes, tiles.scale, out_features)
+    codes = (unpack_planes(planes).to(torch.int16) - 2 ** (how.low_planes - 1)).to(torch.int8)
+    own = scale[:, :1].double().expand(-1, x.shape[-1] // group)
+    if low_only:
+        return integer_product(x, codes, own, group, bits, bias)
+    low = integer_product(x.float(), codes, own, group, bits, None)
     return zipper_high_linear(x, low, tiles.split, bias)
 
 

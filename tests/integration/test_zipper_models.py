@@ -13,6 +13,7 @@ import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.cli import main
 from hf_mlspec.demo_pair import demo_prompts
+from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
 from hf_mlspec.nn.zipper import ZipperLinear
@@ -71,6 +72,31 @@ def test_a_layer_multiplies_both_parts_or_the_low_one(folder):
     assert (weight.dequantize() - weight.dequantize(low_only=True)).any()
 
 
+def test_activation_bits_are_a_setting_and_an_argument(folder, tmp_path, caplog):
+    model = quantized(folder, mode="clamp", activation_bits=8)
+    switch, ids = hf_mlspec.precision_switch(model), prompts([8])["input_ids"]
+    assert str(switch.precision) == "zippera8"
+    eight = model(ids).logits
+    with switch.at("zipper"):
+        wide = model(ids).logits
+    with switch.at("zippera4"):
+        four = model(ids).logits
+    assert 0 < (eight - wide).square().mean() < (four - wide).square().mean()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert str(hf_mlspec.precision_switch(again).precision) == "zippera8"
+    assert torch.equal(again(ids).logits, eight)
+    assert decoder_of(model, "cpu") is None
+    assert "zipper weights by 8-bit activations, which no compiled decoder does" in caplog.text
+    with switch.at("zipper"):
+        assert decoder_of(model, "cpu") is not None
+
+
+def test_activation_bits_that_there_are_not():
+    with pytest.raises(ValueError, match="activation_bits is 5, zipper weights are multiplied at 16 or 8 or 4 bits"):
+        MLSpecConfig("zipper", activation_bits=5)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_chains_over_the_demo_target_write_what_it_writes_alone(mode):
     path = hf_mlspec.demo_pair()[0]
@@ -98,7 +124,7 @@ def test_levels_below_the_low_part(folder):
 
 @pytest.mark.parametrize("word", ["zipper", "w4a8", "planes4", "zipper-lowa8"])
 def test_other_words_name_the_one_there_is(folder, word):
-    with pytest.raises(ValueError, match=r"zipper-low|each level must have fewer|must be 16"):
+    with pytest.raises(ValueError, match=r"zipper-low|each level must have fewer|for zipper weights"):
         quantized(folder).generate(**prompts([8]), **GREEDY, assistant_models=[word])
 
 
@@ -127,6 +153,8 @@ def test_commands(folder, tmp_path, capsys):
     assert "zipper-low" in told["levels"]
     assert told["layers"][0]["stored_as"].startswith("zipper (bits 6, low_bits 4, mode clamp")
     assert main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["formats"]["zipper"] == "zipper, zipper-low"
+    assert json.loads(capsys.readouterr().out)["formats"]["zipper"] == (
+        "zipper, zippera8, zippera4, zipper-low, zipper-lowa8, zipper-lowa4"
+    )
     assert main(["quantize", str(folder), str(tmp_path / "b"), "--format", "zipper", "--low-bits", "7"]) == 2
     assert "low_bits is 7, zipper has 2 or 3 or 4 or 5 or 6" in capsys.readouterr().err

@@ -24,7 +24,9 @@ from .sparse import (
 from .weight import BLOCK, HEADER, HIGH_PARTS, ZipperParts, ZipperWeight, quantize, require_inputs, to_codes, to_planes
 
 __all__ = [
+    "ACTIVATION_GROUP",
     "BLOCK",
+    "CHOICES",
     "FORMAT",
     "GROUP",
     "HEADER",
@@ -37,6 +39,7 @@ __all__ = [
     "Split",
     "ZipperParts",
     "ZipperWeight",
+    "activation_group",
     "coefficients",
     "join",
     "places",
@@ -54,6 +57,14 @@ __all__ = [
 ]
 
 WHOLE, LOW = Bits(6, 16), Bits(4, 16)  # names of both parts and of the low one alone, whatever K and k1 are
+# With 8 or 4 bits the low part meets integers, one scale a row and ACTIVATION_GROUP inputs; the high part never does.
+CHOICES = tuple([Bits(part.weight, bits) for part in (WHOLE, LOW) for bits in (16, 8, 4)])
+ACTIVATION_GROUP = 64
+
+
+def activation_group(in_features: int) -> int:
+    """Inputs that share a scale of integers: 64, or 32 where 64 do not divide ``in_features``."""
+    return ACTIVATION_GROUP if in_features % ACTIVATION_GROUP == 0 else BLOCK
 
 
 def zeros(
@@ -79,9 +90,10 @@ FORMAT = Format(
     group=lambda **options: BLOCK,
     require_group=require_inputs,
     bits_per_weight=lambda bits=6, in_features=4096, **options: bits + 16 / in_features,
-    families=(Family("zipper", (tuple(WHOLE), tuple(LOW)), {"zipper": WHOLE.weight, "zipper-low": LOW.weight},
-                     examples=("zipper", "zipper-low")),),
-    bit_choices=lambda stored: (WHOLE, LOW),
+    families=(Family("zipper", tuple([tuple(bits) for bits in CHOICES]),
+                     {"zipper": WHOLE.weight, "zipper-low": LOW.weight},
+                     examples=("zipper", "zipper-low", "zippera4")),),
+    bit_choices=lambda stored: CHOICES,
     weights_called="zipper weights",
     remedy=(
         "load it with from_pretrained(..., quantization_config=hf_mlspec.MLSpecConfig(format='zipper', mode='clamp'))"

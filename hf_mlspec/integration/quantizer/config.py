@@ -273,9 +273,12 @@ def _require_router(router: Any, record: Format | None) -> str | None:
 def _require_activations(bits: int, record: Format) -> int:
     if not record.reads_part:
         return require_activation_bits(bits, record.word)
-    if bits != 16:
+    whole = record.bit_choices(8)
+    known = [own.activation for own in whole if own.weight == whole[0].weight]
+    if type(bits) is not int or bits not in known:
+        ways = "16 (bfloat16)" if known == [16] else " or ".join(map(str, known)) + " bits"
         raise ValueError(
-            f"MLSpecConfig: activation_bits is {bits!r}, {record.written} weights are multiplied at 16 (bfloat16); "
+            f"MLSpecConfig: activation_bits is {bits!r}, {record.written} weights are multiplied at {ways}; "
             "the level of a draft selects fewer bits"
         )
     return bits
