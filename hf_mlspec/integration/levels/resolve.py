@@ -41,12 +41,10 @@ _OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram
 
 @dataclass(frozen=True)
 class Word:
-    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram", "early_exit" or
-    "experts".
+    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram" or one of `_VIEWS`.
 
     cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
-    it is. precision: of kind "precision"; None for "qspec", whose weights are whatever the target's are. number: of
-    layers, or of experts a token.
+    it is. precision: None for "qspec", whose weights are whatever the target's are. number: of layers, or experts.
     """
 
     kind: str
@@ -79,14 +77,12 @@ def parse_level(text: str) -> Word:
 
     Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
     """
-    if text in ("prompt_lookup", "ngram"):
+    if text in ("prompt_lookup", "ngram", "routed"):
         return Word(text)
     if _is_cast(text):
         return Word("cast", cast=text)
     if text == "qspec":
         return Word("precision")
-    if text == "routed":
-        return Word(text)
     found = None if "/" in text else spelled(text)  # no word has a slash
     if found is not None and found.family.levels and _says_enough(found):
         return Word("precision", precision=Precision.parse(text))
@@ -233,9 +229,7 @@ def _move_weights_first(target: nn.Module, config: SpeculationConfig, state: Mod
             module.prepack_()
 
 
-def _resolve(
-    target: nn.Module, level, word: Word | None, config: SpeculationConfig, vocabulary: int, state: ModelState
-) -> Level:
+def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationConfig, vocabulary: int, state) -> Level:
     if word is not None:
         return _from_word(target, level, word, config, vocabulary, state)
     if isinstance(level, nn.Module):
@@ -270,8 +264,7 @@ def _from_word(
         model = _keep_view(state, key, target, config, lambda: direct_cast(target, **_cast_options(word, config)))
         return Level(text, model=model, shape_of_target=True)
     if word.kind in _VIEWS:
-        _, view = _VIEWS[word.kind]
-        model = _keep_view(state, text, target, config, lambda: view(target, word.number))
+        model = _keep_view(state, text, target, config, lambda: _VIEWS[word.kind][1](target, word.number))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
 

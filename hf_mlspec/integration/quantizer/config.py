@@ -120,17 +120,16 @@ class MLSpecConfig(QuantizationConfigMixin):
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
         given |= {"num_planes": _planes_of(record, num_planes, others), **others}
         if record is None:
-            alone = {"activation_bits": (activation_bits, 16)}
-            alone |= {"skip_modules": (skip_modules, None), "activation_clip": (activation_clip, None)}
+            alone = {"activation_bits": (activation_bits, 16), "skip_modules": (skip_modules, None)}
             _require_nothing(kv_cache, alone | {name: (own, options()[name].default) for name, own in given.items()})
         else:
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
+        self.activation_clip, self.transform = _require_clip(activation_clip, record), transform_named(transform).word
+        self.router = _require_router(router, record)
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
         self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
-        self.activation_clip = None if activation_clip is None else _require_clip(activation_clip, record)
-        self.transform, self.router = transform_named(transform).word, _require_router(router, record)
         self.request, self.calibration = requested(method, self.format, calibration, asked)
         self.skip_modules = None if skip_modules is None else _names("skip_modules", skip_modules)
         self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert or [])
@@ -284,7 +283,11 @@ def _require_activations(bits: int, record: Format) -> int:
     return bits
 
 
-def _require_clip(clip: float, record: Format) -> float:
+def _require_clip(clip: float | None, record: Format | None) -> float | None:
+    if clip is None:
+        return None
+    if record is None:
+        raise ValueError(f"MLSpecConfig: activation_clip is {clip!r}, but format=None packs no weights; leave it out")
     try:
         return require_activation_clip(clip, record.word)
     except ValueError as error:
