@@ -139,7 +139,7 @@ def test_splits_that_there_are_not(options, message):
         ({"high_part": "disk"}, "high_part is 'disk', zipper has 'device' or 'host'"),
         ({"smoothing": "auto"}, r"unknown settings \['smoothing'\]"),
         ({"rotation": "hadamard"}, r"unknown settings \['rotation'\]"),
-        ({"activation_bits": 8}, "activation_bits is 8"),
+        ({"activation_bits": 5}, "activation_bits is 5"),
     ],
 )
 def test_settings_that_there_are_not(options, message):
