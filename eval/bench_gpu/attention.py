@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.bench_gpu.findings import Bench, Finding
 from eval.bench_gpu.products import WrongResult
-from eval.bench_gpu.timing import time_rotating
+from eval.gpu_timing import time_rotating
 from hf_mlspec import ops
 from hf_mlspec.formats import CACHE_FORMATS
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_mlspec
-from eval.bench_gpu.timing import synchronize
+from eval.gpu_timing import synchronize
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from eval.bench_gpu.timing import PROBE_BYTES, read_bandwidth
+from eval.gpu_timing import PROBE_BYTES, read_bandwidth
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from eval.bench_gpu.findings import Bench, Finding
 from eval.bench_gpu.step import KEPT, Case, Step
-from eval.bench_gpu.timing import time_each
+from eval.gpu_timing import time_each
 from eval.random_packed import ordered as with_orders
 from eval.random_packed import random_int4_model
 from hf_mlspec.engines.cuda.decoder import CudaDecoder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eval.bench_gpu.findings import Bench, Finding
-from eval.bench_gpu.timing import time_rotating
+from eval.gpu_timing import time_rotating
 from eval.peers.gemlite_linear import gemlite_mxfp4
 from eval.peers.missing import MissingPeer
 from hf_mlspec import ops

@@ -21,7 +21,7 @@ from eval.bench_gpu.decoding import decode_rate, rows_that_differ
 from eval.bench_gpu.findings import Bench, Finding
 from eval.bench_gpu.models import real_model, without_end
 from eval.bench_gpu.prompts import folders, texts, tokenizer_of
-from eval.bench_gpu.timing import time_rotating
+from eval.gpu_timing import time_rotating
 from eval.plans.places import TRACES
 from eval.random_packed import random_int4_model
 from eval.rows import padded

@@ -16,7 +16,7 @@ import hf_mlspec
 from eval.bench_gpu.findings import Bench, Finding
 from eval.bench_gpu.models import random_model, real_model, without_end
 from eval.bench_gpu.prompts import folders, texts, tokenizer_of
-from eval.bench_gpu.timing import wall_seconds
+from eval.gpu_timing import wall_seconds
 from eval.rows import padded
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ import hf_mlspec
 from eval.bench_gpu.findings import Bench, Finding
 from eval.bench_gpu.models import random_model
 from eval.bench_gpu.stock import compiled_step, eager_step, graph_step
-from eval.bench_gpu.timing import Timing, capture, synchronize, time_each
+from eval.gpu_timing import Timing, capture, synchronize, time_each
 from hf_mlspec import ops
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder

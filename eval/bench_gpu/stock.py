@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, StaticCache
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 import hf_mlspec
-from eval.bench_gpu.timing import capture, time_each
+from eval.gpu_timing import capture, time_each
 
 NEW_TOKENS = 20
 GRAPH_REPEATS = 10

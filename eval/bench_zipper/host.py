@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from eval.bench_gpu.timing import time_rotating
+from eval.gpu_timing import time_rotating
 from hf_mlspec import ops
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.nn.switch import PrecisionSwitch

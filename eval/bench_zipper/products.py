@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from eval.bench_gpu.timing import time_rotating
+from eval.gpu_timing import time_rotating
 from hf_mlspec import ops
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES

@@ -166,8 +166,8 @@ def unlucky() -> tuple[nn.Module, list[torch.Tensor]]:
 def test_a_learned_rotation_loses_less_than_the_one_it_starts_from(unlucky):
     model, samples = unlucky
     weights, seen = {name: tensor.clone() for name, tensor in model.state_dict().items()}, []
-    found = learned_rotation(model, samples, group_size=32, steps=16, batch=2, rate=0.02, progress=seen.append)
-    assert seen == list(range(16))
+    found = learned_rotation(model, samples, group_size=32, steps=32, batch=2, rate=0.02, progress=seen.append)
+    assert seen == list(range(32))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     assert (found.T @ found - torch.eye(len(found))).abs().max() < 1e-5
     assert loss_of(model, found, samples) < loss_of(model, stream_matrix(model, 0), samples) - 0.1

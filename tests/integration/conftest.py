@@ -19,8 +19,8 @@ def runners(monkeypatch):
     """Names of the classes that score tokens, in the order in which chains were wired."""
     made, make = [], Wiring._engines
 
-    def counted(self, models):
-        engines = make(self, models)
+    def counted(self, *models):
+        engines = make(self, *models)
         made.extend(type(engine).__name__ for engine in engines)
         return engines
 

@@ -62,7 +62,7 @@ def write(target, *chain, **options):
         ("planes4", Word("precision", precision=Precision("planes", 4))),
         ("prompt_lookup", Word("prompt_lookup")),
         ("ngram", Word("ngram")),
-        ("early_exit:12", Word("early_exit", layers=12)),
+        ("early_exit:12", Word("early_exit", number=12)),
         ("someone/a-model", Word("load", path="someone/a-model")),
         ("someone/a-model@mxfp4", Word("load", path="someone/a-model", cast="mxfp4")),
         ("someone/a-model@int2", Word("load", path="someone/a-model", cast="int2")),

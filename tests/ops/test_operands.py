@@ -21,7 +21,7 @@ def good(op: str) -> dict:
         dtype = torch.bfloat16 if op == "bf16_linear" else torch.float32
         return {"x": x, "weight": torch.zeros(8, 64, dtype=dtype), "bias": None}
     if op == "quantize_rows":
-        return {"x": x, "group_size": 32, "bits": 8}
+        return {"x": x, "group_size": 32, "bits": 8, "activation_clip": 1.0}
     if op == "rms_norm":
         return {"x": x, "weight": torch.ones(64), "eps": 1e-5, "residual": x}
     if op == "silu_mul":
@@ -45,12 +45,13 @@ def good_of_codes(op: str, x: torch.Tensor) -> dict:
     if op == "int4_int8_linear":
         tiles = ops.prepack_int4_int8(*int4_int8.Int4Int8Weight.from_dense(torch.ones(8, 256)).parts)
         return {"x": torch.zeros(2, 256), "weight_tiles": tiles.weight, "scale_tiles": tiles.scale,
-                "out_features": 8, "bias": None, "activation_bits": 4}  # fmt: skip
+                "out_features": 8, "bias": None, "activation_bits": 4, "activation_clip": 1.0}  # fmt: skip
     tiles = ops.prepack_int4(*int4.quantize(torch.ones(8, 64), 32, False))
     weight = dict(zip(("weight_tiles", "scale_tiles", "zero_tiles"), tiles, strict=True))
     if op == "int4_dequantize":
         return {**weight, "out_features": 8, "group_size": 32}
-    return {"x": x, **weight, "out_features": 8, "bias": None, "group_size": 32, "activation_bits": 8}
+    return {"x": x, **weight, "out_features": 8, "bias": None, "group_size": 32, "activation_bits": 8,
+            "activation_clip": 1.0}  # fmt: skip
 
 
 def good_of_planes(op: str, x: torch.Tensor) -> dict:

@@ -13,6 +13,8 @@ SCHEMAS = [
     "bf16_rows_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     "bitplane_linear(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes) -> Tensor",
+    "bitplane_sums(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, int group_size, int "
+    "zero_doubled, int num_planes) -> Tensor",
     "choose_rows(Tensor logits, float softcap, Tensor? seed, Tensor? streams, Tensor? positions) -> (Tensor, "
     "Tensor)",
     "cpu_isa() -> str",
@@ -63,6 +65,7 @@ SCHEMAS = [
     "round_window(Tensor tokens, Tensor base, Tensor lengths, Tensor active, int lead, int judged) -> (Tensor, "
     "Tensor, Tensor, Tensor, Tensor)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    "zipper_high_joined(Tensor x, Tensor low, Tensor high, Tensor? bias, int[] outputs, int[] begins) -> Tensor",
     "zipper_high_linear(Tensor x, Tensor low, Tensor high, Tensor? bias) -> Tensor",
 ]
 

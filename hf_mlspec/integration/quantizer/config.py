@@ -106,16 +106,14 @@ class MLSpecConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word,
         kv_cache: str | None = None,
-        router: str | os.PathLike | None = None,
-        calibration: Any = None,
+        router: str | os.PathLike | None = None, calibration: Any = None,
         activation_clip: float | None = None,
         *,
         method: str | None = None,
         **others: Any,
     ) -> None:
         asked = {name: others.pop(name) for name in OPTIONS if name in others}
-        unknown = set(others) - set(options())
-        record = _require_known(quant_method, _asked(format, method), format_version, unknown)
+        record = _require_known(quant_method, _asked(format, method), format_version, set(others) - set(options()))
         self.kv_cache = kv_cache if kv_cache is None else cache_format(kv_cache, "MLSpecConfig: kv_cache").word
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
         given |= {"num_planes": _planes_of(record, num_planes, others), **others}
@@ -125,8 +123,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         else:
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
-        self.activation_clip, self.transform = _require_clip(activation_clip, record), transform_named(transform).word
-        self.router = _require_router(router, record)
+        self.activation_clip, self.router = _require_clip(activation_clip, record), _require_router(router, record)
+        self.transform = transform_named(transform).word
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
         self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
