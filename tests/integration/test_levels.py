@@ -43,6 +43,7 @@ def built(monkeypatch):
             return _make(*args, **kwargs)
 
         monkeypatch.setattr(levels_module, name, counted)
+    monkeypatch.setitem(levels_module._VIEWS, "early_exit", ("layers", levels_module.early_exit))
     return calls
 
 
