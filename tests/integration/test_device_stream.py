@@ -222,6 +222,25 @@ def test_calls_and_other_streams_beside_a_stream(target, draft, rounds, on_host)
     assert rest[0] == expected
 
 
+def test_log_probabilities_are_told_step_by_step(target, draft, rounds, on_host):
+    requests = asked()
+    requests[2] = Request(PROMPTS[2], id=2, max_new_tokens=LIMITS[2], logprobs=2)
+    stream = hf_mlspec.generate_stream(target, requests, assistant_models=[draft], max_batch=2, events=True, **OPTIONS)
+    told, done = {}, {}
+    for one in stream:
+        if isinstance(one, hf_mlspec.Completion):
+            done[one.id] = one.new_tokens
+        else:
+            told.setdefault(one.request.id, []).extend(zip(one.tokens, one.levels, strict=True))
+            assert len(one.logprobs) == (len(one.tokens) if one.request.id == 2 else 0)
+    assert done == {n: alone(target, n) for n in range(len(PROMPTS))}
+    assert all([token for token, _ in told[n]] == done[n] for n in done)
+    names = {name for line in told.values() for _, name in line}
+    assert len(names) == 2  # the draft, and None for the target itself
+    assert rounds
+    assert on_host
+
+
 def test_modules_have_rounds_of_the_host(on_host):
     done = written(tiny(seed=2), asked(), speculation_config={"engine": "modules"})
     assert on_host

@@ -19,18 +19,18 @@ class Origins:
         if isinstance(drafter, CheckedDrafter):
             drafter.checker.on_check = self._saw
 
-    def of(self, row: int, count: int, accepted: int) -> list[str | None]:
-        """The levels of a row's `count` new tokens, of which so many as were accepted were drafted."""
-        if self.drafter is None:
+    def of(self, row: int, count: int, accepted: int, drafted_by: str | None) -> list[str | None]:
+        """The levels of a row's `count` new tokens, of which so many as were accepted were drafted. drafted_by: as of
+        `Rounds`."""
+        if self.drafter is None or drafted_by is None:
             return [None] * count
-        drafted_by = proposer(self.drafter)
         names: list[str | None] = []
-        if drafted_by is self.drafter and isinstance(self.drafter, CheckedDrafter):
+        if drafted_by == self.drafter.name and isinstance(self.drafter, CheckedDrafter):
             below = proposer(self.drafter.inner).name
             for kept, alive in self._checks:
                 if alive[row]:
                     names += [below] * kept[row] + [self.drafter.name]
-        names += [drafted_by.name] * (accepted - len(names))
+        names += [drafted_by] * (accepted - len(names))
         return (names[:accepted] + [None] * count)[:count]
 
     def forget(self) -> None:

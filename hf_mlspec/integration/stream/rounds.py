@@ -1,7 +1,8 @@
 """Do the rows of a stream run in captured rounds, or step by step on the host?
 
-Captured rounds know one rule for all rows, the greedy one, and need memory of their own. Where a request asks for
-more, or memory is short, all rows go on step by step; a stream without rows under way may come back.
+Captured rounds know one rule for all rows, the greedy one, tell tokens alone, and need memory of their own. Where a
+request asks for more, such as log probabilities, or memory is short, all rows go on step by step; a stream without
+rows under way may come back.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class StreamRounds:
                 raise
 
     def _can_capture(self, rows: Sequence[Admitted]) -> bool:
-        return bool(rows) and all(one.rule.is_greedy and _end(one) < self._too_long for one in rows)
+        return bool(rows) and all(_is_plain(one) and _end(one) < self._too_long for one in rows)
 
     def _captured(self, rows: Sequence[Admitted]) -> Loop | None:
         chain, longest = self.chain, max(map(_end, rows))
@@ -116,6 +117,11 @@ class StreamRounds:
         if not rows:
             loop.start([], [])
         return loop
+
+
+def _is_plain(one: Admitted) -> bool:
+    """Whether the row takes the largest logits, and nobody asks for them."""
+    return one.rule.is_greedy and one.request.logprobs is None
 
 
 def _end(one: Admitted) -> int:

@@ -316,7 +316,7 @@ class _Stream:
                 one.stream(torch.tensor(tokens))
             if self.gained is not None:
                 event = self.gained[number] = NewTokens(one.request, list(tokens))
-                event.levels = self.origins.of(r, len(tokens), verdict.accepted[r])
+                event.levels = self.origins.of(r, len(tokens), verdict.accepted[r], drafted_by)
                 if one.request.logprobs is not None:
                     event.logprobs = token_logprobs(verdict.logits[r], event.tokens, one.request.logprobs)
         if self.origins is not None:
