@@ -84,7 +84,7 @@ class Backend:
     @property
     def waiting(self) -> int:
         """Tickets without a slot."""
-        return self._waiting.qsize()
+        return max(self._waiting.qsize() - self._closed, 0)
 
     @property
     def running(self) -> int:
@@ -180,6 +180,7 @@ class Backend:
                 yield None
                 continue
             if ticket is None:
+                self._waiting.put(None)  # for the stream that begins where this one fails
                 return
             self._live[id(ticket)] = ticket
             if self._cancelled:

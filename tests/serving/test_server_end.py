@@ -69,6 +69,17 @@ def test_a_level_that_fails_is_left_out_and_no_answer_shows_it(alone, rounds):
         assert server.ask("/health")[1]["levels"] == "left out: this level is broken"
 
 
+def test_a_level_that_fails_when_nothing_more_is_taken_does_not_keep_the_server_from_its_end(alone):
+    expected = alone.ids("def fib(n):", max_new_tokens=150, sequence_bias={(1,): -100.0})
+    with Running(levels=[Failing(40)], slots=2) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.ask, TEXT, {**LONG, "max_tokens": 150})
+        server.until(lambda: server.backend.running == 1)
+        server.backend.close()
+        assert asked.result()[1]["choices"][0]["token_ids"] == expected
+        assert server.backend.levels_error is not None
+        assert server.backend.join(10)
+
+
 def test_a_target_that_fails_ends_what_runs_and_goes_on_with_the_next(monkeypatch):
     with Running(levels=[], slots=2) as server:
         assert server.ask(TEXT, {**LONG, "max_tokens": 3})[0] == 200
