@@ -12,7 +12,7 @@ from hf_mlspec.ops.experts import most_items, plan_of, rows_of_item
 from hf_mlspec.ops.operator import REFERENCES
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
-# Experts, chosen, hidden: lanes that are not full, one expert, all chosen, the shape of a large model, the most there may be.
+# Experts, chosen, hidden: lanes that are not full, one expert, all chosen, the shape of a large model, the most.
 ROUTERS = ((6, 2, 64), (5, 5, 72), (1, 1, 8), (128, 8, 2048), (160, 6, 512), (1024, 32, 64))
 TOKENS = (1, 2, 3, 8, 9, 31, 32, 33, 64, 300)
 SHAPES = ((6, 2, 176, 64), (5, 2, 200, 160), (16, 4, 130, 352), (3, 3, 8, 32), (1, 1, 64, 128))
@@ -196,8 +196,8 @@ def test_a_layer_only_enqueues_and_can_be_captured():
     ],
 )
 def test_operands_of_a_router_that_do_not_fit_are_named(change, error, message):
-    given = {"x": torch.zeros(3, 64).bfloat16(), "router": torch.zeros(6, 64).bfloat16(), "num_experts": 6, "chosen": 2}
-    given |= change
+    zeros = torch.zeros(9, 64).bfloat16()
+    given = {"x": zeros[:3], "router": zeros[:6], "num_experts": 6, "chosen": 2} | change
     operands = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in given.values()]
     with pytest.raises(error, match=f"route_rows: {message}"):
         ops.route_rows(*operands, 0)
