@@ -1,4 +1,4 @@
-"""How do rows go through experts? They are routed, multiplied expert by expert, and added up in a fixed order.
+"""How do rows go through experts? Routed, multiplied expert by expert, and added up in an order that is fixed.
 
 A pair is a token and one of its experts: pair = token * chosen + rank. Whoever else visits an expert, and however
 many, a pair's bits are its own. A plan lists the pairs by expert, for kernels that cannot ask the host:
