@@ -64,7 +64,7 @@ CONFIGS = {
 }
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-# Mixtures of experts: compiled on the CPU alone.
+# Mixtures of experts.
 MIXTURES = {
     "mixtral": (MixtralConfig, {**_WHOLE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}),
     "olmoe": (OlmoeConfig, {**_WHOLE, "num_experts": 6, "num_experts_per_tok": 3}),

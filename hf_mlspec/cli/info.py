@@ -16,7 +16,7 @@ from rich.console import Console
 from .. import ops
 from ..calibration.methods import WORDS, format_of
 from ..checkpoints.readers import READERS
-from ..engines.architecture import KNOWN, ON_THE_CPU_ALONE
+from ..engines.architecture import KNOWN
 from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
@@ -46,7 +46,6 @@ def run_info(args: argparse.Namespace) -> int:
              "methods": {word: format_of(word) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
-             "compiled_on_the_cpu_alone": sorted(ON_THE_CPU_ALONE),
              "server": _server(),
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
@@ -72,7 +71,6 @@ def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], proble
     others = list(found["checkpoints"].items())
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     state = [("whole decoders compiled", _classes(found["compiled_decoder"])),
-             ("of these on a CPU, not on a GPU", _classes(found["compiled_on_the_cpu_alone"])),
              ("generate takes assistant_models", found["hook"]),
              ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
              ("mlspec serve", found["server"]),

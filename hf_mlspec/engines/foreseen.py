@@ -16,7 +16,7 @@ from .cpu import weights as cpu
 from .cuda import weights as cuda
 from .cuda.decoder import require_read
 from .rows import cache_format_of
-from .slots import order_of, require_one_order, rotation_of, slot_of
+from .slots import order_of, require_experts, require_one_order, rotation_of, slot_of
 
 _SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}
 _READ_TOGETHER = (("q", "k", "v"), ("gate", "up"))
@@ -32,9 +32,13 @@ def why_not_decoded(model: nn.Module, word: str) -> str | None:
     try:
         if word == "cuda":
             require_read(cache_format_of(model), torch.device("cuda"))
-        found = outline(model, torch.device("meta"), word)
-        for modules in (*(block.modules for block in found.blocks), {"lm_head": found.head}):
-            _require_read(modules, word)
+        found = outline(model, torch.device("meta"))
+        for block in found.blocks:
+            _require_read(block.modules, word)
+            if block.experts is not None:
+                require_experts(block.experts, word.upper())
+                _require_read(block.experts.shared, word)
+        _require_read({"lm_head": found.head}, word)
     except UnknownArchitecture as error:
         return str(error)
     return None

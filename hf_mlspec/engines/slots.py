@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.hadamard import Hadamard
+from ..nn.experts import PackedExperts
 from ..nn.packed import PackedLinear
 from ..nn.transforms import HADAMARD, NONE, ORDER, hadamard_of
-from .architecture import UnknownArchitecture
+from .architecture import ExpertBlock, UnknownArchitecture, require_format
 
 Slot = TypeVar("Slot")
+EXPERT_FORMATS = ("mxfp4", "int4")  # of packed experts
 ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 
 
@@ -31,6 +33,21 @@ def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder:
     if slot is None:
         raise UnknownArchitecture(f"its {name} linears are {linear.format}, which the {decoder} decoder does not read")
     return slot
+
+
+def require_experts(block: ExpertBlock, decoder: str) -> None:
+    """UnknownArchitecture for experts of a layer whose weights the "CPU" or "CUDA" decoder does not read."""
+    experts = block.experts
+    if not isinstance(experts, PackedExperts):
+        for key in block.original.sizes:
+            require_format(getattr(experts, key).detach(), f"experts' {key}")
+        return
+    if experts.format not in EXPERT_FORMATS or experts.is_lent:
+        raise UnknownArchitecture(f"its experts are {experts.format}, which the {decoder} decoder does not read")
+    if experts.switch.multiply == "dequant":
+        raise UnknownArchitecture(
+            f"its experts multiply by 'dequant', which the {decoder} decoder does for linears only"
+        )
 
 
 def order_of(linear: PackedLinear) -> Tensor | None:

@@ -11,6 +11,7 @@ from .attention import ragged_attention, ragged_attention_rows, rope_write, rope
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
 from .dense import bf16_linear, f32_linear
+from .experts import dense_expert_rows, int4_expert_rows, mxfp4_expert_rows, route_rows, weighted_rows
 from .hadamard import gated_hadamard, hadamard_rows
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
 from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
@@ -31,6 +32,7 @@ __all__ = [
     "bitplane_linear",
     "bitplane_sums",
     "choose_rows",
+    "dense_expert_rows",
     "embed_rows",
     "f32_linear",
     "gated",
@@ -38,11 +40,13 @@ __all__ = [
     "gated_in_order",
     "hadamard_rows",
     "int4_dequantize",
+    "int4_expert_rows",
     "int4_int8_linear",
     "int4_linear",
     "kernel_table",
     "library_hash",
     "lut_linear",
+    "mxfp4_expert_rows",
     "mxfp4_linear",
     "nested_linear",
     "nested_rows",
@@ -68,6 +72,7 @@ __all__ = [
     "round_push",
     "round_settle",
     "round_window",
+    "route_rows",
     "silu_mul",
     "unprepack_int4",
     "unprepack_int4_int8",
@@ -76,6 +81,7 @@ __all__ = [
     "unprepack_nested",
     "unprepack_planes",
     "unprepack_zipper",
+    "weighted_rows",
     "why_no_cuda_kernels",
     "why_not_compiled",
     "zipper_high_joined",

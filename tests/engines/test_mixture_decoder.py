@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import MIXTURES, PACKED_MIXTURE, in_float64, random_model
+from decoders import MIXTURES, PACKED_MIXTURE, Lanes, in_float64, random_model
 from torch import nn
 from warned import forget_warnings
 
 import hf_mlspec
-from hf_mlspec.engines.architecture import KNOWN, Mixture, UnknownArchitecture
+from hf_mlspec.engines.architecture import KNOWN, Mixture, UnknownArchitecture, outline
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
-from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_served
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.switch import PrecisionSwitch
@@ -208,10 +208,48 @@ def test_what_no_decoder_reads_runs_by_module_and_is_named(caplog):
         CpuDecoder(half)
 
 
-def test_decoders_of_gpus_say_what_they_lack():
-    for name in ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe"):
-        with pytest.raises(UnknownArchitecture, match=r"its description says .*; the compiled decoder of GPUs takes"):
-            CudaDecoder(random_model(name, torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_decoder_of_gpus_computes_the_same_and_keeps_bits(name, dtype):
+    """On the CPU through its ops: within the error of the modules, and one by one the same bits."""
+    model, ids = random_model(name, dtype), some_ids(8)
+    with torch.no_grad():
+        stock = model(ids).logits.double()
+    exact, firm = exact_and_firm(model, ids)
+    firm = torch.ones_like(firm) if dtype == torch.float32 else firm
+    decoder = CudaDecoder(model)
+    out = torch.stack(Lanes(decoder, 8).feed(ids.tolist()))
+    error, theirs = ((logits - exact)[firm].abs().max() for logits in (out.double(), stock))
+    assert 0 < error <= 2 * theirs
+    single = Lanes(decoder, 2)
+    rows = ids[2:4].tolist()
+    steps = [torch.stack(single.feed([row[i : i + 1] for row in rows])) for i in range(LENGTH)]
+    assert torch.equal(torch.cat(steps, dim=1), out[2:4])
+    assert torch.equal(Lanes(decoder, 1).feed(rows[:1], padding=3)[0], out[2])
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4", "int4 with zeros"])
+def test_packed_experts_are_those_of_the_cpu_decoder_to_the_one_of_gpus(format):
+    model, ids = packed_mixture("qwen2-moe", format.split()[0], **FORMATS[format]), some_ids(4)
+    for bits in CpuDecoder(model).bit_choices:
+        expected = scored_together(model, ids, bits)
+        out = torch.stack(Lanes(CudaDecoder(model), 4).feed(ids.tolist(), bits=bits))
+        assert (out - expected).abs().mean() < 0.02 * expected.abs().mean(), bits
+
+
+SIZES = {
+    "its experts' down_proj has 36 inputs, the GPU": ("qwen3-moe", {"moe_intermediate_size": 36, "head_dim": 32}),
+    "its heads have 24 elements": ("qwen3-moe", {}),
+    "its shared down has 33 inputs, the GPU": ("qwen2-moe-mixed", {"intermediate_size": 176}),
+}
+
+
+@pytest.mark.parametrize("words", SIZES)
+def test_sizes_that_kernels_of_gpus_do_not_take_are_named(words):
+    name, options = SIZES[words]
+    with pytest.raises(UnknownArchitecture, match=words):
+        require_served(outline(random_model(name, torch.bfloat16, **options)))
+    require_served(outline(random_model("qwen3-moe", torch.bfloat16, head_dim=32)))
 
 
 CHANGES = {

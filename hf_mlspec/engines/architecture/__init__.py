@@ -13,7 +13,7 @@ from .interpret import (
     require_known,
     table_dtype,
 )
-from .known import KNOWN, ON_THE_CPU_ALONE
+from .known import KNOWN
 from .mixture import ExpertBlock
 from .rotary import FIRST_POSITIONS, grown_positions, rope_tables, rotary_border
 
@@ -21,7 +21,6 @@ __all__ = [
     "CPU",
     "FIRST_POSITIONS",
     "KNOWN",
-    "ON_THE_CPU_ALONE",
     "Block",
     "Description",
     "ExpertBlock",

@@ -11,18 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Per field: the words that both decoders take, and those that architectures use which have no decoder yet.
-# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet.
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one"), ("layer",)),
-    "head_norms": (("per head",), ()),
+    "head_norms": (("per head", "all heads"), ()),
     "residual": (("sequential",), ("parallel",)),
-    "mlp": (("gated",), ("plain",)),
+    "mlp": (("gated", "experts"), ("plain",)),
     "positions": (("rotary", "rotary by layer type"), ("learned",)),
     "rotation": (("halves",), ("pairs",)),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ("embedding_multiplier",)),
 }
-CPU_WORDS = {"head_norms": ("all heads",), "mlp": ("experts",)}
 # Fields that name what no decoder reads yet: anything but None is refused.
 NOT_YET = ("layers_without_rotary", "residual_scale", "logit_scale", "sinks")
 # Places where whoever builds a decoder looks for these parts.
@@ -84,13 +82,13 @@ class Description:
     norms: places in a layer, by what they normalize. "attention", "mlp": their input; both decoders need these two.
     "attention_out", "mlp_out": their output, before it is added. Gemma has all four; the last two alone (OLMo 2) are
     not supported yet. "q", "k": queries and keys before they are rotated.
-    head_norms: whether q and k are normed "per head" or, on the CPU, over "all heads" at once (OLMoE).
+    head_norms: whether q and k are normed "per head" or over "all heads" at once (OLMoE).
     residual: "sequential": the MLP reads the sum with attention; not yet "parallel": both read one norm
     (Cohere).
     linears: places in a layer: q, k, v or all three as qkv; o; gate, up or both, concatenated, as gate_up;
     down. The decoders take all separate (SEPARATE's names) or both fused (FUSED's); not yet one of the two (GLM-4).
-    mlp: "gated": down(activation(gate) * up); on the CPU "experts": many of these in some or all layers, as `experts`
-    describes them; not yet "plain": down(activation(up)) (GPT-2).
+    mlp: "gated": down(activation(gate) * up); "experts": many of these in some or all layers, as `experts` describes
+    them; not yet "plain": down(activation(up)) (GPT-2).
     unset: config entries that have to be None: what they ask for no decoder does (clip_qkv of OLMoE).
     attention: the place in a layer whose attributes are named below.
     activation, norm_eps: names of config entries.
@@ -139,7 +137,7 @@ class Description:
 
     def __post_init__(self) -> None:
         for name, (served, later) in WORDS.items():
-            self._require(name, [getattr(self, name)], (*served, *CPU_WORDS.get(name, ()), *later))
+            self._require(name, [getattr(self, name)], (*served, *later))
         self._require("norms", self.norms, NORMS)
         self._require("linears", self.linears, LINEARS)
         if (self.mlp == "experts") != (self.experts is not None):
@@ -152,16 +150,12 @@ class Description:
             raise ValueError(f"{self.class_name}: {name} says {odd!r}, choose from {', '.join(map(repr, choices))}")
 
 
-_OF = {"cpu": "", "cuda": "of GPUs "}
-
-
-def not_served(description: Description, decoder: str) -> str | None:
-    """Which field asks for what the decoder of the "cpu" or "cuda" engine does not have, and what it has; None where
-    it has it all."""
-    for name, (both, _) in WORDS.items():
-        word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
+def not_served(description: Description) -> str | None:
+    """Which field asks for what the compiled decoders do not have, and what they have; None where they have it all."""
+    for name, (served, _) in WORDS.items():
+        word = getattr(description, name)
         if word not in served:
-            return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
+            return f"{name} {word!r}; the compiled decoder takes {' and '.join(map(repr, served))}"
     for name in NOT_YET:
         word = getattr(description, name)
         if word is not None:

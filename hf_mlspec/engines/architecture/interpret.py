@@ -60,12 +60,14 @@ class Outline:
     head: nn.Module
     blocks: list[Block]
     rope_kinds: list[str | None]
+    heads_together: bool  # whether the norms of q and k are over all heads
 
 
-def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> Outline:
-    """Sizes, norms and modules of a model that is whole on ``device``, for the decoder of the "cpu" or "cuda" engine.
+def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
+    """Sizes, norms and modules of a model that is whole on ``device``.
+
     UnknownArchitecture names the first thing that does not fit; ValueError experts that no token can go to."""
-    require_known(model, device, decoder)
+    require_known(model, device)
     config, entry = model.config, _described(model)
     table = _part(model, entry.embedding)
     if not isinstance(table, NestedEmbedding):
@@ -80,8 +82,9 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
         _require_head_norms(entry, sizes, block, index)
+    together = entry.head_norms == "all heads" and "q" in entry.norms
     final_norm = norm_weight(_part(model, entry.final_norm), _plus(entry))
-    return Outline(sizes, table.dtype, table, final_norm, _part(model, entry.head), blocks, list(kinds))
+    return Outline(sizes, table.dtype, table, final_norm, _part(model, entry.head), blocks, list(kinds), together)
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
@@ -121,12 +124,11 @@ def require_format(weight: Tensor, name: str) -> None:
         raise UnknownArchitecture(f"its {name} is not contiguous in memory")
 
 
-def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> None:
-    """Raise UnknownArchitecture unless the decoder of the "cpu" or "cuda" engine runs this class in its present state
-    and place, which is ``device``.
+def require_known(model: nn.Module, device: torch.device = CPU) -> None:
+    """Raise UnknownArchitecture unless a decoder runs this class in its present state and place, which is ``device``.
     """
     entry = _described(model)
-    asked = not_served(entry, decoder)
+    asked = not_served(entry)
     if asked is not None:
         raise UnknownArchitecture(f"its description says {asked}")
     for name in entry.unset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .description import FUSED, SEPARATE, SHARED, Description, Mixture, not_served
+from .description import FUSED, SEPARATE, SHARED, Description, Mixture
 
 _PRE = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
 _SANDWICH = {
@@ -120,4 +120,3 @@ _ENTRIES = (
     ),
 )
 KNOWN: dict[str, Description] = {entry.class_name: entry for entry in _ENTRIES}
-ON_THE_CPU_ALONE = tuple(name for name, entry in KNOWN.items() if not_served(entry, "cuda") is not None)

@@ -10,7 +10,8 @@ from torch import nn
 from ...formats.mxfp4 import BLOCK
 from ...nn.experts import PackedExperts
 from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, Experts, Weight
-from ..architecture import ExpertBlock, UnknownArchitecture, require_format
+from ..architecture import ExpertBlock, UnknownArchitecture
+from ..slots import require_experts
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 _PACKED = {"mxfp4": MXFP4, "int4": INT4}
@@ -28,6 +29,7 @@ def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -
     shared = {name: read(module, f"shared {name}") for name, module in block.shared.items()}
     if any(weight.order is not None or weight.rotation is not None for weight in shared.values()):
         raise UnknownArchitecture("its shared expert transforms its inputs")
+    require_experts(block, "CPU")
     weight = _packed if type(block.experts) is PackedExperts else _dense
     return Experts(
         router.contiguous(), block.chosen, block.renormalize, weight(block, _UP), weight(block, _DOWN), shared
@@ -36,17 +38,12 @@ def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -
 
 def _dense(block: ExpertBlock, key: str) -> Weight:
     weight = getattr(block.experts, key).detach()
-    require_format(weight, f"experts' {key}")
     out_features, in_features = block.original.sizes[key]
     return Weight(_DENSE[weight.dtype], weight, in_features, out_features)
 
 
 def _packed(block: ExpertBlock, key: str) -> Weight:
     experts: PackedExperts = block.experts
-    if experts.format not in _PACKED or experts.is_lent:
-        raise UnknownArchitecture(f"its experts are {experts.format}, which the CPU decoder does not read")
-    if experts.switch.multiply == "dequant":
-        raise UnknownArchitecture("its experts multiply by 'dequant', which the CPU decoder does for linears only")
     parts = experts.prepack_().parts(key)
     out_features, in_features = block.original.sizes[key]
     mxfp4 = experts.format == "mxfp4"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from .. import architecture
 from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
+from .experts import ExpertLayer, expert_layer, require_served_experts
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
 
@@ -37,12 +38,14 @@ _ROW_BYTES = 16  # what the kernels load at once
 class Layer:
     """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table. Orders: of the
     inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
-    they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either."""
+    they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either. experts: in place of
+    `gate_up` and `down`."""
 
     qkv: JoinedLinear
     o: JoinedLinear
-    gate_up: JoinedLinear
-    down: JoinedLinear
+    gate_up: JoinedLinear | None
+    down: JoinedLinear | None
+    experts: ExpertLayer | None
     qkv_order: Tensor | None
     gate_up_order: Tensor | None
     down_order: Tensor | None
@@ -55,6 +58,11 @@ class Layer:
     k_norm: Tensor | None
     window: int
     rope: int
+
+    def linears(self) -> list[JoinedLinear]:
+        """Those that all tokens go through, but for the head."""
+        shared = [] if self.experts is None else self.experts.shared
+        return [one for one in (self.qkv, self.o, self.gate_up, self.down, *shared) if one is not None]
 
 
 class Packing(NamedTuple):
@@ -83,10 +91,10 @@ class CudaDecoder:
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
         require_read(cache_format_of(model), device)
-        architecture.require_known(model, device, "cuda")
+        architecture.require_known(model, device)
         if device.type != "cpu":
             require_bfloat16(model, device)
-        found = architecture.outline(model, device, "cuda")
+        found = architecture.outline(model, device)
         if device.type != "cpu":
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
@@ -101,13 +109,15 @@ class CudaDecoder:
         self.reserve_positions(rotary.FIRST_POSITIONS)
         self._final_norm = found.final_norm
         self._layers = [_layer(block) for block in found.blocks]
+        self._heads_together = found.heads_together
         self._head = joined([found.head], "lm_head")
         nested = isinstance(found.embedding, NestedEmbedding)
         self._embedding = found.embedding.tiles() if nested else found.embedding
         self._activation = ACTIVATIONS[found.sizes.activation]
         self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
-        linears = [one for layer in self._layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        linears = [one for layer in self._layers for one in layer.linears()]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
+        self.extra_bytes += sum(layer.experts.extra_bytes for layer in self._layers if layer.experts is not None)
         self._waits = any(map(_waits_for_host, [*linears, self._head]))
         self._weights = standing(model)
         if device.type != "cpu":
@@ -170,7 +180,10 @@ class CudaDecoder:
             if layer.attention_out is not None:
                 added, _ = ops.rms_norm(added, layer.attention_out, eps)
             normed, total = _norm(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
+            if layer.experts is None:
+                added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
+            else:
+                added = layer.experts(normed, self._activation, bits)
             if layer.mlp_out is not None:
                 added, _ = ops.rms_norm(added, layer.mlp_out, eps)
         normed, _ = _norm(total, added, self._final_norm, eps)
@@ -199,12 +212,22 @@ class CudaDecoder:
         qkv = layer.qkv(normed, bits)
         qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
+        if self._heads_together:
+            qkv, norms = self._normed_together(layer, qkv), (None, None, sizes.norm_eps)
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
         rule = scale, layer.window, softcap, draft_window
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule)
         mixed = mixed.view(batch * width, -1)
         return layer.o(mixed if packing is None else mixed.index_select(0, packing.take), bits)
+
+    def _normed_together(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """``[batch, width, q, k, v]`` with queries and keys normed over all of their heads."""
+        sizes = self.sizes
+        keys = sizes.kv_heads * sizes.head_dim
+        q, k, v = qkv.split([sizes.heads * sizes.head_dim, keys, keys], dim=-1)
+        eps = sizes.norm_eps
+        return torch.cat([_norm(q, None, layer.q_norm, eps)[0], _norm(k, None, layer.k_norm, eps)[0], v], dim=-1)
 
     def _require(self, ids: Tensor, kv: Tensor, bits: Bits) -> None:
         sizes = self.sizes
@@ -249,6 +272,10 @@ def require_served(found: Outline) -> None:
             f"up to {CUDA_MAX_HEAD_DIM}"
         )
     modules = [item for block in found.blocks for item in block.modules.items()] + [("lm_head", found.head)]
+    for block in found.blocks:
+        if block.experts is not None:
+            require_served_experts(block.experts, _ROW_BYTES)
+            modules += [(f"shared {name}", module) for name, module in block.experts.shared.items()]
     for name, module in modules:
         inputs = linear_shape(module, name)[0]
         if inputs * 2 % _ROW_BYTES:
@@ -277,24 +304,30 @@ def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
     return (linear.linear, linear.order) if isinstance(linear, OrderedLinear) else (linear, None)
 
 
-def _layer(block: Block) -> Layer:
+def _mlp(block: Block) -> dict[str, Any]:
+    """The fields of a `Layer` that its MLP or its experts fill."""
+    if block.experts is not None:
+        fields = "gate_up", "down", "gate_up_order", "down_order", "down_rotation"
+        return {**dict.fromkeys(fields), "experts": expert_layer(block.experts)}
     modules = block.modules
-    qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
     gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
-    attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
-    joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
     joined_gate_up, gate_up_order = _without_order(joined(gate_up, "gate, up"))
     down, down_order = _without_order(joined([modules["down"]], "down"))
     down, down_rotation = (down.linear, down.how) if isinstance(down, RotatedLinear) else (down, None)
+    found = {"gate_up": joined_gate_up, "down": down, "gate_up_order": gate_up_order, "down_order": down_order}
+    return {**found, "down_rotation": down_rotation, "experts": None}
+
+
+def _layer(block: Block) -> Layer:
+    modules = block.modules
+    qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
+    attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
+    joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
     return Layer(
         qkv=joined_qkv,
         o=joined([modules["o"]], "o"),
-        gate_up=joined_gate_up,
-        down=down,
         qkv_order=qkv_order,
-        gate_up_order=gate_up_order,
-        down_order=down_order,
-        down_rotation=down_rotation,
+        **_mlp(block),
         attention_norm=attention,
         mlp_norm=mlp,
         attention_out=attention_out,

@@ -54,7 +54,10 @@ Tensor room_for_sums(const LinearWeight& weight, const Tensor& x) {
   return {};
 }
 
-// Codes and scales of x for the integer kernels; both live until the linear is enqueued.
+}  // namespace
+
+namespace mlspec {
+
 std::tuple<Tensor, Tensor> quantized(const CudaCall& call, const Tensor& x, int64_t group, int64_t bits, mlspec_cuda_linear& args) {
   const int64_t rows = x.size(0), in = x.size(1);
   args.x_scale_stride = round_up(rows, 4);
@@ -79,10 +82,6 @@ std::tuple<Tensor, Tensor> quantized(const CudaCall& call, const Tensor& x, int6
   args.x_scales = quantize.scales;
   return {codes, scales};
 }
-
-}  // namespace
-
-namespace mlspec {
 
 void check_linear_x(const char* op, const Tensor& x, const char* weight_name, const Tensor& weight, int64_t in, const Maybe& bias,
                     int64_t out) {

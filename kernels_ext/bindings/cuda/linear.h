@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
 
 #include "device.h"
 #include "../../cuda/linear/linear.h"
@@ -26,6 +27,10 @@ struct LinearWeight {
 // Dtypes, shapes and devices of x [..., in] and bias [out] beside those of the weight.
 void check_linear_x(const char* op, const at::Tensor& x, const char* weight_name, const at::Tensor& weight, int64_t in,
                     const std::optional<at::Tensor>& bias, int64_t out);
+
+// Codes and scales of x [rows, in] for the integer kernels, which `args` then reads; both live until the linear is enqueued.
+std::tuple<at::Tensor, at::Tensor> quantized(const CudaCall& call, const at::Tensor& x, int64_t group, int64_t bits,
+                                             mlspec_cuda_linear& args);
 
 // x [..., in] -> [..., out] in x.dtype; float32 and float16 are rounded to bfloat16 on their way in and out. With out_is_float32:
 // float32, not rounded.

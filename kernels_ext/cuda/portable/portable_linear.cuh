@@ -87,8 +87,8 @@ __device__ __forceinline__ void multiply(float (&sums)[V::kTokenTiles][4], const
 }
 
 // The chunks of a group, in ascending order.
-template <class V>
-__device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], const Copier<V>& copier, const uint8_t* stages,
+template <class V, class Copies>
+__device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], const Copies& copier, const uint8_t* stages,
                                            const uint8_t* tables, int group, int warp, int lane) {
   using Format = typename V::Format;
   const int chunks = (copier.p.chunks - group + kGroupsOfWarps - 1) / kGroupsOfWarps;
@@ -159,10 +159,9 @@ __device__ __forceinline__ void store_outputs(const Params& p, float4 sum, float
     if (output + i < p.out_features) out[i] = rounded[i];
 }
 
-// Group 0 + group 1 in shared memory, [token, output]; then all threads store.
+// Group 0 + group 1 in shared memory, [token, output].
 template <class V>
-__device__ __forceinline__ void finish(const Params& p, const float (&sums)[V::kTokenTiles][4], float* total, int first_token,
-                                       int first_output, int group, int warp, int lane) {
+__device__ __forceinline__ void add_groups(const float (&sums)[V::kTokenTiles][4], float* total, int group, int warp, int lane) {
   for (int turn = kGroupsOfWarps - 1; turn >= 0; --turn) {
     __syncthreads();
     if (group != turn) continue;
@@ -176,6 +175,13 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[V::k
     }
   }
   __syncthreads();
+}
+
+// Then all threads store.
+template <class V>
+__device__ __forceinline__ void finish(const Params& p, const float (&sums)[V::kTokenTiles][4], float* total, int first_token,
+                                       int first_output, int group, int warp, int lane) {
+  add_groups<V>(sums, total, group, warp, lane);
   float out_scale = V::Format::kOutScale;
   if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(*p.exponent_shift));
   if constexpr (V::Format::kPrefix) out_scale *= V::Format::out_scale(p);

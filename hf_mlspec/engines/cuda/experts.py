@@ -1,0 +1,116 @@
+"""How does the CUDA decoder run the experts of a layer where their weights lie? The host never learns who goes where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...formats import Parts
+from ...nn.experts import PackedExperts
+from ...precision import Bits
+from ..architecture import ExpertBlock, UnknownArchitecture
+from ..slots import require_experts
+from .weights import JoinedLinear, joined
+
+_UP, _DOWN = "gate_up_proj", "down_proj"
+_MOST = 1024  # MLSPEC_CUDA_MOST_EXPERTS
+
+
+class DenseExperts:
+    """One projection of all experts, ``[experts, out, in]``, bfloat16 or float32."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+
+    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits) -> Tensor:
+        """``[n, in]`` or ``[pairs, in]`` -> ``[pairs, out]``; bits mean nothing to dense weights."""
+        return ops.dense_expert_rows(x, self.weight, experts, plan)
+
+
+class FourBitExperts:
+    """One projection of all experts in tiles; own: what their switch said when it was read."""
+
+    __slots__ = ("clip", "group_size", "out_features", "own", "tiles")
+
+    def __init__(self, experts: PackedExperts, tiles: Parts, out_features: int):
+        self.tiles, self.out_features = tuple(tiles), out_features
+        self.own, self.clip = experts.switch.bits, experts.switch.activation_clip
+        self.group_size = None if experts.format == "mxfp4" else experts.group_size
+
+    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits) -> Tensor:
+        """As DenseExperts, at 16, 8 or 4 activation bits, 0: the switch's."""
+        width = bits.activation or self.own.activation
+        if self.group_size is None:
+            return ops.mxfp4_expert_rows(x, *self.tiles, experts, plan, self.out_features, width)
+        how = self.out_features, self.group_size, width, self.clip
+        return ops.int4_expert_rows(x, *self.tiles, experts, plan, *how)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """What stands in a layer for gate, up and down.
+
+    router: ``[count, hidden]``, with a shared expert one row more. shared: gate and up as one, and down, or ().
+    extra_bytes: of what could not be shared with the model's modules.
+    """
+
+    router: Tensor
+    count: int
+    chosen: int
+    renormalize: bool
+    up: DenseExperts | FourBitExperts
+    down: DenseExperts | FourBitExperts
+    shared: tuple[JoinedLinear, ...]
+    extra_bytes: int
+
+    def __call__(self, normed: Tensor, activation: int, bits: Bits) -> Tensor:
+        """``[n, hidden]`` -> what the experts add, of the same shape. activation: a number of ops.rows.ACTIVATIONS."""
+        experts, weights, plan = ops.route_rows(normed, self.router, self.count, self.chosen, int(self.renormalize))
+        inner = ops.gated(self.up(normed, experts, plan, bits), activation)
+        rows = self.down(inner, experts, plan, bits)
+        beside = None
+        if self.shared:
+            gate_up, down = self.shared
+            beside = down(ops.gated(gate_up(normed, bits), activation), bits)
+        return ops.weighted_rows(rows, weights, beside)
+
+
+def expert_layer(block: ExpertBlock) -> ExpertLayer:
+    """The experts of a layer; their weights stay where they are, packed ones are put in tiles. UnknownArchitecture
+    names what does not fit."""
+    require_experts(block, "CUDA")
+    router, extra_bytes, shared = block.router, 0, ()
+    if block.shared_router is not None:
+        wide = router.dtype != block.shared_router.dtype
+        router = torch.cat([row.float() if wide else row for row in (router, block.shared_router)])
+        extra_bytes = router.nbytes
+        gate_up = joined([block.shared["gate"], block.shared["up"]], "shared gate, up")
+        shared = gate_up, joined([block.shared["down"]], "shared down")
+    projections = []
+    for key in (_UP, _DOWN):
+        if isinstance(block.experts, PackedExperts):
+            tiles = block.experts.prepack_().parts(key)
+            projections.append(FourBitExperts(block.experts, tiles, block.original.sizes[key][0]))
+        else:
+            projections.append(DenseExperts(getattr(block.experts, key).detach()))
+    count = block.original.num_experts
+    router = router.contiguous()
+    return ExpertLayer(router, count, block.chosen, block.renormalize, *projections, shared, extra_bytes)
+
+
+def require_served_experts(block: ExpertBlock, row_bytes: int) -> None:
+    """UnknownArchitecture where the kernels of a GPU do not take the sizes of a layer's experts, or where they lie."""
+    if block.original.num_experts > _MOST:
+        raise UnknownArchitecture(f"it has {block.original.num_experts} experts a layer, the GPU kernels take {_MOST}")
+    for key, (_, inputs) in block.original.sizes.items():
+        if inputs * 2 % row_bytes:
+            raise UnknownArchitecture(f"its experts' {key} has {inputs} inputs, the GPU kernels take multiples of 8")
+        weight = getattr(block.experts, key, None)
+        if weight is not None and weight.data_ptr() % row_bytes:
+            where = f"does not start at a multiple of {row_bytes} bytes in memory"
+            raise UnknownArchitecture(f"its experts' {key} {where}")

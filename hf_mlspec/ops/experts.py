@@ -1,0 +1,214 @@
+"""How do rows go through experts? Routed, multiplied expert by expert, and added up in an order that is fixed.
+
+A pair is a token and one of its experts: pair = token * chosen + rank. Whoever else visits an expert, and however
+many, a pair's bits are its own. A plan lists the pairs by expert, for kernels that cannot ask the host:
+
+    int32 [pairs + 3 * items]    the pairs in order of their experts; then of each item its expert, the place of its
+                                 first pair among those, and how many pairs it has, 0 where it is not used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .dense import _bf16_linear, _f32_linear
+from .int4 import int4_linear
+from .mxfp4 import mxfp4_linear
+from .operator import CACHE_FLOATS, Operands, operator
+
+
+def rows_of_item(pairs: int, experts: int) -> int:
+    """How many pairs a block of a kernel takes at once: mlspec_cuda_rows_of_item."""
+    return 8 if pairs <= 4 * experts else 16 if pairs <= 12 * experts else 64
+
+
+def most_items(pairs: int, experts: int) -> int:
+    """As many items as so many pairs can need, however they are spread."""
+    return min(pairs, min(pairs, experts) + pairs // rows_of_item(pairs, experts))
+
+
+def plan_of(experts: Tensor, num_experts: int) -> Tensor:
+    """The plan (above) of int32 experts ``[n, chosen]``; an expert's pairs stand in their order."""
+    pairs, rows = experts.numel(), rows_of_item(experts.numel(), num_experts)
+    counts = torch.bincount(experts.flatten().long(), minlength=num_experts).tolist()
+    items, first = [], 0
+    for expert, count in enumerate(counts):
+        items += [(expert, first + at, min(rows, count - at)) for at in range(0, count, rows)]
+        first += count
+    items += [(0, 0, 0)] * (most_items(pairs, num_experts) - len(items))
+    places = experts.flatten().sort(stable=True).indices.int()
+    return torch.cat([places, torch.tensor(items, dtype=torch.int32, device=experts.device).flatten()])
+
+
+def _check_route(given: Operands) -> None:
+    given.require_float("x", CACHE_FLOATS)
+    given.require_float("router", CACHE_FLOATS)
+    x, router, count = given.x, given.router, given.num_experts
+    if x.ndim != 2 or router.ndim != 2 or x.shape[1] != router.shape[1]:
+        raise ValueError(
+            f"{given.op}: x has shape {list(x.shape)} and router {list(router.shape)}, expected [n, hidden] and "
+            "[experts, hidden]"
+        )
+    if count < 1 or len(router) - count not in (0, 1):
+        raise ValueError(
+            f"{given.op}: router has {len(router)} rows for num_experts = {count}, expected as many or one more"
+        )
+    if not 1 <= given.chosen <= count:
+        raise ValueError(f"{given.op}: chosen is {given.chosen}, expected 1 to {count}")
+
+
+def _fake_route(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, chosen, count = len(given.x), given.chosen, given.num_experts
+    pairs, shared = tokens * chosen, len(given.router) - count
+    integers = given.x.new_empty((tokens, chosen), dtype=torch.int32)
+    weights = given.x.new_empty((tokens, chosen + shared), dtype=torch.float32)
+    return integers, weights, integers.new_empty(pairs + 3 * most_items(pairs, count))
+
+
+@operator(_check_route, _fake_route, composed_on_cpu=True)
+def route_rows(
+    x: Tensor, router: Tensor, num_experts: int, chosen: int, renormalize: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x ``[n, hidden]``, router ``[num_experts, hidden]`` or one row more, both float32 or bfloat16 -> experts int32
+    ``[n, chosen]``, weights float32 ``[n, chosen]`` or one more, the plan.
+
+    Logits are float32 sums. A token goes to the experts of the largest, of equal ones to the lower number; NaN is less
+    than all. Weights: softmax over all experts, divided by their sum if renormalize; last the sigmoid of the last
+    row's logit, where there is one more. A NaN among a token's logits makes its weights NaN. On a GPU x is bfloat16.
+    """
+    logits = _f32_linear(x.float(), router.float().contiguous(), None)
+    routing = logits[:, :num_experts]
+    order = routing.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order = order.sort(dim=1, descending=True, stable=True).indices
+    last = routing.isnan().gather(1, order).int().sort(dim=1, stable=True).indices
+    experts = order.gather(1, last)[:, :chosen]
+    wide = routing.double()  # elements of a float32 function may round by their place in the tensor
+    shares = (wide - wide.gather(1, experts[:, :1])).exp()
+    total = shares.gather(1, experts) if renormalize else shares
+    weights = shares.gather(1, experts) / total.sum(dim=1, keepdim=True)
+    if len(router) > num_experts:
+        weights = torch.cat([weights, logits[:, num_experts:].double().sigmoid()], dim=1)
+    weights = torch.where(routing.isnan().any(dim=1, keepdim=True), torch.nan, weights).float()
+    return experts.int().contiguous(), weights, plan_of(experts, num_experts)
+
+
+def _check_rows(given: Operands, count: int, in_features: int) -> None:
+    given.require_float("x", CACHE_FLOATS)
+    given.require_dtype("experts", torch.int32)
+    x, experts = given.x, given.experts
+    if experts.ndim != 2:
+        raise ValueError(f"{given.op}: experts has shape {list(experts.shape)}, expected [n, chosen]")
+    given.require_contiguous("experts")
+    if x.ndim != 2 or x.shape[1] != in_features or len(x) not in (len(experts), experts.numel()):
+        raise ValueError(
+            f"{given.op}: x has shape {list(x.shape)}, expected [{len(experts)} or {experts.numel()}, {in_features}]"
+        )
+    given.require_numbers("plan", experts.numel() + 3 * most_items(experts.numel(), count))
+
+
+def _check_dense(given: Operands) -> None:
+    if given.weight.ndim != 3 or not len(given.weight):
+        raise ValueError(f"{given.op}: weight has shape {list(given.weight.shape)}, expected [experts, out, in]")
+    given.require_float("weight", CACHE_FLOATS)
+    given.require_contiguous("weight")
+    _check_rows(given, len(given.weight), given.weight.shape[2])
+
+
+def _check_stacked(given: Operands) -> None:
+    """Of experts in tiles: each one's are looked at where they are multiplied."""
+    tiles, scales = given.weight_tiles, given.scale_tiles
+    if tiles.ndim != 4 or scales.ndim != 4 or not len(tiles):
+        raise ValueError(
+            f"{given.op}: weight_tiles has shape {list(tiles.shape)} and scale_tiles {list(scales.shape)}, expected 4 "
+            "axes from prepack, experts first"
+        )
+    _check_rows(given, len(tiles), given.x.shape[-1])
+
+
+def _pairs(given: Operands) -> Tensor:
+    return given.x.new_empty((given.experts.numel(), given.out_features))
+
+
+def _by_expert(x: Tensor, experts: Tensor, out: int, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
+    pairs = experts.flatten()
+    y = x.new_empty(len(pairs), out)
+    for expert in pairs.unique().tolist():
+        own = (pairs == expert).nonzero().flatten()
+        y[own] = multiply(x[own // (len(pairs) // len(x))], expert)
+    return y
+
+
+@operator(_check_dense,
+          lambda given: given.x.new_empty((given.experts.numel(), given.weight.shape[1])),
+          composed_on_cpu=True)  # fmt: skip
+def dense_expert_rows(x: Tensor, weight: Tensor, experts: Tensor, plan: Tensor) -> Tensor:
+    """x ``[n, in]``, a row for all of a token's experts, or ``[n * chosen, in]``, one for each, times those of weight
+    ``[experts, out, in]``, bfloat16 or float32, that experts and plan of ``route_rows`` say -> ``[n * chosen, out]``.
+    Experts without rows are not read. On a GPU all is bfloat16; sums are float32."""
+    multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
+    return _by_expert(x, experts, weight.shape[1], lambda rows, expert: multiply(rows, weight[expert], None))
+
+
+@operator(_check_stacked, _pairs, composed_on_cpu=True)
+def mxfp4_expert_rows(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, experts: Tensor, plan: Tensor, out_features: int,
+    activation_bits: int,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times MXFP4 weights, those of ``prepack_mxfp4`` of every expert stacked, as
+    ``mxfp4_linear`` multiplies each."""
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        tiles = weight_tiles[expert], scale_tiles[expert]
+        return mxfp4_linear(rows, *tiles, out_features, activation_bits=activation_bits)
+
+    return _by_expert(x, experts, out_features, multiply)
+
+
+@operator(_check_stacked, _pairs, composed_on_cpu=True)
+def int4_expert_rows(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, experts: Tensor, plan: Tensor,
+    out_features: int, group_size: int, activation_bits: int, activation_clip: float,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times int4 weights, those of ``prepack_int4`` of every expert stacked, as
+    ``int4_linear`` multiplies each."""
+    how = {"group_size": group_size, "activation_bits": activation_bits, "activation_clip": activation_clip}
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        tiles = weight_tiles[expert], scale_tiles[expert], None if zero_tiles is None else zero_tiles[expert]
+        return int4_linear(rows, *tiles, out_features, **how)
+
+    return _by_expert(x, experts, out_features, multiply)
+
+
+def _check_weighted(given: Operands) -> None:
+    given.require_float("rows", CACHE_FLOATS)
+    rows, weights = given.rows, given.weights
+    if rows.ndim != 2 or weights.ndim != 2:
+        raise ValueError(
+            f"{given.op}: rows has shape {list(rows.shape)} and weights {list(weights.shape)}, expected [n * chosen, "
+            "width] and [n, chosen]"
+        )
+    given.require_part("weights", torch.float32, weights.shape)
+    given.require_shape("rows", (len(weights) * (weights.shape[1] - (given.shared is not None)), rows.shape[1]))
+    given.require_contiguous("rows")
+    if given.shared is not None:
+        given.require_part("shared", rows.dtype, (len(weights), rows.shape[1]))
+
+
+@operator(_check_weighted, lambda given: given.rows.new_empty((len(given.weights), given.rows.shape[1])),
+          composed_on_cpu=True)  # fmt: skip
+def weighted_rows(rows: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+    """rows ``[n * chosen, width]``, float32 or bfloat16, times weights float32 ``[n, chosen]``, added in float32 in
+    their order -> ``[n, width]`` in the dtype of rows. shared ``[n, width]``: added last, times one weight more. On a
+    GPU rows are bfloat16."""
+    chosen = weights.shape[1] - (shared is not None)
+    own = rows.view(len(weights), chosen, -1)
+    total = own.new_zeros(len(weights), own.shape[2], dtype=torch.float32)
+    for rank in range(chosen):  # a sum over an axis may order its terms by the shape
+        total = total + own[:, rank].float() * weights[:, rank, None]
+    if shared is not None:
+        total = total + shared.float() * weights[:, chosen, None]
+    return total.to(rows.dtype)

@@ -1,0 +1,179 @@
+// How do the kernels of experts meet torch on a GPU? What the ops take: hf_mlspec/ops/experts.py. Nothing is read back: which experts a
+// token goes to is trusted, route_rows wrote it.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "linear.h"
+#include "row_checks.h"
+#include "../../cuda/experts/experts.h"
+
+namespace {
+
+using namespace mlspec;
+
+std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& router, int64_t num_experts, int64_t chosen,
+                                              int64_t renormalize) {
+  constexpr const char* op = "route_rows";
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() == 2 && router.dim() == 2, op, ": x has shape ", x.sizes(), " and router ", router.sizes(),
+                    ", expected [n, hidden] and [experts, hidden]");
+  const bool wide = router.scalar_type() == at::kFloat;
+  const int64_t tokens = x.size(0), hidden = x.size(1), shared = router.size(0) - num_experts;
+  check_part(op, "router", router, wide ? at::kFloat : at::kBFloat16, {router.size(0), hidden}, "x", x);
+  TORCH_CHECK_VALUE(num_experts >= 1 && num_experts <= MLSPEC_CUDA_MOST_EXPERTS && (shared == 0 || shared == 1), op, ": router has ",
+                    router.size(0), " rows for num_experts = ", num_experts, ", expected as many or one more, 1 to ",
+                    +MLSPEC_CUDA_MOST_EXPERTS);
+  TORCH_CHECK_VALUE(chosen >= 1 && chosen <= num_experts, op, ": chosen is ", chosen, ", expected 1 to ", num_experts);
+  TORCH_CHECK_VALUE(hidden > 0 && hidden % 8 == 0, op, ": x has ", hidden, " columns, the CUDA kernels take multiples of 8");
+  const CudaCall call(op, x);
+  const int64_t pairs = tokens * chosen, items = mlspec_cuda_most_items(pairs, num_experts);
+  const auto int32s = x.options().dtype(at::kInt), floats = x.options().dtype(at::kFloat);
+  const Tensor experts = at::empty({tokens, chosen}, int32s), weights = at::empty({tokens, chosen + shared}, floats);
+  const Tensor plan = at::empty({pairs + 3 * items}, int32s);
+  if (tokens == 0) return {experts, weights, plan};
+  const Tensor rows = dense(x), logits = at::empty({tokens, num_experts + shared}, floats);
+  mlspec_cuda_routing args{};
+  args.x = rows.const_data_ptr(), args.router = router.const_data_ptr();
+  args.logits = logits.mutable_data_ptr<float>();
+  args.experts = experts.mutable_data_ptr<int32_t>(), args.weights = weights.mutable_data_ptr<float>();
+  args.plan = plan.mutable_data_ptr<int32_t>();
+  args.num_tokens = tokens, args.hidden = hidden;
+  args.num_experts = static_cast<int32_t>(num_experts), args.chosen = static_cast<int32_t>(chosen);
+  args.renormalize = renormalize != 0, args.has_shared = static_cast<int32_t>(shared), args.router_is_float32 = wide;
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_route_rows(&args, &launch));
+  return {experts, weights, plan};
+}
+
+// What the products of experts have in common: x [n, in] or [pairs, in], and where its rows go.
+mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tensor& weight, int64_t in, const Tensor& experts,
+                                     const Tensor& plan) {
+  check_bf16(op, "x", x);
+  check_device(op, "weight", weight, "x", x);
+  TORCH_CHECK_VALUE(experts.dim() == 2, op, ": experts has shape ", experts.sizes(), ", expected [n, chosen]");
+  check_part(op, "experts", experts, at::kInt, experts.sizes(), "x", x, 4);
+  const int64_t pairs = experts.numel();
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == in && (x.size(0) == experts.size(0) || x.size(0) == pairs), op, ": x has shape ",
+                    x.sizes(), ", expected [", experts.size(0), " or ", pairs, ", ", in, "]");
+  const int64_t count = weight.size(0);
+  TORCH_CHECK_VALUE(count >= 1, op, ": there are no experts");
+  check_vector(op, "plan", plan, pairs + 3 * mlspec_cuda_most_items(pairs, count), "x", x);
+  mlspec_cuda_expert_linear args{};
+  args.plan = plan.const_data_ptr<int32_t>();
+  args.num_pairs = pairs, args.num_experts = count;
+  args.linear.tiles = weight.const_data_ptr();
+  args.linear.num_tokens = x.size(0), args.linear.in_features = in;
+  args.linear.activation_bits = 16;
+  return args;
+}
+
+using ExpertKernel = const char* (*)(const mlspec_cuda_expert_linear*);
+
+Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_linear args, const Tensor& x) {
+  const CudaCall call(op, x);
+  mlspec_cuda_linear& a = args.linear;
+  const Tensor y = at::empty({args.num_pairs, a.out_features}, x.options());
+  if (y.numel() == 0) return y;
+  if (a.in_features == 0) return y.zero_();
+  const Tensor rows = dense(x);
+  std::tuple<Tensor, Tensor> codes;
+  a.x = rows.const_data_ptr();
+  if (a.activation_bits != 16) codes = quantized(call, rows, a.group_size, a.activation_bits, a);
+  a.out = y.mutable_data_ptr();
+  a.overlap = call.overlap(), a.stream = call.stream();
+  call.check(kernel(&args));
+  return y;
+}
+
+Tensor dense_expert_rows(const Tensor& x, const Tensor& weight, const Tensor& experts, const Tensor& plan) {
+  constexpr const char* op = "dense_expert_rows";
+  TORCH_CHECK_VALUE(weight.dim() == 3, op, ": weight has shape ", weight.sizes(), ", expected [experts, out, in]");
+  check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
+  mlspec_cuda_expert_linear args = check_rows(op, x, weight, weight.size(2), experts, plan);
+  args.linear.out_features = weight.size(1);
+  args.bytes_of_expert = weight.size(1) * weight.size(2) * 2;
+  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x);
+}
+
+// Tiles of every expert as those of a linear, stacked; scale_tiles tell in_features.
+mlspec_cuda_expert_linear check_tiles(const char* op, const Tensor& x, const Tensor& tiles, const Tensor& scale_tiles, int64_t out,
+                                      int64_t group, int64_t bytes_of_scales, const Tensor& experts, const Tensor& plan) {
+  TORCH_CHECK_VALUE(tiles.dim() == 4 && scale_tiles.dim() == 4, op, ": weight_tiles has shape ", tiles.sizes(), " and scale_tiles ",
+                    scale_tiles.sizes(), ", expected 4 axes from prepack, experts first");
+  const int64_t in = scale_tiles.size(2) * group, pairs = round_up(std::max<int64_t>(out, 0), kPairOutputs) / kPairOutputs;
+  const int64_t chunks = round_up(in, kPairInputs) / kPairInputs;
+  const int64_t bytes = kPairOutputs * kPairInputs / 2 + kPairOutputs * (kPairInputs / group) * bytes_of_scales;
+  check_part(op, "weight_tiles", tiles, at::kByte, {tiles.size(0), pairs, chunks, bytes}, "x", x);
+  mlspec_cuda_expert_linear args = check_rows(op, x, tiles, in, experts, plan);
+  args.linear.out_features = out;
+  args.linear.group_size = static_cast<int32_t>(group);
+  args.bytes_of_expert = pairs * chunks * bytes;
+  return args;
+}
+
+Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Tensor& experts,
+                         const Tensor& plan, int64_t out_features, int64_t activation_bits) {
+  constexpr const char* op = "mxfp4_expert_rows";
+  mlspec_cuda_expert_linear args = check_tiles(op, x, weight_tiles, scale_tiles, out_features, kBlock, 1, experts, plan);
+  const int64_t blocks = scale_tiles.size(2);
+  check_part(op, "scale_tiles", scale_tiles, at::kByte, {weight_tiles.size(0), 1, blocks, 4}, "x", x, 4);
+  check_one_of(op, "activation_bits", activation_bits, {8, 16});
+  args.linear.exponent_shift = static_cast<const int32_t*>(scale_tiles.const_data_ptr());
+  args.shifts_of_expert = blocks;
+  args.linear.activation_bits = static_cast<int32_t>(activation_bits);
+  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x);
+}
+
+Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
+                        const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size, int64_t activation_bits,
+                        double activation_clip) {
+  constexpr const char* op = "int4_expert_rows";
+  check_one_of(op, "group_size", group_size, kGroupSizes);
+  mlspec_cuda_expert_linear args =
+      check_tiles(op, x, weight_tiles, scale_tiles, out_features, group_size, zero_tiles ? 3 : 2, experts, plan);
+  check_dtype(op, "scale_tiles", scale_tiles, at::kHalf);
+  if (zero_tiles) check_dtype(op, "zero_tiles", *zero_tiles, at::kByte);
+  check_one_of(op, "activation_bits", activation_bits, {4, 8, 16});
+  check_activation_clip(op, activation_clip);
+  args.linear.has_zeros = zero_tiles.has_value();
+  args.linear.activation_bits = static_cast<int32_t>(activation_bits);
+  args.linear.activation_clip = static_cast<float>(activation_clip);
+  return multiply_rows(op, mlspec_cuda_int4_experts, args, x);
+}
+
+Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared) {
+  constexpr const char* op = "weighted_rows";
+  check_bf16(op, "rows", rows);
+  TORCH_CHECK_VALUE(rows.dim() == 2 && weights.dim() == 2, op, ": rows has shape ", rows.sizes(), " and weights ", weights.sizes(),
+                    ", expected [n * chosen, width] and [n, chosen]");
+  const int64_t tokens = weights.size(0), chosen = weights.size(1) - shared.has_value(), width = rows.size(1);
+  check_part(op, "rows", rows, at::kBFloat16, {tokens * chosen, width}, "rows", rows);
+  check_part(op, "weights", weights, at::kFloat, weights.sizes(), "rows", rows, 4);
+  if (shared) check_part(op, "shared", *shared, at::kBFloat16, {tokens, width}, "rows", rows);
+  TORCH_CHECK_VALUE(chosen >= 1 && width % 8 == 0, op, ": rows has ", width, " columns, ", chosen,
+                    " a token, the CUDA kernels take multiples of 8, one or more");
+  const CudaCall call(op, rows);
+  const Tensor y = at::empty({tokens, width}, rows.options());
+  if (y.numel() == 0) return y;
+  mlspec_cuda_weighted args{};
+  args.rows = rows.const_data_ptr(), args.weights = weights.const_data_ptr<float>();
+  args.shared = shared ? shared->const_data_ptr() : nullptr;
+  args.y = y.mutable_data_ptr();
+  args.num_tokens = tokens, args.width = width, args.chosen = static_cast<int32_t>(chosen);
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_weighted_rows(&args, &launch));
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
+  m.impl("route_rows", route_rows);
+  m.impl("dense_expert_rows", dense_expert_rows);
+  m.impl("mxfp4_expert_rows", mxfp4_expert_rows);
+  m.impl("int4_expert_rows", int4_expert_rows);
+  m.impl("weighted_rows", weighted_rows);
+}

@@ -1,0 +1,148 @@
+// How does a block multiply 64 outputs of one expert with some of its tokens? As the kernel for every GPU does with any tokens
+// (portable_linear.cuh), in its order of sums; only where rows come from and where they go is read from the plan of the routing.
+#pragma once
+
+#include "../portable/portable_linear.cuh"
+#include "experts.h"
+
+namespace mlspec::portable {
+
+constexpr int kPairBytes = 2 * 64 * int(sizeof(int));  // in shared memory: pairs of an item, and their tokens
+
+struct ExpertParams {
+  Params p;  // of one expert; num_tokens: pairs
+  const int32_t* plan;
+  int pairs_of_token, most_items;
+  int64_t bytes_of_expert, shifts_of_expert;
+};
+
+// Token rows are those that `tokens`, in shared memory, names: the last ones of an item that is not full are one token again.
+template <class V>
+struct ExpertCopier {
+  using Format = typename V::Format;
+  const Params& p;
+  const uint8_t* weights;
+  const int* tokens;
+  uint32_t ring;  // of the group
+  int tile, thread;
+
+  __device__ __forceinline__ uint32_t stage(int slot) const { return ring + slot * V::kStageBytes; }
+  __device__ __forceinline__ void copy_weights(int chunk, int slot) const {
+    const uint32_t to = stage(slot) + V::kTokenBytes;
+    if constexpr (Format::kPacked) {
+      const int64_t number = (int64_t(tile / 2) * p.chunks + chunk) * 2 + tile % 2;
+      copy_bytes<Format::kTileBytes>(to, weights + number * Format::kTileBytes, thread);
+    } else {
+      copy_rows<kTileOutputs, 128>(to, weights, int64_t(tile) * kTileOutputs, p.out_features, int64_t(chunk) * 128,
+                                   int64_t(p.in_features) * 2, p.aligned, thread);
+    }
+  }
+  __device__ __forceinline__ void copy_tokens(int chunk, int slot) const {
+    constexpr int kPieces = V::kRowBytes / 16;
+    const int64_t bytes_of_row = int64_t(p.in_features) * Format::kActivationBits / 8;
+#pragma unroll
+    for (int i = thread; i < V::kTokens * kPieces; i += kGroupThreads) {
+      const int row = i / kPieces, piece = i % kPieces;
+      const int64_t byte = int64_t(chunk) * V::kRowBytes + piece * 16;
+      const uint32_t place = stage(slot) + piece / 8 * (V::kTokens * 128) + row * 128 + ((piece % 8 ^ row % 8) << 4);
+      const bool inside = byte < bytes_of_row;
+      const uint8_t* from = inside ? p.x + tokens[row] * bytes_of_row + byte : p.x;
+      if (p.aligned) copy_async(place, from, inside);
+      else copy_unaligned(place, reinterpret_cast<const uint16_t*>(from), inside ? int(min(int64_t(8), (bytes_of_row - byte) / 2)) : 0);
+    }
+    if constexpr (V::kScaleBytes > 0) {
+      const uint32_t to = stage(slot) + V::kTokenBytes + V::kTileBytes;
+      for (int i = thread; i < Format::kGroups * V::kTokens; i += kGroupThreads) {
+        const int64_t group = int64_t(chunk) * Format::kGroups + i / V::kTokens;
+        copy_4(to + i * 4, p.x_scales + group * p.x_scale_stride + tokens[i % V::kTokens]);
+      }
+    }
+  }
+};
+
+// Grid: items of the plan x tiles of outputs, in this order along x: items of one expert, which run together, share its weights in
+// the L2 cache. As many items as there may be; a block of one that is not used ends at once.
+template <class V>
+__global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant__ ExpertParams e) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  __shared__ int pairs[V::kTokens], tokens[V::kTokens];
+  static_assert(V::kSharedBytes + sizeof(pairs) + sizeof(tokens) <= kRingBytes, "more than every GPU gives a block");
+  launch_dependents();
+  wait_for_previous_kernel();  // which may have written the plan
+  const Params& p = e.p;
+  const int tile = blockIdx.x / e.most_items;
+  const int32_t* item = e.plan + p.num_tokens + 3 * (blockIdx.x % e.most_items);
+  const int expert = item[0], first = item[1], rows = item[2];
+  if (rows == 0) return;
+  if (threadIdx.x < V::kTokens) {
+    const int pair = e.plan[first + min(int(threadIdx.x), rows - 1)];
+    pairs[threadIdx.x] = pair, tokens[threadIdx.x] = pair / e.pairs_of_token;
+  }
+  __syncthreads();
+  const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, warp = thread / 32, lane = thread % 32;
+  uint8_t* own = stages + group * V::kStages * V::kStageBytes;
+  float sums[V::kTokenTiles][4] = {};
+  const ExpertCopier<V> copier{p, p.weights + expert * e.bytes_of_expert, tokens, shared_address(own), tile, thread};
+  sum_chunks<V>(sums, copier, own, stages, group, warp, lane);
+  float* total = reinterpret_cast<float*>(stages);
+  add_groups<V>(sums, total, group, warp, lane);
+  float out_scale = V::Format::kOutScale;
+  if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(p.exponent_shift[expert * e.shifts_of_expert]));
+  constexpr int kQuads = kTileOutputs / 4;
+  for (int i = threadIdx.x; i < rows * kQuads; i += kThreads) {
+    const int row = i / kQuads, output = i % kQuads * 4;
+    const float4 sum = *reinterpret_cast<const float4*>(total + row * V::kSumStride + output);
+    store_outputs(p, sum, out_scale, pairs[row], tile * kTileOutputs + output);
+  }
+}
+
+template <class V>
+const char* launch_experts(const mlspec_cuda_expert_linear& args) {
+  using Format = typename V::Format;
+  const mlspec_cuda_linear& a = args.linear;
+  const auto kernel = expert_kernel<V>;
+  const int64_t chunks = (a.in_features + Format::kChunk - 1) / Format::kChunk;
+  const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
+  const int64_t items = mlspec_cuda_most_items(args.num_pairs, args.num_experts);
+  const bool aligned = a.in_features * Format::kActivationBits / 8 % 16 == 0 && is_aligned(a.x) && is_aligned(a.tiles) &&
+                       args.bytes_of_expert % 16 == 0;
+  if (Format::kPacked && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
+  if (tiles * items > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
+  ExpertParams params{};
+  Params& p = params.p;
+  p.weights = static_cast<const uint8_t*>(a.tiles), p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
+  p.exponent_shift = a.exponent_shift, p.out = a.out, p.x_scale_stride = a.x_scale_stride;
+  p.num_tokens = int(args.num_pairs), p.in_features = int(a.in_features), p.out_features = int(a.out_features);
+  p.chunks = p.token_chunks = int(chunks), p.aligned = aligned;
+  params.plan = args.plan, params.pairs_of_token = int(args.num_pairs / a.num_tokens), params.most_items = int(items);
+  params.bytes_of_expert = args.bytes_of_expert, params.shifts_of_expert = args.shifts_of_expert;
+  if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
+    return problem;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(tiles * items));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = V::kSharedBytes;
+  config.stream = static_cast<cudaStream_t>(a.stream);
+  config.attrs = &attribute;
+  config.numAttrs = a.overlap ? 1 : 0;
+  return message(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+template <class Format>
+const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
+  const mlspec_cuda_linear& a = args.linear;
+  if (a.num_tokens < 1 || a.out_features < 1 || a.in_features < 1 || args.num_pairs < 1 || args.num_pairs % a.num_tokens)
+    return "experts take a token or more, inputs, outputs, and as many pairs of every token";
+  if (args.num_pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
+  if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
+  switch (mlspec_cuda_rows_of_item(args.num_pairs, args.num_experts)) {
+    case 8: return launch_experts<Variant<Format, 1, kPairBytes>>(args);
+    case 16: return launch_experts<Variant<Format, 2, kPairBytes>>(args);
+    default: return launch_experts<Variant<Format, 8, kPairBytes>>(args);
+  }
+}
+
+}  // namespace mlspec::portable

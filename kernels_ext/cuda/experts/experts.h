@@ -1,0 +1,66 @@
+// What do the kernels of experts take? As in rows.h: plain C, device pointers, work on a stream, nothing is read back.
+#pragma once
+
+#include "../linear/linear.h"
+#include "../rows/rows.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MLSPEC_CUDA_MOST_EXPERTS 1024  // of a layer: a warp keeps 32 logits a lane
+
+// Rows of a product are pairs of a token and one of its experts: pair = token * chosen + rank. A plan, int32, says which pairs go to
+// an expert: [pairs] the pairs in order of their experts, [most_items][3] an expert, its first place among these and how many, 0 for
+// an item that is not used. An expert with many pairs has several items.
+static inline int64_t mlspec_cuda_rows_of_item(int64_t pairs, int64_t experts) {
+  return pairs <= 4 * experts ? 8 : pairs <= 12 * experts ? 16 : 64;
+}
+
+static inline int64_t mlspec_cuda_most_items(int64_t pairs, int64_t experts) {
+  const int64_t visited = pairs < experts ? pairs : experts, whole = visited + pairs / mlspec_cuda_rows_of_item(pairs, experts);
+  return whole < pairs ? whole : pairs;
+}
+
+typedef struct {
+  const void* x;       // bfloat16 [tokens, hidden], hidden a multiple of 8
+  const void* router;  // [experts, with a shared one + 1][hidden], bfloat16 or float32
+  float* logits;       // [tokens, experts (+ 1)]
+  int32_t* experts;    // [tokens, chosen]: of the largest logits, of equal ones the lower number; NaN is less than all
+  float* weights;      // [tokens, chosen (+ 1)]: softmax over all, or renormalized over the chosen; the sigmoid of the last row
+  int32_t* plan;
+  int64_t num_tokens, hidden;
+  int32_t num_experts, chosen, renormalize, has_shared, router_is_float32;
+} mlspec_cuda_routing;
+
+// Three kernels, or two for a few tokens.
+const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
+
+typedef struct {
+  mlspec_cuda_linear linear;  // of one expert: x [num_tokens, in], out bfloat16 [pairs, out], no bias; tiles of all experts
+  const int32_t* plan;
+  int64_t num_pairs;         // a multiple of linear.num_tokens: a token has num_pairs / num_tokens of them
+  int64_t num_experts;
+  int64_t bytes_of_expert;   // in tiles
+  int64_t shifts_of_expert;  // in exponent_shift
+} mlspec_cuda_expert_linear;
+
+// Every GPU since sm_80. A pair's bits depend neither on the other pairs nor on how many there are.
+const char* mlspec_cuda_bf16_experts(const mlspec_cuda_expert_linear* args);
+const char* mlspec_cuda_mxfp4_experts(const mlspec_cuda_expert_linear* args);
+const char* mlspec_cuda_int4_experts(const mlspec_cuda_expert_linear* args);
+
+typedef struct {
+  const void* rows;      // bfloat16 [tokens, chosen, width], width a multiple of 8
+  const float* weights;  // [tokens, chosen (+ 1)]
+  const void* shared;    // bfloat16 [tokens, width], or null
+  void* y;               // bfloat16 [tokens, width]: a sum in float32 in the order of the rows, then the shared one
+  int64_t num_tokens, width;
+  int32_t chosen;
+} mlspec_cuda_weighted;
+
+const char* mlspec_cuda_weighted_rows(const mlspec_cuda_weighted* args, const mlspec_cuda_row_launch* how);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,198 @@
+// How does a GPU send tokens to experts without the host? Logits, then the largest of each token, then the pairs in order of experts.
+//
+// A logit is summed by one warp: lane l takes inputs 8 l .. 8 l + 7 of every 256, lanes are added in a tree: an order of its own,
+// however many tokens there are. Which place a pair has among those of its expert may differ from run to run; it moves no bit.
+#include <type_traits>
+
+#include "../rows/row_launch.cuh"
+#include "experts.h"
+
+namespace mlspec {
+namespace {
+
+constexpr int kLogitWarps = 8, kChooseWarps = 8, kPlanThreads = 1024;
+constexpr unsigned kAll = 0xFFFFFFFFu;
+
+template <class Weight, int kTokens>
+__global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid_constant__ mlspec_cuda_routing p) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x % kWarp, scores = p.num_experts + p.has_shared;
+  const int score = blockIdx.x * kLogitWarps + threadIdx.x / kWarp;
+  if (score >= scores) return;
+  const int64_t first = int64_t(blockIdx.y) * kTokens;
+  const int tokens = int(min(int64_t(kTokens), p.num_tokens - first));
+  const Weight* row = static_cast<const Weight*>(p.router) + int64_t(score) * p.hidden;
+  const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(p.x) + first * p.hidden;
+  float sums[kTokens] = {};
+  for (int64_t i = lane * kVector; i < p.hidden; i += kWarp * kVector) {
+    float w[kVector];
+    load_vector(row + i, w);
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      if (t >= tokens) break;
+      float v[kVector];
+      load_vector(x + t * p.hidden + i, v);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sums[t] = __fmaf_rn(v[j], w[j], sums[t]);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    const float sum = warp_sum(sums[t]);
+    if (lane == 0 && t < tokens) p.logits[(first + t) * scores + score] = sum;
+  }
+}
+
+// Greater for a greater number, 1 for NaN; 0 is left for what is no candidate. Both zeros are one number.
+__device__ __forceinline__ uint32_t ordered(float value) {
+  if (isnan(value)) return 1;
+  const uint32_t bits = __float_as_uint(value + 0.f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The experts of one token, by one warp, whose lane l holds experts l, l + 32 and so on.
+template <int kPerLane>
+__device__ __forceinline__ void choose_experts(const mlspec_cuda_routing& p, int64_t token, int lane) {
+  const int scores = p.num_experts + p.has_shared, places = p.chosen + p.has_shared;
+  const float* logits = p.logits + token * scores;
+  float* weights = p.weights + token * places;
+  float own[kPerLane];
+  uint32_t keys[kPerLane];
+  bool broken = false;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int expert = i * kWarp + lane;
+    const bool is_one = expert < p.num_experts;
+    own[i] = is_one ? logits[expert] : 0.f;
+    keys[i] = is_one ? ordered(own[i]) : 0;
+    broken |= is_one && isnan(own[i]);
+  }
+  broken = __any_sync(kAll, broken);
+  float largest = 0.f, total = 0.f;
+  for (int rank = 0; rank < p.chosen; ++rank) {
+    uint32_t key = 0;
+    int expert = p.num_experts;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (keys[i] > key) key = keys[i], expert = i * kWarp + lane;
+    const uint32_t best = __reduce_max_sync(kAll, key);
+    const int winner = int(__reduce_min_sync(kAll, unsigned(key == best ? expert : p.num_experts)));
+    float logit = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (i * kWarp + lane == winner) keys[i] = 0, logit = own[i];
+    logit = __shfl_sync(kAll, logit, winner % kWarp);
+    if (rank == 0) largest = logit;
+    const float weight = expf(logit - largest);
+    total += weight;
+    if (lane == 0) p.experts[token * p.chosen + rank] = winner, weights[rank] = weight;
+  }
+  if (!p.renormalize) {
+    total = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) total += i * kWarp + lane < p.num_experts ? expf(own[i] - largest) : 0.f;
+    total = warp_sum(total);
+  }
+  __syncwarp();
+  const float nan = __uint_as_float(0x7FC00000u);
+  for (int rank = lane; rank < p.chosen; rank += kWarp) weights[rank] = broken ? nan : weights[rank] / total;
+  if (p.has_shared && lane == 0) weights[p.chosen] = broken ? nan : 1.f / (1.f + expf(-logits[p.num_experts]));
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kChooseWarps* kWarp) choose_kernel(const __grid_constant__ mlspec_cuda_routing p) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t token = int64_t(blockIdx.x) * kChooseWarps + threadIdx.x / kWarp;
+  if (token < p.num_tokens) choose_experts<kPerLane>(p, token, threadIdx.x % kWarp);
+}
+
+// Of all threads before this one and its own: [1] items above [0] pairs. totals: [32] of shared memory.
+__device__ __forceinline__ uint64_t sum_up_to(uint64_t value, uint64_t* totals) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const uint64_t before = __shfl_up_sync(kAll, value, step);
+    if (lane >= step) value += before;
+  }
+  if (lane == kWarp - 1) totals[warp] = value;
+  __syncthreads();
+  uint64_t others = lane < warp ? totals[lane] : 0;
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) others += __shfl_xor_sync(kAll, others, step);
+  return value + others;
+}
+
+// One block. kPerLane: 0 where the experts are chosen already.
+template <int kPerLane>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
+                                                            int most_items) {
+  __shared__ int counts[MLSPEC_CUDA_MOST_EXPERTS];
+  __shared__ uint64_t totals[kWarp];
+  __shared__ int used;
+  launch_dependents();
+  counts[threadIdx.x] = 0;
+  wait_for_previous_kernel();
+  if constexpr (kPerLane > 0)
+    for (int64_t token = threadIdx.x / kWarp; token < p.num_tokens; token += kPlanThreads / kWarp)
+      choose_experts<kPerLane>(p, token, threadIdx.x % kWarp);
+  __syncthreads();
+  const int pairs = int(p.num_tokens * p.chosen), expert = threadIdx.x;
+  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) atomicAdd(counts + p.experts[pair], 1);
+  __syncthreads();
+  const int own = counts[expert], items = (own + rows_of_item - 1) / rows_of_item;
+  const uint64_t end = sum_up_to(uint64_t(items) << 32 | uint32_t(own), totals);
+  const int first = int(uint32_t(end)) - own, first_item = int(end >> 32) - items;
+  int32_t* const to = p.plan + pairs;
+  for (int i = 0; i < items; ++i) {
+    int32_t* const item = to + 3 * (first_item + i);
+    item[0] = expert, item[1] = first + i * rows_of_item, item[2] = min(rows_of_item, own - i * rows_of_item);
+  }
+  counts[expert] = first;
+  if (expert == kPlanThreads - 1) used = int(end >> 32);
+  __syncthreads();
+  for (int item = used + threadIdx.x; item < most_items; item += kPlanThreads)
+    to[3 * item] = 0, to[3 * item + 1] = 0, to[3 * item + 2] = 0;
+  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
+}
+
+template <class Weight, int kTokens>
+const char* launch_logits(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
+  const unsigned across = blocks_for(p.num_experts + p.has_shared, kLogitWarps), along = blocks_for(p.num_tokens, kTokens);
+  if (along > 65535) return "too many tokens for one launch: call it for fewer tokens";
+  return launch_rows(how, RowGrid{dim3(across, along), kLogitWarps * kWarp}, logits_kernel<Weight, kTokens>, p);
+}
+
+template <class Weight>
+const char* launch_logits(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
+  if (p.num_tokens == 1) return launch_logits<Weight, 1>(p, how);
+  return p.num_tokens < 64 ? launch_logits<Weight, 4>(p, how) : launch_logits<Weight, 8>(p, how);
+}
+
+template <int kPerLane>
+const char* launch_choice(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
+  const int64_t pairs = p.num_tokens * p.chosen;
+  const int rows = int(mlspec_cuda_rows_of_item(pairs, p.num_experts)), items = int(mlspec_cuda_most_items(pairs, p.num_experts));
+  if (p.num_tokens <= kPlanThreads / kWarp)
+    return launch_rows(how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<kPerLane>, p, rows, items);
+  const RowGrid grid{dim3(blocks_for(p.num_tokens, kChooseWarps)), kChooseWarps * kWarp};
+  if (const char* problem = launch_rows(how, grid, choose_kernel<kPerLane>, p)) return problem;
+  return launch_rows(how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<0>, p, rows, items);
+}
+
+}  // namespace
+}  // namespace mlspec
+
+extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how) {
+  using namespace mlspec;
+  const mlspec_cuda_routing& p = *routing;
+  static_assert(kPlanThreads == MLSPEC_CUDA_MOST_EXPERTS, "a thread an expert");
+  if (p.num_tokens < 1 || p.hidden < 1 || p.hidden % kVector) return "routing takes a token or more, of a multiple of 8 elements";
+  if (p.num_experts < 1 || p.num_experts > MLSPEC_CUDA_MOST_EXPERTS || p.chosen < 1 || p.chosen > p.num_experts)
+    return "routing takes 1 to 1024 experts, and a token goes to 1 or more of them";
+  if (p.num_tokens * p.chosen > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
+  const char* problem = p.router_is_float32 ? launch_logits<float>(p, *how) : launch_logits<__nv_bfloat16>(p, *how);
+  if (problem) return problem;
+  return p.num_experts <= 128 ? launch_choice<4>(p, *how) : launch_choice<MLSPEC_CUDA_MOST_EXPERTS / kWarp>(p, *how);
+}

@@ -1,0 +1,214 @@
+"""On a GPU: are tokens sent to the experts that plain torch sends them to, and do their products keep their bits?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_cases import FORMATS, ExpertCase, some_experts
+from linear_cases import DEVICE, poison
+
+from hf_mlspec import ops
+from hf_mlspec.ops.experts import most_items, plan_of, rows_of_item
+from hf_mlspec.ops.operator import REFERENCES
+
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
+# Experts, chosen, hidden: lanes that are not full, one expert, all chosen, the shape of a large model, the most.
+ROUTERS = ((6, 2, 64), (5, 5, 72), (1, 1, 8), (128, 8, 2048), (160, 6, 512), (1024, 32, 64))
+TOKENS = (1, 2, 3, 8, 9, 31, 32, 33, 64, 300)
+SHAPES = ((6, 2, 176, 64), (5, 2, 200, 160), (16, 4, 130, 352), (3, 3, 8, 32), (1, 1, 64, 128))
+
+
+def routed(count: int, hidden: int, tokens: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16):
+    draw = torch.Generator().manual_seed(count + hidden)
+    router = torch.randn(count + shared, hidden, generator=draw) / hidden**0.5
+    x = torch.randn(max(TOKENS), hidden, generator=draw)
+    return x[:tokens].bfloat16().to(DEVICE), router.to(dtype).to(DEVICE)
+
+
+def items_of(plan: torch.Tensor, pairs: int) -> dict[int, list[int]]:
+    """Of each expert the pairs that the items of a plan bring it, in ascending order."""
+    found: dict[int, list[int]] = {}
+    places = plan[:pairs].tolist()
+    for expert, first, rows in plan[pairs:].view(-1, 3).tolist():
+        if rows:
+            found.setdefault(expert, []).extend(places[first : first + rows])
+    return {expert: sorted(own) for expert, own in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("renormalize", [0, 1])
+@pytest.mark.parametrize(("count", "chosen", "hidden"), ROUTERS)
+def test_tokens_go_where_plain_torch_sends_them(count, chosen, hidden, renormalize, shared, dtype):
+    x, router = routed(count, hidden, max(TOKENS), shared, dtype)
+    exact = x.double() @ router.double().T
+    best = exact[:, :count].sort(dim=1, descending=True).values
+    apart = (best[:, :-1] - best[:, 1:])[:, :chosen] if count > 1 else torch.ones(len(x), 1, device=DEVICE)
+    firm = (apart > 1e-5).all(dim=1)
+    assert firm.sum() > len(x) // 2
+    poison((len(x), count + 1), (len(x), chosen + 1))
+    experts, weights, plan = ops.route_rows(x, router, count, chosen, renormalize)
+    expected, shares, _ = REFERENCES["route_rows"](x, router, count, chosen, renormalize)
+    assert torch.equal(experts[firm], expected[firm])
+    torch.testing.assert_close(weights[firm], shares[firm], rtol=1e-4, atol=1e-6)
+    assert experts.sort(dim=1).values.diff(dim=1).gt(0).all()
+    assert items_of(plan, experts.numel()) == items_of(plan_of(experts, count), experts.numel())
+    assert torch.equal(plan[: experts.numel()].sort().values.cpu(), torch.arange(experts.numel(), dtype=torch.int32))
+    for n in TOKENS:
+        own, own_weights, own_plan = ops.route_rows(x[:n], router, count, chosen, renormalize)
+        assert torch.equal(own, experts[:n])
+        assert torch.equal(own_weights, weights[:n]), n
+        assert items_of(own_plan, own.numel()) == items_of(plan_of(own, count), own.numel())
+        rows = own_plan[own.numel() :].view(-1, 3)[:, 2]
+        assert len(rows) == most_items(own.numel(), count)
+        assert rows.max() <= rows_of_item(own.numel(), count)
+
+
+def test_of_equal_experts_the_lower_number_comes_first():
+    x, router = routed(40, 64, 5)
+    same = router[:1].expand(40, 64).contiguous()
+    experts, weights, _ = ops.route_rows(x, same, 40, 7, 1)
+    assert torch.equal(experts.cpu(), torch.arange(7, dtype=torch.int32).expand(5, 7))
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / 7))
+    zeros = torch.zeros_like(router)
+    zeros[3] = -0.0
+    assert torch.equal(ops.route_rows(x, zeros, 40, 7, 0)[0], experts)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_token_of_nan_has_weights_of_nan_and_leaves_others_alone(shared):
+    x, router = routed(40, 64, 9, shared)
+    experts, weights, _ = ops.route_rows(x, router, 40, 7, 0)
+    x[4, 9] = torch.nan
+    broken, shares, plan = ops.route_rows(x, router, 40, 7, 0)
+    others = torch.arange(9, device=DEVICE) != 4
+    assert torch.equal(broken[others], experts[others])
+    assert torch.equal(shares[others], weights[others])
+    assert shares[4].isnan().all()
+    assert torch.equal(broken[4].cpu(), torch.arange(7, dtype=torch.int32))
+    assert sum(map(len, items_of(plan, 63).values())) == 63
+    router[5] = torch.nan  # one expert alone: it comes behind all others
+    some = ops.route_rows(x, router, 40, 40, 0)[0]
+    assert (some[others, -1] == 5).all()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize(("count", "chosen", "out", "size"), SHAPES)
+def test_products_of_experts_are_exact_but_for_float32_sums(form, count, chosen, out, size):
+    if form.group_size and size % form.group_size:
+        pytest.skip("groups do not divide the inputs")
+    case = ExpertCase(form, count, out, size, 300)
+    for tokens in (1, 3, 40, 300):
+        experts = some_experts(tokens, count, chosen)
+        poison((tokens * chosen, out))
+        y = case.multiply(case.x[:tokens], experts)
+        exact, magnitude = case.exact(case.x[:tokens], experts)
+        bound = 2.0**-24 * (size / 8 + 16) * magnitude + 2.0**-8 * exact.abs()
+        assert ((y.double() - exact).abs() <= bound).all(), tokens
+    rows = case.x[: 40 * chosen].contiguous() if 40 * chosen <= 300 else case.x[:120]
+    experts = some_experts(len(rows) // chosen, count, chosen)
+    own = case.multiply(rows, experts)  # a row for every pair
+    exact, magnitude = case.exact(rows, experts)
+    assert ((own.double() - exact).abs() <= 2.0**-24 * (size / 8 + 16) * magnitude + 2.0**-8 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_pair_has_the_same_bits_among_any_others(form):
+    """Alone, in a batch of 32, in a check of nine, and where all tokens go to one expert."""
+    case = ExpertCase(form, 16, 200, 384, 300)
+    experts = some_experts(300, 16, 4)
+    whole = case.multiply(case.x, experts).view(300, 4, -1)
+    for first, n in ((0, 1), (17, 1), (5, 9), (32, 32), (100, 2), (0, 130), (290, 10)):
+        rows = slice(first, first + n)
+        part = case.multiply(case.x[rows], experts[rows].contiguous())
+        assert torch.equal(part.view(n, 4, -1), whole[rows]), (first, n)
+    crowd = torch.full((300, 1), 7, dtype=torch.int32, device=DEVICE)
+    together = case.multiply(case.x, crowd)
+    for row in (0, 9, 299):
+        assert torch.equal(case.multiply(case.x[row : row + 1], crowd[:1]), together[row : row + 1])
+    order = torch.randperm(300, device=DEVICE)
+    mixed = case.multiply(case.x[order], experts[order].contiguous()).view(300, 4, -1)
+    assert torch.equal(mixed, whole[order])
+
+
+@pytest.mark.parametrize("form", FORMATS[:3], ids=lambda form: form.name)
+def test_experts_without_tokens_are_not_read(form):
+    case = ExpertCase(form, 16, 136, 256, 40)
+    experts = some_experts(40, 8, 2)  # the first eight
+    expected = case.multiply(case.x, experts)
+    if case.tiles is None:
+        case.dense[8:] = torch.nan
+    else:
+        case.tiles[0][8:] = 255
+        case.tiles[1][8:] = 255
+    assert torch.equal(case.multiply(case.x, experts), expected)
+    assert expected.isfinite().all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_token_is_summed_in_its_own_order(shared):
+    rows = torch.randn(300 * 6, 200, device=DEVICE).bfloat16()
+    weights = torch.rand(300, 6 + shared, device=DEVICE)
+    beside = torch.randn(300, 200, device=DEVICE).bfloat16() if shared else None
+    y = ops.weighted_rows(rows, weights, beside)
+    parts = [*rows.view(300, 6, 200).double().unbind(1), *([beside.double()] if shared else [])]
+    exact = sum(part * weights[:, i, None].double() for i, part in enumerate(parts))
+    magnitude = sum(part.abs() * weights[:, i, None].double() for i, part in enumerate(parts))
+    assert ((y.double() - exact).abs() <= 2.0**-21 * magnitude + 2.0**-8 * exact.abs()).all()
+    for n in (1, 9, 33):
+        part = ops.weighted_rows(rows[: n * 6], weights[:n].contiguous(), None if beside is None else beside[:n])
+        assert torch.equal(part, y[:n])
+
+
+def test_a_layer_only_enqueues_and_can_be_captured():
+    up, down = ExpertCase(FORMATS[0], 16, 2 * 96, 256, 32), ExpertCase(FORMATS[1], 16, 256, 96, 32)
+    x, router = up.x.clone(), torch.randn(16, 256, device=DEVICE).bfloat16()
+
+    def layer() -> torch.Tensor:
+        experts, weights, plan = ops.route_rows(x, router, 16, 4, 1)
+        inner = ops.gated(up.multiply(x, experts, plan), 0)
+        return ops.weighted_rows(down.multiply(inner, experts, plan), weights, None)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            captured = layer()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x) if seed < 5 else x[:1].expand_as(x))
+        captured.fill_(torch.nan)
+        graph.replay()
+        replayed = captured.clone()
+        assert torch.equal(replayed, layer()), seed
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(3, 64)}, TypeError, "x is .*, the CUDA kernels take bfloat16"),
+        ({"x": torch.zeros(3, 72).bfloat16()}, ValueError, r"x has shape \[3, 72\] and router|router has shape"),
+        ({"chosen": 7}, ValueError, "chosen is 7, expected 1 to 6"),
+        ({"num_experts": 4}, ValueError, "router has 6 rows for num_experts = 4"),
+    ],
+)
+def test_operands_of_a_router_that_do_not_fit_are_named(change, error, message):
+    zeros = torch.zeros(9, 64).bfloat16()
+    given = {"x": zeros[:3], "router": zeros[:6], "num_experts": 6, "chosen": 2} | change
+    operands = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in given.values()]
+    with pytest.raises(error, match=f"route_rows: {message}"):
+        ops.route_rows(*operands, 0)
+
+
+def test_operands_of_experts_that_do_not_fit_are_named():
+    case, experts = ExpertCase(FORMATS[1], 4, 64, 64, 3), some_experts(3, 4, 2)
+    for x, plan, message in (
+        (case.x[:2], None, r"x has shape \[2, 64\], expected \[3 or 6, 64\]"),
+        (case.x[:, :32].contiguous(), None, r"x has shape \[3, 32\], expected"),
+        (case.x, plan_of(experts, 4)[:-1], r"plan has shape \[\d+\], expected"),
+    ):
+        with pytest.raises(ValueError, match=f"mxfp4_expert_rows: {message}"):
+            case.multiply(x, experts, plan)
