@@ -20,7 +20,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +44,7 @@ class Way(NamedTuple):
 
     method: str
     format: str = "int4"
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     split: str = ""
 
 

@@ -50,7 +50,7 @@ class TwoParts(nn.Module):
 
 
 def parts_of(codes: Tensor, scale: Tensor, word: str, how: Split) -> tuple[Tensor, Tensor]:
-    """int8 codes ``[out, in]``, float scale ``[out, 1]`` -> low and high, float32, of the split that ``word`` names."""
+    """int8 codes ``[out, in]``, float scale ``[out, 1]`` -> low and high, float32, of the split of that word."""
     step = 2**how.low_bits
     if word in _MODES:
         own = replaced(how, word)

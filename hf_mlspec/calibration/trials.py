@@ -1,4 +1,4 @@
-"""What would layers give if their weights were rounded to nearest? Outputs of trial weights, in the format's own terms.
+"""What would layers give if their weights were rounded to nearest? Outputs of trial weights, as a format has them.
 
 A trial takes some inputs of layers and their weights, and gives their outputs as the packed layers will compute them:
 inputs rounded to integers of so many bits where these meet them.

@@ -112,11 +112,9 @@ class MLSpecConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word,
         kv_cache: str | None = None,
-        router: str | os.PathLike | None = None, calibration: Any = None,
-        activation_clip: float | None = None,
+        router: str | os.PathLike | None = None, calibration: Any = None, activation_clip: float | None = None,
         *,
-        method: str | None = None,
-        smoothing: str | None = None, rotation: str | os.PathLike | None = None,
+        method: str | None = None, smoothing: str | None = None, rotation: str | os.PathLike | None = None,
         **others: Any,
     ) -> None:
         asked = {name: others.pop(name) for name in OPTIONS if name in others}
