@@ -48,12 +48,12 @@ FAMILIES: dict[str, tuple[Feed, ...]] = {
 }
 
 
-def feeds_of(class_name: str, scaling: str) -> tuple[Feed, ...]:
-    """The places where a scaling of this name folds: AWQ all, SmoothQuant norms. ValueError for a class whose feeds
-    are not known."""
+def feeds_of(class_name: str, scaling: str, everywhere: bool = False) -> tuple[Feed, ...]:
+    """The places where a scaling of this name folds: AWQ all, SmoothQuant norms, or all, too, with ``everywhere``.
+    ValueError for a class whose feeds are not known."""
     if class_name not in FAMILIES:
         raise ValueError(
             f"{scaling} folds scales into what feeds a layer, which is not known for {class_name} (it is for "
             f"{', '.join(FAMILIES)}): use gptq or rtn"
         )
-    return tuple(feed for feed in FAMILIES[class_name] if scaling == "awq" or feed.is_norm)
+    return tuple(feed for feed in FAMILIES[class_name] if scaling == "awq" or everywhere or feed.is_norm)

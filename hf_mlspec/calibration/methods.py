@@ -8,8 +8,13 @@ SCALINGS = ("awq", "smoothquant")  # multiply input channels, and what feeds the
 ROTATION = "quarot"  # before anything else, with what it puts in front of layers as their transform
 CODINGS = ("rtn", "gptq")
 ATOM_CLIP = 0.85  # of 4-bit activations: measured (docs/benchmarks/qspec.md); Atom has .9
+ROW_SCALED = "zipper"  # one scale a row: what GPTQ, SmoothQuant and rotations choose codes of beside int4
 REORDER = "atom"  # inputs by their size, the largest last, as outliers with int8 codes
-WORDS = (*CODINGS, *SCALINGS, ROTATION, REORDER, *(f"{first}+gptq" for first in (*SCALINGS, ROTATION, REORDER)))
+ROTATED_AND_SMOOTHED = f"{ROTATION}+smoothquant"
+WORDS = (
+    *CODINGS, *SCALINGS, ROTATION, REORDER, ROTATED_AND_SMOOTHED,
+    *(f"{first}+gptq" for first in (*SCALINGS, ROTATION, REORDER, ROTATED_AND_SMOOTHED)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,18 @@ def method_named(word: object) -> Method:
 
 
 def format_of(word: object) -> str:
-    """The one format whose codes a method chooses, as config.json writes it. ValueError as of `method_named`."""
-    return "int4-int8" if method_named(word).reorders else "int4"
+    """The format whose codes a method chooses where nobody names one, as config.json writes it. ValueError as of
+    `method_named`."""
+    return _formats_of(method_named(word))[0]
+
+
+def _formats_of(method: Method) -> tuple[str, ...]:
+    """All formats whose codes a method chooses, its own first."""
+    if method.reorders:
+        return ("int4-int8",)
+    if method.rotates and method.scaling:
+        return (ROW_SCALED,)
+    return ("int4",) if method.scaling == "awq" else ("int4", ROW_SCALED)
 
 
 def clip_of(word: object) -> float:
@@ -53,9 +68,25 @@ def clip_of(word: object) -> float:
 def method_for(word: object, format: object) -> Method:
     """`method_named`; ValueError, too, where it chooses codes of another format."""
     method = method_named(word)
-    if format != format_of(word):
+    if format not in _formats_of(method):
+        known = " or ".join(map(repr, _formats_of(method)))
         raise ValueError(
-            f"method {word!r} does not fit format {format!r}: it chooses codes of {format_of(word)!r}; without "
+            f"method {word!r} does not fit format {format!r}: it chooses codes of {known}; without "
             "a method every format rounds to nearest"
         )
     return method
+
+
+def word_of(method: object, smoothing: object, rotation: object) -> object:
+    """The method's word that `MLSpecConfig` asks for: ``method`` itself, or with smoothing "auto" and a rotation those
+    of both and a coding. ValueError for values that there are not, and for a method that has such steps itself."""
+    if smoothing is None and rotation is None:
+        return method
+    if smoothing not in (None, "auto"):
+        raise ValueError(f"smoothing is {smoothing!r}, choose 'auto' (by output error, layer by layer) or None")
+    if method is not None and method not in CODINGS:
+        given = "smoothing" if rotation is None else "rotation"
+        raise ValueError(f"method is {method!r} and {given} is given: give one word with all steps, or {given} and "
+                         f"method {' or '.join(map(repr, CODINGS))}")  # fmt: skip
+    steps = [ROTATION] * (rotation is not None) + ["smoothquant"] * (smoothing is not None)
+    return "+".join([*steps, *(["gptq"] if method == "gptq" else [])])

@@ -85,13 +85,13 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def require_disk(model: nn.Module, folder: str | os.PathLike) -> None:
-    """OSError with both numbers where the disk of a work folder does not hold the finished blocks, counted at 7 bits a
+    """OSError with both numbers where the disk of a work folder does not hold the finished blocks, counted at 8 bits a
     weight of a linear and as they are otherwise."""
     needed = 0
     for _, block in blocks_of(model):
         dense = {id(module.weight) for module in block.modules() if has_dense_weight(module)}
         for tensor in block.parameters():
-            needed += tensor.numel() * 7 // 8 if id(tensor) in dense else tensor.nbytes
+            needed += tensor.numel() if id(tensor) in dense else tensor.nbytes
     place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:

@@ -8,14 +8,16 @@ one block, and the hidden states of all samples in the model's dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..formats import Int4Weight, NibbleWeight, format_named
+from ..formats import Int4Weight, PackedWeight, ZipperWeight, format_named
+from ..formats.zipper import Split
 from ..nn.castable import has_dense_weight
 from ..nn.hooks import keep_hook
 from ..nn.linear import KernelLinear
@@ -28,16 +30,19 @@ from .coding import DAMPING, clipped_weight, feedback_weight, outlier_weight
 from .families import Feed, feeds_of
 from .finished import FinishedBlocks
 from .fold import fold, shared
-from .methods import Method, format_of
+from .methods import ROW_SCALED, Method
+from .row_codes import row_feedback_weight
 from .scaling import best_scales
 from .statistics import Inputs, collect
+from .trials import Trial, int4_trial, zipper_trial
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is to be done. search_bits: activation bits that SmoothQuant's search assumes. act_order: GPTQ rounds the
     inputs of the largest squares first. transform: of the inputs of every packed layer; of a rotated model the
-    rotations. activation_clip: of 4-bit ones. kept: full names of linears that stay."""
+    rotations. activation_clip: of 4-bit ones. kept: full names of linears that stay. format: its word, and options:
+    those of zipper weights, whose scales are per row: no group_size and symmetric."""
 
     method: Method
     group_size: int
@@ -49,6 +54,26 @@ class Plan:
     kept: frozenset[str]
     damping: float = DAMPING
     activation_clip: float = 1.0
+    format: str = "int4"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether a scale is a row's: weights in two parts."""
+        return self.format == ROW_SCALED
+
+    @property
+    def split(self) -> Split:
+        """Of weights in two parts."""
+        return Split(self.options["bits"], self.options["low_bits"], self.options["mode"])
+
+    @property
+    def trial(self) -> Trial:
+        """What weights give in this format, by which scales are judged."""
+        bits = 16 if self.method.scaling == "awq" else self.search_bits
+        if self.row_scaled:
+            return zipper_trial(self.split, bits)
+        return int4_trial(self.group_size, self.symmetric, bits, self.activation_clip)
 
 
 @dataclass(frozen=True)
@@ -102,9 +127,10 @@ class _Work:
         self.plan, self.switch = plan, switch
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        self.record = format_named(format_of(plan.method.word))
+        self.record = format_named(plan.format)
         scaling = plan.method.scaling
-        self.feeds = feeds_of(type(model).__name__, scaling) if scaling else ()
+        everywhere = plan.row_scaled and not plan.method.rotates  # a rotated input takes no scale of channels
+        self.feeds = feeds_of(type(model).__name__, scaling, everywhere) if scaling else ()
 
     def pack(self, block: nn.Module, where: str, index: int, passes: list[Callable[[], Tensor]]) -> list[LayerReport]:
         """Choose the codes of a block's layers and replace them."""
@@ -141,10 +167,9 @@ class _Work:
         if inputs is None:
             return {}
         weights = [block.get_submodule(name).weight for name in inputs.names]
-        plan = self.plan
         scales, alpha = best_scales(
-            plan.method.scaling, weights, inputs, lambda values: shared(feed, values, self.heads, self.kv_heads),
-            plan.group_size, plan.symmetric, plan.search_bits, plan.activation_clip,
+            self.plan.method.scaling, weights, inputs,
+            lambda values: shared(feed, values, self.heads, self.kv_heads), self.plan.trial,
         )  # fmt: skip
         fold(block, feed, scales, self.heads, self.kv_heads)
         inputs.divide_(scales)
@@ -165,8 +190,12 @@ class _Work:
         signal, noise = (float(part.square().sum(dtype=torch.float64)) for part in (wanted, error))
         return 10 * math.log10(signal / noise) if signal and noise else None
 
-    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> NibbleWeight:
+    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> PackedWeight:
         plan = self.plan
+        if plan.row_scaled and plan.method.coding == "gptq":
+            return row_feedback_weight(wide, hessian, plan.options, path, plan.damping)
+        if plan.row_scaled:
+            return ZipperWeight.from_dense(wide, **plan.options, name=path)
         if plan.method.reorders:
             return outlier_weight(wide, hessian, path, plan.damping)
         if plan.method.coding == "gptq":
@@ -175,7 +204,7 @@ class _Work:
             return clipped_weight(wide, hessian, plan.group_size, plan.symmetric, path)
         return Int4Weight.from_dense(wide, plan.group_size, plan.symmetric, path)
 
-    def _module(self, linear: nn.Module, weight: NibbleWeight, tensors: dict[str, Tensor] | None) -> PackedLinear:
+    def _module(self, linear: nn.Module, weight: PackedWeight, tensors: dict[str, Tensor] | None) -> PackedLinear:
         packed = PACKINGS[self.record.word].linear(weight, linear.bias, self.switch).train(linear.training)
         keep_hook(linear, packed)
         packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard

@@ -1,6 +1,7 @@
 """By which scales are a layer's input channels multiplied before its weight is rounded? Searched by output error.
 
-Both searches round trial weights to nearest and compare outputs of some kept inputs. AWQ (Lin et al., arXiv
+Both searches round trial weights to nearest, in the format that they are for (trials.py), and compare outputs of some
+kept inputs. AWQ (Lin et al., arXiv
 2306.00978, equation 5): ``s = mean|x| ** alpha``, inputs as they are.
 SmoothQuant (Xiao et al., arXiv 2211.10438, equation 4):
 ``s = max|x| ** alpha / max|w| ** (1 - alpha)``, inputs rounded to integers as the layer will round them.
@@ -14,30 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import activations, int4
 from .statistics import Inputs
+from .trials import Trial
 
 _AWQ_STEPS, _SMOOTH_STEPS = 20, 10
 _LEAST = 1e-5  # of a channel, as a share of the largest: the scale of an idle channel stays finite
 
 
 def best_scales(
-    scaling: str, weights: list[Tensor], inputs: Inputs, share: Callable[[Tensor], Tensor], group_size: int,
-    symmetric: bool, activation_bits: int, clip: float = 1.0,
-) -> tuple[Tensor, float]:  # fmt: skip
+    scaling: str, weights: list[Tensor], inputs: Inputs, share: Callable[[Tensor], Tensor], trial: Trial
+) -> tuple[Tensor, float]:
     """weights float ``[out, in]`` of all layers that read these inputs -> scales float32 ``[in]`` and their alpha; 1
-    everywhere and 0 where no scale beats none."""
+    everywhere and 0 where no scale beats none. trial: what a rounded weight gives."""
     rows = inputs.rows.float()
-    bits = 16 if scaling == "awq" else activation_bits
     wanted = [F.linear(rows, weight.float()) for weight in weights]
     proposals = _awq(inputs, share) if scaling == "awq" else _smooth(weights, inputs, share)
     best, least, chosen = torch.ones_like(inputs.largest), torch.inf, 0.0
     for alpha, scales in proposals:
-        read = _rounded(rows / scales, group_size, bits, clip)
-        error = 0.0
-        for weight, output in zip(weights, wanted, strict=True):
-            packed = int4.quantize(weight.float() * scales, group_size, symmetric)
-            error += float((F.linear(read, int4.dequantize(*packed)) - output).square().sum(dtype=torch.float64))
+        outputs = trial(rows / scales, [weight.float() * scales for weight in weights])
+        error = sum(
+            float((found - output).square().sum(dtype=torch.float64))
+            for found, output in zip(outputs, wanted, strict=True)
+        )
         if error < least:
             best, least, chosen = scales, error, alpha
     return best, chosen
@@ -65,9 +64,3 @@ def _smooth(
 def _floored(values: Tensor) -> Tensor:
     most = values.max()
     return values.clamp(min=most * _LEAST) / most if most > 0 else torch.ones_like(values)
-
-
-def _rounded(rows: Tensor, group_size: int, bits: int, clip: float) -> Tensor:
-    if bits == 16:
-        return rows
-    return activations.dequantize_rows(*activations.quantize_rows(rows, group_size, bits, clip), group_size)

@@ -9,7 +9,7 @@ import torch
 from ...precision import Bits, Family
 from ..damage import require_positive
 from ..record import Format, Option
-from .codes import BITS, LOW_BITS, MODES, Split, join, representable, split
+from .codes import BITS, LOW_BITS, MODES, Split, join, representable, rounded_codes, split
 from .sparse import (
     GROUP,
     MAX_GROUP,
@@ -47,6 +47,7 @@ __all__ = [
     "representable",
     "require_group",
     "require_inputs",
+    "rounded_codes",
     "split",
     "sums_of_groups",
     "to_codes",

@@ -103,6 +103,14 @@ def representable(codes: Tensor, how: Split) -> Tensor:
     return codes if how.mode != "paper" else join(*split(codes, how), how)
 
 
+def rounded_codes(values: Tensor, how: Split) -> Tensor:
+    """Floats, in steps of the weight -> the nearest of the codes that are written, of the same dtype; in mode "paper"
+    these are even. Ties to even."""
+    if how.mode == "paper":
+        return (values / 2).round().mul_(2).clamp_(-how.largest - 1, how.largest - 1)
+    return values.round().clamp_(-how.largest, how.largest)
+
+
 def _require_codes(codes: Tensor, how: Split) -> None:
     least, most = -(2 ** (how.bits - 1)), 2 ** (how.bits - 1) - 1
     wrong = (codes < least) | (codes > most)

@@ -22,12 +22,13 @@ from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
 from ...calibration.matrices import read_rotations
-from ...calibration.methods import clip_of, format_of, method_for
+from ...calibration.methods import ROW_SCALED, clip_of, format_of, method_for
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate, turned_inputs
 from ...calibration.samples import require_lengths
 from ...checkpoints.safetensors_file import checksums
+from ...formats import options
 from ...formats.int4_int8 import OUTLIERS
 from ...nn.calibration import read_samples
 from ...nn.castable import has_dense_weight, require_dense, require_finite_floats
@@ -62,28 +63,28 @@ def quantize(
     tokenizer: Any = None, samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128,
     symmetric: bool = True, activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False,
     damping: float = DAMPING, rotations: str | os.PathLike | None = None, skip_modules: list[str] | None = None,
-    work_folder: str | os.PathLike | None = None, activation_clip: float | None = None,
+    work_folder: str | os.PathLike | None = None, activation_clip: float | None = None, **format_options: Any,
 ) -> Calibrated:  # fmt: skip
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
     method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq"; "quarot" (`rotate`
         by ``seed``, then round to nearest), "quarot+gptq" (rotated models take "rtn", "gptq"); "atom" and "atom+gptq"
-        for format "int4-int8": inputs by size, the last 128 with int8 codes. format: None: the method's.
+        for format "int4-int8": inputs by size, the last 128 with int8 codes; for "zipper" all but AWQ and Atom, and
+        "quarot+smoothquant". format: None: the method's. format_options: of "zipper", as in MLSpecConfig.
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
-    tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
-    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py).
-    search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
+    tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules, activation_clip (None: the method's):
+        as in MLSpecConfig. search_bits: activation bits that SmoothQuant's search assumes; None: these, 8 for 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
-    rotations: a file of matrices, as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
-    work_folder: finished blocks are kept there; the same call goes on behind them, to the same bits. Not removed.
+    rotations: a file such as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
+    work_folder: finished blocks are kept there; the same call goes on behind them. Not removed.
 
     The head, embeddings and norms keep their dtype. AWQ and SmoothQuant change norms; "quarot" changes all three, and
     unties the head: casts that share them are to be made anew. The model is saved and loaded as any packed one.
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    own = {"activation_clip": clip_of(method) if activation_clip is None else activation_clip}
+    own = {"activation_clip": clip_of(method) if activation_clip is None else activation_clip, **_own(format_options)}
     config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
@@ -97,6 +98,13 @@ def quantize(
     layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
+
+
+def _own(given: dict[str, Any]) -> dict[str, Any]:
+    """TypeError for what no format has."""
+    if strange := sorted(set(given) - set(options())):
+        raise TypeError(f"quantize got an unexpected keyword argument {strange[0]!r}")
+    return given
 
 
 def _planned(model: PreTrainedModel, method: str, config: MLSpecConfig, choices: dict[str, Any]) -> Plan:
@@ -122,7 +130,7 @@ def plan_of(
         raise ValueError(f"{other[0]} transforms its inputs ({there[other[0]].transform.word}), not as `rotate` does: "
                          "start from the original model")
     turned = turned_inputs(model, **given_rotations(rotations)) if chosen.rotates else list(there)
-    if turned and (chosen.scaling or chosen.reorders):
+    if turned and ((chosen.scaling and not chosen.rotates) or chosen.reorders):
         what = "order" if chosen.reorders else "scales"
         raise ValueError(f"{turned[0]} has rotated inputs, whose {what} {method!r} cannot fold: use rtn or gptq")
     if act_order and turned:
@@ -133,11 +141,13 @@ def plan_of(
     blocks_of(model)
     if chosen.scaling:
         feeds_of(type(model).__name__, chosen.scaling)
+    row_scaled = config.format == ROW_SCALED
     kept = _kept(model, config, turned)
     bits = search_bits or min(config.activation_bits, 8)
     transform = HADAMARD if turned else ORDER if act_order or chosen.reorders else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
-                frozenset(kept), damping, config.activation_clip or 1.0)  # fmt: skip
+                frozenset(kept), damping, config.activation_clip or 1.0, config.format,
+                config.format_settings if row_scaled else {})  # fmt: skip
 
 
 def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> set[str]:
@@ -233,6 +243,8 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     records = {name: tensor for name, tensor in model.named_buffers() if ".transform_" in name}
     tensors = {**dict(model.named_parameters()), **records}  # a rotated model has no state_dict
     weights = _hash(sorted(checksums(tensors).items()))
+    own = own if not plan.row_scaled else {"activation_bits": plan.activation_bits, "format": plan.format,
+                                          **plan.options}  # fmt: skip
     own |= {} if plan.activation_clip == 1 else {"activation_clip": plan.activation_clip}
     return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
 

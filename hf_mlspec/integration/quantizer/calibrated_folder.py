@@ -62,8 +62,8 @@ def calibrate_folder(
     perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
     keep_in_cache(model, config)
     folder = Path(f"{target.rstrip('/')}.blocks")
-    names = "group_size", "symmetric", "activation_bits", "skip_modules", "activation_clip"
-    given = {name: getattr(config, name) for name in names}
+    names = "activation_bits", "skip_modules", "activation_clip"
+    given = {name: getattr(config, name) for name in names} | config.format_settings
     found = quantize(model, method, config.format, calibration=calibration, tokenizer=tokenizer, work_folder=folder,
                      **given, **options)  # fmt: skip
     if windows:

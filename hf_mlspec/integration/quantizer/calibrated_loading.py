@@ -60,9 +60,9 @@ def calibrate_loaded(model: PreTrainedModel, config: MLSpecConfig, samples: list
     skipped = [*(config.skip_modules or ()), *config.modules_to_not_convert]
     request = config.request
     quantize(
-        model, request.method.word, config.format, calibration=samples, group_size=config.group_size,
-        symmetric=config.symmetric, activation_bits=config.activation_bits, skip_modules=skipped or None,
-        activation_clip=config.activation_clip, **request.choices,
+        model, request.method.word, config.format, calibration=samples, activation_bits=config.activation_bits,
+        skip_modules=skipped or None, activation_clip=config.activation_clip, **config.format_settings,
+        **request.choices,
     )  # fmt: skip
     model.add_model_tags([QUANT_METHOD, config.format])
 

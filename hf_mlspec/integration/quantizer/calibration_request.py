@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...calibration.coding import DAMPING
-from ...calibration.methods import Method, method_for
+from ...calibration.methods import ROW_SCALED, Method, method_for, word_of
 
 SAMPLES, TOKENS = 32, 512
 CHOICES = {"seed": 0, "damping": DAMPING, "act_order": False, "search_bits": None, "rotations": None}  # of methods
@@ -45,6 +45,27 @@ class Request:
         if told.get("rotations") is not None:
             told["rotations"] = os.fspath(told["rotations"])
         return {"method": self.method.word, **told}
+
+
+def steps_of(method: Any, format: Any, smoothing: Any, rotation: Any, asked: dict[str, Any]) -> Any:
+    """The word of the method with the steps that ``smoothing`` and ``rotation`` name; a file of rotations becomes the
+    option ``rotations`` in ``asked``. ValueError, of MLSpecConfig, for other formats and values."""
+    if smoothing is None and rotation is None:
+        return method
+    name, value = ("smoothing", smoothing) if rotation is None else ("rotation", rotation)
+    if format != ROW_SCALED:
+        raise ValueError(f"MLSpecConfig: {name} is {value!r}, a word of format {ROW_SCALED!r}: use it there, or name "
+                         "a method with that step")  # fmt: skip
+    if rotation is not None and not isinstance(rotation, str | os.PathLike):
+        raise TypeError(f"MLSpecConfig: rotation is a {type(rotation).__name__}, expected 'hadamard' or a file")
+    if rotation not in (None, "hadamard"):
+        if asked.get("rotations") is not None:
+            raise ValueError("MLSpecConfig: rotation and rotations name files: give one of them")
+        asked["rotations"] = rotation
+    try:
+        return word_of(method, smoothing, rotation)
+    except ValueError as error:
+        raise ValueError(f"MLSpecConfig: {error}") from error
 
 
 def requested(

@@ -13,7 +13,7 @@ from ...calibration.methods import format_of
 from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits, require_activation_clip
 from ...nn.transforms import NONE, transform_named
-from .calibration_request import OPTIONS, requested
+from .calibration_request import OPTIONS, requested, steps_of
 from .source_config import SourceConfig
 
 QUANT_METHOD = "mlspec"
@@ -71,9 +71,11 @@ class MLSpecConfig(QuantizationConfigMixin):
         reads for it (docs/guide/routing.md). It is saved with the model, as router.safetensors, and loaded with it.
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.
-    method: int4 and int4-int8 only: the codes are chosen on a text, as `hf_mlspec.quantize` does it: "gptq",
+    method: int4, int4-int8 and zipper: the codes are chosen on a text, as `hf_mlspec.quantize` does it: "gptq",
         "quarot+gptq" ... The model is then loaded dense, and packed block by block. None: every tensor is rounded to
         nearest while it loads.
+    smoothing, rotation: zipper only, other words for steps of the method: ``"auto"``, and ``"hadamard"`` or a file of
+        matrices such as R.bin; then method is None, "rtn" or "gptq". They need a calibration, too.
     calibration: with ``method`` the text: a text file, texts, a `datasets` object with a column "text", or rows of
         token ids. Without: how the codes were chosen, for the reader of config.json; it changes nothing.
     tokenizer: of the text; None: that of the model's folder. samples, tokens, seed, damping, act_order, search_bits,
@@ -88,8 +90,12 @@ class MLSpecConfig(QuantizationConfigMixin):
     the reverse. A folder that is quantized already refuses a config with a method, by the name of its class.
     """
 
-    def __new__(cls, *settings: Any, method: str | None = None, **others: Any) -> MLSpecConfig:
-        return super().__new__(cls if method is None else MLSpecConfigWithMethod)
+    def __new__(
+        cls, *settings: Any, method: str | None = None, smoothing: str | None = None,
+        rotation: str | os.PathLike | None = None, **others: Any,
+    ) -> MLSpecConfig:  # fmt: skip
+        plain = method is None and smoothing is None and rotation is None
+        return super().__new__(cls if plain else MLSpecConfigWithMethod)
 
     def __init__(
         self,
@@ -106,13 +112,13 @@ class MLSpecConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word,
         kv_cache: str | None = None,
-        router: str | os.PathLike | None = None, calibration: Any = None,
-        activation_clip: float | None = None,
+        router: str | os.PathLike | None = None, calibration: Any = None, activation_clip: float | None = None,
         *,
-        method: str | None = None,
+        method: str | None = None, smoothing: str | None = None, rotation: str | os.PathLike | None = None,
         **others: Any,
     ) -> None:
         asked = {name: others.pop(name) for name in OPTIONS if name in others}
+        method = steps_of(method, format, smoothing, rotation, asked)
         record = _require_known(quant_method, _asked(format, method), format_version, set(others) - set(options()))
         self.kv_cache = kv_cache if kv_cache is None else cache_format(kv_cache, "MLSpecConfig: kv_cache").word
         given = {"group_size": group_size, "symmetric": symmetric, "rule": rule, "codebook": codebook}
