@@ -97,6 +97,11 @@ class Steering:
                 line[row] = 0
             self.controller.replace(row)
 
+    def holds(self, engine: Engine, row: int, tokens: int) -> None:
+        """An engine has read so many tokens of a row that just joined."""
+        if self._read and engine in self.runners:
+            self._read[self.runners.index(engine)][row] = tokens
+
     def limits(self, rows: Rows, rooms: list[int]) -> list[int]:
         """Per row the tokens to draft in the coming round; the levels are set to draft them. rooms: tokens that a
         row may gain still, but the one that every round adds."""
