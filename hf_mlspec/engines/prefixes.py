@@ -1,4 +1,4 @@
-"""Which keys and values are kept of prompts that ended, so that the next prompt with the same beginning is not read again?
+"""Which keys and values are kept of prompts, so that the next one with the same beginning is not read again?
 
 Blocks of so many tokens, in a tree: a block is known by its tokens and by all blocks before it. A token's keys and
 values depend on the tokens before it only (invariant 3), so kept ones have the bits of those computed anew.

@@ -25,7 +25,7 @@ class Pace:
         self.most, self.device = most, device
         self._rounds: deque[float] = deque(maxlen=_ROUNDS)
         self._tokens, self._seconds = 0, 0.0  # of the last chunk that was timed
-        self._running: tuple[int, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._running: deque[tuple] = deque(maxlen=_ROUNDS)  # tokens and events of chunks that a GPU may be at
 
     def chunk(self) -> int:
         """Tokens of the next chunk beside running rows."""
@@ -47,13 +47,13 @@ class Pace:
         begin.record()
         yield
         end.record()
-        self._running = tokens, begin, end
+        self._running.append((tokens, begin, end))
 
     def took(self, seconds: float) -> None:
         """A round is over that took so long."""
-        if self._running is not None and self._running[2].query():
-            tokens, begin, end = self._running
-            self._tokens, self._seconds = tokens, begin.elapsed_time(end) / 1000
-            seconds, self._running = seconds - self._seconds, None
+        while self._running and self._running[0][2].query():
+            self._tokens, begin, end = self._running.popleft()
+            self._seconds = begin.elapsed_time(end) / 1000
+            seconds -= self._seconds
         if seconds > 0:
             self._rounds.append(seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -21,7 +21,8 @@ class HostRounds:
     """Rounds of a chain whose verdicts the host reads one by one. See `Rounds`.
 
     num_draft_tokens: the most a draft may hold. device: where drafts go. steering: chooses how much every level
-    drafts, round by round; None: always as much as may be.
+    drafts, round by round; None: always as much as may be. on_failure: told of the error of a level, after which the
+    target goes on alone; None: it is the caller's, unless the level drafted before by the choice of `steering`.
     """
 
     target: Checker
@@ -32,6 +33,7 @@ class HostRounds:
     steering: Steering | None = None
     drafted: list[int] = field(default_factory=list, init=False)
     begun: Beginnings = field(default_factory=dict, init=False)
+    on_failure: Callable[[Exception], None] | None = field(default=None, init=False)
     _ready: list[bool] = field(default_factory=list, init=False)
     _ends: list[int] = field(default_factory=list, init=False)
 
@@ -124,9 +126,13 @@ class HostRounds:
         try:
             return self.drafter.propose(rows, limits)
         except Exception as error:  # whatever a level raises, the target can go on
-            if self.steering is None:
+            if self.on_failure is not None:
+                self.drafter = self.steering = None
+                self.on_failure(error)
+            elif self.steering is None:
                 raise
-            self.steering.fail(error)
+            else:
+                self.steering.fail(error)
             return None
 
     def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:

@@ -71,6 +71,11 @@ class Steering:
         """For the round under way; None before the first one."""
         return self._first if self.controller is None else self.controller.choice
 
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The levels that draft in the round under way."""
+        return () if self.choice is None else self._plan()[0].active
+
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
         self.settle()
