@@ -7,6 +7,7 @@ the CPU (cpu/), and kernels that only enqueue, on a GPU (cuda/). choose.py decid
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -118,6 +119,17 @@ class Engine(Protocol):
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
         """One forward pass over tokens `[batch, q]`, counts[r] of them valid; logits of `kept` from first[r] on."""
+
+    # With `can.bit_exact` only:
+
+    def lane(self, tokens: int) -> Tensor:
+        """Memory for the keys and values of a row that is no row of the cache yet."""
+
+    def read(self, kv: Tensor, row: list[int], start: int) -> None:
+        """Write keys and values of tokens `start` .. of a row into such memory, which holds those before them."""
+
+    def hold(self, row: int, pieces: Iterable[Tensor], count: int) -> None:
+        """Copy keys and values of the first `count` tokens of a row, in pieces, into its slots of the cache."""
 
     # With `can.greedy_rounds` only:
 

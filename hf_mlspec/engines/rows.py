@@ -224,6 +224,20 @@ class DecoderRows(CachedRows):
         if not self.follow:
             self.cache = DecoderCache.new(self.decoder, batch, capacity, self.cache_format)
 
+    def hold(self, row: int, pieces: Iterable[Tensor], count: int) -> None:
+        """Copy keys and values of a row's first `count` tokens into its slots: pieces `[layers, 2, kv_heads, tokens,
+        head_dim]`, one behind the other, as this engine wrote them. `lengths` are the caller's business."""
+        self._reserve(count + 1)
+        first = 0
+        for piece in pieces:
+            end = min(first + piece.shape[3], count)
+            self.cache.kv[:, :, row, :, first:end] = piece[:, :, :, : end - first]
+            first = end
+
+    def lane(self, tokens: int) -> Tensor:
+        """Memory for a row that is no row of the cache yet: keys and values as `new_kv`, for `read` of an engine."""
+        return new_kv(self.decoder, 1, up_to_growth(tokens), self.cache_format)
+
     def _reserve(self, slots: int) -> None:
         self.cache.reserve(slots)
         if slots > self.decoder.positions:

@@ -234,7 +234,7 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
                     cached = 0  # captured rounds put rows into an order of their own
                 if cached:
                     take_over(chain, given, cached, prompts)
-                loop = _loop(chain, rounds, device, how)
+                loop = loop_over(chain, rounds, device, how)
                 decode = loop.decode if returned is None else partial(returned.decode, loop)
                 stats = chain.finish(decode(rows, budgets, cached))
     except NoRoom as error:
@@ -248,7 +248,8 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
     return stats, None if returned is None else returned.fill()
 
 
-def _loop(chain: Chain, captured: CapturedChain | None, device: torch.device, how: dict) -> Loop:
+def loop_over(chain: Chain, captured: CapturedChain | None, device: torch.device, how: dict) -> Loop:
+    """A loop in captured rounds, or in those of the host where there are none. how: arguments of `Loop`."""
     if captured is not None:
         planning = None
         if captured.planned:

@@ -102,7 +102,8 @@ def accumulate(total: SpeculationStats, part: SpeculationStats) -> None:
         for name in ("drafted", "accepted", "tested", "rounds", "forwards", "seconds", "prefill_seconds"):
             setattr(into, name, getattr(into, name) + getattr(level, name))
     counted = ("new_tokens", "target_passes", "row_passes", "seconds", "target_seconds", "prefill_seconds",
-               "prefill_target_seconds", "prefill_draft_seconds", "prefill_tokens", "capture_seconds")
+               "prefill_target_seconds", "prefill_draft_seconds", "prefill_tokens", "capture_seconds",
+               "prompt_tokens", "prefix_tokens")
     for name in counted:
         setattr(total, name, getattr(total, name) + getattr(part, name))
     for plan, counts in part.plans.items():

@@ -76,10 +76,11 @@ class Loop:
             self.select(going)
         return self.stats
 
-    def start(self, rows: Rows, budgets: list[int], cached: int = 0) -> None:
-        """These rows from the beginning, in a cache of the target's that the caller started; see `decode`."""
+    def start(self, rows: Rows, budgets: list[int], cached: int = 0, numbers: list[int] | None = None) -> None:
+        """These rows from the beginning, in a cache of the target's that the caller started; see `decode`. numbers:
+        theirs, if they are not 0, 1, 2 ..."""
         begin = time.perf_counter()
-        self._append(rows, budgets, list(range(len(rows))))
+        self._append(rows, budgets, list(range(len(rows))) if numbers is None else numbers)
         self.rounds.start(rows, self.lengths, self.numbers, cached)
         self.stats.seconds += time.perf_counter() - begin
 

@@ -98,6 +98,8 @@ class SpeculationStats:
     capture_seconds: wall time of capturing rounds as CUDA graphs; 0 if the graphs were kept from an earlier call. With
         captured rounds target_seconds is the device time of whole rounds, that of the levels is 0, and prefill is the
         first round with the prefill of every level.
+    prompt_tokens: of the prompts that a stream took; prefix_tokens: those of them whose keys and values it had kept of
+        other prompts; prefix_bytes: what it keeps. levels_error: what made a stream leave its levels out, in words.
     plans: what the controller chose, in words ("off": the target alone), and how it went; empty where lengths were
         given.
     """
@@ -114,6 +116,10 @@ class SpeculationStats:
     prefill_draft_seconds: float = 0.0
     prefill_tokens: int = 0
     capture_seconds: float = 0.0
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
+    levels_error: str = ""
     plans: dict[str, PlanStats] = field(default_factory=dict)
 
     def of_plan(self, words: str) -> PlanStats:

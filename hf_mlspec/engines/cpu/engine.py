@@ -139,6 +139,14 @@ class CpuEngine(DecoderRows):
         failed = any(-1 in row for row in settled)
         return settled, checks, rounds, None if above is None or failed else above.score(rows, settled)
 
+    def read(self, kv: Tensor, row: list[int], start: int) -> None:
+        """`Engine.read`."""
+        if len(row) > self.decoder.positions:
+            self.decoder.reserve_positions(len(row))
+        begin, count = time.perf_counter(), len(row) - start
+        self.decoder.handle.score(kv, row[start:], [count], [start], [1], False, False, *self._view)
+        self._count(1, time.perf_counter() - begin)
+
     def _read_ahead(self, rows: Rows, alive: Sequence[int]) -> None:
         """Feed whole pieces of what the cache lacks of the rows that are alive (not 0), but for their last tokens."""
         if sum(map(len, rows)) - sum(self.lengths) <= PIECE:

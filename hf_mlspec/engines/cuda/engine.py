@@ -81,6 +81,14 @@ class CudaEngine(DecoderRows):
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
         return logits
 
+    def read(self, kv: Tensor, row: list[int], start: int) -> None:
+        """`Engine.read`; only enqueues."""
+        if len(row) > self.decoder.positions:
+            self.decoder.reserve_positions(len(row))
+        begin = time.perf_counter()
+        self.forwards += prefill(self.decoder, kv, [row], [start], self.bits, self.draft_window)
+        self.seconds += time.perf_counter() - begin
+
     def _fill(self, rows: Rows, alive: list[bool]) -> int:
         """Bring the cache of every row that is alive to all but its last tokens; how many are left of each."""
         going = [row for row, on in zip(rows, alive, strict=True) if on]

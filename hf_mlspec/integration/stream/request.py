@@ -123,6 +123,9 @@ class Admitted:
     finish_reason: str | None = None
     error: Exception | None = None
 
+    def __post_init__(self) -> None:
+        self.stats.prompt_tokens = len(self.row)
+
     @property
     def new_tokens(self) -> list[int]:
         """The tokens committed so far."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from transformers.generation import LogitsProcessorList
@@ -16,11 +17,12 @@ from transformers.generation import LogitsProcessorList
 from ...engines.modules.attention import ragged_attention_on
 from ...nn.state import say_once
 from ...speculation.loop import Emit, Loop, Stop
+from ...speculation.rounds.beginning import Beginnings
 from ...speculation.rounds.caches import disown
-from ...speculation.rounds.captured import CapturedRounds
-from ...speculation.rounds.planning import Planning
+from ...speculation.rounds.chain import CapturedChain
 from ...speculation.rounds.rounds import NoRoom
 from ...speculation.stats import SpeculationStats
+from ..call import loop_over
 from ..capture import captured
 from ..compare import accumulate
 from ..levels.wiring import Chain
@@ -30,18 +32,23 @@ from .request import Admitted
 class StreamRounds:
     """The loop over a chain in which the rows of a stream are, one after another where the kind of rounds changes.
 
-    max_batch: rows that captured rounds have room for. loop: the present one. is_captured: whether its rounds are.
+    max_batch: rows that captured rounds have room for. begun: what was read of rows before they join. loop: the
+    present one. is_captured: whether its rounds are.
     """
 
-    def __init__(self, chain: Chain, device: torch.device, max_batch: int, stop: Stop, emit: Emit):
+    def __init__(
+        self, chain: Chain, device: torch.device, max_batch: int, stop: Stop, emit: Emit, begun: Beginnings,
+    ):  # fmt: skip
         self.chain, self.device, self.max_batch = chain, device, max_batch
-        self.how = {"stop": stop, "emit": emit}
+        self.how, self.begun = {"stop": stop, "emit": emit}, begun
+        self._failures: list[str] = []
         self.is_captured = False
         self._before = SpeculationStats()  # of the loops before the present one
         self._held = ExitStack()  # the captured chain
         # Rows of this many tokens cannot be in captured rounds.
         self._too_long: float = float("inf") if chain.target.runner.can.capturable else 0
-        self.loop = self._on_host([])
+        # Rounds that may be captured are made when there are rows: nobody knows before which ones they are.
+        self.loop = Loop(None, **self.how) if self._too_long else self._on_host([])
 
     @property
     def stats(self) -> SpeculationStats:
@@ -57,7 +64,7 @@ class StreamRounds:
         if not joining:
             return True
         if not self.is_captured:
-            return bool(going) or not self._can_capture(joining)
+            return self.loop.rounds is not None and (bool(going) or not self._can_capture(joining))
         refusal = self.loop.rounds.refusal
         return self._can_capture(joining) and not any(refusal(_end(one)) for one in joining)
 
@@ -70,8 +77,7 @@ class StreamRounds:
         if self.loop is None:
             self.loop = self._on_host(rows)
         with torch.inference_mode(), ragged_attention_on(self.chain.models):
-            self.loop.start([one.row for one in rows], [one.left for one in rows])
-        self.loop.numbers = numbers
+            self.loop.start([one.row for one in rows], [one.left for one in rows], numbers=numbers)
 
     def give_up(self, error: Exception, rows: Sequence[Admitted]) -> None:
         """Captured rounds could not go on with these rows: such rows are never captured again, and `begin` is next."""
@@ -104,19 +110,43 @@ class StreamRounds:
             self.close()
             self._too_long = longest
             return None
-        planning = None
-        if found.planned:
-            planning = Planning(chain.controller, chain.levels, found)
-            chain.waiting = set(range(len(chain.levels)))  # until there is a controller
-        return Loop(CapturedRounds(found, chain.target, chain.drafter, planning=planning), **self.how)
+        return self._loop(found)
 
     def _on_host(self, rows: Sequence[Admitted]) -> Loop:
-        rounds = self.chain.host_rounds(self.device)
         self.chain.target.start(len(rows), self.device)
-        loop = Loop(rounds, **self.how)
+        loop = self._loop(None)
+        loop.rounds.on_failure = partial(_leave_out, self.chain, self._failures)  # a method of ours would be a cycle
         if not rows:
             loop.start([], [])
         return loop
+
+    def _loop(self, found: CapturedChain | None) -> Loop:
+        loop = loop_over(self.chain, found, self.device, self.how)
+        loop.rounds.begun = self.begun
+        return loop
+
+    def shrink(self, least: int) -> None:
+        """The caches grew with the longest row; when it has left, they need not stay so large. least: slots that stay.
+        """
+        longest = max(map(len, self.loop.rows), default=0)
+        for runner in filter(None, (self.chain.target.runner, *self.chain.runners)):
+            runner.shrink(max(longest + longest // 2, least))
+
+    @property
+    def failure(self) -> str:
+        """What made levels be left out, in words; "" where they are not."""
+        return next(iter(self._failures), "")
+
+    @property
+    def drafting(self) -> Sequence[int]:
+        """The levels that are at work: all of them where nobody chooses."""
+        if self.chain.drafter is None:
+            return ()
+        if self.chain.controller is None:
+            return range(len(self.chain.levels))
+        if self.is_captured:
+            return self.loop.rounds.program.active
+        return () if self.chain.steering is None else self.chain.steering.active
 
 
 def _is_plain(one: Admitted) -> bool:
@@ -127,3 +157,12 @@ def _is_plain(one: Admitted) -> bool:
 def _end(one: Admitted) -> int:
     """Tokens that the row may reach."""
     return len(one.row) + one.left
+
+
+def _leave_out(chain: Chain, failures: list[str], error: Exception) -> None:
+    """A level failed: the target goes on alone, in this loop and in those to come, with the same tokens."""
+    failures.append(repr(error))
+    model = chain.target.runner.model
+    say_once(model, f"{type(model).__name__}: levels failed, the stream goes on with the target alone: {error!r}")
+    chain.drafter = chain.controller = chain.steering = None
+    chain.runners = [None] * len(chain.runners)

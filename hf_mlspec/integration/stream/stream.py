@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...engines.modules.attention import ragged_attention_on
+from ...engines.prefixes import bytes_of
 from ...engines.rows import held_bytes, require_memory
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
@@ -28,12 +29,15 @@ from ..levels.resolve import resolve
 from ..levels.row_wiring import RowWiring
 from ..levels.wiring import Chain, require_target_tokenizer
 from ..request import check_target, vocab_size
+from .arrivals import Arrivals
 from .events import NewTokens, TextPieces, token_logprobs
 from .origin import Origins
+from .prompts import PREFILL_CHUNK, LongPrompts, chunk_of
 from .request import Admitted, Completion, Preparation, Request
 from .rounds import StreamRounds
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
+_OF_STREAM = "prompt_tokens", "prefix_tokens", "prefix_bytes", "levels_error"  # counted here, not in the loops
 _PAUSE = 0.002  # seconds between two looks at an idle source
 
 
@@ -47,6 +51,8 @@ def generate_stream(
     speculation_config: SpeculationConfig | dict | None = None,
     tokenizer=None,
     events: bool = False,
+    prefill_chunk: int | None = PREFILL_CHUNK,
+    prefix_cache: int | str | None = None,
     **defaults,
 ) -> Iterator[Completion | NewTokens]:
     """Decode requests as slots become free, first come, first served; completions come in the order they end.
@@ -58,6 +64,10 @@ def generate_stream(
     assistant_models, assistant_tokenizers, speculation_config: as in `model.generate`; no levels: the target alone.
     tokenizer: the target's, for prompts and stop strings; completions then have text.
     events: also yield `NewTokens` for every request that gained tokens in a round, before that round's completions.
+    prefill_chunk: the most tokens of a prompt that are read between two rounds, fewer where rows would wait long for
+        them; None: a prompt is read at once. Compiled models only.
+    prefix_cache: bytes, or a text such as "1GiB", of keys and values that are kept of prompts: a prompt that begins
+        as one before it is read from where they differ on, with the same bits. None: none. Compiled models only.
     defaults: arguments of generate (generation_config too) for requests that do not override them.
 
     A greedy request gets the ids of `model.generate` for it alone, whatever requests join or leave. A sampled one
@@ -66,17 +76,19 @@ def generate_stream(
 
     Decoding happens only while the iterator is being consumed; closing it frees everything. For a progress bar wrap
     it: `tqdm(generate_stream(...), total=len(requests))`. A request that is invalid, whose own processor, criterion or
-    streamer fails, or for which the target's logits are NaN (FloatingPointError) completes with "error". A level that
-    fails before it has drafted ends the whole stream, later the target goes on alone. Raises TypeError or ValueError
-    at once for arguments of the call itself, and an exception of `requests` once the running requests have completed.
+    streamer fails, or for which the target's logits are NaN (FloatingPointError) completes with "error". Where a
+    level fails, the target goes on alone, with one warning. Raises TypeError or ValueError at once for arguments of
+    the call itself, and an exception of `requests` once the running requests have completed.
     """
     _check_call(model, requests, max_batch, tokenizer)
+    chunk, budget = chunk_of(prefill_chunk), bytes_of(prefix_cache, "prefix_cache")
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
     config = SpeculationConfig.of(speculation_config)
     levels = resolve(model, [] if assistant_models is None else assistant_models, assistant_tokenizers, config)
     rules: list[RowRule] = []
     chain = let_choose(RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY), levels, "stream")
-    return _Stream(model, chain, rules, prepare, iter(requests), max_batch, events).completions()
+    prompts = LongPrompts(chain, model.device, chunk, budget)
+    return _Stream(model, chain, rules, prepare, Arrivals(iter(requests)), max_batch, events, prompts).completions()
 
 
 def _check_call(model: PreTrainedModel, requests: Any, max_batch: Any, tokenizer: Any) -> None:
@@ -92,26 +104,19 @@ class _Stream:
     """The requests that have a slot, and the rounds they go through."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        chain: Chain,
-        rules: list[RowRule],
-        prepare: Preparation,
-        source: Iterator,
-        max_batch: int,
-        events: bool,
-    ):
-        self.model, self.chain, self.prepare, self.source = model, chain, prepare, source
-        self.rules, self.max_batch, self.exhausted, self.admitted = rules, max_batch, False, 0
+        self, model: PreTrainedModel, chain: Chain, rules: list[RowRule], prepare: Preparation, arrivals: Arrivals,
+        max_batch: int, events: bool, prompts: LongPrompts,
+    ):  # fmt: skip
+        self.model, self.chain, self.prepare, self.arrivals = model, chain, prepare, arrivals
+        self.rules, self.max_batch, self.prompts, self.admitted = rules, max_batch, prompts, 0
         self.live: dict[int, Admitted] = {}  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
         self.gained: dict[int, NewTokens] | None = {} if events else None  # of a round, by number
         self.origins = Origins(chain.drafter) if events else None
         self.pieces: dict[int, TextPieces] = {}
         self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
-        self.failure: Exception | None = None  # of the source, kept until nothing is in flight
         device = next(model.parameters()).device
-        self.rounds = StreamRounds(chain, device, max_batch, self._stop, self._emit)
+        self.rounds = StreamRounds(chain, device, max_batch, self._stop, self._emit, prompts.begun)
 
     def completions(self) -> Iterator[Completion | NewTokens]:
         """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
@@ -120,12 +125,13 @@ class _Stream:
         try:
             while True:
                 joining: list[int] = []
-                while len(going) + len(joining) < self.max_batch and (item := self._next()) is not None:
+                while self._has_slot(going, joining) and (item := self.arrivals.next()) is not None:
                     ended = self._join(item, joining)
                     if ended is not None:
                         yield ended
-                if self.exhausted and not going and not joining:
-                    self._raise_failure()
+                yield from self._read_on(going, joining)
+                if self.arrivals.exhausted and not (going or joining or self.prompts.reading):
+                    self.arrivals.raise_failure()
                     return
                 self._place(going, joining)
                 if self.loop.rows:
@@ -133,22 +139,38 @@ class _Stream:
                     yield from self._events()
                     for number in [n for n in self.loop.numbers if self.live[n].finish_reason]:
                         yield self._complete(self.live.pop(number))
-                else:
+                elif not self.prompts.reading:
                     time.sleep(_PAUSE)
         except Exception as error:
             self.rounds.close(error)
             raise
         finally:
-            for one in self.live.values():
+            for one in (*self.live.values(), *(found.one for found in self.prompts.reading.values())):
                 one.end_stream()
             self._end()
+
+    def _has_slot(self, going: list[int], joining: list[int]) -> bool:
+        return len(going) + len(joining) + len(self.prompts.reading) < self.max_batch
+
+    def _read_on(self, going: list[int], joining: list[int]) -> Iterator[Completion]:
+        """Read a chunk of a long prompt; those that are read join, and others are over."""
+        for number, one in self.prompts.advance(beside=bool(going)) if self.prompts.reading else ():
+            if one.finish_reason is None:
+                self.live[number] = one
+                joining.append(number)
+            else:
+                one.stats.seconds = time.perf_counter() - one.began
+                yield self._complete(one)
 
     def _end(self) -> None:
         """What was counted is kept, and caches are let go of."""
         try:
             self.rounds.close()
         finally:
+            self.prompts.forget()
             stats = self.rounds.stats
+            for name in _OF_STREAM:
+                setattr(stats, name, getattr(self.told, name))
             keep_stats(self.model, stats)
             if self.chain.shelving is not None:
                 self.chain.shelving.settle(stats)
@@ -159,27 +181,6 @@ class _Stream:
     def loop(self) -> Loop:
         """The rows that are being decoded."""
         return self.rounds.loop
-
-    def _next(self) -> Any:
-        """The next request, None where there is none now."""
-        if self.exhausted:
-            return None
-        try:
-            return next(self.source)
-        except StopIteration:
-            self.exhausted = True
-        except Exception as error:  # of the caller's own source; an interrupt goes through at once
-            self.exhausted, self.failure = True, error
-        return None
-
-    def _raise_failure(self) -> None:
-        """What ended the source, if it was an error."""
-        error, self.failure = self.failure, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback knows this frame
 
     def _join(self, item: Any, joining: list[int]) -> Completion | None:
         """Prepare a request for the next round; the completion of one that never gets there."""
@@ -201,14 +202,18 @@ class _Stream:
             return self._complete(one)
         if self.chain.drafter is not None:
             one.stats.levels = [LevelStats(self.chain.drafter.name)]
-        self.live[self.admitted] = one
-        joining.append(self.admitted)
-        self.admitted += 1
+        number, self.admitted = self.admitted, self.admitted + 1
+        if self.prompts.take(number, one, self.rounds.drafting):
+            self.live[number] = one
+            joining.append(number)
+        self.told.prompt_tokens += one.stats.prompt_tokens
+        self.told.prefix_tokens += one.stats.prefix_tokens
         return None
 
     def _require_memory(self, one: Admitted) -> None:
         """torch.OutOfMemoryError for a row for which, beside those that are live, there is no room."""
-        rows = [*(other.row for other in self.live.values()), one.row]
+        others = *self.live.values(), *(found.one for found in self.prompts.reading.values())
+        rows = [*(other.row for other in others), one.row]
         engines = [self.chain.target.runner, *self.chain.runners]
         require_memory(engines, len(rows), self.model.device, longest=max(map(len, rows)))
 
@@ -223,6 +228,7 @@ class _Stream:
             fits = False
         if not fits:
             self._begin()
+        self.prompts.begun.clear()
 
     def _begin(self) -> None:
         """All that are live, in a new loop."""
@@ -247,23 +253,21 @@ class _Stream:
                 self.rules += [one.rule for one in more]
                 loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
             if left and not self.rounds.is_captured:
-                self._shrink()
+                self.rounds.shrink(_FIRST_CAPACITY)
             self.told.target_cache_bytes, *held = held_bytes([self.chain.target.runner, *self.chain.runners])
             for level, count in zip(self.told.levels, held, strict=True):
                 level.cache_bytes = count
-
-    def _shrink(self) -> None:
-        """The caches grew with the longest row; when it has left, they need not stay so large."""
-        longest = max(map(len, self.loop.rows), default=0)
-        for runner in filter(None, (self.chain.target.runner, *self.chain.runners)):
-            runner.shrink(max(longest + longest // 2, _FIRST_CAPACITY))
 
     def _round(self) -> list[int]:
         """One round of all rows; the indices of those that go on."""
         asks = (self.live[number].request.logprobs for number in self.loop.numbers)
         self.chain.target.keep_logits = self.gained is not None and any(count is not None for count in asks)
+        begin = time.perf_counter()
         with torch.inference_mode(), ragged_attention_on(self.chain.models):
             going = self._advanced()
+        self.prompts.pace.took(time.perf_counter() - begin)
+        self.prompts.keep(self.loop.numbers, self.loop.rows, self.loop.rounds.places)
+        self.told.prefix_bytes, self.told.levels_error = self.prompts.bytes_kept, self.rounds.failure
         for r, number in enumerate(self.loop.numbers):
             one = self.live[number]
             if r not in going and not one.finish_reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,13 +15,14 @@ from ..draft import Drafter, Rows
 from ..plans import Situation
 from ..stats import SpeculationStats
 from ..traces.recorder import checkers
+from .beginning import Beginnings, put
 from .caches import adopt, disown, drafters
 from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
 from .program import NOT_CHECKED, RoundProgram
 from .reading import Reading, by_length, read
-from .report import told
+from .report import tell, tell_steps, told
 from .rounds import NoRoom
 
 _NO_SEED = 0
@@ -61,6 +63,7 @@ class CapturedRounds:
         self._direct = False  # whether the round under way was launched right behind another
         self.reading = Reading(chain, self.drafters)
         self._observed: Observed | None = None
+        self.begun: Beginnings = {}
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """Prefill the target's cache with all but the last token of every row; see `Rounds.start`."""
@@ -73,6 +76,7 @@ class CapturedRounds:
         self.reading.start(len(rows))
         self.places = by_length(rows, list(range(len(rows))))
         self._join(rows, ends, numbers, self.places, [cached] * len(rows))
+        self._give(numbers, range(len(rows)))
         if self.planning is not None:
             self.planning.start(len(rows))
         if self.script is not None:
@@ -96,6 +100,7 @@ class CapturedRounds:
         self._ends += ends
         self._rooms += [end - len(row) for row, end in zip(rows, ends, strict=True)]
         self.reading.admit(len(rows))
+        self._give(numbers, range(len(self.places) - len(rows), len(self.places)))
         if self._reported is not None:
             self._reported += [None] * len(rows)
         if self._planned:
@@ -114,6 +119,12 @@ class CapturedRounds:
                 self._reported[r] = None
             if self._planned:
                 self.planning.replace(r)
+        self._give(numbers, places)
+
+    def _give(self, numbers: list[int], rows: Sequence[int]) -> None:
+        """Levels get what was read of rows that join."""
+        for number, r in zip(numbers, rows, strict=True):
+            self.reading.give(self.begun, number, r, self.places[r])
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows; where half of the places would be idle, rows move to the first ones."""
@@ -153,7 +164,7 @@ class CapturedRounds:
         if len(going) == len(rows) and not self._lacks_room(rows) and self._is_ready(rows):
             self._launch(rows, behind=True)
         if alone:
-            self._count_steps(gained, stats)
+            tell_steps(self.checkers[0], gained, stats)
         if self._observed is not None:
             self.planning.observe(stats, self._observed, direct)
             self._observed = None
@@ -238,7 +249,8 @@ class CapturedRounds:
         at, lines = [places[r] for r in order], [rows[r] for r in order]
         until = [min(ends[r], self.chain.slots) for r in order]
         self.chain.state.load(at, lines, until, [numbers[r] for r in order])
-        read(self.chain.levels[0], at, [row[:-1] for row in lines], [cached[r] for r in order])
+        held = [put(self.begun, self.target.runner, numbers[r], places[r], cached[r]) for r in order]
+        read(self.chain.levels[0], at, [row[:-1] for row in lines], held)
 
     def _end(self, r: int) -> int:
         """The length row r may reach in the chain as it is now."""
@@ -327,7 +339,7 @@ class CapturedRounds:
                 if check.checker < 0:
                     stats.count_pass(sum(check.alive))
                 self.drafters[check.drafter].stats.settle(check.drafted, check.accepted)
-                self._tell(check.checker + 1, check.drafted, check.accepted, check.alive)
+                tell(self.checkers[check.checker + 1], check.drafted, check.accepted, check.alive)
         for place, index in enumerate(program.active, start=1):
             self.drafters[index].stats.rounds += program.drafts(place)
             self.drafters[index].stats.forwards += program.forwards(place)
@@ -336,15 +348,3 @@ class CapturedRounds:
             gained = [len(line) - 1 for line in report.tokens]
             self._observed = Observed(self.planning.running, self.bucket, asked, self.drafted, gained, inner, *took)
         return Verdict(report.tokens, accepted, None, None)
-
-    def _count_steps(self, gained: list[int], stats: SpeculationStats) -> None:
-        """Without levels each token took a pass; what ran behind the end of a row is no one's."""
-        for step in range(max(gained, default=0)):
-            alive = [count > step for count in gained]
-            stats.count_pass(sum(alive))
-            self._tell(0, [0] * len(gained), [0] * len(gained), alive)
-
-    def _tell(self, level: int, drafted: list[int], accepted: list[int], alive: list[bool]) -> None:
-        checker = self.checkers[level]
-        if checker.on_check is not None:
-            checker.on_check(drafted, accepted, alive)

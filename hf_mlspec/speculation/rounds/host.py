@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from ..checker import Checker, Verdict
 from ..draft import Draft, Drafter, Rows
 from ..drafters.checked import proposer
 from ..stats import LevelStats, SpeculationStats
+from .beginning import Beginnings, engines_below, put
 from .steering import Steering
 
 
@@ -19,7 +21,8 @@ class HostRounds:
     """Rounds of a chain whose verdicts the host reads one by one. See `Rounds`.
 
     num_draft_tokens: the most a draft may hold. device: where drafts go. steering: chooses how much every level
-    drafts, round by round; None: always as much as may be.
+    drafts, round by round; None: always as much as may be. on_failure: told of the error of a level, after which the
+    target goes on alone; None: it is the caller's, unless the level drafted before by the choice of `steering`.
     """
 
     target: Checker
@@ -29,6 +32,8 @@ class HostRounds:
     device: torch.device
     steering: Steering | None = None
     drafted: list[int] = field(default_factory=list, init=False)
+    begun: Beginnings = field(default_factory=dict, init=False)
+    on_failure: Callable[[Exception], None] | None = field(default=None, init=False)
     _ready: list[bool] = field(default_factory=list, init=False)
     _ends: list[int] = field(default_factory=list, init=False)
 
@@ -54,6 +59,7 @@ class HostRounds:
         self._ready, self._ends = [not self._waits] * len(rows), list(ends)
         if self.steering is not None:
             self.steering.start(len(rows))
+        self._give(range(len(rows)), numbers)
 
     def refusal(self, end: int) -> str:
         """Any row can join: levels of fewer positions leave it to the others."""
@@ -65,6 +71,7 @@ class HostRounds:
             level.admit(len(rows))
         self._ready += [not self._waits] * len(rows)
         self._ends += ends
+        self._give(range(len(self._ends) - len(rows), len(self._ends)), numbers)
 
     def replace(self, places: list[int], rows: Rows, ends: list[int], numbers: list[int], common: list[int]) -> None:
         """What both rows begin with stays in the cache of a compiled target: it would write the same bits again
@@ -76,6 +83,18 @@ class HostRounds:
                 level.replace(r)
             runner.lengths[r] = kept
             self._ready[r], self._ends[r] = not self._waits, end
+        self._give(places, numbers)
+
+    def _give(self, rows: Sequence[int], numbers: list[int]) -> None:
+        """What was read of rows that join goes into the caches of target and levels."""
+        for r, number in zip(rows, numbers, strict=True):
+            if number not in self.begun:
+                continue
+            for engine in self.begun[number].counts:
+                if engine is self.target.runner or engine in engines_below(self.drafter):
+                    engine.lengths[r] = put(self.begun, engine, number, r, engine.lengths[r])
+                    if self.steering is not None:
+                        self.steering.holds(engine, r, engine.lengths[r])
 
     def select(self, keep: list[int]) -> None:
         for level in self._levels():
@@ -107,9 +126,13 @@ class HostRounds:
         try:
             return self.drafter.propose(rows, limits)
         except Exception as error:  # whatever a level raises, the target can go on
-            if self.steering is None:
+            if self.on_failure is not None:
+                self.drafter = self.steering = None
+                self.on_failure(error)
+            elif self.steering is None:
                 raise
-            self.steering.fail(error)
+            else:
+                self.steering.fail(error)
             return None
 
     def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:

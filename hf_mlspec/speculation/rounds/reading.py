@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ...engines.cuda.engine import prefill
 from ..draft import Drafter, Rows
+from .beginning import Beginnings, engine_of, put
 from .chain import CapturedChain
 from .program import RoundLevel, RoundProgram
 
@@ -37,6 +38,12 @@ class Reading:
         self._last[r] = None
         for line in self._held:
             line[r] = 0
+
+    def give(self, begun: Beginnings, number: int, r: int, place: int) -> None:
+        """Row r, which just joined, has what levels read of it before."""
+        for index, drafter in enumerate(self.drafters if number in begun else ()):
+            if index + 1 < len(self.chain.levels) and getattr(self.chain.levels[index + 1], "own_cache", False):
+                self._held[index][r] = put(begun, engine_of(drafter), number, place)
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..checker import Checker
 from ..draft import Rows
+from ..stats import SpeculationStats
 from .program import CHECK_FIELDS, NOT_CHECKED, Check, LookupLevel, RoundProgram
 
 
@@ -59,3 +61,17 @@ def _asked(check: Check, rooms: list[int], drafted: list[int], alive: list[bool]
     if check.level > 1:
         return drafted
     return [max(min(check.judged - 1, room), 0) if on else 0 for room, on in zip(rooms, alive, strict=True)]
+
+
+def tell_steps(target: Checker, gained: list[int], stats: SpeculationStats) -> None:
+    """Without levels each token took a pass; what ran behind the end of a row is no one's."""
+    for step in range(max(gained, default=0)):
+        alive = [count > step for count in gained]
+        stats.count_pass(sum(alive))
+        tell(target, [0] * len(gained), [0] * len(gained), alive)
+
+
+def tell(checker: Checker, drafted: list[int], accepted: list[int], alive: list[bool]) -> None:
+    """Tell who listens to the checks of a level of one of them."""
+    if checker.on_check is not None:
+        checker.on_check(drafted, accepted, alive)

@@ -9,6 +9,7 @@ from typing import Protocol
 from ..checker import Verdict
 from ..draft import Rows
 from ..stats import SpeculationStats
+from .beginning import Beginnings
 
 
 class Rounds(Protocol):
@@ -16,12 +17,14 @@ class Rounds(Protocol):
 
     The loop owns the rows. When a row joins, rounds are given its maximal length (`ends`) and its number (`numbers`).
     drafted: tokens drafted for each row in the last round. drafted_by: the level that drafts for the target there;
-    None where none does, and every token took a pass. places: the line of each row in the target's cache.
+    None where none does, and every token took a pass. places: the line of each row in the target's cache. begun: what
+    was read of rows that join, which their caches are given.
     """
 
     drafted: list[int]
     drafted_by: str | None
     places: Sequence[int]
+    begun: Beginnings
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """Forget every earlier row and start with these; the target's cache holds `cached` tokens of each."""

@@ -71,6 +71,11 @@ class Steering:
         """For the round under way; None before the first one."""
         return self._first if self.controller is None else self.controller.choice
 
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The levels that draft in the round under way."""
+        return () if self.choice is None else self._plan()[0].active
+
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
         self.settle()
@@ -96,6 +101,11 @@ class Steering:
             for line in self._read:
                 line[row] = 0
             self.controller.replace(row)
+
+    def holds(self, engine: Engine, row: int, tokens: int) -> None:
+        """An engine has read so many tokens of a row that just joined."""
+        if self._read and engine in self.runners:
+            self._read[self.runners.index(engine)][row] = tokens
 
     def limits(self, rows: Rows, rooms: list[int]) -> list[int]:
         """Per row the tokens to draft in the coming round; the levels are set to draft them. rooms: tokens that a

@@ -1,0 +1,171 @@
+"""What is read of a prompt before its row joins, piece by piece beside the rows that run, and what is kept of others?
+
+A prompt with more to read than a chunk is read into memory of its own, a chunk between two rounds, first by the target
+and then by the levels that are at work and have caches of their own. When all of it is read, the row joins. Where a
+token's bits depend on the tokens before it only (invariant 3), neither that nor kept prefixes change one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...engines.engine import Engine
+from ...engines.memory import out_of_memory
+from ...engines.prefixes import BLOCK, KeptPrefixes
+from ...nn.state import say_once
+from ...speculation.rounds.beginning import Beginning, Beginnings
+from ...speculation.rounds.steering import inside
+from ..levels.wiring import Chain
+from .pace import Pace
+from .request import Admitted
+
+PREFILL_CHUNK = 512  # tokens
+
+
+def chunk_of(given: object) -> int:
+    """`prefill_chunk` of a stream, 0 for None; ValueError for what is no number of tokens."""
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise ValueError(f"prefill_chunk is {given!r}, it must be a positive integer, the tokens of a prompt read "
+                         "between two rounds, or None: prompts are read at once")
+    return given or 0
+
+
+@dataclass
+class _Lane:
+    """A row as one engine reads it: the first `done` tokens are in `kv`, `[layers, 2, 1, kv_heads, slots, dim]`."""
+
+    engine: Engine
+    kv: Tensor
+    done: int
+
+
+@dataclass
+class _Reading:
+    """A request whose prompt is being read. row: all of it but the last token, which a round scores."""
+
+    one: Admitted
+    row: list[int]
+    lanes: list[_Lane]
+
+
+class LongPrompts:
+    """The requests of a stream that have a slot and are no rows yet.
+
+    chunk: the most tokens read between two rounds; 0: rows join at once, however long. budget: bytes of keys and
+    values that are kept of prompts; 0: none. begun: what rows that join next have read, by their numbers; whoever
+    placed them clears it.
+    """
+
+    def __init__(self, chain: Chain, device: torch.device, chunk: int, budget: int):
+        self.chain, self.target = chain, chain.target.runner
+        exact = self.target.can.bit_exact
+        self.chunk = chunk if exact else 0
+        self.prefixes = KeptPrefixes(budget) if budget and exact else None
+        self.pace = Pace(max(chunk, 1), device)
+        self.begun: Beginnings = {}
+        self.reading: dict[int, _Reading] = {}
+        self._unkept: dict[int, int] = {}  # tokens of prompts of rows that just joined, by number
+        if budget and not exact:
+            model = self.target.model
+            say_once(model, f"{type(model).__name__} keeps no prefixes: module by module a token's bits depend on its "
+                            "batch")
+
+    def take(self, number: int, one: Admitted, drafting: list[int]) -> bool:
+        """Whether the row joins now; else it is being read. drafting: levels that are at work."""
+        row = one.row[:-1]
+        blocks = self.prefixes.find(row) if self.prefixes is not None else []
+        kept = one.stats.prefix_tokens = len(blocks) * BLOCK
+        levels = [self.chain.runners[index] for index in drafting if self._reads(index, one)]
+        longest = max(len(row) - kept, len(row) if levels else 0)
+        if not self.chunk or longest <= self.chunk:
+            if blocks:
+                self.begun[number] = Beginning()
+                self.begun[number].add(self.target, blocks, kept)
+            if self.prefixes is not None:
+                self._unkept[number] = len(row)
+            return True
+        with torch.inference_mode():
+            lanes = [_Lane(engine, engine.lane(len(row)), 0) for engine in (self.target, *levels)]
+            for place, block in enumerate(blocks):
+                lanes[0].kv[:, :, 0, :, place * BLOCK : (place + 1) * BLOCK] = block
+        lanes[0].done = kept
+        self.reading[number] = _Reading(one, row, lanes)
+        return False
+
+    def advance(self, beside: bool) -> list[tuple[int, Admitted]]:
+        """Read a chunk of the prompt that came first; requests that are read, that failed or were cancelled.
+
+        beside: rows run, and wait for it.
+        """
+        over = [number for number, one in self.reading.items() if one.one.request.cancelled]
+        for number in over:
+            self.reading[number].one.finish_reason = "cancelled"
+        number = next((number for number in self.reading if number not in over), None)
+        if number is not None:
+            found = self.reading[number]
+            try:
+                self._read(found, self.pace.chunk() if beside else self.chunk)
+            except Exception as error:  # as for want of memory: the others go on
+                found.one.fail(error)
+            if found.one.error is not None:
+                over.append(number)
+            elif all(lane.done == len(found.row) for lane in found.lanes):
+                over.append(number)
+                begun = self.begun[number] = Beginning()
+                for lane in found.lanes:
+                    begun.add(lane.engine, [lane.kv[:, :, 0]], lane.done)
+        return [(number, self.reading.pop(number).one) for number in over]
+
+    def keep(self, numbers: list[int], rows: list[list[int]], places: list[int]) -> None:
+        """Keep what rows that just joined have read of their prompts, in these lines of the target's cache."""
+        if not self._unkept:
+            return
+        for number, row, place in zip(numbers, rows, places, strict=True):
+            if (count := self._unkept.pop(number, 0)) >= BLOCK:
+                self._keep(row[:count], self.target.cache.kv, place)
+
+    @property
+    def bytes_kept(self) -> int:
+        """Of keys and values of prompts."""
+        return self.prefixes.nbytes if self.prefixes is not None else 0
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self.reading.clear()
+        self.begun.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    def _read(self, found: _Reading, tokens: int) -> None:
+        lane = next(lane for lane in found.lanes if lane.done < len(found.row))
+        end = min(lane.done + tokens, len(found.row))
+        with torch.inference_mode(), self.pace.reading(end - lane.done):
+            lane.engine.read(lane.kv, found.row[:end], lane.done)
+        lane.done = end
+        if lane.engine is self.target and self.prefixes is not None:
+            self._keep(found.row[:end], lane.kv, 0)
+
+    def _keep(self, row: list[int], kv: Tensor, place: int) -> None:
+        def copied(start: int, end: int) -> Tensor:
+            return kv[:, :, place, :, start:end].clone()
+
+        try:
+            with torch.inference_mode():
+                self.prefixes.keep(row, copied)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.prefixes.clear()
+            self.prefixes.budget = 0
+            say_once(self.target.model, f"no prefixes are kept any more: no memory for them ({error})")
+
+    def _reads(self, index: int, one: Admitted) -> bool:
+        """Whether a level keeps keys and values of its own, of the target's tokens, for a row as long."""
+        engine = self.chain.runners[index]
+        if engine is None or engine.follow is not None or not engine.can.bit_exact:
+            return False
+        most = getattr(inside(self.chain.levels[index]), "max_positions", None)
+        return all(self.chain.joined[: index + 1]) and (most is None or len(one.row) + one.left <= most)

@@ -1,0 +1,179 @@
+"""Are long prompts read beside running rows, and prefixes kept, without a bit of difference?"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from device_path import on_cuda
+from models import near, tiny
+
+import hf_mlspec
+from hf_mlspec import Request, generate_stream
+from hf_mlspec.engines.prefixes import BLOCK, KeptPrefixes, bytes_of
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+
+needs_kernels = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+SETTINGS = {"do_sample": False, "eos_token_id": None}
+CHAINS = {"alone": 0, "draft": 1, "mxfp4 draft": 2}
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def target(request):
+    model = tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=2048)
+    return on_cuda(model) if request.param == "cuda" else model
+
+
+@pytest.fixture
+def levels(target):
+    draft = near(target, 0.05)
+    return {"alone": [], "draft": [draft], "mxfp4 draft": ["mxfp4", draft]}
+
+
+def ids(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 64) for _ in range(count)]
+
+
+def alone(target, prompt: list[int], new: int) -> list[int]:
+    """What a call of generate writes that reads the prompt at once."""
+    out = target.generate(torch.tensor([prompt]), max_new_tokens=new, assistant_models=[], **SETTINGS)
+    return out[0, len(prompt) :].tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chunk", [16, 100, None])
+def test_long_prompts_change_no_token(target, levels, chain, chunk):
+    asked = [(ids(1, 5), 60), (ids(2, 700), 9), (ids(3, 333), 12), (ids(4, 17), 20), (ids(5, 900), 1)]
+    expected = [alone(target, prompt, new) for prompt, new in asked]
+    requests = [Request(prompt, id=n, max_new_tokens=new) for n, (prompt, new) in enumerate(asked)]
+    done = list(generate_stream(target, requests, max_batch=3, assistant_models=levels[chain], prefill_chunk=chunk,
+                                speculation_config={"num_draft_tokens": 3}, **SETTINGS))
+    assert {one.id: one.new_tokens for one in done} == dict(enumerate(expected))
+
+
+@needs_kernels
+def test_rows_run_while_a_long_prompt_is_read(target):
+    order = []
+    requests = [Request(ids(1, 5), id="running", max_new_tokens=64), Request(ids(2, 800), id="long", max_new_tokens=2)]
+    for event in generate_stream(target, requests, max_batch=2, prefill_chunk=32, events=True, **SETTINGS):
+        if isinstance(event, hf_mlspec.NewTokens):
+            order.append(event.id)
+    assert order.index("long") > 2
+    assert order[0] == "running"
+
+
+@needs_kernels
+def test_a_request_is_cancelled_while_its_prompt_is_read(target):
+    victim = Request(ids(2, 900), id="long", max_new_tokens=2)
+    events = []
+    for event in generate_stream(target, [Request(ids(1, 5), id="running", max_new_tokens=30), victim], max_batch=2,
+                                 prefill_chunk=16, events=True, **SETTINGS):  # fmt: skip
+        events.append(event)
+        victim.cancel()
+    done = {one.id: one for one in events if isinstance(one, hf_mlspec.Completion)}
+    assert (done["long"].finish_reason, done["long"].new_tokens) == ("cancelled", [])
+    assert done["running"].new_tokens == alone(target, ids(1, 5), 30)
+
+
+@needs_kernels
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chunk", [64, None])
+def test_kept_prefixes_change_no_token(target, levels, chain, chunk):
+    shared = ids(9, 300)
+    prompts = [[*shared[: 300 - 40 * (n % 3)], *ids(n, 3 + n)] for n in range(8)]
+    expected = [alone(target, prompt, 7) for prompt in prompts]
+    requests = [Request(prompt, id=n, max_new_tokens=7) for n, prompt in enumerate(prompts)]
+    done = list(generate_stream(target, requests, max_batch=2, assistant_models=levels[chain], prefill_chunk=chunk,
+                                prefix_cache="64MiB", speculation_config={"num_draft_tokens": 3}, **SETTINGS))
+    assert {one.id: one.new_tokens for one in done} == dict(enumerate(expected))
+    stats = hf_mlspec.last_stats(target)
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    assert stats.prefix_tokens == sum(one.speculation.prefix_tokens for one in done) >= 4 * 3 * BLOCK
+    assert stats.prefix_bytes > 0
+
+
+@needs_kernels
+def test_kept_keys_and_values_are_those_computed_anew(target):
+    prompt, seen = [*ids(9, 300)], []
+    for _ in range(2):
+        stream = generate_stream(target, [Request(prompt, max_new_tokens=4)] * 2, max_batch=1, prefix_cache="64MiB",
+                                 events=True, **SETTINGS)  # fmt: skip
+        for event in stream:
+            if isinstance(event, hf_mlspec.NewTokens):
+                own = stream.gi_frame.f_locals["self"]
+                seen.append(own.chain.target.runner.cache.kv[:, :, 0, :, :299].clone())
+    assert all(torch.equal(seen[0], one) for one in seen)
+
+
+def test_sampled_requests_with_kept_prefixes():
+    target = tiny(seed=2, dtype=torch.bfloat16, max_position_embeddings=2048)
+    asked = [Request([*ids(9, 200), n], id=n, max_new_tokens=9, do_sample=True, seed=n) for n in range(5)]
+    found = [{one.id: one.new_tokens for one in generate_stream(target, asked, max_batch=2, **options)}
+             for options in ({"prefix_cache": None, "prefill_chunk": None}, {"prefix_cache": 2**26})]
+    assert found[0] == found[1]
+
+
+def test_prefixes_module_by_module_are_refused_with_a_word(caplog):
+    target = tiny(seed=3, dtype=torch.float32)
+    done = list(generate_stream(target, [[5, 6, 7]], max_new_tokens=3, prefix_cache="1MiB",
+                                speculation_config={"prepare": False}))
+    assert done[0].error is None
+    assert "keeps no prefixes" in caplog.text
+
+
+@pytest.mark.parametrize(("argument", "value"), [("prefill_chunk", 0), ("prefill_chunk", True), ("prefix_cache", -1),
+                                                 ("prefix_cache", "much"), ("prefix_cache", 1.5)])
+def test_arguments_that_cannot_be(argument, value):
+    with pytest.raises((TypeError, ValueError), match=argument):
+        generate_stream(tiny(seed=2), [[5]], **{argument: value})
+
+
+def test_bytes_in_words():
+    assert [bytes_of(one, "x") for one in (None, 7, "7", "1GiB", "1.5 MiB", "2kb")] == [
+        0, 7, 7, 2**30, 3 * 2**19, 2000]  # fmt: skip
+
+
+class TestKeptPrefixes:
+    """Blocks of one number each: of 8 bytes."""
+
+    @staticmethod
+    def row(*blocks: int) -> list[int]:
+        return [block for block in blocks for _ in range(BLOCK)]
+
+    @staticmethod
+    def kept(store: KeptPrefixes, row: list[int]) -> None:
+        store.keep(row, lambda start, end: torch.tensor([start]))
+
+    def test_a_row_finds_the_blocks_that_it_begins_with(self):
+        store = KeptPrefixes(80)
+        self.kept(store, [*self.row(1, 2, 3), 4])
+        assert store.nbytes == 24
+        assert [one.item() for one in store.find([*self.row(1, 2), 3, 3])] == [0, BLOCK]
+        assert store.find(self.row(2, 1)) == []
+        assert store.find(self.row(1)[:-1]) == []
+
+    def test_what_was_not_used_for_longest_goes_first_and_leaves_before_what_they_hang_on(self):
+        store = KeptPrefixes(32)
+        self.kept(store, self.row(1, 2))
+        self.kept(store, self.row(1, 3))
+        store.find(self.row(1, 2))
+        self.kept(store, self.row(5, 6))
+        assert (store.nbytes, store.evicted) == (32, 1)
+        assert [len(store.find(self.row(*row))) for row in ((1, 2), (1, 3), (5, 6))] == [2, 1, 2]
+        self.kept(store, self.row(7, 8, 9, 10, 11))  # more than there is room for: its first blocks
+        assert len(store.find(self.row(7, 8, 9, 10, 11))) == 4
+        assert store.nbytes == 32
+
+    def test_a_block_beyond_the_budget_is_not_kept(self):
+        store = KeptPrefixes(7)
+        self.kept(store, self.row(1))
+        assert (store.nbytes, store.find(self.row(1))) == (0, [])
+
+    def test_nothing_is_left_of_it(self):
+        store = KeptPrefixes(80)
+        self.kept(store, self.row(1, 2))
+        store.clear()
+        assert (store.nbytes, store.find(self.row(1, 2))) == (0, [])
