@@ -27,6 +27,10 @@ MIXTURES = {
         **llama(1024, 2816, 8, 16, 4, 16384, 2048), "head_dim": 64, "num_experts": 64, "num_experts_per_tok": 8,
         "moe_intermediate_size": 512, "norm_topk_prob": True, "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": {
+        **llama(2048, 6144, 48, 32, 4, 151936, 8192), "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
     "moe-tiny": {
         **llama(64, 128, 2, 4, 2, 96, 512), "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "norm_topk_prob": True,

@@ -18,6 +18,7 @@ planes   a target in 8 bit-planes that drafts with four, replayed, over its own 
 nested_exact  ids of a nested code-21m and its chains against the plain model
 startup  capturing, the first token, and with --build the extension
 transforms  steps with int8 outliers, ordered inputs and online rotations over those of int4
+experts  steps and prompts of mixtures of experts beside stock transformers, in BF16 and as MXFP4 casts
 attention  of a layer, over bfloat16, int8 and int4 keys and values
 
 FOLDER holds code-21m and code-4m; the prompts lie in ../data beside it or in --data. Every line of --out names machine
@@ -48,6 +49,7 @@ GROUPS = {
     "nested_exact": "eval.bench_gpu.nested_exact", "startup": "eval.bench_gpu.startup",
     "attention": "eval.bench_gpu.attention", "transforms": "eval.bench_gpu.transforms",
     "lut": "eval.bench_gpu.lut", "ordered": "eval.bench_gpu.ordered",
+    "experts": "eval.bench_gpu.experts",
 }  # fmt: skip
 
 

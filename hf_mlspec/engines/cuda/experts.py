@@ -1,4 +1,4 @@
-"""How does the CUDA decoder run the experts of a layer where their weights lie? The host never learns who goes where."""
+"""How does the CUDA decoder run the experts of a layer where their weights lie? The host never learns the routing."""
 
 from __future__ import annotations
 
