@@ -4,10 +4,10 @@ from .description import Description, Mixture
 from .interpret import (
     CPU,
     Block,
+    Norm,
     Outline,
     UnknownArchitecture,
     linear_shape,
-    norm_weight,
     outline,
     require_format,
     require_known,
@@ -15,7 +15,7 @@ from .interpret import (
 )
 from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock
-from .rotary import FIRST_POSITIONS, grown_positions, rope_tables, rotary_border
+from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 
 __all__ = [
     "CPU",
@@ -26,11 +26,12 @@ __all__ = [
     "Description",
     "ExpertBlock",
     "Mixture",
+    "Norm",
     "Outline",
+    "Rotation",
     "UnknownArchitecture",
     "grown_positions",
     "linear_shape",
-    "norm_weight",
     "outline",
     "require_format",
     "require_known",

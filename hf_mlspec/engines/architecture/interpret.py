@@ -6,7 +6,7 @@ The one reader of models: it follows the description of a model's class (known.p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,15 @@ from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
-from .description import NORMS, Description, not_served
+from .description import NORMS, WITHOUT_WINDOW, Description, not_served
 from .known import KNOWN
 from .mixture import ExpertBlock, UnreadExperts, expert_block
-from .rotary import rope_tables
+from .rotary import UNROTATED, Rotation, rope_tables
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
-_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, TransformedLinear}
-_OF_ATTENTION = ("q", "k", "v", "qkv", "o")
+_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, TransformedLinear}
+_OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 
@@ -35,15 +35,27 @@ class UnknownArchitecture(ValueError):
     """The compiled decoder cannot run this model; the message says why."""
 
 
+@dataclass(frozen=True)
+class Norm:
+    """Weight and bias (None: none) float32, any +1 added."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def times(self, factor: float) -> Norm:
+        """The norm whose output is ``factor`` times this one's."""
+        return self if factor == 1 else Norm(self.weight * factor, None if self.bias is None else self.bias * factor)
+
+
 @dataclass
 class Block:
-    """One layer of a model: its linears by name, its norms as float32 with any +1 added, None where there is none.
+    """One layer of a model: its linears by name, its norms, None where there is none.
 
     modules: q, k, v or all three as qkv; o; gate, up or both as gate_up, and down where no `experts` stand for these.
     """
 
     modules: dict[str, nn.Module]
-    norms: list[Tensor | None]  # in the order of description.NORMS
+    norms: list[Norm | None]  # in the order of description.NORMS
     window: int
     rope_table: int
     experts: ExpertBlock | None = None
@@ -51,15 +63,17 @@ class Block:
 
 @dataclass
 class Outline:
-    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads a nested one."""
+    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads a nested one.
+    positions: the table that is added to it, a row for each position; None where there is none."""
 
     sizes: Sizes
     dtype: torch.dtype
     embedding: Tensor | NestedEmbedding
-    final_norm: Tensor
+    final_norm: Norm
     head: nn.Module
     blocks: list[Block]
-    rope_kinds: list[str | None]
+    rotation: Rotation
+    positions: Tensor | None = None
 
 
 def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> Outline:
@@ -73,15 +87,23 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         table = table.weight.detach()
     kinds = _rope_kinds(entry, config)
     blocks = [
-        _block(entry, layer, i, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(entry, config, i))
+        _block(entry, layer, i, kinds.index(_rope_kind(entry, config, i)), _window(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
     sizes = _sizes(entry, model, next((block for block in blocks if block.experts is None), blocks[0]))
+    sizes = _scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
         _require_head_norms(entry, sizes, block, index)
-    final_norm = norm_weight(_part(model, entry.final_norm), _plus(entry))
-    return Outline(sizes, table.dtype, table, final_norm, _part(model, entry.head), blocks, list(kinds))
+    final_norm, head = _norm(_part(model, entry.final_norm), entry, sizes.hidden), _part(model, entry.head)
+    scale = _logit_scale(entry, config, head)
+    rotary = None if entry.positions == "learned" else _part(model, entry.rotary_embedding)
+    rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, entry.rotation == "pairs by columns")
+    positions = None
+    if entry.position_embedding is not None:
+        positions = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
+        require_format(positions, "embedding of positions")
+    return Outline(sizes, table.dtype, table, final_norm.times(scale), head, blocks, rotation, positions)
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
@@ -108,9 +130,13 @@ def table_dtype(table: nn.Module) -> torch.dtype:
     return table.dtype if isinstance(table, NestedEmbedding) else table.weight.dtype
 
 
-def norm_weight(norm: nn.Module, plus: float) -> Tensor:
-    """float32, with ``plus`` added: 1 where the architecture stores the difference from 1."""
-    return (norm.weight.detach().float() + plus).contiguous()
+def _norm(norm: nn.Module, entry: Description, width: int) -> Norm:
+    """1 is added to the weight where the architecture stores the difference from 1; without a weight all are 1."""
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if weight is None:
+        return Norm(torch.ones(width))
+    scale = (weight.detach().float() + (1.0 if entry.norm.endswith("plus one") else 0.0)).contiguous()
+    return Norm(scale, None if bias is None else bias.detach().float().contiguous())
 
 
 def require_format(weight: Tensor, name: str) -> None:
@@ -130,9 +156,14 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
     if asked is not None:
         raise UnknownArchitecture(f"its description says {asked}")
     for name in entry.unset:
-        if getattr(model.config, name, None) is not None:
+        if getattr(model.config, name, None) not in (None, False):
             said = getattr(model.config, name)
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder has none")
+    flags = entry.needed if entry.residual_flag is None else (*entry.needed, entry.residual_flag)
+    for name in flags:
+        wanted, said = name != entry.residual_flag or entry.residual == "parallel", getattr(model.config, name, None)
+        if bool(said) != wanted:
+            raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder takes {wanted}")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
@@ -164,6 +195,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
         known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
+        known = known or (type(module) is nn.LayerNorm and entry.norm.startswith("layer"))
         known = known or type(module).__module__.startswith(origins)
         if not known:
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
@@ -172,20 +204,21 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
 def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
     config, layer = model.config, _part(model, entry.layers)[0]
     attention, embed = _part(layer, entry.attention), _part(model, entry.embedding)
-    kv_heads = config.num_key_value_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     activation = _named(config, entry, "activation")
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    head_dim = attention.head_dim if "qkv" in block.modules else linear_shape(block.modules["k"], "k")[1] // kv_heads
+    whole = "k" not in block.modules
+    head_dim = attention.head_dim if whole else linear_shape(block.modules["k"], "k")[1] // kv_heads
     if block.experts is not None:
         intermediate = block.experts.inner  # no layer has an MLP
-    elif "gate_up" in block.modules:
-        intermediate = linear_shape(block.modules["gate_up"], "gate_up_proj")[1] // 2
     else:
-        intermediate = linear_shape(block.modules["gate"], "gate")[1]
+        intermediate = linear_shape(block.modules["down"], "down")[0]
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
-    rotary = _part(model, entry.rotary_embedding)
+    rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in _rope_kinds(entry, config) if kind != UNROTATED]
+    if kinds:
+        rotary_dim = rope_tables(_part(model, entry.rotary_embedding), kinds[:1], 1)[0][0].shape[1] * 2
     return Sizes(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -194,13 +227,19 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         intermediate=intermediate,
         vocab=linear_shape(_part(model, entry.head), "lm_head")[1],
         embeddings=embed.num_embeddings,
-        rotary_dim=rope_tables(rotary, _rope_kinds(entry, config)[:1], 1)[0][0].shape[1] * 2,
+        rotary_dim=rotary_dim,
         activation=activation,
-        norm_eps=_named(config, entry, "norm_eps"),
+        norm_eps=entry.norm_eps if isinstance(entry.norm_eps, float) else _named(config, entry, "norm_eps"),
         embedding_scale=_embedding_scale(entry, config, embed),
         attention_scale=_named(attention, entry, "attention_scale"),
         attention_softcap=_named(attention, entry, "attention_softcap") or 0.0,
         logit_softcap=_named(config, entry, "logit_softcap") or 0.0,
+        norms_have_mean=entry.norm.startswith("layer"),
+        rotates_pairs=entry.rotation != "halves",
+        parallel=entry.residual == "parallel",
+        grouped_qkv="qkv_by_head" in entry.linears,
+        norms_behind_rotation=entry.head_norms == "per rotated head",
+        plain_mlp=entry.mlp == "plain",
     )
 
 
@@ -224,16 +263,43 @@ def _named(holder, entry: Description, field: str):
     return getattr(holder, name)
 
 
-def _plus(entry: Description) -> float:
-    return 1.0 if entry.norm == "rms plus one" else 0.0
-
-
 def _embedding_scale(entry: Description, config, embed: nn.Module) -> float:
-    """Rounded to the weight's dtype, as the embedding of a model does it."""
+    """Rounded to the weight's dtype where the embedding of a model does it."""
+    if entry.embedding_multiplier is not None:
+        return float(_named(config, entry, "embedding_multiplier"))
     if entry.embedding_scale == "none":
         return 1.0
     scale = getattr(embed, "embed_scale", None)
     return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(table_dtype(embed)))
+
+
+def _scale_blocks(entry: Description, config, sizes: Sizes, blocks: list[Block]) -> Sizes:
+    """What a block adds is multiplied by residual_scale: the norm behind it is, or else the residual stream is divided
+    by it, from the embeddings on. The norms that read the stream take no notice of its scale but for their epsilon."""
+    scale = 1.0 if entry.residual_scale is None else float(_named(config, entry, "residual_scale"))
+    if scale == 1:
+        return sizes
+    behind = [NORMS.index(name) for name in ("attention_out", "mlp_out")]
+    found = {norm is not None for block in blocks for norm in (block.norms[i] for i in behind)}
+    if found == {True}:
+        for block in blocks:
+            for i in behind:
+                block.norms[i] = block.norms[i].times(scale)
+        return sizes
+    heads = any(block.norms[NORMS.index(name)] for block in blocks for name in ("q", "k"))
+    if True in found or heads or scale <= 0:
+        raise UnknownArchitecture(f"its config says residual_scale {scale} beside norms that it does not reach alike")
+    return replace(sizes, embedding_scale=sizes.embedding_scale / scale, norm_eps=sizes.norm_eps / scale**2)
+
+
+def _logit_scale(entry: Description, config, head: nn.Module) -> float:
+    """What the head's inputs are multiplied by in place of its outputs."""
+    scale = 1.0 if entry.logit_scale is None else float(_named(config, entry, "logit_scale"))
+    if entry.logit_divisor is not None:
+        scale /= float(_named(config, entry, "logit_divisor"))
+    if scale != 1 and getattr(head, "bias", None) is not None:
+        raise UnknownArchitecture("its logits are scaled with the bias of the head")
+    return scale
 
 
 def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
@@ -243,14 +309,17 @@ def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, wi
         raise UnknownArchitecture(str(error)) from None
     places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
     modules = {name: _part(layer, place) for name, place in places.items()}
-    found = {name: norm_weight(_part(layer, place), _plus(entry)) for name, place in entry.norms.items()}
+    norms = {name: _part(layer, place) for name, place in entry.norms.items()}
+    o = modules["o"]
+    width = linear_shape(o, "o")[1]
+    found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
     return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts)
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     outputs = {"q": queries, "k": keys, "v": keys, "gate": sizes.intermediate, "up": sizes.intermediate}
-    outputs |= {"qkv": queries + 2 * keys, "gate_up": 2 * sizes.intermediate}
+    outputs |= {"qkv": queries + 2 * keys, "qkv_by_head": queries + 2 * keys, "gate_up": 2 * sizes.intermediate}
     expected = {name: (sizes.hidden, out) for name, out in outputs.items()}
     expected |= {"o": (queries, sizes.hidden), "down": (sizes.intermediate, sizes.hidden)}
     for name, module in block.modules.items():
@@ -265,8 +334,8 @@ def _require_head_norms(entry: Description, sizes: Sizes, block: Block, index: i
     for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
         norm = block.norms[NORMS.index(name)]
         expected = sizes.head_dim * (heads if together else 1)
-        if norm is not None and norm.numel() != expected:
-            found = f"has {norm.numel()} elements, {expected} are those of {entry.head_norms}"
+        if norm is not None and norm.weight.numel() != expected:
+            found = f"has {norm.weight.numel()} elements, {expected} are those of {entry.head_norms}"
             raise UnknownArchitecture(f"the {name} norm of layer {index} {found}")
 
 
@@ -284,5 +353,20 @@ def _window(entry: Description, config, index: int) -> int:
 
 
 def _rope_kinds(entry: Description, config) -> list[str | None]:
-    """A rotary table per kind of layer, or one for all."""
-    return sorted(set(config.layer_types)) if entry.positions == "rotary by layer type" else [None]
+    """A rotary table per kind of layer, or one for all; UNROTATED, the last, for layers that rotate nothing."""
+    kinds = {_rope_kind(entry, config, i) for i in range(config.num_hidden_layers)}
+    return sorted(kinds, key=lambda kind: (kind == UNROTATED, kind or ""))
+
+
+def _rope_kind(entry: Description, config, index: int) -> str | None:
+    """Which rotary table a layer reads."""
+    how = entry.layers_without_rotary
+    if entry.positions == "learned":
+        return UNROTATED
+    if how == WITHOUT_WINDOW:
+        unrotated = getattr(config, "sliding_window", None) is not None and _window(entry, config, index) == 0
+    else:
+        unrotated = how is not None and not _named(config, entry, "layers_without_rotary")[index]
+    if unrotated:
+        return UNROTATED
+    return _kind(config, index) if entry.positions == "rotary by layer type" else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import ops
@@ -21,10 +22,10 @@ from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
 from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
-from ...ops.compiled_decoder import ACTIVATIONS
+from ...ops.compiled_decoder import ACTIVATIONS, Sizes
 from ...precision import OWN_BITS, Bits
 from .. import architecture
-from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ..architecture import Block, Norm, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
@@ -33,9 +34,17 @@ from .zipper import ZipperTilesLinear
 _ROW_BYTES = 16  # what the kernels load at once
 
 
+class LayerNorm(NamedTuple):
+    """A norm that takes the mean off, of the dtype of what it norms."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table. Orders: of the
+    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table.
+    heads_together: norms over all queries and over all keys, in place of q_norm and k_norm. Orders: of the
     inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
     they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either."""
 
@@ -47,12 +56,13 @@ class Layer:
     gate_up_order: Tensor | None
     down_order: Tensor | None
     down_rotation: Hadamard | None
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    attention_out: Tensor | None
-    mlp_out: Tensor | None
+    attention_norm: Tensor | LayerNorm | None
+    mlp_norm: Tensor | LayerNorm | None
+    attention_out: Tensor | LayerNorm | None
+    mlp_out: Tensor | LayerNorm | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    heads_together: tuple[Tensor, Tensor] | None
     window: int
     rope: int
 
@@ -93,14 +103,16 @@ class CudaDecoder:
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
         self.logit_softcap = found.sizes.logit_softcap
-        self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
+        self._rotation, self._positions = found.rotation, found.positions
+        self._learned = None if found.positions is None else len(found.positions)
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(model.config)
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
         self.reserve_positions(rotary.FIRST_POSITIONS)
-        self._final_norm = found.final_norm
-        self._layers = [_layer(block) for block in found.blocks]
+        self._final_norm = _norm_of(found.final_norm, found, device)
+        self._layers = [_layer(block, found, device) for block in found.blocks]
+        self._heads_order = _heads_order(found.sizes, device) if found.sizes.grouped_qkv else None
         self._head = joined([found.head], "lm_head")
         nested = isinstance(found.embedding, NestedEmbedding)
         self._embedding = found.embedding.tiles() if nested else found.embedding
@@ -129,10 +141,11 @@ class CudaDecoder:
         New tables mean a new fingerprint. The old ones, half as long at most, stay: a captured call holds their
         addresses, and a step on another stream may be reading them.
         """
+        rotary.require_learned(count, self._learned if count > self.positions else None)
         with self._growing, torch.inference_mode(False), torch.no_grad():
             positions = rotary.grown_positions(count, self.positions, self.max_positions, self._known)
             if positions > self.positions:
-                tables = rotary.rope_tables(self._rotary, self._kinds, positions)
+                tables = self._rotation.tables(positions)
                 self._outgrown.append(self._ropes)
                 self._ropes = [(cos.to(self.device), sin.to(self.device)) for cos, sin in tables]
                 self.positions = positions  # last: other threads look at it
@@ -163,20 +176,39 @@ class CudaDecoder:
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
         flat = ids.reshape(-1)
         total = self._embed(flat if packing is None else flat.index_select(0, packing.take))
+        if self._positions is not None:
+            total = total + self._position_rows(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
             normed, total = _norm(total, added, layer.attention_norm, eps, layer.qkv_order)
             added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
-            if layer.attention_out is not None:
-                added, _ = ops.rms_norm(added, layer.attention_out, eps)
+            if self.sizes.parallel:
+                beside, added = added, None
+            elif layer.attention_out is not None:
+                added, _ = _norm(added, None, layer.attention_out, eps)
             normed, total = _norm(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
+            if self.sizes.parallel:
+                added = beside + added
             if layer.mlp_out is not None:
-                added, _ = ops.rms_norm(added, layer.mlp_out, eps)
+                added, _ = _norm(added, None, layer.mlp_out, eps)
         normed, _ = _norm(total, added, self._final_norm, eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
+    def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
+        """Learned embeddings of the positions of a step's tokens; of padding, of any."""
+        steps = torch.arange(ids.shape[1], device=starts.device)
+        places = (starts[:, None] + steps).reshape(-1).clamp(0, len(self._positions) - 1)
+        if packing is not None:
+            places = places.index_select(0, packing.take)
+        return self._positions.index_select(0, places)
+
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
+        if self.sizes.plain_mlp:
+            inner = ops.activated(gate_up, self._activation)
+            if layer.down_rotation is not None:
+                return ops.hadamard_rows(inner, layer.down_rotation)
+            return inner if layer.down_order is None else ops.ordered_rows(inner, layer.down_order)
         if layer.down_rotation is not None:
             return ops.gated_hadamard(gate_up, self._activation, layer.down_rotation)
         if layer.down_order is None:
@@ -197,8 +229,12 @@ class CudaDecoder:
         batch, width, starts, counts, packing, draft_window = lanes
         sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
         qkv = layer.qkv(normed, bits)
-        qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
+        if self._heads_order is not None:
+            qkv = ops.ordered_rows(qkv, self._heads_order)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
+        if layer.heads_together is not None:
+            qkv = _normed_together(qkv, *layer.heads_together, sizes.norm_eps)
+        qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
         rule = scale, layer.window, softcap, draft_window
@@ -225,7 +261,7 @@ class CudaDecoder:
 
 def require_bfloat16(model: nn.Module, device: torch.device) -> None:
     """UnknownArchitecture for a model in another dtype than the kernels of a GPU take."""
-    dtype = table_dtype(model.model.embed_tokens)
+    dtype = table_dtype(model.get_input_embeddings())
     if dtype != torch.bfloat16:
         raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
 
@@ -258,13 +294,39 @@ def require_served(found: Outline) -> None:
 
 
 def _norm(
-    total: Tensor, added: Tensor | None, weight: Tensor, eps: float, order: Tensor | None = None
+    total: Tensor, added: Tensor | None, norm: Tensor | LayerNorm | None, eps: float, order: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The normed sum of both, its columns in an order, and the sum."""
-    x, residual = (total, None) if added is None else (added, total)
-    if order is None:
-        return ops.rms_norm(x, weight, eps, residual)
-    return ops.rms_norm_in_order(x, weight, eps, residual, order)
+    """The normed sum of both (without a norm the sum itself), its columns in an order, and the sum."""
+    if isinstance(norm, Tensor):
+        x, residual = (total, None) if added is None else (added, total)
+        if order is None:
+            return ops.rms_norm(x, norm, eps, residual)
+        return ops.rms_norm_in_order(x, norm, eps, residual, order)
+    total = total if added is None else total + added
+    normed = total if norm is None else F.layer_norm(total, total.shape[-1:], norm.weight, norm.bias, eps)
+    return normed if order is None else ops.ordered_rows(normed, order), total
+
+
+def _norm_of(norm: Norm | None, found: Outline, device: torch.device) -> Tensor | LayerNorm | None:
+    """The weight of an RMS norm, or a layer norm in the dtype of what it norms."""
+    if norm is None or not found.sizes.norms_have_mean:
+        return None if norm is None else norm.weight.to(device)
+    bias = None if norm.bias is None else norm.bias.to(device, found.dtype)
+    return LayerNorm(norm.weight.to(device, found.dtype), bias)
+
+
+def _normed_together(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """Queries and keys ``[n, (heads + 2 kv_heads) * head_dim]`` normed over all heads of either."""
+    q, k, v = qkv.split([len(q_norm), len(k_norm), qkv.shape[1] - len(q_norm) - len(k_norm)], dim=1)
+    return torch.cat([ops.rms_norm(q, q_norm, eps)[0], ops.rms_norm(k, k_norm, eps)[0], v], dim=1)
+
+
+def _heads_order(sizes: Sizes, device: torch.device) -> Tensor:
+    """int32: where queries, keys and values lie among those of one key head after the other."""
+    group, dim = sizes.heads // sizes.kv_heads, sizes.head_dim
+    places = torch.arange(sizes.kv_heads * (group + 2) * dim, dtype=torch.int32, device=device)
+    parts = places.view(sizes.kv_heads, group + 2, dim).split([group, 1, 1], dim=1)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _waits_for_host(linear: JoinedLinear) -> bool:
@@ -277,11 +339,14 @@ def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
     return (linear.linear, linear.order) if isinstance(linear, OrderedLinear) else (linear, None)
 
 
-def _layer(block: Block) -> Layer:
+def _layer(block: Block, found: Outline, device: torch.device) -> Layer:
     modules = block.modules
-    qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
-    gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
-    attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
+    qkv = [modules[name] for name in ("q", "k", "v", "qkv", "qkv_by_head") if name in modules]
+    gate_up = [modules[name] for name in ("gate", "up", "gate_up") if name in modules]
+    attention, mlp, attention_out, mlp_out, q_norm, k_norm = [_norm_of(norm, found, device) for norm in block.norms]
+    together = None
+    if q_norm is not None and len(q_norm) > found.sizes.head_dim:
+        together, q_norm, k_norm = (q_norm, k_norm), None, None
     joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
     joined_gate_up, gate_up_order = _without_order(joined(gate_up, "gate, up"))
     down, down_order = _without_order(joined([modules["down"]], "down"))
@@ -301,6 +366,7 @@ def _layer(block: Block) -> Layer:
         mlp_out=mlp_out,
         q_norm=q_norm,
         k_norm=k_norm,
+        heads_together=together,
         window=block.window,
         rope=block.rope_table,
     )
