@@ -11,45 +11,47 @@ import torch
 from models import packed
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     ArceeConfig,
+    AutoModelForCausalLM,
+    BioGptConfig,
     Cohere2Config,
     CohereConfig,
     CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
+    GPTBigCodeConfig,
     GPTNeoXConfig,
     GraniteConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HyperCLOVAXConfig,
     Jais2Config,
+    LlamaConfig,
     MinistralConfig,
+    MistralConfig,
+    MixtralConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
+    OlmoeConfig,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
     VaultGemmaConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
@@ -85,10 +87,13 @@ CONFIGS = {
     "gemma2": (Gemma2Config, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
     "gemma3": (Gemma3TextConfig, {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}),
     "phi3": (Phi3Config, {}),
-    "ministral": (MinistralConfig, {"sliding_window": 7, "layer_types": _KINDS}),
+    "ministral": (MinistralConfig, {"head_dim": 16, "sliding_window": 7, "layer_types": _KINDS}),
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "seed-oss": (SeedOssConfig, {"head_dim": 24, "attention_out_bias": True}),
-    "cwm": (CwmConfig, {"head_dim": 16, "sliding_window": 7, "layer_types": _KINDS}),
+    "cwm": (
+        CwmConfig,
+        {"bos_token_id": 1, "eos_token_id": [2], "head_dim": 16, "sliding_window": 7, "layer_types": _KINDS},
+    ),
     "granite": (
         GraniteConfig,
         {
@@ -102,7 +107,6 @@ CONFIGS = {
     "ernie": (Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
     "glm": (GlmConfig, {"head_dim": 24, "attention_bias": True}),
     "arcee": (ArceeConfig, {"mlp_bias": True}),
-    "hunyuan": (HunYuanDenseV1Config, {"head_dim": 24}),
     "gemma": (GemmaConfig, {"head_dim": 24}),
     "vaultgemma": (VaultGemmaConfig, {"head_dim": 24, "sliding_window": 7, "layer_types": _KINDS}),
     "olmo2": (Olmo2Config, {}),
@@ -133,11 +137,15 @@ CONFIGS = {
     "phi": (PhiConfig, {}),
     "gpt-neox": (GPTNeoXConfig, {}),
     "opt": (OPTConfig, {"ffn_dim": 172, "word_embed_proj_dim": 64, "activation_function": "gelu"}),
+    "biogpt": (BioGptConfig, {}),
+    "bigcode": (GPTBigCodeConfig, {"n_inner": 172}),
     "phi3-partial": (
         Phi3Config,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
 }
+# What the decoder of the CPU alone computes.
+CPU_CONFIGS = {**CONFIGS, "hunyuan": (HunYuanDenseV1Config, {"head_dim": 24})}
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 # Mixtures of experts: compiled on the CPU alone.
@@ -162,7 +170,7 @@ PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CONFIGS, **MIXTURES}[name]
+    kind, own = {**CPU_CONFIGS, **MIXTURES}[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
     with torch.no_grad():

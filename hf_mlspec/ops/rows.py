@@ -135,8 +135,8 @@ def gated(gate_up: Tensor, activation: int) -> Tensor:
 
 
 def activated(x: Tensor, activation: int) -> Tensor:
-    """The activation of float32 or bfloat16 x, rounded once; activation: a number of ACTIVATIONS. On the CPU in float64,
-    as in `gated`."""
+    """The activation of float32 or bfloat16 x, rounded once; activation: a number of ACTIVATIONS. On the CPU it is
+    computed in float64, as in `gated`."""
     if x.is_cuda:
         return _ACTIVATIONS[activation](x)
     return _ACTIVATIONS[activation](x.double()).float().to(x.dtype)

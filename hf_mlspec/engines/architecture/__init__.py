@@ -1,6 +1,6 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
-from .description import Description, Mixture
+from .description import NORMS, Description, Mixture
 from .interpret import (
     CPU,
     Block,
@@ -21,6 +21,7 @@ __all__ = [
     "CPU",
     "FIRST_POSITIONS",
     "KNOWN",
+    "NORMS",
     "ON_THE_CPU_ALONE",
     "Block",
     "Description",

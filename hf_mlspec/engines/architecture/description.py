@@ -18,14 +18,13 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "residual": (("sequential", "parallel"), ()),
     "mlp": (("gated", "plain"), ()),
     "positions": (("rotary", "rotary by layer type", "learned"), ("biases by distance",)),
-    "rotation": (("halves",), ()),
+    "rotation": (("halves", "pairs", "pairs by columns"), ()),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ()),
 }
 CPU_WORDS = {
     "head_norms": ("per rotated head",),
     "mlp": ("experts",),
-    "rotation": ("pairs", "pairs by columns"),
 }
 # Fields that name what no decoder reads yet: anything but None is refused.
 NOT_YET = ("sinks",)
@@ -104,7 +103,8 @@ class Description:
     ones in some or all layers, as `experts` describes them.
     unset: config entries that have to be None or False: what they ask for no decoder does (clip_qkv of OLMoE).
     needed: config entries that have to be true, for the same reason.
-    attention: the place in a layer whose attributes are named below.
+    attention: the place in a layer whose attributes are named below; head_dim: the one that says how many elements a
+    head has. kv_heads: a config entry, the number of key heads.
     activation: a config entry. norm_eps: a config entry, or the number.
     positions: "rotary": one table for all layers; "rotary by layer type": one for each (Gemma 3); "learned": a table
     whose rows are added to the embeddings (GPT-2), at position_embedding from row position_offset on; not yet "biases
@@ -121,7 +121,7 @@ class Description:
     attention_scale, attention_softcap: attributes of the attention; a cap of None there is no cap.
     logit_softcap: a config entry. residual_scale: one that what each block adds is multiplied by, logit_scale and
     logit_divisor: those of the logits, before their cap (Cohere; Granite).
-    embedding, layers, final_norm, rotary_embedding, head: places in the model.
+    embedding, layers, final_norm, rotary_embedding, head: places in the model. "a | b" means the first that is there.
     """
 
     class_name: str
@@ -139,6 +139,8 @@ class Description:
     unset: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     attention: str = "self_attn"
+    head_dim: str = "head_dim"
+    kv_heads: str = "num_key_value_heads"
     norm_eps: str | float = "rms_norm_eps"
     positions: str = "rotary"
     rotation: str = "halves"

@@ -204,16 +204,18 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
 def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
     config, layer = model.config, _part(model, entry.layers)[0]
     attention, embed = _part(layer, entry.attention), _part(model, entry.embedding)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     activation = _named(config, entry, "activation")
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    whole = "k" not in block.modules
-    head_dim = attention.head_dim if whole else linear_shape(block.modules["k"], "k")[1] // kv_heads
-    if block.experts is not None:
-        intermediate = block.experts.inner  # no layer has an MLP
+    if "k" in block.modules:
+        kv_heads = _named(config, entry, "kv_heads")
+        head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
     else:
-        intermediate = linear_shape(block.modules["down"], "down")[0]
+        head_dim = _named(attention, entry, "head_dim")
+        whole = next(block.modules[name] for name in ("qkv", "qkv_by_head") if name in block.modules)
+        kv_heads = (linear_shape(whole, "qkv")[1] // head_dim - config.num_attention_heads) // 2
+    no_mlp = block.experts is not None  # in any layer
+    intermediate = block.experts.inner if no_mlp else linear_shape(block.modules["down"], "down")[0]
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
     rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in _rope_kinds(entry, config) if kind != UNROTATED]
@@ -245,11 +247,13 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
 
 def _part(whole: nn.Module, place: str) -> nn.Module:
     """The module of a model or a layer at a place that its description names."""
-    try:
-        return whole.get_submodule(place)
-    except AttributeError:
-        name = type(whole).__name__
-        raise UnknownArchitecture(f"its description names {place}, which its {name} does not have") from None
+    for choice in place.split(" | "):
+        try:
+            return whole.get_submodule(choice)
+        except AttributeError:
+            continue
+    name = type(whole).__name__
+    raise UnknownArchitecture(f"its description names {place}, which its {name} does not have")
 
 
 def _named(holder, entry: Description, field: str):

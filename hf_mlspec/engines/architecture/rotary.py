@@ -16,8 +16,8 @@ _AT_ONCE = 8192  # positions: what a model's own embedding computes on the way i
 @dataclass(frozen=True)
 class Rotation:
     """Where a model's rotary tables come from: `rotary`, its embedding (None: nothing is rotated), of `kinds` of
-    layers, UNROTATED among them where some rotate nothing. half: elements of a row. by_columns: whether the embedding's
-    columns hold each frequency twice, side by side, not all of them twice."""
+    layers, UNROTATED among them where some rotate nothing. half: elements of a row. by_columns: whether columns of the
+    embedding hold each frequency twice, side by side, not all of them twice."""
 
     rotary: nn.Module | None
     kinds: list[str | None]
@@ -38,7 +38,8 @@ def rope_tables(
 ) -> list[tuple[Tensor, Tensor]]:
     """cos and sin float32 ``[positions, rotary_dim / 2]`` of every kind, from a model's own rotary embedding, where
     that lies. Little more memory than they need is used on the way. half: columns of tables without rotation."""
-    device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu")) if rotary else torch.device("cpu")
+    buffers = () if rotary is None else rotary.buffers()
+    device = next((buffer.device for buffer in buffers), torch.device("cpu"))
     like = torch.zeros(1, 1, 1, device=device)  # float32: the tables are not rounded to the model's dtype
     tables = []
     for kind in kinds:

@@ -31,10 +31,11 @@ class CpuDecoder:
         self._known = rotary.known_positions(model.config)
         self._learned = None if found.positions is None else len(found.positions)
         self._growing = threading.Lock()
-        self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm.weight, found.final_norm.bias)
+        norm = found.final_norm.weight, found.final_norm.bias
+        self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, *norm)
         if found.positions is not None:
             self.handle.set_position_embedding(found.positions)
-        self.reserve_positions(rotary.FIRST_POSITIONS)
+        self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         for layer in found.layers:
             self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table)
             for name, weight in layer.linears.items():
@@ -47,9 +48,9 @@ class CpuDecoder:
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
+        rotary.require_learned(count, self._learned)
         if count <= self.positions:
             return
-        rotary.require_learned(count, self._learned)
         with self._growing:
             positions = rotary.grown_positions(count, self.positions, self.max_positions, self._known)
             if positions == self.positions:

@@ -87,7 +87,8 @@ def read(model: nn.Module) -> Architecture:
     ]
     head = read_weight(found.head, "lm_head")
     table = read_table(found.embedding) if isinstance(found.embedding, NestedEmbedding) else found.embedding
-    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, found.rotation, found.positions)
+    places = found.rotation, found.positions
+    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, *places)
 
 
 def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:

@@ -25,7 +25,7 @@ from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...ops.compiled_decoder import ACTIVATIONS, Sizes
 from ...precision import OWN_BITS, Bits
 from .. import architecture
-from ..architecture import Block, Norm, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ..architecture import NORMS, Block, Norm, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
@@ -109,10 +109,10 @@ class CudaDecoder:
         self._known = rotary.known_positions(model.config)
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
-        self.reserve_positions(rotary.FIRST_POSITIONS)
+        self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._final_norm = _norm_of(found.final_norm, found, device)
         self._layers = [_layer(block, found, device) for block in found.blocks]
-        self._heads_order = _heads_order(found.sizes, device) if found.sizes.grouped_qkv else None
+        self._heads_order = _heads_order(found.sizes, device)
         self._head = joined([found.head], "lm_head")
         nested = isinstance(found.embedding, NestedEmbedding)
         self._embedding = found.embedding.tiles() if nested else found.embedding
@@ -141,7 +141,7 @@ class CudaDecoder:
         New tables mean a new fingerprint. The old ones, half as long at most, stay: a captured call holds their
         addresses, and a step on another stream may be reading them.
         """
-        rotary.require_learned(count, self._learned if count > self.positions else None)
+        rotary.require_learned(count, self._learned)
         with self._growing, torch.inference_mode(False), torch.no_grad():
             positions = rotary.grown_positions(count, self.positions, self.max_positions, self._known)
             if positions > self.positions:
@@ -279,6 +279,8 @@ def require_read(kept: CacheFormat | None, device: torch.device) -> None:
 def require_served(found: Outline) -> None:
     """UnknownArchitecture where the kernels of a GPU do not take a model's sizes."""
     sizes = found.sizes
+    if sizes.rotates_pairs and any(block.norms[NORMS.index("q")] for block in found.blocks):
+        raise UnknownArchitecture("it norms heads whose pairs are rotated, which the kernels of a GPU do not")
     if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
         raise UnknownArchitecture(
             f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
@@ -321,12 +323,23 @@ def _normed_together(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) ->
     return torch.cat([ops.rms_norm(q, q_norm, eps)[0], ops.rms_norm(k, k_norm, eps)[0], v], dim=1)
 
 
-def _heads_order(sizes: Sizes, device: torch.device) -> Tensor:
-    """int32: where queries, keys and values lie among those of one key head after the other."""
-    group, dim = sizes.heads // sizes.kv_heads, sizes.head_dim
+def _heads_order(sizes: Sizes, device: torch.device) -> Tensor | None:
+    """int32: where queries, keys and values lie among those of one key head after the other; and of pairs that are
+    rotated the first elements before the second ones, of queries and keys alike, which changes none of their products.
+    None where all lie as the kernels take them."""
+    group, dim, pairs = sizes.heads // sizes.kv_heads, sizes.head_dim, sizes.rotary_dim // 2
+    if not sizes.grouped_qkv and not sizes.rotates_pairs:
+        return None
     places = torch.arange(sizes.kv_heads * (group + 2) * dim, dtype=torch.int32, device=device)
-    parts = places.view(sizes.kv_heads, group + 2, dim).split([group, 1, 1], dim=1)
-    return torch.cat([part.reshape(-1) for part in parts])
+    if sizes.grouped_qkv:
+        parts = places.view(sizes.kv_heads, group + 2, dim).split([group, 1, 1], dim=1)
+        places = torch.cat([part.reshape(-1) for part in parts])
+    if sizes.rotates_pairs:
+        turned, values = places.split([(sizes.heads + sizes.kv_heads) * dim, sizes.kv_heads * dim])
+        turned = turned.view(-1, dim)
+        pair, rest = turned[:, : 2 * pairs].view(-1, pairs, 2), turned[:, 2 * pairs :]
+        places = torch.cat([torch.cat([pair[..., 0], pair[..., 1], rest], dim=1).reshape(-1), values])
+    return places.contiguous()
 
 
 def _waits_for_host(linear: JoinedLinear) -> bool:

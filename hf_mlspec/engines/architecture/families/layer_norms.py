@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..description import PLAIN, SEPARATE, WITHOUT_WINDOW
-from .rms import LLAMA, PRE
+from .rms import LLAMA
 
 _LAYER = replace(LLAMA, class_name="Jais2ForCausalLM", norm="layer", norm_eps="layer_norm_eps")
 _SHARED = {"attention": "input_layernorm", "mlp": "input_layernorm"}  # both blocks read one norm
@@ -32,11 +32,13 @@ _NEOX = replace(
     residual="parallel",
     residual_flag="use_parallel_residual",
     attention="attention",
+    head_dim="head_size",
+    kv_heads="num_attention_heads",
     embedding="gpt_neox.embed_in",
     layers="gpt_neox.layers",
     final_norm="gpt_neox.final_layer_norm",
     rotary_embedding="gpt_neox.rotary_emb",
-    head="embed_out",
+    head="lm_head | embed_out",
 )
 _SEPARATE_OPT = {name: f"self_attn.{name}_proj" for name in "qkv"}
 ENTRIES = (
@@ -83,6 +85,7 @@ ENTRIES = (
         norm_eps=1e-5,
         linears={**_SEPARATE_OPT, "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
         activation="activation_function",
+        kv_heads="num_attention_heads",
         mlp="plain",
         positions="learned",
         position_embedding="model.decoder.embed_positions",
@@ -92,5 +95,38 @@ ENTRIES = (
         final_norm="model.decoder.final_layer_norm",
         needed=("do_layer_norm_before",),
         unset=("_remove_final_layer_norm",),
+    ),
+    replace(
+        _LAYER,
+        class_name="BioGptForCausalLM",
+        norm_eps=1e-5,
+        norms={"attention": "self_attn_layer_norm", "mlp": "final_layer_norm"},
+        linears={**_SEPARATE_OPT, "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
+        mlp="plain",
+        kv_heads="num_attention_heads",
+        positions="learned",
+        position_embedding="biogpt.embed_positions",
+        position_offset=2,
+        embedding_scale="root of hidden",
+        embedding="biogpt.embed_tokens",
+        layers="biogpt.layers",
+        final_norm="biogpt.layer_norm",
+        head="output_projection",
+    ),
+    replace(
+        _LAYER,
+        class_name="GPTBigCodeForCausalLM",
+        norms={"attention": "ln_1", "mlp": "ln_2"},
+        norm_eps="layer_norm_epsilon",
+        linears={"qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+        activation="activation_function",
+        mlp="plain",
+        attention="attn",
+        positions="learned",
+        position_embedding="transformer.wpe",
+        embedding="transformer.wte",
+        layers="transformer.h",
+        final_norm="transformer.ln_f",
+        needed=("multi_query",),
     ),
 )

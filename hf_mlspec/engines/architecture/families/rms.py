@@ -1,4 +1,4 @@
-"""Which classes norm what a block reads by its root mean square, as Llama does? Each says how it differs from Llama."""
+"""Which classes norm what a block reads by its root mean square? Each entry says how it differs from Llama."""
 
 from __future__ import annotations
 
