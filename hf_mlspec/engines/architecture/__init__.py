@@ -1,20 +1,10 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
 from .description import NORMS, Description, Mixture
-from .interpret import (
-    CPU,
-    Block,
-    Norm,
-    Outline,
-    UnknownArchitecture,
-    linear_shape,
-    outline,
-    require_format,
-    require_known,
-    table_dtype,
-)
+from .interpret import CPU, linear_shape, outline, require_format, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock
+from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
 from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 
 __all__ = [

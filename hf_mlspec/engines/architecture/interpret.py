@@ -6,7 +6,6 @@ The one reader of models: it follows the description of a model's class (known.p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,10 @@ from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from .description import NORMS, WITHOUT_WINDOW, Description, not_served
 from .known import KNOWN
-from .mixture import ExpertBlock, UnreadExperts, expert_block
+from .mixture import UnreadExperts, expert_block
+from .parts import Block, Norm, Outline, UnknownArchitecture
 from .rotary import UNROTATED, Rotation, rope_tables
+from .scales import embedding_scale, logit_scale, named, scale_blocks
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
@@ -29,51 +30,6 @@ _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, TransformedLinear}
 _OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
-
-
-class UnknownArchitecture(ValueError):
-    """The compiled decoder cannot run this model; the message says why."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Weight and bias (None: none) float32, any +1 added."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def times(self, factor: float) -> Norm:
-        """The norm whose output is ``factor`` times this one's."""
-        return self if factor == 1 else Norm(self.weight * factor, None if self.bias is None else self.bias * factor)
-
-
-@dataclass
-class Block:
-    """One layer of a model: its linears by name, its norms, None where there is none.
-
-    modules: q, k, v or all three as qkv; o; gate, up or both as gate_up, and down where no `experts` stand for these.
-    """
-
-    modules: dict[str, nn.Module]
-    norms: list[Norm | None]  # in the order of description.NORMS
-    window: int
-    rope_table: int
-    experts: ExpertBlock | None = None
-
-
-@dataclass
-class Outline:
-    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads a nested one.
-    positions: the table that is added to it, a row for each position; None where there is none."""
-
-    sizes: Sizes
-    dtype: torch.dtype
-    embedding: Tensor | NestedEmbedding
-    final_norm: Norm
-    head: nn.Module
-    blocks: list[Block]
-    rotation: Rotation
-    positions: Tensor | None = None
 
 
 def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> Outline:
@@ -91,12 +47,12 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
     sizes = _sizes(entry, model, next((block for block in blocks if block.experts is None), blocks[0]))
-    sizes = _scale_blocks(entry, config, sizes, blocks)
+    sizes = scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
         _require_head_norms(entry, sizes, block, index)
     final_norm, head = _norm(_part(model, entry.final_norm), entry, sizes.hidden), _part(model, entry.head)
-    scale = _logit_scale(entry, config, head)
+    scale = logit_scale(entry, config, head)
     rotary = None if entry.positions == "learned" else _part(model, entry.rotary_embedding)
     rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, entry.rotation == "pairs by columns")
     positions = None
@@ -123,11 +79,6 @@ def _is_packed(module: nn.Module) -> bool:
     """Whether a module is the very class that its format registered; whether a decoder reads it, its slots say."""
     packing = PACKINGS.get(module.format) if isinstance(module, PackedLinear) else None
     return packing is not None and type(module) is packing.linear
-
-
-def table_dtype(table: nn.Module) -> torch.dtype:
-    """Of an embedding's rows."""
-    return table.dtype if isinstance(table, NestedEmbedding) else table.weight.dtype
 
 
 def _norm(norm: nn.Module, entry: Description, width: int) -> Norm:
@@ -204,16 +155,10 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
 def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
     config, layer = model.config, _part(model, entry.layers)[0]
     attention, embed = _part(layer, entry.attention), _part(model, entry.embedding)
-    activation = _named(config, entry, "activation")
+    activation = named(config, entry, "activation")
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    if "k" in block.modules:
-        kv_heads = _named(config, entry, "kv_heads")
-        head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
-    else:
-        head_dim = _named(attention, entry, "head_dim")
-        whole = next(block.modules[name] for name in ("qkv", "qkv_by_head") if name in block.modules)
-        kv_heads = (linear_shape(whole, "qkv")[1] // head_dim - config.num_attention_heads) // 2
+    kv_heads, head_dim = _heads(entry, config, attention, block)
     no_mlp = block.experts is not None  # in any layer
     intermediate = block.experts.inner if no_mlp else linear_shape(block.modules["down"], "down")[0]
     if head_dim > MAX_HEAD_DIM:
@@ -231,11 +176,11 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         embeddings=embed.num_embeddings,
         rotary_dim=rotary_dim,
         activation=activation,
-        norm_eps=entry.norm_eps if isinstance(entry.norm_eps, float) else _named(config, entry, "norm_eps"),
-        embedding_scale=_embedding_scale(entry, config, embed),
-        attention_scale=_named(attention, entry, "attention_scale"),
-        attention_softcap=_named(attention, entry, "attention_softcap") or 0.0,
-        logit_softcap=_named(config, entry, "logit_softcap") or 0.0,
+        norm_eps=entry.norm_eps if isinstance(entry.norm_eps, float) else named(config, entry, "norm_eps"),
+        embedding_scale=embedding_scale(entry, config, embed),
+        attention_scale=named(attention, entry, "attention_scale"),
+        attention_softcap=named(attention, entry, "attention_softcap") or 0.0,
+        logit_softcap=named(config, entry, "logit_softcap") or 0.0,
         norms_have_mean=entry.norm.startswith("layer"),
         rotates_pairs=entry.rotation != "halves",
         parallel=entry.residual == "parallel",
@@ -243,6 +188,18 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         norms_behind_rotation=entry.head_norms == "per rotated head",
         plain_mlp=entry.mlp == "plain",
     )
+
+
+def _heads(entry: Description, config, attention: nn.Module, block: Block) -> tuple[int, int]:
+    """How many key heads there are, and how many elements each has."""
+    if "k" in block.modules:
+        kv_heads = named(config, entry, "kv_heads")
+        head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
+    else:
+        head_dim = named(attention, entry, "head_dim")
+        whole = next(block.modules[name] for name in ("qkv", "qkv_by_head") if name in block.modules)
+        kv_heads = (linear_shape(whole, "qkv")[1] // head_dim - config.num_attention_heads) // 2
+    return kv_heads, head_dim
 
 
 def _part(whole: nn.Module, place: str) -> nn.Module:
@@ -254,56 +211,6 @@ def _part(whole: nn.Module, place: str) -> nn.Module:
             continue
     name = type(whole).__name__
     raise UnknownArchitecture(f"its description names {place}, which its {name} does not have")
-
-
-def _named(holder, entry: Description, field: str):
-    """What the attribute says that a field names, of a config or an attention; None where the field is None."""
-    name = getattr(entry, field)
-    if name is None:
-        return None
-    if not hasattr(holder, name):
-        owner = type(holder).__name__
-        raise UnknownArchitecture(f"its description names {name} as {field}, which its {owner} does not have")
-    return getattr(holder, name)
-
-
-def _embedding_scale(entry: Description, config, embed: nn.Module) -> float:
-    """Rounded to the weight's dtype where the embedding of a model does it."""
-    if entry.embedding_multiplier is not None:
-        return float(_named(config, entry, "embedding_multiplier"))
-    if entry.embedding_scale == "none":
-        return 1.0
-    scale = getattr(embed, "embed_scale", None)
-    return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(table_dtype(embed)))
-
-
-def _scale_blocks(entry: Description, config, sizes: Sizes, blocks: list[Block]) -> Sizes:
-    """What a block adds is multiplied by residual_scale: the norm behind it is, or else the residual stream is divided
-    by it, from the embeddings on. The norms that read the stream take no notice of its scale but for their epsilon."""
-    scale = 1.0 if entry.residual_scale is None else float(_named(config, entry, "residual_scale"))
-    if scale == 1:
-        return sizes
-    behind = [NORMS.index(name) for name in ("attention_out", "mlp_out")]
-    found = {norm is not None for block in blocks for norm in (block.norms[i] for i in behind)}
-    if found == {True}:
-        for block in blocks:
-            for i in behind:
-                block.norms[i] = block.norms[i].times(scale)
-        return sizes
-    heads = any(block.norms[NORMS.index(name)] for block in blocks for name in ("q", "k"))
-    if True in found or heads or scale <= 0:
-        raise UnknownArchitecture(f"its config says residual_scale {scale} beside norms that it does not reach alike")
-    return replace(sizes, embedding_scale=sizes.embedding_scale / scale, norm_eps=sizes.norm_eps / scale**2)
-
-
-def _logit_scale(entry: Description, config, head: nn.Module) -> float:
-    """What the head's inputs are multiplied by in place of its outputs."""
-    scale = 1.0 if entry.logit_scale is None else float(_named(config, entry, "logit_scale"))
-    if entry.logit_divisor is not None:
-        scale /= float(_named(config, entry, "logit_divisor"))
-    if scale != 1 and getattr(head, "bias", None) is not None:
-        raise UnknownArchitecture("its logits are scaled with the bias of the head")
-    return scale
 
 
 def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
@@ -370,7 +277,7 @@ def _rope_kind(entry: Description, config, index: int) -> str | None:
     if how == WITHOUT_WINDOW:
         unrotated = getattr(config, "sliding_window", None) is not None and _window(entry, config, index) == 0
     else:
-        unrotated = how is not None and not _named(config, entry, "layers_without_rotary")[index]
+        unrotated = how is not None and not named(config, entry, "layers_without_rotary")[index]
     if unrotated:
         return UNROTATED
     return _kind(config, index) if entry.positions == "rotary by layer type" else None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import ops
@@ -22,23 +21,17 @@ from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
 from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
-from ...ops.compiled_decoder import ACTIVATIONS, Sizes
+from ...ops.compiled_decoder import ACTIVATIONS
 from ...precision import OWN_BITS, Bits
 from .. import architecture
-from ..architecture import NORMS, Block, Norm, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ..architecture import NORMS, Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
+from .heads_and_norms import LayerNorm, heads_order, norm_of, normed_sum, normed_together
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
 
 _ROW_BYTES = 16  # what the kernels load at once
-
-
-class LayerNorm(NamedTuple):
-    """A norm that takes the mean off, of the dtype of what it norms."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +103,9 @@ class CudaDecoder:
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
-        self._final_norm = _norm_of(found.final_norm, found, device)
+        self._final_norm = norm_of(found.final_norm, found, device)
         self._layers = [_layer(block, found, device) for block in found.blocks]
-        self._heads_order = _heads_order(found.sizes, device)
+        self._heads_order = heads_order(found.sizes, device)
         self._head = joined([found.head], "lm_head")
         nested = isinstance(found.embedding, NestedEmbedding)
         self._embedding = found.embedding.tiles() if nested else found.embedding
@@ -174,25 +167,22 @@ class CudaDecoder:
         self._require(ids, kv, bits)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
-        flat = ids.reshape(-1)
-        total = self._embed(flat if packing is None else flat.index_select(0, packing.take))
-        if self._positions is not None:
-            total = total + self._position_rows(ids, starts, packing)
+        total = self._embed(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
-            normed, total = _norm(total, added, layer.attention_norm, eps, layer.qkv_order)
+            normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
             added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
             if self.sizes.parallel:
                 beside, added = added, None
             elif layer.attention_out is not None:
-                added, _ = _norm(added, None, layer.attention_out, eps)
-            normed, total = _norm(total, added, layer.mlp_norm, eps, layer.gate_up_order)
+                added, _ = normed_sum(added, None, layer.attention_out, eps)
+            normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
             if self.sizes.parallel:
                 added = beside + added
             if layer.mlp_out is not None:
-                added, _ = _norm(added, None, layer.mlp_out, eps)
-        normed, _ = _norm(total, added, self._final_norm, eps)
+                added, _ = normed_sum(added, None, layer.mlp_out, eps)
+        normed, _ = normed_sum(total, added, self._final_norm, eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
@@ -215,11 +205,15 @@ class CudaDecoder:
             return ops.gated(gate_up, self._activation)
         return ops.gated_in_order(gate_up, self._activation, layer.down_order)
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def _embed(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
+        flat = ids.reshape(-1)
+        flat = flat if packing is None else flat.index_select(0, packing.take)
         if isinstance(self._embedding, Tensor):
-            return ops.embed_rows(ids, self._embedding, self.sizes.embedding_scale)
-        tiles, escapes = self._embedding
-        return ops.nested_rows(ids, *tiles, self.sizes.embedding_scale, **escapes)
+            rows = ops.embed_rows(flat, self._embedding, self.sizes.embedding_scale)
+        else:
+            tiles, escapes = self._embedding
+            rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
+        return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
     def _attend(
         self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
@@ -233,7 +227,7 @@ class CudaDecoder:
             qkv = ops.ordered_rows(qkv, self._heads_order)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
         if layer.heads_together is not None:
-            qkv = _normed_together(qkv, *layer.heads_together, sizes.norm_eps)
+            qkv = normed_together(qkv, *layer.heads_together, sizes.norm_eps)
         qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
@@ -295,53 +289,6 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
-def _norm(
-    total: Tensor, added: Tensor | None, norm: Tensor | LayerNorm | None, eps: float, order: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The normed sum of both (without a norm the sum itself), its columns in an order, and the sum."""
-    if isinstance(norm, Tensor):
-        x, residual = (total, None) if added is None else (added, total)
-        if order is None:
-            return ops.rms_norm(x, norm, eps, residual)
-        return ops.rms_norm_in_order(x, norm, eps, residual, order)
-    total = total if added is None else total + added
-    normed = total if norm is None else F.layer_norm(total, total.shape[-1:], norm.weight, norm.bias, eps)
-    return normed if order is None else ops.ordered_rows(normed, order), total
-
-
-def _norm_of(norm: Norm | None, found: Outline, device: torch.device) -> Tensor | LayerNorm | None:
-    """The weight of an RMS norm, or a layer norm in the dtype of what it norms."""
-    if norm is None or not found.sizes.norms_have_mean:
-        return None if norm is None else norm.weight.to(device)
-    bias = None if norm.bias is None else norm.bias.to(device, found.dtype)
-    return LayerNorm(norm.weight.to(device, found.dtype), bias)
-
-
-def _normed_together(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
-    """Queries and keys ``[n, (heads + 2 kv_heads) * head_dim]`` normed over all heads of either."""
-    q, k, v = qkv.split([len(q_norm), len(k_norm), qkv.shape[1] - len(q_norm) - len(k_norm)], dim=1)
-    return torch.cat([ops.rms_norm(q, q_norm, eps)[0], ops.rms_norm(k, k_norm, eps)[0], v], dim=1)
-
-
-def _heads_order(sizes: Sizes, device: torch.device) -> Tensor | None:
-    """int32: where queries, keys and values lie among those of one key head after the other; and of pairs that are
-    rotated the first elements before the second ones, of queries and keys alike, which changes none of their products.
-    None where all lie as the kernels take them."""
-    group, dim, pairs = sizes.heads // sizes.kv_heads, sizes.head_dim, sizes.rotary_dim // 2
-    if not sizes.grouped_qkv and not sizes.rotates_pairs:
-        return None
-    places = torch.arange(sizes.kv_heads * (group + 2) * dim, dtype=torch.int32, device=device)
-    if sizes.grouped_qkv:
-        parts = places.view(sizes.kv_heads, group + 2, dim).split([group, 1, 1], dim=1)
-        places = torch.cat([part.reshape(-1) for part in parts])
-    if sizes.rotates_pairs:
-        turned, values = places.split([(sizes.heads + sizes.kv_heads) * dim, sizes.kv_heads * dim])
-        turned = turned.view(-1, dim)
-        pair, rest = turned[:, : 2 * pairs].view(-1, pairs, 2), turned[:, 2 * pairs :]
-        places = torch.cat([torch.cat([pair[..., 0], pair[..., 1], rest], dim=1).reshape(-1), values])
-    return places.contiguous()
-
-
 def _waits_for_host(linear: JoinedLinear) -> bool:
     own = linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
     return isinstance(own, ZipperTilesLinear) and bool(own.hosts)
@@ -356,7 +303,7 @@ def _layer(block: Block, found: Outline, device: torch.device) -> Layer:
     modules = block.modules
     qkv = [modules[name] for name in ("q", "k", "v", "qkv", "qkv_by_head") if name in modules]
     gate_up = [modules[name] for name in ("gate", "up", "gate_up") if name in modules]
-    attention, mlp, attention_out, mlp_out, q_norm, k_norm = [_norm_of(norm, found, device) for norm in block.norms]
+    attention, mlp, attention_out, mlp_out, q_norm, k_norm = [norm_of(norm, found, device) for norm in block.norms]
     together = None
     if q_norm is not None and len(q_norm) > found.sizes.head_dim:
         together, q_norm, k_norm = (q_norm, k_norm), None, None
