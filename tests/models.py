@@ -89,7 +89,6 @@ _LATER = {
 LATER = {
     name: (getattr(transformers, kind), own) for name, (kind, own) in _LATER.items() if hasattr(transformers, kind)
 }
-ARCHITECTURES |= LATER
 _GPT2_SHAPE = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 
 
@@ -98,7 +97,7 @@ def tiny(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float
 
     float64 by default: there a check of several positions at once and single steps agree on every token.
     """
-    config_class, own = ARCHITECTURES[kind]
+    config_class, own = {**ARCHITECTURES, **LATER}[kind]
     shape = {**_GPT2_SHAPE, "n_positions": 512} if kind == "gpt2" else _SHAPE
     if kind == "gpt2" and "max_position_embeddings" in options:
         options["n_positions"] = options.pop("max_position_embeddings")

@@ -178,8 +178,7 @@ class CudaDecoder:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
-            if self.sizes.parallel:
-                added = beside + added
+            added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
         normed, _ = normed_sum(total, added, self._final_norm, eps)
