@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 
 import torch
+import transformers
 from models import packed
 from torch import nn
 from transformers import (
@@ -45,6 +46,7 @@ _SHAPE = {
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _ORIGINAL = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
     "llama": (LlamaConfig, {}),
     "llama-tied-biases": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -62,6 +64,72 @@ CONFIGS = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
 }
+# Of classes that not every supported release of transformers has.
+_LATER = {
+    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": 7, "layer_types": _KINDS}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 24, "attention_out_bias": True}),
+    "cwm": (
+        "CwmConfig",
+        {"bos_token_id": 1, "eos_token_id": [2], "head_dim": 16, "sliding_window": 7, "layer_types": _KINDS},
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "ernie": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
+    "glm": ("GlmConfig", {"head_dim": 24, "attention_bias": True}),
+    "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "gemma": ("GemmaConfig", {"head_dim": 24}),
+    "vaultgemma": ("VaultGemmaConfig", {"head_dim": 24, "sliding_window": 7, "layer_types": _KINDS}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 7, "layer_types": _KINDS}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 7, "layer_types": _KINDS}),
+    "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "glm4": ("Glm4Config", {"head_dim": 24}),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 0.3,
+        },
+    ),
+    "hyperclovax-pre": (
+        "HyperCLOVAXConfig",
+        {"use_post_norm": False, "residual_multiplier": 0.4, "attention_multiplier": 0.3},
+    ),
+    "jais2": ("Jais2Config", {"mlp_bias": True, "attention_bias": True}),
+    "olmo": ("OlmoConfig", {}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.3, "attention_bias": True}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 7, "layer_types": _KINDS, "logit_scale": 0.3}),
+    "nemotron": ("NemotronConfig", {"head_dim": 16}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
+    "phi": ("PhiConfig", {}),
+    "gpt-neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 172, "activation_function": "gelu"}),
+    "biogpt": ("BioGptConfig", {}),
+    "bigcode": ("GPTBigCodeConfig", {"n_inner": 172}),
+}
+_OF_THE_CPU = {"hunyuan": ("HunYuanDenseV1Config", {"head_dim": 24})}
+
+
+def _there(configs: dict) -> dict:
+    found = {name: (getattr(transformers, kind, None), own) for name, (kind, own) in configs.items()}
+    return {name: pair for name, pair in found.items() if pair[0] is not None}
+
+
+CONFIGS |= _there(_LATER)
+# What the decoder of the CPU computes, those of GPUs not all.
+CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 # Mixtures of experts.
@@ -86,7 +154,7 @@ PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CONFIGS, **MIXTURES}[name]
+    kind, own = {**CPU_CONFIGS, **MIXTURES}[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
     with torch.no_grad():

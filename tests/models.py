@@ -7,6 +7,7 @@ import string
 
 import pytest
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -68,6 +69,26 @@ MIXTURES = {
     "qwen3_moe": (Qwen3MoeConfig, {**_EXPERTS, "norm_topk_prob": True}),
 }
 ARCHITECTURES |= MIXTURES
+# Of classes that not every supported release of transformers has.
+_LATER = {
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", _ALTERNATING),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "exaone4": ("Exaone4Config", _ALTERNATING),
+    "granite": ("GraniteConfig", {"residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
+    "glm4": ("Glm4Config", {}),
+    "cohere2": ("Cohere2Config", {**_ALTERNATING, "logit_scale": 0.5}),
+    "arcee": ("ArceeConfig", {}),
+    "nemotron": ("NemotronConfig", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
+    "phi": ("PhiConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 64}),
+    "hunyuan": ("HunYuanDenseV1Config", {}),
+}
+LATER = {
+    name: (getattr(transformers, kind), own) for name, (kind, own) in _LATER.items() if hasattr(transformers, kind)
+}
 _GPT2_SHAPE = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 
 
@@ -76,7 +97,7 @@ def tiny(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float
 
     float64 by default: there a check of several positions at once and single steps agree on every token.
     """
-    config_class, own = ARCHITECTURES[kind]
+    config_class, own = {**ARCHITECTURES, **LATER}[kind]
     shape = {**_GPT2_SHAPE, "n_positions": 512} if kind == "gpt2" else _SHAPE
     if kind == "gpt2" and "max_position_embeddings" in options:
         options["n_positions"] = options.pop("max_position_embeddings")

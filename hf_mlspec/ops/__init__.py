@@ -21,13 +21,24 @@ from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .round import round_lookup, round_open, round_push, round_settle, round_window
-from .rows import embed_rows, gated, gated_in_order, ordered_rows, quantize_rows, rms_norm, rms_norm_in_order, silu_mul
+from .rows import (
+    activated,
+    embed_rows,
+    gated,
+    gated_in_order,
+    ordered_rows,
+    quantize_rows,
+    rms_norm,
+    rms_norm_in_order,
+    silu_mul,
+)
 from .words import pack_awq_words, pack_gptq_words
 from .zipper import prepack_zipper, unprepack_zipper, zipper_high_joined, zipper_high_linear, zipper_linear
 
 __all__ = [
     "KernelError",
     "UnreadableLibrary",
+    "activated",
     "bf16_linear",
     "bitplane_linear",
     "bitplane_sums",

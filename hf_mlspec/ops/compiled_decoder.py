@@ -86,7 +86,12 @@ class NestedTable:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and numbers of a decoder; `activation` is a key of ACTIVATIONS, soft caps are 0 where there are none."""
+    """Sizes and numbers of a decoder; `activation` is a key of ACTIVATIONS, soft caps are 0 where there are none.
+
+    norms_have_mean: layer norms, not RMS norms. rotates_pairs: an element and its neighbour. parallel: attention and
+    MLP read one sum. grouped_qkv: q computes the queries, key and value of one key head after the other.
+    norms_behind_rotation: of queries and keys. plain_mlp: down(activation(up)).
+    """
 
     hidden: int
     heads: int
@@ -102,6 +107,12 @@ class Sizes:
     attention_scale: float = 1.0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    norms_have_mean: bool = False
+    rotates_pairs: bool = False
+    parallel: bool = False
+    grouped_qkv: bool = False
+    norms_behind_rotation: bool = False
+    plain_mlp: bool = False
 
 
 def has_compiled_decoder() -> bool:
@@ -109,17 +120,25 @@ def has_compiled_decoder() -> bool:
     return why_not_compiled() is None and _class() is not None
 
 
-def compiled_decoder(sizes: Sizes, kv_dtype: torch.dtype, embedding: Tensor | NestedTable, final_norm: Tensor):
+def compiled_decoder(
+    sizes: Sizes,
+    kv_dtype: torch.dtype,
+    embedding: Tensor | NestedTable,
+    final_norm: Tensor,
+    final_bias: Tensor | None = None,
+):
     """A decoder without layers; see kernels_ext/bindings/cpu/decoder.cpp. KernelError without the compiled library."""
     if not has_compiled_decoder():
         raise KernelError(f"no compiled decoder: {why_not_compiled()}")
     dims = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate, sizes.vocab]
     dims += [sizes.embeddings, sizes.rotary_dim, ACTIVATIONS[sizes.activation], int(kv_dtype == torch.bfloat16)]
+    dims += map(int, (sizes.norms_have_mean, sizes.rotates_pairs, sizes.parallel, sizes.grouped_qkv))
+    dims += map(int, (sizes.norms_behind_rotation, sizes.plain_mlp))
     numbers = [sizes.norm_eps, sizes.embedding_scale, sizes.attention_scale]
     numbers += [sizes.attention_softcap, sizes.logit_softcap]
     if not isinstance(embedding, NestedTable):
-        return _class()(dims, numbers, embedding.detach(), final_norm)
-    decoder = _class()(dims, numbers, torch.empty(0, sizes.hidden, dtype=torch.bfloat16), final_norm)
+        return _class()(dims, numbers, embedding.detach(), final_norm, final_bias)
+    decoder = _class()(dims, numbers, torch.empty(0, sizes.hidden, dtype=torch.bfloat16), final_norm, final_bias)
     table = embedding.draft, embedding.exponents, embedding.low, embedding.escape_rows, embedding.escape_weight
     decoder.set_nested_embedding(*table)
     return decoder

@@ -10,12 +10,13 @@ from ..formats import activations
 from ..formats.int4 import GROUP_SIZES
 from .operator import CACHE_FLOATS, Operands, operator
 
-ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu": 3}  # mlspec_activation
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu": 3, "relu2": 4}  # mlspec_activation
 _ACTIVATIONS = (  # by their numbers
     F.silu,
     lambda x: F.gelu(x, approximate="tanh"),
     F.gelu,
     F.relu,
+    lambda x: F.relu(x).square(),
 )
 
 
@@ -131,6 +132,14 @@ def gated(gate_up: Tensor, activation: int) -> Tensor:
     elements of a tensor in another way than those before, so an element's bits would depend on the number of rows."""
     gate, up = gate_up.double().chunk(2, dim=1)
     return (_ACTIVATIONS[activation](gate) * up).float().to(gate_up.dtype)
+
+
+def activated(x: Tensor, activation: int) -> Tensor:
+    """The activation of float32 or bfloat16 x, rounded once; activation: a number of ACTIVATIONS. On the CPU it is
+    computed in float64, as in `gated`."""
+    if x.is_cuda:
+        return _ACTIVATIONS[activation](x)
+    return _ACTIVATIONS[activation](x.double()).float().to(x.dtype)
 
 
 def _check_gated_in_order(given: Operands) -> None:

@@ -179,7 +179,8 @@ struct mlspec_words_args {
 enum { MLSPEC_WORDS_GPTQ_OUTPUTS = 64, MLSPEC_WORDS_AWQ_COLUMNS = 32, MLSPEC_WORDS_ROOM = 32 };
 typedef void (*mlspec_pack_words_fn)(const struct mlspec_words_args* args, int64_t begin, int64_t end);
 
-enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2, MLSPEC_RELU = 3 };
+// RELU_SQUARED: max(x, 0)^2
+enum mlspec_activation { MLSPEC_SILU = 0, MLSPEC_GELU_TANH = 1, MLSPEC_GELU = 2, MLSPEC_RELU = 3, MLSPEC_RELU_SQUARED = 4 };
 
 // Causal attention of the queries that share one key head, of one row of the batch. Keys are visited in chunks of 64
 // absolute slots in ascending order with an online softmax, so a query's bits depend on its position and on the cache only.
@@ -212,13 +213,17 @@ struct mlspec_noise {
 // Functions over one row; n: its elements.
 struct mlspec_row_ops {
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);  // y may be x
+  // Less its mean; bias null: none. y may be x
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
   void (*add)(const float* x, int64_t n, float* y);                                        // y += x
   void (*widen)(const void* x, mlspec_dtype dtype, float multiplier, int64_t n, float* y);
   // Rounds to nearest even; y of INT8_ROWS and INT4_ROWS is one row of codes.
   void (*narrow)(const float* x, mlspec_dtype dtype, int64_t n, void* y);
+  void (*activate)(const float* x, mlspec_activation kind, int64_t n, float* y);  // y may be x
   void (*activate_mul)(const float* gate, const float* up, mlspec_activation kind, int64_t n, float* y);
   // Rotates the first rotary_dim elements of a head in place, halves against each other; cos, sin: [rotary_dim / 2]
   void (*rope)(float* head, const float* cos, const float* sin, int64_t rotary_dim);
+  void (*rope_pairs)(float* head, const float* cos, const float* sin, int64_t rotary_dim);  // neighbours against each other
   void (*softcap)(float* x, float cap, int64_t n);
   // Index of the largest value, the first of equals; NaN anywhere gives -1. log_sum_exp may be null.
   int64_t (*argmax)(const float* x, int64_t n, float* largest, float* log_sum_exp);

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import ARCHITECTURES, alone, near, prompts, tiny, together
+from models import ARCHITECTURES, LATER, alone, near, prompts, tiny, together
 
 import hf_mlspec
 from hf_mlspec import SpeculationConfig
+from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 MODELS: dict = {}
 NEW = 30
@@ -63,6 +66,16 @@ def test_ids_are_those_of_stock_generate(kind, chain, rows):
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_ids_with_a_cast_are_those_of_stock_generate(kind, chain, rows):
     check(kind, torch.float32, rows, CASTS[chain], SpeculationConfig(confidence_threshold=0.0))
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+@pytest.mark.filterwarnings("ignore:direct_cast")
+@pytest.mark.parametrize("chain", ["the target alone", "a model", "first layers, a model, a table", "cast, a model"])
+@pytest.mark.parametrize("kind", LATER)
+def test_ids_of_a_compiled_class_are_those_of_stock_generate(kind, chain):
+    config = SpeculationConfig(num_draft_tokens=5, confidence_threshold=0.2)
+    check(kind, torch.float32, "mixed lengths", {**CHAINS, **CASTS}[chain], config)
+    assert isinstance(decoder_of(made(kind, torch.float32)[0], "cpu"), CpuDecoder)
 
 
 @pytest.mark.parametrize("shared", [True, False])

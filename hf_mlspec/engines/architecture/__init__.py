@@ -1,35 +1,28 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
-from .description import Description, Mixture
-from .interpret import (
-    CPU,
-    Block,
-    Outline,
-    UnknownArchitecture,
-    linear_shape,
-    norm_weight,
-    outline,
-    require_format,
-    require_known,
-    table_dtype,
-)
-from .known import KNOWN
+from .description import NORMS, Description, Mixture
+from .interpret import CPU, linear_shape, outline, require_format, require_known
+from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock
-from .rotary import FIRST_POSITIONS, grown_positions, rope_tables, rotary_border
+from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
+from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 
 __all__ = [
     "CPU",
     "FIRST_POSITIONS",
     "KNOWN",
+    "NORMS",
+    "ON_THE_CPU_ALONE",
     "Block",
     "Description",
     "ExpertBlock",
     "Mixture",
+    "Norm",
     "Outline",
+    "Rotation",
     "UnknownArchitecture",
     "grown_positions",
     "linear_shape",
-    "norm_weight",
     "outline",
     "require_format",
     "require_known",

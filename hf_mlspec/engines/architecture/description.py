@@ -11,20 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Per field: the words that both decoders take, and those that architectures use which have no decoder yet.
+# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet.
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "norm": (("rms", "rms plus one"), ("layer",)),
+    "norm": (("rms", "rms plus one", "layer", "layer plus one"), ()),
     "head_norms": (("per head", "all heads"), ()),
-    "residual": (("sequential",), ("parallel",)),
-    "mlp": (("gated", "experts"), ("plain",)),
-    "positions": (("rotary", "rotary by layer type"), ("learned",)),
-    "rotation": (("halves",), ("pairs",)),
+    "residual": (("sequential", "parallel"), ()),
+    "mlp": (("gated", "plain", "experts"), ()),
+    "positions": (("rotary", "rotary by layer type", "learned"), ("biases by distance",)),
+    "rotation": (("halves", "pairs", "pairs by columns"), ()),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
-    "embedding_scale": (("none", "root of hidden"), ("embedding_multiplier",)),
+    "embedding_scale": (("none", "root of hidden"), ()),
+}
+CPU_WORDS = {
+    "head_norms": ("per rotated head",),
 }
 # Fields that name what no decoder reads yet: anything but None is refused.
-NOT_YET = ("layers_without_rotary", "residual_scale", "logit_scale", "sinks")
-# Places where whoever builds a decoder looks for these parts.
-FIXED = {"embedding": "model.embed_tokens", "rotary_embedding": "model.rotary_emb"}
+NOT_YET = ("sinks",)
+# Places where what works on whole models beside the decoders looks for these parts.
+FIXED: dict[str, str] = {}
+WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
 SEPARATE = {
@@ -42,7 +47,11 @@ FUSED = {
     "gate_up": "mlp.gate_up_proj",
     "down": "mlp.down_proj",
 }
-LINEARS = tuple(dict.fromkeys((*SEPARATE, *FUSED)))
+HALF_FUSED = {**{name: SEPARATE[name] for name in "qkvo"}, "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+PLAIN = {name: place for name, place in SEPARATE.items() if name != "gate"}
+OF_ATTENTION = {"q", "k", "v", "o"}, {"qkv", "o"}, {"qkv_by_head", "o"}
+OF_MLP = {"gated": ({"gate", "up", "down"}, {"gate_up", "down"}), "plain": ({"up", "down"},)}
+LINEARS = (*dict.fromkeys((*SEPARATE, *FUSED)), "qkv_by_head")
 
 
 SHARED = {name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
@@ -77,32 +86,41 @@ class Description:
 
     class_name: of the model. package: the beginning of the module name of this class, and of the
     classes of its parts, if they are not transformers' own.
-    norm: "rms" multiplies by the weight, "rms plus one" by 1 + weight (Gemma). Not yet "layer": mean and bias (GPT-2,
-    Cohere).
-    norms: places in a layer, by what they normalize. "attention", "mlp": their input; both decoders need these two.
-    "attention_out", "mlp_out": their output, before it is added. Gemma has all four; the last two alone (OLMo 2) are
-    not supported yet. "q", "k": queries and keys before they are rotated.
-    head_norms: whether q and k are normed "per head" or over "all heads" at once (OLMoE).
-    residual: "sequential": the MLP reads the sum with attention; not yet "parallel": both read one norm
-    (Cohere).
+    norm: "rms" multiplies by the weight, "rms plus one" by 1 + weight (Gemma); "layer" takes the mean off first and
+    may have a bias, or no weight (Cohere, GPT-2, OLMo), "layer plus one" multiplies by 1 + weight (Nemotron).
+    norms: places in a layer, by what they normalize. "attention", "mlp": their input. "attention_out", "mlp_out":
+    their output, before it is added. Each block has at least one: Gemma has all four, OLMo 2 the last two alone. "q",
+    "k": queries and keys. A place that holds an nn.Identity has none.
+    head_norms: whether q and k are normed "per head", over "all heads" at once (OLMo 2) or, on the CPU, "per rotated
+    head": behind the rotation (HunYuan).
+    residual: "sequential": the MLP reads the sum with attention; "parallel": both read the sum before them, through
+    norms of their own or one that both name (Cohere).
+    residual_flag: a config entry that says whether it is parallel (GPT-NeoX); residual says what the entry has to be.
     linears: places in a layer: q, k, v or all three as qkv; o; gate, up or both, concatenated, as gate_up;
-    down. The decoders take all separate (SEPARATE's names) or both fused (FUSED's); not yet one of the two (GLM-4).
-    mlp: "gated": down(activation(gate) * up); "experts": many of these in some or all layers, as `experts` describes
-    them; not yet "plain": down(activation(up)) (GPT-2).
-    unset: config entries that have to be None: what they ask for no decoder does (clip_qkv of OLMoE).
-    attention: the place in a layer whose attributes are named below.
-    activation, norm_eps: names of config entries.
-    positions: "rotary": one table for all layers; "rotary by layer type": one for each (Gemma 3); not yet "learned"
-    (GPT-2). rotation: an element and the one half a head further ("halves"), or its neighbour ("pairs", not yet:
-    Cohere, GLM-4). layers_without_rotary: not yet; the config entry with a flag per layer (SmolLM3).
+    down. qkv_by_head: queries, key and value of a key head, then those of the next (GPT-NeoX).
+    mlp: "gated": down(activation(gate) * up); "plain": down(activation(up)) (Arcee); "experts": many gated
+    ones in some or all layers, as `experts` describes them.
+    unset: config entries that have to be None or False: what they ask for no decoder does (clip_qkv of OLMoE).
+    needed: config entries that have to be true, for the same reason.
+    attention: the place in a layer whose attributes are named below; head_dim: the one that says how many elements a
+    head has. kv_heads: a config entry, the number of key heads.
+    activation: a config entry. norm_eps: a config entry, or the number.
+    positions: "rotary": one table for all layers; "rotary by layer type": one for each (Gemma 3); "learned": a table
+    whose rows are added to the embeddings (GPT-2), at position_embedding from row position_offset on; not yet "biases
+    by distance" (ALiBi).
+    rotation: an element and the one half a head further ("halves"), or its neighbour: "pairs" where the model's tables
+    hold the frequencies one behind the other twice (GLM-4), "pairs by columns" where they hold each twice (Cohere).
+    layers_without_rotary: the config entry with a flag per layer, which is true where a layer rotates (SmolLM3), or
+    "those without a window", of a model with windows (EXAONE 4, Cohere 2).
     windows: config.sliding_window applies in no layer, in every layer (Mistral), or "by layer type": where
     config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
     sinks: not yet; the place in a layer of a logit per head that is part of the softmax (gpt-oss).
     embedding_scale: "root of hidden": embed_scale of the table where it has one, else sqrt(hidden), in the weights'
-    dtype (Gemma); not yet "embedding_multiplier" (Granite).
+    dtype (Gemma). embedding_multiplier: a config entry (Granite).
     attention_scale, attention_softcap: attributes of the attention; a cap of None there is no cap.
-    logit_softcap: a config entry. residual_scale, logit_scale: not yet; config entries (Granite, Cohere).
-    embedding, layers, final_norm, rotary_embedding, head: places in the model.
+    logit_softcap: a config entry. residual_scale: one that what each block adds is multiplied by, logit_scale and
+    logit_divisor: those of the logits, before their cap (Cohere; Granite).
+    embedding, layers, final_norm, rotary_embedding, head: places in the model. "a | b" means the first that is there.
     """
 
     class_name: str
@@ -114,32 +132,43 @@ class Description:
     package: str = "transformers.models."
     head_norms: str = "per head"
     residual: str = "sequential"
+    residual_flag: str | None = None
     mlp: str = "gated"
     experts: Mixture | None = None
     unset: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
     attention: str = "self_attn"
-    norm_eps: str = "rms_norm_eps"
+    head_dim: str = "head_dim"
+    kv_heads: str = "num_key_value_heads"
+    norm_eps: str | float = "rms_norm_eps"
     positions: str = "rotary"
     rotation: str = "halves"
     layers_without_rotary: str | None = None
+    position_embedding: str | None = None
+    position_offset: int = 0
     sinks: str | None = None
     embedding_scale: str = "none"
+    embedding_multiplier: str | None = None
     attention_scale: str = "scaling"
     attention_softcap: str | None = None
     logit_softcap: str | None = None
     residual_scale: str | None = None
     logit_scale: str | None = None
-    embedding: str = FIXED["embedding"]
+    logit_divisor: str | None = None
+    embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
     final_norm: str = "model.norm"
-    rotary_embedding: str = FIXED["rotary_embedding"]
+    rotary_embedding: str = "model.rotary_emb"
     head: str = "lm_head"
 
     def __post_init__(self) -> None:
         for name, (served, later) in WORDS.items():
-            self._require(name, [getattr(self, name)], (*served, *later))
+            self._require(name, [getattr(self, name)], (*served, *CPU_WORDS.get(name, ()), *later))
         self._require("norms", self.norms, NORMS)
         self._require("linears", self.linears, LINEARS)
+        if (self.positions == "learned") != (self.position_embedding is not None):
+            said = f"positions says {self.positions!r} and position_embedding {self.position_embedding!r}"
+            raise ValueError(f"{self.class_name}: {said}, a table belongs to learned positions alone")
         if (self.mlp == "experts") != (self.experts is not None):
             said = f"mlp says {self.mlp!r} and experts {self.experts!r}"
             raise ValueError(f"{self.class_name}: {said}, give both or none")
@@ -150,25 +179,30 @@ class Description:
             raise ValueError(f"{self.class_name}: {name} says {odd!r}, choose from {', '.join(map(repr, choices))}")
 
 
-def not_served(description: Description) -> str | None:
-    """Which field asks for what the compiled decoders do not have, and what they have; None where they have it all."""
-    for name, (served, _) in WORDS.items():
-        word = getattr(description, name)
+_OF = {"cpu": "", "cuda": "of GPUs "}
+
+
+def not_served(description: Description, decoder: str) -> str | None:
+    """Which field asks for what the decoder of the "cpu" or "cuda" engine does not have, and what it has; None where
+    it has it all."""
+    for name, (both, _) in WORDS.items():
+        word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
-            return f"{name} {word!r}; the compiled decoder takes {' and '.join(map(repr, served))}"
+            return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
     for name in NOT_YET:
         word = getattr(description, name)
         if word is not None:
             return f"{name} {word!r}; the compiled decoder has none"
-    for name, place in FIXED.items():
-        word = getattr(description, name)
-        if word != place:
-            return f"{name} {word!r}; the compiled decoder looks for it at {place!r}"
     norms, linears = set(description.norms), set(description.linears)
-    if not norms >= {"attention", "mlp"} or len(norms & {"q", "k"}) == 1:
-        return f"norms {_listed(norms)}; the compiled decoder takes attention and mlp, and both of q, k or none"
-    if linears not in (set(SEPARATE), set(FUSED)):
-        return f"linears {_listed(linears)}; the compiled decoder takes {_listed(SEPARATE)} or {_listed(FUSED)}"
+    blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
+    if not blocks or len(norms & {"q", "k"}) == 1:
+        return f"norms {_listed(norms)}; the compiled decoder takes one or two a block, and both of q, k or none"
+    inner = OF_MLP["plain" if description.mlp == "plain" else "gated"]
+    if linears not in [one | other for one in OF_ATTENTION for other in inner]:
+        ways = " or ".join(_listed(one) for one in OF_ATTENTION), " or ".join(_listed(one) for one in inner)
+        return f"linears {_listed(linears)}; the compiled decoder takes {ways[0]}, and {ways[1]}"
+    if description.residual == "parallel" and (norms & {"attention_out", "mlp_out"} or description.experts):
+        return "residual 'parallel'; the compiled decoder takes no norms behind such blocks, and no experts in them"
     return None
 
 

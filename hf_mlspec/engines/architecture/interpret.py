@@ -6,7 +6,6 @@ The one reader of models: it follows the description of a model's class (known.p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,56 +17,25 @@ from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
-from .description import NORMS, Description, not_served
+from .description import NORMS, WITHOUT_WINDOW, Description, not_served
 from .known import KNOWN
-from .mixture import ExpertBlock, UnreadExperts, expert_block
-from .rotary import rope_tables
+from .mixture import UnreadExperts, expert_block
+from .parts import Block, Norm, Outline, UnknownArchitecture
+from .rotary import UNROTATED, Rotation, rope_tables
+from .scales import embedding_scale, logit_scale, named, scale_blocks
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
-_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, TransformedLinear}
-_OF_ATTENTION = ("q", "k", "v", "qkv", "o")
+_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, TransformedLinear}
+_OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 
 
-class UnknownArchitecture(ValueError):
-    """The compiled decoder cannot run this model; the message says why."""
-
-
-@dataclass
-class Block:
-    """One layer of a model: its linears by name, its norms as float32 with any +1 added, None where there is none.
-
-    modules: q, k, v or all three as qkv; o; gate, up or both as gate_up, and down where no `experts` stand for these.
-    """
-
-    modules: dict[str, nn.Module]
-    norms: list[Tensor | None]  # in the order of description.NORMS
-    window: int
-    rope_table: int
-    experts: ExpertBlock | None = None
-
-
-@dataclass
-class Outline:
-    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads a nested one."""
-
-    sizes: Sizes
-    dtype: torch.dtype
-    embedding: Tensor | NestedEmbedding
-    final_norm: Tensor
-    head: nn.Module
-    blocks: list[Block]
-    rope_kinds: list[str | None]
-    heads_together: bool  # whether the norms of q and k are over all heads
-
-
-def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
-    """Sizes, norms and modules of a model that is whole on ``device``.
-
+def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> Outline:
+    """Sizes, norms and modules of a model that is whole on ``device``, for the decoder of the "cpu" or "cuda" engine.
     UnknownArchitecture names the first thing that does not fit; ValueError experts that no token can go to."""
-    require_known(model, device)
+    require_known(model, device, decoder)
     config, entry = model.config, _described(model)
     table = _part(model, entry.embedding)
     if not isinstance(table, NestedEmbedding):
@@ -75,16 +43,23 @@ def outline(model: nn.Module, device: torch.device = CPU) -> Outline:
         table = table.weight.detach()
     kinds = _rope_kinds(entry, config)
     blocks = [
-        _block(entry, layer, i, kinds.index(_kind(config, i)) if len(kinds) > 1 else 0, _window(entry, config, i))
+        _block(entry, layer, i, kinds.index(_rope_kind(entry, config, i)), _window(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
     sizes = _sizes(entry, model, next((block for block in blocks if block.experts is None), blocks[0]))
+    sizes = scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
         _require_head_norms(entry, sizes, block, index)
-    together = entry.head_norms == "all heads" and "q" in entry.norms
-    final_norm = norm_weight(_part(model, entry.final_norm), _plus(entry))
-    return Outline(sizes, table.dtype, table, final_norm, _part(model, entry.head), blocks, list(kinds), together)
+    final_norm, head = _norm(_part(model, entry.final_norm), entry, sizes.hidden), _part(model, entry.head)
+    scale = logit_scale(entry, config, head)
+    rotary = None if entry.positions == "learned" else _part(model, entry.rotary_embedding)
+    rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, entry.rotation == "pairs by columns")
+    positions = None
+    if entry.position_embedding is not None:
+        positions = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
+        require_format(positions, "embedding of positions")
+    return Outline(sizes, table.dtype, table, final_norm.times(scale), head, blocks, rotation, positions)
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
@@ -106,14 +81,13 @@ def _is_packed(module: nn.Module) -> bool:
     return packing is not None and type(module) is packing.linear
 
 
-def table_dtype(table: nn.Module) -> torch.dtype:
-    """Of an embedding's rows."""
-    return table.dtype if isinstance(table, NestedEmbedding) else table.weight.dtype
-
-
-def norm_weight(norm: nn.Module, plus: float) -> Tensor:
-    """float32, with ``plus`` added: 1 where the architecture stores the difference from 1."""
-    return (norm.weight.detach().float() + plus).contiguous()
+def _norm(norm: nn.Module, entry: Description, width: int) -> Norm:
+    """1 is added to the weight where the architecture stores the difference from 1; without a weight all are 1."""
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if weight is None:
+        return Norm(torch.ones(width))
+    scale = (weight.detach().float() + (1.0 if entry.norm.endswith("plus one") else 0.0)).contiguous()
+    return Norm(scale, None if bias is None else bias.detach().float().contiguous())
 
 
 def require_format(weight: Tensor, name: str) -> None:
@@ -124,17 +98,23 @@ def require_format(weight: Tensor, name: str) -> None:
         raise UnknownArchitecture(f"its {name} is not contiguous in memory")
 
 
-def require_known(model: nn.Module, device: torch.device = CPU) -> None:
-    """Raise UnknownArchitecture unless a decoder runs this class in its present state and place, which is ``device``.
+def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> None:
+    """Raise UnknownArchitecture unless the decoder of the "cpu" or "cuda" engine runs this class in its present state
+    and place, which is ``device``.
     """
     entry = _described(model)
-    asked = not_served(entry)
+    asked = not_served(entry, decoder)
     if asked is not None:
         raise UnknownArchitecture(f"its description says {asked}")
     for name in entry.unset:
-        if getattr(model.config, name, None) is not None:
+        if getattr(model.config, name, None) not in (None, False):
             said = getattr(model.config, name)
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder has none")
+    flags = entry.needed if entry.residual_flag is None else (*entry.needed, entry.residual_flag)
+    for name in flags:
+        wanted, said = name != entry.residual_flag or entry.residual == "parallel", getattr(model.config, name, None)
+        if bool(said) != wanted:
+            raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder takes {wanted}")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
@@ -166,6 +146,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
         known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
+        known = known or (type(module) is nn.LayerNorm and entry.norm.startswith("layer"))
         known = known or type(module).__module__.startswith(origins)
         if not known:
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
@@ -174,20 +155,17 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
 def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
     config, layer = model.config, _part(model, entry.layers)[0]
     attention, embed = _part(layer, entry.attention), _part(model, entry.embedding)
-    kv_heads = config.num_key_value_heads
-    activation = _named(config, entry, "activation")
+    activation = named(config, entry, "activation")
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    head_dim = attention.head_dim if "qkv" in block.modules else linear_shape(block.modules["k"], "k")[1] // kv_heads
-    if block.experts is not None:
-        intermediate = block.experts.inner  # no layer has an MLP
-    elif "gate_up" in block.modules:
-        intermediate = linear_shape(block.modules["gate_up"], "gate_up_proj")[1] // 2
-    else:
-        intermediate = linear_shape(block.modules["gate"], "gate")[1]
+    kv_heads, head_dim = _heads(entry, config, attention, block)
+    no_mlp = block.experts is not None  # in any layer
+    intermediate = block.experts.inner if no_mlp else linear_shape(block.modules["down"], "down")[0]
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
-    rotary = _part(model, entry.rotary_embedding)
+    rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in _rope_kinds(entry, config) if kind != UNROTATED]
+    if kinds:
+        rotary_dim = rope_tables(_part(model, entry.rotary_embedding), kinds[:1], 1)[0][0].shape[1] * 2
     return Sizes(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -196,46 +174,43 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         intermediate=intermediate,
         vocab=linear_shape(_part(model, entry.head), "lm_head")[1],
         embeddings=embed.num_embeddings,
-        rotary_dim=rope_tables(rotary, _rope_kinds(entry, config)[:1], 1)[0][0].shape[1] * 2,
+        rotary_dim=rotary_dim,
         activation=activation,
-        norm_eps=_named(config, entry, "norm_eps"),
-        embedding_scale=_embedding_scale(entry, config, embed),
-        attention_scale=_named(attention, entry, "attention_scale"),
-        attention_softcap=_named(attention, entry, "attention_softcap") or 0.0,
-        logit_softcap=_named(config, entry, "logit_softcap") or 0.0,
+        norm_eps=entry.norm_eps if isinstance(entry.norm_eps, float) else named(config, entry, "norm_eps"),
+        embedding_scale=embedding_scale(entry, config, embed),
+        attention_scale=named(attention, entry, "attention_scale"),
+        attention_softcap=named(attention, entry, "attention_softcap") or 0.0,
+        logit_softcap=named(config, entry, "logit_softcap") or 0.0,
+        norms_have_mean=entry.norm.startswith("layer"),
+        rotates_pairs=entry.rotation != "halves",
+        parallel=entry.residual == "parallel",
+        grouped_qkv="qkv_by_head" in entry.linears,
+        norms_behind_rotation=entry.head_norms == "per rotated head",
+        plain_mlp=entry.mlp == "plain",
     )
+
+
+def _heads(entry: Description, config, attention: nn.Module, block: Block) -> tuple[int, int]:
+    """How many key heads there are, and how many elements each has."""
+    if "k" in block.modules:
+        kv_heads = named(config, entry, "kv_heads")
+        head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
+    else:
+        head_dim = named(attention, entry, "head_dim")
+        whole = next(block.modules[name] for name in ("qkv", "qkv_by_head") if name in block.modules)
+        kv_heads = (linear_shape(whole, "qkv")[1] // head_dim - config.num_attention_heads) // 2
+    return kv_heads, head_dim
 
 
 def _part(whole: nn.Module, place: str) -> nn.Module:
     """The module of a model or a layer at a place that its description names."""
-    try:
-        return whole.get_submodule(place)
-    except AttributeError:
-        name = type(whole).__name__
-        raise UnknownArchitecture(f"its description names {place}, which its {name} does not have") from None
-
-
-def _named(holder, entry: Description, field: str):
-    """What the attribute says that a field names, of a config or an attention; None where the field is None."""
-    name = getattr(entry, field)
-    if name is None:
-        return None
-    if not hasattr(holder, name):
-        owner = type(holder).__name__
-        raise UnknownArchitecture(f"its description names {name} as {field}, which its {owner} does not have")
-    return getattr(holder, name)
-
-
-def _plus(entry: Description) -> float:
-    return 1.0 if entry.norm == "rms plus one" else 0.0
-
-
-def _embedding_scale(entry: Description, config, embed: nn.Module) -> float:
-    """Rounded to the weight's dtype, as the embedding of a model does it."""
-    if entry.embedding_scale == "none":
-        return 1.0
-    scale = getattr(embed, "embed_scale", None)
-    return float(torch.as_tensor(config.hidden_size**0.5 if scale is None else scale).to(table_dtype(embed)))
+    for choice in place.split(" | "):
+        try:
+            return whole.get_submodule(choice)
+        except AttributeError:
+            continue
+    name = type(whole).__name__
+    raise UnknownArchitecture(f"its description names {place}, which its {name} does not have")
 
 
 def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
@@ -245,14 +220,17 @@ def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, wi
         raise UnknownArchitecture(str(error)) from None
     places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
     modules = {name: _part(layer, place) for name, place in places.items()}
-    found = {name: norm_weight(_part(layer, place), _plus(entry)) for name, place in entry.norms.items()}
+    norms = {name: _part(layer, place) for name, place in entry.norms.items()}
+    o = modules["o"]
+    width = linear_shape(o, "o")[1]
+    found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
     return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts)
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     outputs = {"q": queries, "k": keys, "v": keys, "gate": sizes.intermediate, "up": sizes.intermediate}
-    outputs |= {"qkv": queries + 2 * keys, "gate_up": 2 * sizes.intermediate}
+    outputs |= {"qkv": queries + 2 * keys, "qkv_by_head": queries + 2 * keys, "gate_up": 2 * sizes.intermediate}
     expected = {name: (sizes.hidden, out) for name, out in outputs.items()}
     expected |= {"o": (queries, sizes.hidden), "down": (sizes.intermediate, sizes.hidden)}
     for name, module in block.modules.items():
@@ -267,8 +245,8 @@ def _require_head_norms(entry: Description, sizes: Sizes, block: Block, index: i
     for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
         norm = block.norms[NORMS.index(name)]
         expected = sizes.head_dim * (heads if together else 1)
-        if norm is not None and norm.numel() != expected:
-            found = f"has {norm.numel()} elements, {expected} are those of {entry.head_norms}"
+        if norm is not None and norm.weight.numel() != expected:
+            found = f"has {norm.weight.numel()} elements, {expected} are those of {entry.head_norms}"
             raise UnknownArchitecture(f"the {name} norm of layer {index} {found}")
 
 
@@ -286,5 +264,20 @@ def _window(entry: Description, config, index: int) -> int:
 
 
 def _rope_kinds(entry: Description, config) -> list[str | None]:
-    """A rotary table per kind of layer, or one for all."""
-    return sorted(set(config.layer_types)) if entry.positions == "rotary by layer type" else [None]
+    """A rotary table per kind of layer, or one for all; UNROTATED, the last, for layers that rotate nothing."""
+    kinds = {_rope_kind(entry, config, i) for i in range(config.num_hidden_layers)}
+    return sorted(kinds, key=lambda kind: (kind == UNROTATED, kind or ""))
+
+
+def _rope_kind(entry: Description, config, index: int) -> str | None:
+    """Which rotary table a layer reads."""
+    how = entry.layers_without_rotary
+    if entry.positions == "learned":
+        return UNROTATED
+    if how == WITHOUT_WINDOW:
+        unrotated = getattr(config, "sliding_window", None) is not None and _window(entry, config, index) == 0
+    else:
+        unrotated = how is not None and not named(config, entry, "layers_without_rotary")[index]
+    if unrotated:
+        return UNROTATED
+    return _kind(config, index) if entry.positions == "rotary by layer type" else None

@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 FIRST_POSITIONS = 1024
+UNROTATED = "unrotated"  # the table of layers that rotate nothing
 _AT_ONCE = 8192  # positions: what a model's own embedding computes on the way is four times its result
 
 
-def rope_tables(rotary: nn.Module, kinds: list[str | None], positions: int) -> list[tuple[Tensor, Tensor]]:
+@dataclass(frozen=True)
+class Rotation:
+    """Where a model's rotary tables come from: `rotary`, its embedding (None: nothing is rotated), of `kinds` of
+    layers, UNROTATED among them where some rotate nothing. half: elements of a row. by_columns: whether columns of the
+    embedding hold each frequency twice, side by side, not all of them twice."""
+
+    rotary: nn.Module | None
+    kinds: list[str | None]
+    half: int
+    by_columns: bool = False
+
+    def tables(self, positions: int) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin float32 ``[positions, half]`` of every kind, where the embedding lies."""
+        return rope_tables(self.rotary, self.kinds, positions, self.half, self.by_columns)
+
+
+def rope_tables(
+    rotary: nn.Module | None,
+    kinds: list[str | None],
+    positions: int,
+    half: int | None = None,
+    by_columns: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
     """cos and sin float32 ``[positions, rotary_dim / 2]`` of every kind, from a model's own rotary embedding, where
-    that lies. Little more memory than they need is used on the way."""
-    device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
+    that lies. Little more memory than they need is used on the way. half: columns of tables without rotation."""
+    buffers = () if rotary is None else rotary.buffers()
+    device = next((buffer.device for buffer in buffers), torch.device("cpu"))
     like = torch.zeros(1, 1, 1, device=device)  # float32: the tables are not rounded to the model's dtype
     tables = []
     for kind in kinds:
         table: tuple[Tensor, ...] = ()
+        if kind == UNROTATED:
+            tables.append((like.new_ones(positions, half), like.new_zeros(positions, half)))
+            continue
         for begin in range(0, positions, _AT_ONCE):
             ids = torch.arange(begin, min(begin + _AT_ONCE, positions), device=device)[None]
             found = rotary(like, ids) if kind is None else rotary(like, ids, kind)
-            half = found[0].shape[-1] // 2
-            table = table or tuple(like.new_empty(positions, half) for _ in found)
+            own = found[0].shape[-1] // 2
+            table = table or tuple(like.new_empty(positions, own) for _ in found)
             for whole, part in zip(table, found, strict=True):
-                whole[begin : begin + _AT_ONCE] = part[0, :, :half]
+                whole[begin : begin + _AT_ONCE] = part[0, :, ::2] if by_columns else part[0, :, :own]
         tables.append(table)
     if device.type == "cuda":  # calls on other streams will read them
         torch.cuda.current_stream(device).synchronize()
@@ -52,6 +80,15 @@ def rotary_border(model: nn.Module) -> int | None:
         if one.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(borders, default=None)
+
+
+def require_learned(count: int, learned: int | None) -> None:
+    """ValueError for positions past those that a model has learned embeddings of."""
+    if learned is not None and count > learned:
+        raise ValueError(
+            f"this call reaches {count} positions, and the model has learned embeddings of {learned}: shorten the "
+            "prompt, or choose a smaller max_new_tokens"
+        )
 
 
 def grown_positions(count: int, have: int, border: int | None, known: int | None) -> int:

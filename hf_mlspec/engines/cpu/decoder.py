@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...nn.switch import PrecisionSwitch
 from ...ops.compiled_decoder import compiled_decoder, set_experts, set_linear
-from ..architecture import CPU, UnknownArchitecture, rotary
+from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
 
@@ -26,14 +26,18 @@ class CpuDecoder:
         found = weights.read(model)
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, CPU
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
-        self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
+        self._rotation = found.rotation
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(model.config)
+        self._learned = None if found.positions is None else len(found.positions)
         self._growing = threading.Lock()
-        self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, found.final_norm)
-        self.reserve_positions(rotary.FIRST_POSITIONS)
+        norm = found.final_norm.weight, found.final_norm.bias
+        self.handle = compiled_decoder(found.sizes, found.dtype, found.embedding, *norm)
+        if found.positions is not None:
+            self.handle.set_position_embedding(found.positions)
+        self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         for layer in found.layers:
-            self.handle.add_layer(layer.norms, layer.window, layer.rope_table)
+            self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table)
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
             if layer.experts is not None:
@@ -44,15 +48,21 @@ class CpuDecoder:
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
+        rotary.require_learned(count, self._learned)
         if count <= self.positions:
             return
         with self._growing:
             positions = rotary.grown_positions(count, self.positions, self.max_positions, self._known)
             if positions == self.positions:
                 return
-            for index, table in enumerate(rotary.rope_tables(self._rotary, self._kinds, positions)):
+            for index, table in enumerate(self._rotation.tables(positions)):
                 self.handle.set_rope(index, *table)
             self.positions = positions  # last: other threads look at it
+
+
+def _tensors(norms: list[Norm | None]) -> list[Tensor | None]:
+    """Weights, then biases."""
+    return [norm and norm.weight for norm in norms] + [norm and norm.bias for norm in norms]
 
 
 def _multiply(found: list[PrecisionSwitch]) -> str:

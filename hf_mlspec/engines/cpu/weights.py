@@ -40,7 +40,7 @@ from ...ops.compiled_decoder import (
 )
 from ...ops.tiles import TILE_OUTPUTS
 from ...ops.zipper import low_group
-from ..architecture import UnknownArchitecture, linear_shape, outline, require_format
+from ..architecture import Norm, Rotation, UnknownArchitecture, linear_shape, outline, require_format
 from ..slots import order_of, require_one_order, rotation_of, slot_of
 from .experts import read_experts
 
@@ -52,7 +52,7 @@ class Layer:
     """Linears by name (q, k, v, o, gate, up, down, or experts for the last three), norms as in Block."""
 
     linears: dict[str, Weight]
-    norms: list[Tensor | None]
+    norms: list[Norm | None]
     window: int
     rope_table: int
     experts: Experts | None = None
@@ -65,10 +65,11 @@ class Architecture:
     sizes: Sizes
     dtype: torch.dtype
     embedding: Tensor | NestedTable
-    final_norm: Tensor
+    final_norm: Norm
     head: Weight
     layers: list[Layer]
-    rope_kinds: list[str | None]
+    rotation: Rotation
+    positions: Tensor | None
 
 
 def read(model: nn.Module) -> Architecture:
@@ -86,12 +87,15 @@ def read(model: nn.Module) -> Architecture:
     ]
     head = read_weight(found.head, "lm_head")
     table = read_table(found.embedding) if isinstance(found.embedding, NestedEmbedding) else found.embedding
-    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, found.rope_kinds)
+    places = found.rotation, found.positions
+    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, *places)
 
 
 def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
     """Every linear by itself, as the decoder of the CPU takes them."""
     linears = {name: read_weight(module, name) for name, module in modules.items() if name not in ("qkv", "gate_up")}
+    if "qkv_by_head" in linears:
+        linears["q"] = linears.pop("qkv_by_head")  # whole: the decoder knows where its heads lie
     if "qkv" in modules:
         queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         cuts = cut_weight(modules["qkv"], [queries, keys, keys], "qkv_proj")
@@ -100,7 +104,7 @@ def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
         cuts = cut_weight(modules["gate_up"], [sizes.intermediate] * 2, "gate_up_proj")
         linears |= dict(zip(("gate", "up"), cuts, strict=True))
     for group in (("q", "k", "v"), ("gate", "up")):
-        if group[0] not in linears:
+        if not linears.keys() >= set(group):
             continue
         if len({(linears[n].format, linears[n].group_size, linears[n].bits) for n in group}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")

@@ -7,15 +7,13 @@ same list runs through the same ops.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
 from ...formats import CACHE_FORMATS, CacheFormat, stored_format
-from ...formats.hadamard import Hadamard
 from ...formats.zipper import LOW
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
@@ -24,45 +22,16 @@ from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...ops.compiled_decoder import ACTIVATIONS
 from ...precision import OWN_BITS, Bits
 from .. import architecture
-from ..architecture import Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ..architecture import NORMS, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .experts import ExpertLayer, expert_layer, require_served_experts
+from .experts import require_served_experts
+from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
+from .layer import Layer, read_layer
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
 
 _ROW_BYTES = 16  # what the kernels load at once
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table. Orders: of the
-    inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
-    they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either. experts: in place of
-    `gate_up` and `down`."""
-
-    qkv: JoinedLinear
-    o: JoinedLinear
-    gate_up: JoinedLinear | None
-    down: JoinedLinear | None
-    experts: ExpertLayer | None
-    qkv_order: Tensor | None
-    gate_up_order: Tensor | None
-    down_order: Tensor | None
-    down_rotation: Hadamard | None
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    attention_out: Tensor | None
-    mlp_out: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    window: int
-    rope: int
-
-    def linears(self) -> list[JoinedLinear]:
-        """Those that all tokens go through, but for the head."""
-        shared = [] if self.experts is None else self.experts.shared
-        return [one for one in (self.qkv, self.o, self.gate_up, self.down, *shared) if one is not None]
 
 
 class Packing(NamedTuple):
@@ -91,25 +60,26 @@ class CudaDecoder:
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
         require_read(cache_format_of(model), device)
-        architecture.require_known(model, device)
+        architecture.require_known(model, device, "cuda")
         if device.type != "cpu":
             require_bfloat16(model, device)
-        found = architecture.outline(model, device)
+        found = architecture.outline(model, device, "cuda")
         if device.type != "cpu":
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
         self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
         self.logit_softcap = found.sizes.logit_softcap
-        self._rotary, self._kinds = model.model.rotary_emb, found.rope_kinds
+        self._rotation, self._positions = found.rotation, found.positions
+        self._learned = None if found.positions is None else len(found.positions)
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(model.config)
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
-        self.reserve_positions(rotary.FIRST_POSITIONS)
-        self._final_norm = found.final_norm
-        self._layers = [_layer(block) for block in found.blocks]
-        self._heads_together = found.heads_together
+        self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
+        self._final_norm = norm_of(found.final_norm, found, device)
+        self._layers = [read_layer(block, found, device) for block in found.blocks]
+        self._heads_order = heads_order(found.sizes, device)
         self._head = joined([found.head], "lm_head")
         nested = isinstance(found.embedding, NestedEmbedding)
         self._embedding = found.embedding.tiles() if nested else found.embedding
@@ -139,10 +109,11 @@ class CudaDecoder:
         New tables mean a new fingerprint. The old ones, half as long at most, stay: a captured call holds their
         addresses, and a step on another stream may be reading them.
         """
+        rotary.require_learned(count, self._learned)
         with self._growing, torch.inference_mode(False), torch.no_grad():
             positions = rotary.grown_positions(count, self.positions, self.max_positions, self._known)
             if positions > self.positions:
-                tables = rotary.rope_tables(self._rotary, self._kinds, positions)
+                tables = self._rotation.tables(positions)
                 self._outgrown.append(self._ropes)
                 self._ropes = [(cos.to(self.device), sin.to(self.device)) for cos, sin in tables]
                 self.positions = positions  # last: other threads look at it
@@ -171,36 +142,55 @@ class CudaDecoder:
         self._require(ids, kv, bits)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
         caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
-        flat = ids.reshape(-1)
-        total = self._embed(flat if packing is None else flat.index_select(0, packing.take))
+        total = self._embed(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
-            normed, total = _norm(total, added, layer.attention_norm, eps, layer.qkv_order)
+            normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
             added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
-            if layer.attention_out is not None:
-                added, _ = ops.rms_norm(added, layer.attention_out, eps)
-            normed, total = _norm(total, added, layer.mlp_norm, eps, layer.gate_up_order)
+            if self.sizes.parallel:
+                beside, added = added, None
+            elif layer.attention_out is not None:
+                added, _ = normed_sum(added, None, layer.attention_out, eps)
+            normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             if layer.experts is None:
                 added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
             else:
                 added = layer.experts(normed, self._activation, bits)
+            added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
-                added, _ = ops.rms_norm(added, layer.mlp_out, eps)
-        normed, _ = _norm(total, added, self._final_norm, eps)
+                added, _ = normed_sum(added, None, layer.mlp_out, eps)
+        normed, _ = normed_sum(total, added, self._final_norm, eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
+    def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
+        """Learned embeddings of the positions of a step's tokens; of padding, of any."""
+        steps = torch.arange(ids.shape[1], device=starts.device)
+        places = (starts[:, None] + steps).reshape(-1).clamp(0, len(self._positions) - 1)
+        if packing is not None:
+            places = places.index_select(0, packing.take)
+        return self._positions.index_select(0, places)
+
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
+        if self.sizes.plain_mlp:
+            inner = ops.activated(gate_up, self._activation)
+            if layer.down_rotation is not None:
+                return ops.hadamard_rows(inner, layer.down_rotation)
+            return inner if layer.down_order is None else ops.ordered_rows(inner, layer.down_order)
         if layer.down_rotation is not None:
             return ops.gated_hadamard(gate_up, self._activation, layer.down_rotation)
         if layer.down_order is None:
             return ops.gated(gate_up, self._activation)
         return ops.gated_in_order(gate_up, self._activation, layer.down_order)
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def _embed(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
+        flat = ids.reshape(-1)
+        flat = flat if packing is None else flat.index_select(0, packing.take)
         if isinstance(self._embedding, Tensor):
-            return ops.embed_rows(ids, self._embedding, self.sizes.embedding_scale)
-        tiles, escapes = self._embedding
-        return ops.nested_rows(ids, *tiles, self.sizes.embedding_scale, **escapes)
+            rows = ops.embed_rows(flat, self._embedding, self.sizes.embedding_scale)
+        else:
+            tiles, escapes = self._embedding
+            rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
+        return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
     def _attend(
         self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
@@ -210,24 +200,18 @@ class CudaDecoder:
         batch, width, starts, counts, packing, draft_window = lanes
         sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
         qkv = layer.qkv(normed, bits)
-        qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
+        if self._heads_order is not None:
+            qkv = ops.ordered_rows(qkv, self._heads_order)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
-        if self._heads_together:
-            qkv, norms = self._normed_together(layer, qkv), (None, None, sizes.norm_eps)
+        if layer.heads_together is not None:
+            qkv = normed_together(qkv, *layer.heads_together, sizes.norm_eps)
+        qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
         rule = scale, layer.window, softcap, draft_window
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule)
         mixed = mixed.view(batch * width, -1)
         return layer.o(mixed if packing is None else mixed.index_select(0, packing.take), bits)
-
-    def _normed_together(self, layer: Layer, qkv: Tensor) -> Tensor:
-        """``[batch, width, q, k, v]`` with queries and keys normed over all of their heads."""
-        sizes = self.sizes
-        keys = sizes.kv_heads * sizes.head_dim
-        q, k, v = qkv.split([sizes.heads * sizes.head_dim, keys, keys], dim=-1)
-        eps = sizes.norm_eps
-        return torch.cat([_norm(q, None, layer.q_norm, eps)[0], _norm(k, None, layer.k_norm, eps)[0], v], dim=-1)
 
     def _require(self, ids: Tensor, kv: Tensor, bits: Bits) -> None:
         sizes = self.sizes
@@ -248,7 +232,7 @@ class CudaDecoder:
 
 def require_bfloat16(model: nn.Module, device: torch.device) -> None:
     """UnknownArchitecture for a model in another dtype than the kernels of a GPU take."""
-    dtype = table_dtype(model.model.embed_tokens)
+    dtype = table_dtype(model.get_input_embeddings())
     if dtype != torch.bfloat16:
         raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
 
@@ -266,6 +250,8 @@ def require_read(kept: CacheFormat | None, device: torch.device) -> None:
 def require_served(found: Outline) -> None:
     """UnknownArchitecture where the kernels of a GPU do not take a model's sizes."""
     sizes = found.sizes
+    if sizes.rotates_pairs and any(block.norms[NORMS.index("q")] for block in found.blocks):
+        raise UnknownArchitecture("it norms heads whose pairs are rotated, which the kernels of a GPU do not")
     if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
         raise UnknownArchitecture(
             f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
@@ -284,56 +270,6 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
-def _norm(
-    total: Tensor, added: Tensor | None, weight: Tensor, eps: float, order: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The normed sum of both, its columns in an order, and the sum."""
-    x, residual = (total, None) if added is None else (added, total)
-    if order is None:
-        return ops.rms_norm(x, weight, eps, residual)
-    return ops.rms_norm_in_order(x, weight, eps, residual, order)
-
-
 def _waits_for_host(linear: JoinedLinear) -> bool:
     own = linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
     return isinstance(own, ZipperTilesLinear) and bool(own.hosts)
-
-
-def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
-    """A linear for inputs that are in its order, and the order."""
-    return (linear.linear, linear.order) if isinstance(linear, OrderedLinear) else (linear, None)
-
-
-def _mlp(block: Block) -> dict[str, Any]:
-    """The fields of a `Layer` that its MLP or its experts fill."""
-    if block.experts is not None:
-        fields = "gate_up", "down", "gate_up_order", "down_order", "down_rotation"
-        return {**dict.fromkeys(fields), "experts": expert_layer(block.experts)}
-    modules = block.modules
-    gate_up = [modules[name] for name in ("gate", "up")] if "gate" in modules else [modules["gate_up"]]
-    joined_gate_up, gate_up_order = _without_order(joined(gate_up, "gate, up"))
-    down, down_order = _without_order(joined([modules["down"]], "down"))
-    down, down_rotation = (down.linear, down.how) if isinstance(down, RotatedLinear) else (down, None)
-    found = {"gate_up": joined_gate_up, "down": down, "gate_up_order": gate_up_order, "down_order": down_order}
-    return {**found, "down_rotation": down_rotation, "experts": None}
-
-
-def _layer(block: Block) -> Layer:
-    modules = block.modules
-    qkv = [modules[name] for name in ("q", "k", "v")] if "q" in modules else [modules["qkv"]]
-    attention, mlp, attention_out, mlp_out, q_norm, k_norm = block.norms
-    joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
-    return Layer(
-        qkv=joined_qkv,
-        o=joined([modules["o"]], "o"),
-        qkv_order=qkv_order,
-        **_mlp(block),
-        attention_norm=attention,
-        mlp_norm=mlp,
-        attention_out=attention_out,
-        mlp_out=mlp_out,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        window=block.window,
-        rope=block.rope_table,
-    )

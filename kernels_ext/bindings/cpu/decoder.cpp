@@ -27,20 +27,23 @@ using MaybeTensor = std::optional<Tensor>;
 class DecoderObject : public torch::CustomClassHolder {
  public:
   // embedding without elements: set_nested_embedding follows, for a table of bfloat16.
-  DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm) {
-    TORCH_CHECK_VALUE(dims.size() == 10 && numbers.size() == 5, "Decoder takes 10 sizes and 5 numbers, got ",
+  DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm,
+                const MaybeTensor& final_bias) {
+    TORCH_CHECK_VALUE(dims.size() == 16 && numbers.size() == 5, "Decoder takes 16 sizes and 5 numbers, got ",
                       dims.size(), " and ", numbers.size());
     mlspec::DecoderShape& s = decoder_.shape;
     s.hidden = dims[0], s.heads = dims[1], s.kv_heads = dims[2], s.head_dim = dims[3], s.intermediate = dims[4];
     s.vocab = dims[5], s.embeddings = dims[6], s.rotary_dim = dims[7];
     s.activation = static_cast<mlspec_activation>(dims[8]);
     s.kv_dtype = dims[9] ? MLSPEC_BFLOAT16 : MLSPEC_FLOAT32;
+    s.norms_have_mean = dims[10], s.rotates_pairs = dims[11], s.parallel = dims[12], s.grouped_qkv = dims[13];
+    s.norms_behind_rotation = dims[14], s.plain_mlp = dims[15];
     s.positions = 0;
     s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
     s.attention_softcap = numbers[3], s.logit_softcap = numbers[4];
     TORCH_CHECK_VALUE(s.hidden > 0 && s.kv_heads > 0 && s.heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 &&
                           s.head_dim <= mlspec::kMaxHeadDim && s.intermediate > 0 && s.vocab > 0 && s.embeddings > 0 &&
-                          dims[8] >= MLSPEC_SILU && dims[8] <= MLSPEC_RELU && s.rotary_dim > 0 &&
+                          dims[8] >= MLSPEC_SILU && dims[8] <= MLSPEC_RELU_SQUARED && s.rotary_dim > 0 &&
                           s.rotary_dim <= s.head_dim && s.rotary_dim % 2 == 0,
                       "Decoder: impossible sizes ", at::IntArrayRef(dims));
     s.embedding_dtype = storage_dtype(embedding, "the embedding");
@@ -48,7 +51,7 @@ class DecoderObject : public torch::CustomClassHolder {
       check_plain(embedding, "the embedding", embedding.scalar_type(), {s.embeddings, s.hidden});
       decoder_.embedding = hold(embedding);
     }
-    decoder_.final_norm = norm(final_norm, "the final norm", s.hidden);
+    decoder_.final_norm = {floats(final_norm, "the final norm", s.hidden), floats(final_bias, "its bias", s.hidden)};
     mlspec::cpu_kernels();  // throws where MLSPEC_CPU_ISA asks for what is not here; a parallel region cannot
   }
 
@@ -63,26 +66,37 @@ class DecoderObject : public torch::CustomClassHolder {
     if (index == known) decoder_.ropes.emplace_back(), rope_tensors_.emplace_back();
     rope_tensors_[index] = {cos, sin};
     decoder_.ropes[index] = {cos.const_data_ptr<float>(), sin.const_data_ptr<float>()};
-    int64_t least = cos.size(0);
+    int64_t least = num_position_rows_ ? std::min(num_position_rows_, cos.size(0)) : cos.size(0);
     for (const auto& pair : rope_tensors_) least = std::min(least, pair.first.size(0));
     decoder_.shape.positions = least;
   }
 
-  // norms: attention, mlp, attention_out, mlp_out, q, k; float32 with any +1 added. q and k: of a head, or of all heads.
+  // [positions, hidden] of the embedding's dtype, before set_rope: added to the embedding of a token at each position.
+  void set_position_embedding(const Tensor& table) {
+    TORCH_CHECK_VALUE(rope_tensors_.empty(), "the embedding of positions comes before rope tables");
+    const auto& s = decoder_.shape;
+    check_plain(table, "the embedding of positions", s.embedding_dtype == MLSPEC_FLOAT32 ? at::kFloat : at::kBFloat16,
+                {table.size(0), s.hidden});
+    num_position_rows_ = table.size(0);
+    decoder_.position_embedding = hold(table);
+  }
+
+  // norms: attention, mlp, attention_out, mlp_out, q, k, then the biases of these; float32 with any +1 added. q and k: of a head, or
+  // of all heads.
   void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table) {
-    TORCH_CHECK_VALUE(norms.size() == 6 && norms[0] && norms[1], "a layer has 6 norms, the first two always there");
+    TORCH_CHECK_VALUE(norms.size() == 12, "a layer has 6 norms and 6 biases of norms, got ", norms.size());
     TORCH_CHECK_VALUE(window >= 0, "window is ", window, ", 0 (full attention) or more is meant");
     TORCH_CHECK_INDEX(rope_table >= 0 && rope_table < static_cast<int64_t>(decoder_.ropes.size()), "rope table ", rope_table);
     const auto& s = decoder_.shape;
     DecoderLayer layer;
-    layer.attention_norm = norm(norms[0], "attention_norm", s.hidden);
-    layer.mlp_norm = norm(norms[1], "mlp_norm", s.hidden);
-    layer.attention_out_norm = norm(norms[2], "attention_out_norm", s.hidden);
-    layer.mlp_out_norm = norm(norms[3], "mlp_out_norm", s.hidden);
     layer.q_norm_width = norms[4] && norms[4]->numel() > s.head_dim ? s.heads * s.head_dim : s.head_dim;
     layer.k_norm_width = norms[5] && norms[5]->numel() > s.head_dim ? s.kv_heads * s.head_dim : s.head_dim;
-    layer.q_norm = norm(norms[4], "q_norm", layer.q_norm_width);
-    layer.k_norm = norm(norms[5], "k_norm", layer.k_norm_width);
+    const auto norm = [&](int i, const std::string& what, int64_t size) {
+      return mlspec::Norm{floats(norms[i], what, size), floats(norms[6 + i], what + ".bias", size)};
+    };
+    layer.attention_norm = norm(0, "attention_norm", s.hidden), layer.mlp_norm = norm(1, "mlp_norm", s.hidden);
+    layer.attention_out_norm = norm(2, "attention_out_norm", s.hidden), layer.mlp_out_norm = norm(3, "mlp_out_norm", s.hidden);
+    layer.q_norm = norm(4, "q_norm", layer.q_norm_width), layer.k_norm = norm(5, "k_norm", layer.k_norm_width);
     layer.window = window;
     layer.rope_table = rope_table;
     decoder_.layers.push_back(layer);
@@ -298,11 +312,11 @@ class DecoderObject : public torch::CustomClassHolder {
   void put(const std::string& name, mlspec::Linear linear, const MaybeTensor& bias) {
     mlspec::Linear& target = place(name);
     mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features);
-    linear.bias = norm(bias, name + ".bias", linear.out_features);
+    linear.bias = floats(bias, name + ".bias", linear.out_features);
     target = linear;
   }
 
-  const float* norm(const MaybeTensor& weight, const std::string& what, int64_t size) {
+  const float* floats(const MaybeTensor& weight, const std::string& what, int64_t size) {
     if (!weight) return nullptr;
     check_plain(*weight, what, at::kFloat, {size});
     return static_cast<const float*>(hold(*weight));
@@ -332,14 +346,16 @@ class DecoderObject : public torch::CustomClassHolder {
   mlspec::Decoder decoder_;
   std::vector<Tensor> held_;
   std::vector<std::pair<Tensor, Tensor>> rope_tensors_;
+  int64_t num_position_rows_ = 0;  // 0: positions have no embedding
 };
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(mlspec, m) {
   m.class_<DecoderObject>("Decoder")
-      .def(torch::init<Ints, std::vector<double>, Tensor, Tensor>())
+      .def(torch::init<Ints, std::vector<double>, Tensor, Tensor, MaybeTensor>())
       .def("set_rope", &DecoderObject::set_rope)
+      .def("set_position_embedding", &DecoderObject::set_position_embedding)
       .def("add_layer", &DecoderObject::add_layer)
       .def("set_router", &DecoderObject::set_router)
       .def("set_experts", &DecoderObject::set_experts)

@@ -20,12 +20,18 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
   TORCH_CHECK_VALUE(ready(decoder.head), "the decoder has no head yet");
   for (size_t i = 0; i < decoder.layers.size(); ++i) {
     const DecoderLayer& l = decoder.layers[i];
-    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o})
-      TORCH_CHECK_VALUE(ready(*linear), "layer ", i, " of the decoder has not all of its seven linears yet");
-    for (const Linear* linear : {&l.gate, &l.up, &l.down})
-      TORCH_CHECK_VALUE(l.experts || ready(*linear), "layer ", i, " of the decoder has not all of its seven linears yet");
+    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o}) {
+      const bool inside = decoder.shape.grouped_qkv && (linear == &l.k || linear == &l.v);
+      TORCH_CHECK_VALUE(inside || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
+    }
+    for (const Linear* linear : {&l.gate, &l.up, &l.down}) {
+      const bool none = l.experts || (decoder.shape.plain_mlp && linear == &l.gate);
+      TORCH_CHECK_VALUE(none || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
+    }
+    TORCH_CHECK_VALUE(!l.experts || !decoder.shape.parallel, "layer ", i, ": experts do not run beside attention");
     if (l.experts) check_experts(*l.experts, bits, "layer " + std::to_string(i) + " of the decoder");
-    TORCH_CHECK_VALUE(alike(l.q, l.k) && alike(l.q, l.v) && alike(l.gate, l.up), "layer ", i,
+    const bool parts = decoder.shape.grouped_qkv || (alike(l.q, l.k) && alike(l.q, l.v));
+    TORCH_CHECK_VALUE(parts && (decoder.shape.plain_mlp || alike(l.gate, l.up)), "layer ", i,
                       ": q, k, v and gate, up need weights of one format, group, numbers of bits, clip of activations, and order of inputs");
   }
 }

@@ -45,7 +45,7 @@ inline void check_place(const std::string& name, const DecoderShape& s, int64_t 
   const int64_t inputs = from_hidden ? s.hidden : name == "o" ? queries : s.intermediate;
   const int64_t outputs = !from_hidden    ? s.hidden
                           : name == "head" ? s.vocab
-                          : name == "q"    ? queries
+                          : name == "q"    ? queries + (s.grouped_qkv ? 2 * keys : 0)
                           : name == "k" || name == "v" ? keys
                                                        : s.intermediate;
   TORCH_CHECK_VALUE(in == inputs && out == outputs, name, " maps ", in, " to ", out, " features, the decoder's maps ", inputs,

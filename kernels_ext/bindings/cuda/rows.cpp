@@ -11,7 +11,7 @@ namespace {
 
 using namespace mlspec;
 
-const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3}";
+const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3, 'relu2': 4}";
 
 std::tuple<Tensor, Tensor> norm_by(const char* op, const Tensor& x, const Tensor& weight, double eps, const Maybe& residual,
                                    const Tensor* order) {
@@ -72,7 +72,7 @@ void check_gated(const char* op, const Tensor& gate_up, int64_t activation) {
   check_bf16(op, "gate_up", gate_up);
   TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
                     ", expected [n, 2 * intermediate]");
-  TORCH_CHECK_VALUE(activation >= 0 && activation <= 3, op, ": activation is ", activation, ", choose one of ", kActivationNames);
+  TORCH_CHECK_VALUE(activation >= 0 && activation <= 4, op, ": activation is ", activation, ", choose one of ", kActivationNames);
 }
 
 Tensor gated_by(const char* op, const Tensor& gate_up, int64_t activation, const Tensor* order) {

@@ -11,9 +11,6 @@ namespace {
 constexpr int64_t kScoredTogether = 64;  // rows of logits at a time: a vocabulary of 152k takes 39 MB
 constexpr int64_t kChunk = 128;  // elements of one piece of packing: a multiple of every group
 
-// AMX tiles hold 16 rows of activations in every cache line: two threads packing rows of one tile would fight for it.
-bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS_BF16_TILES && acts.num_rows > 1; }
-
 // to[i] = x[order[i]]; four at a time, as compilers leave alone what they cannot make vectors of.
 void gather(const float* x, const int32_t* order, int64_t count, float* to) {
   int64_t i = 0;
@@ -80,9 +77,21 @@ void Decoder::prepare(Pass& pass, int threads) {
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
 }
 
-// hidden += norm(block) where the layer before asks for it; then the acts of `next` = norm(hidden), or, without one, `normed`.
-void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear* next) {
-  const CpuKernels& kernels = cpu_kernels();
+void Decoder::norm_row(const Norm& norm, const float* x, int64_t width, float* y) const {
+  const mlspec_row_ops& row = cpu_kernels().row;
+  if (shape.norms_have_mean) return row.layer_norm(x, norm.weight, norm.bias, shape.norm_eps, width, y);
+  row.rms_norm(x, norm.weight, shape.norm_eps, width, y);
+}
+
+// hidden += norm(block), or the block itself, where the layer before left that.
+void Decoder::settle(const Pending& pending, const float* block, float* hidden, float* room) const {
+  if (!pending.waits) return;
+  if (pending.norm) norm_row(pending.norm, block, shape.hidden, room);
+  cpu_kernels().row.add(pending.norm ? room : block, shape.hidden, hidden);
+}
+
+// What waits is added; then the acts of `next` = norm(hidden), or, without one, `normed`.
+void Decoder::normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next) {
   const mlspec_acts acts = next ? acts_for(*next, rows) : mlspec_acts{};
   Workspace& w = *work_;
   const bool together = !next || rows_share_lines(acts);
@@ -91,76 +100,15 @@ void Decoder::normalize(Team& team, int64_t rows, const float* out_norm, const f
     for (int64_t n = begin; n < end; ++n) {
       float* const hidden = w.hidden.data() + n * shape.hidden;
       float* const normed = together ? w.normed.data() + n * shape.hidden : own;
-      if (out_norm) {
-        kernels.row.rms_norm(w.block.data() + n * shape.hidden, out_norm, shape.norm_eps, shape.hidden, normed);
-        kernels.row.add(normed, shape.hidden, hidden);
-      }
-      kernels.row.rms_norm(hidden, norm, shape.norm_eps, shape.hidden, normed);
+      settle(pending, w.block.data() + n * shape.hidden, hidden, normed);
+      if (norm) norm_row(norm, hidden, shape.hidden, normed);
+      if (!norm && together) std::memcpy(normed, hidden, shape.hidden * sizeof(float));
       if (together) continue;
-      const mlspec_pack_args pack{in_order(*next, normed, own + shape.hidden), 0, &acts};
-      kernels.pack_rows(&pack, n, n + 1, 0, acts.in_features);
+      const mlspec_pack_args pack{in_order(*next, norm ? normed : hidden, own + shape.hidden), 0, &acts};
+      cpu_kernels().pack_rows(&pack, n, n + 1, 0, acts.in_features);
     }
   });
   if (next && together) pack_rows(team, w.normed.data(), shape.hidden, rows, *next);
-}
-
-// Heads side by side: norm_width elements at a time, those of a head or all of them.
-void Decoder::norm_heads(const float* norm, int64_t norm_width, int64_t width, float* heads) const {
-  if (!norm) return;
-  for (int64_t at = 0; at < width; at += norm_width)
-    cpu_kernels().row.rms_norm(heads + at, norm, shape.norm_eps, norm_width, heads + at);
-}
-
-// Heads of every token: per-head norms, rotation, keys and values into the cache; then attention and its packing.
-void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
-  const CpuKernels& kernels = cpu_kernels();
-  const DecoderLayer& layer = layers[index];
-  const int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * dim;
-  const int64_t stride = width + 2 * shape.kv_heads * dim, tokens = pass.tokens.size();
-  const int64_t slot_bytes = mlspec_cache_row_bytes(pass.kv.dtype, dim);
-  Workspace& w = *work_;
-  char* const kv = static_cast<char*>(pass.kv.data);
-  const auto lane = [&](int64_t which, int64_t row, int64_t head) {
-    return kv + (((index * 2 + which) * pass.kv.batch + row) * shape.kv_heads + head) * pass.kv.slots * slot_bytes;
-  };
-  const RopeTable& rope = ropes[layer.rope_table];
-  const int64_t half = shape.rotary_dim / 2;
-  team.share(tokens, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) {
-      float* const row = w.qkv.data() + n * stride;
-      const int64_t position = pass.positions[n];
-      norm_heads(layer.q_norm, layer.q_norm_width, width, row);
-      norm_heads(layer.k_norm, layer.k_norm_width, shape.kv_heads * dim, row + width);
-      for (int64_t h = 0; h < shape.heads + shape.kv_heads; ++h) {
-        kernels.row.rope(row + h * dim, rope.cos + position * half, rope.sin + position * half, shape.rotary_dim);
-      }
-      for (int64_t h = 0; h < 2 * shape.kv_heads; ++h) {
-        char* const slot = lane(h / shape.kv_heads, pass.rows[n], h % shape.kv_heads) + position * slot_bytes;
-        kernels.row.narrow(row + width + h * dim, pass.kv.dtype, dim, slot);
-      }
-    }
-  });
-  const mlspec_acts acts = acts_for(layer.o, tokens);
-  const int64_t share = group * dim;  // the elements of one key head's queries: packed where whole groups of a scale
-  const int64_t pieces = pass.blocks.size();
-  const bool whole = share % std::max<int64_t>(32, acts.group) == 0 && !layer.o.order && !layer.o.rotates();
-  const bool packs = whole && (pieces == 1 || !rows_share_lines(acts));
-  team.share(pieces * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const Segment& block = pass.blocks[item / shape.kv_heads];
-      const int64_t head = item % shape.kv_heads;
-      const float* const q = w.qkv.data() + block.first * stride + head * share;
-      float* const out = w.context.data() + block.first * width + head * share;
-      const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
-                                       lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
-                                       pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width};
-      kernels.attention(&args);
-      const mlspec_pack_args pack{w.context.data(), width, &acts};
-      if (packs) kernels.pack_rows(&pack, block.first, block.first + block.count, head * share, (head + 1) * share);
-    }
-  });
-  if (layer.o.rotates()) return rotate_and_pack(team, w.context.data(), width, tokens, layer.o);
-  if (!packs) pack_rows(team, w.context.data(), width, tokens, layer.o);
 }
 
 void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
@@ -191,8 +139,16 @@ void Decoder::rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows
   if (together) pack_rows(team, x, stride, rows, next);
 }
 
-// acts of down = activation(gate) * up, which takes the place of gate where it is rotated.
-void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
+// activation(gate) * up, where up lies behind all of gate; or, of an MLP without gates, activation(up) alone.
+void Decoder::activate_piece(const float* gate, int64_t count, float* to) const {
+  const mlspec_row_ops& row = cpu_kernels().row;
+  if (shape.plain_mlp) return row.activate(gate, shape.activation, count, to);
+  row.activate_mul(gate, gate + shape.intermediate, shape.activation, count, to);
+}
+
+// acts of down, made of what activate_piece gives, which takes the place of gate where it is rotated.
+void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
+  const Linear& down = layer.down;
   const CpuKernels& kernels = cpu_kernels();
   const mlspec_acts acts = acts_for(down, rows);
   Workspace& w = *work_;
@@ -201,7 +157,7 @@ void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
     share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
       for (int64_t n = row; n < row_end; ++n) {
         float* const gate = w.gate_up.data() + n * 2 * width + k;
-        kernels.row.activate_mul(gate, gate + width, shape.activation, k_end - k, gate);
+        activate_piece(gate, k_end - k, gate);
       }
     });
     return rotate_and_pack(team, w.gate_up.data(), 2 * width, rows, down);
@@ -210,19 +166,33 @@ void Decoder::activate(Team& team, int64_t rows, const Linear& down) {
   share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     alignas(64) float ordered[2][kChunk];
     for (int64_t n = row; n < row_end; ++n) {
-      const float *gate = w.gate_up.data() + n * 2 * width, *up = gate + width;
-      if (down.order) {
-        gather(gate, down.order + k, k_end - k, ordered[0]);
-        gather(up, down.order + k, k_end - k, ordered[1]);
-        gate = ordered[0], up = ordered[1];
-      } else {
-        gate += k, up += k;
+      const float* const gate = w.gate_up.data() + n * 2 * width;
+      float* const to = product + (n - row) * kChunk;
+      if (!down.order) {
+        activate_piece(gate + k, k_end - k, to);
+        continue;
       }
-      kernels.row.activate_mul(gate, up, shape.activation, k_end - k, product + (n - row) * kChunk);
+      gather(gate, down.order + k, k_end - k, ordered[0]);
+      if (shape.plain_mlp) {
+        kernels.row.activate(ordered[0], shape.activation, k_end - k, to);
+        continue;
+      }
+      gather(gate + width, down.order + k, k_end - k, ordered[1]);
+      kernels.row.activate_mul(ordered[0], ordered[1], shape.activation, k_end - k, to);
     }
     const mlspec_pack_args pack{product - row * kChunk - k, kChunk, &acts};
     kernels.pack_rows(&pack, row, row_end, k, k_end);
   });
+}
+
+// to (+)= MLP of the packed activations.
+void Decoder::mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate) {
+  const Linear* const gate_up[] = {&layer.gate, &layer.up};
+  const int parts = shape.plain_mlp ? 1 : 2;
+  multiply(team, gate_up + 2 - parts, parts, work_->gate_up.data(), 2 * shape.intermediate, false, rows);
+  activate(team, rows, layer);
+  const Linear* const down[] = {&layer.down};
+  multiply(team, down, 1, to, shape.hidden, accumulate, rows);
 }
 
 // The row of a nested table: exactly, from what escaped where it is there.
@@ -239,7 +209,7 @@ void Decoder::nested_row(int64_t id, uint16_t* row) const {
   mlspec_nested_row(&args, id, row);
 }
 
-// hidden = rows of the table, times embedding_scale.
+// hidden = rows of the table, times embedding_scale, and those of the table of positions.
 void Decoder::embed(Team& team, const Pass& pass) {
   const int64_t element = shape.embedding_dtype == MLSPEC_FLOAT32 ? 4 : 2;
   Workspace& w = *work_;
@@ -249,7 +219,13 @@ void Decoder::embed(Team& team, const Pass& pass) {
       if (!embedding) nested_row(pass.tokens[i], own);
       const char* const row = static_cast<const char*>(embedding) + (embedding ? pass.tokens[i] * shape.hidden * element : 0);
       const void* const from = embedding ? static_cast<const void*>(row) : own;
-      cpu_kernels().row.widen(from, shape.embedding_dtype, shape.embedding_scale, shape.hidden, w.hidden.data() + i * shape.hidden);
+      float* const hidden = w.hidden.data() + i * shape.hidden;
+      cpu_kernels().row.widen(from, shape.embedding_dtype, shape.embedding_scale, shape.hidden, hidden);
+      if (!position_embedding) continue;
+      const char* const place = static_cast<const char*>(position_embedding) + pass.positions[i] * shape.hidden * element;
+      float* const position = w.rows.data() + team.index() * w.row_stride;
+      cpu_kernels().row.widen(place, shape.embedding_dtype, 1.0f, shape.hidden, position);
+      cpu_kernels().row.add(position, shape.hidden, hidden);
     }
   });
 }
@@ -259,27 +235,29 @@ void Decoder::forward(Team& team, Pass& pass) {
   // All that is asked of the pass is asked before the last barrier: behind it the deciding thread fills the next pass.
   const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
   embed(team, pass);
-  const float* pending = nullptr;  // the norm that the last block's output still waits for
+  Pending pending;
   for (size_t i = 0; i < layers.size(); ++i) {
     const DecoderLayer& layer = layers[i];
+    const Linear* const inner = layer.experts ? nullptr : shape.plain_mlp ? &layer.up : &layer.gate;
     normalize(team, n, pending, layer.attention_norm, &layer.q);
     const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
-    multiply(team, qkv, 3, w.qkv.data(), context + 2 * shape.kv_heads * shape.head_dim, false, n);
+    multiply(team, qkv, shape.grouped_qkv ? 1 : 3, w.qkv.data(), context + 2 * shape.kv_heads * shape.head_dim, false, n);
     attention(team, pass, i);
     const Linear* const o[] = {&layer.o};
-    pending = layer.attention_out_norm;
-    multiply(team, o, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
-    normalize(team, n, pending, layer.mlp_norm, layer.experts ? nullptr : &layer.gate);
-    pending = layer.mlp_out_norm;
-    if (layer.experts) {
-      visit_experts(team, *layer.experts, n, pending);
+    pending = {layer.attention_out_norm || shape.parallel, layer.attention_out_norm};
+    multiply(team, o, 1, pending.waits ? w.block.data() : w.hidden.data(), shape.hidden, !pending.waits, n);
+    if (shape.parallel) {  // both wait in `block` until the next norm
+      normalize(team, n, {}, layer.mlp_norm, inner);
+      mlp(team, n, layer, w.block.data(), true);
       continue;
     }
-    const Linear* const gate_up[] = {&layer.gate, &layer.up};
-    multiply(team, gate_up, 2, w.gate_up.data(), 2 * shape.intermediate, false, n);
-    activate(team, n, layer.down);
-    const Linear* const down[] = {&layer.down};
-    multiply(team, down, 1, pending ? w.block.data() : w.hidden.data(), shape.hidden, !pending, n);
+    normalize(team, n, pending, layer.mlp_norm, inner);
+    pending = {static_cast<bool>(layer.mlp_out_norm), layer.mlp_out_norm};
+    if (layer.experts) {
+      visit_experts(team, *layer.experts, n, pending.waits);
+      continue;
+    }
+    mlp(team, n, layer, pending.waits ? w.block.data() : w.hidden.data(), !pending.waits);
   }
   for (int64_t first = 0; first < kept; first += kScoredTogether) {
     float* const logits = pass.logits ? pass.logits + first * shape.vocab : w.logits.data();
@@ -288,7 +266,7 @@ void Decoder::forward(Team& team, Pass& pass) {
 }
 
 // Final norm, head, soft cap and argmax of kept tokens [first, first + count) into `logits`.
-void Decoder::score(Team& team, Pass& pass, const float* pending, int64_t first, int64_t count, float* logits) {
+void Decoder::score(Team& team, Pass& pass, const Pending& pending, int64_t first, int64_t count, float* logits) {
   const CpuKernels& kernels = cpu_kernels();
   Workspace& w = *work_;
   const mlspec_acts acts = acts_for(head, count);
@@ -300,11 +278,8 @@ void Decoder::score(Team& team, Pass& pass, const float* pending, int64_t first,
       float* const hidden = w.scored.data() + i * shape.hidden;
       float* const normed = together ? w.normed.data() + i * shape.hidden : own;
       std::memcpy(hidden, w.hidden.data() + token, shape.hidden * sizeof(float));
-      if (pending) {
-        kernels.row.rms_norm(w.block.data() + token, pending, shape.norm_eps, shape.hidden, normed);
-        kernels.row.add(normed, shape.hidden, hidden);
-      }
-      kernels.row.rms_norm(hidden, final_norm, shape.norm_eps, shape.hidden, normed);
+      settle(pending, w.block.data() + token, hidden, normed);
+      norm_row(final_norm, hidden, shape.hidden, normed);
       if (together) continue;
       const mlspec_pack_args pack{in_order(head, normed, own + shape.hidden), 0, &acts};
       kernels.pack_rows(&pack, i, i + 1, 0, acts.in_features);

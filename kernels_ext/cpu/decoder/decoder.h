@@ -12,16 +12,26 @@
 
 namespace mlspec {
 
-// A decoder layer of the Llama family. Norm weights are float32 with any +1 already added; null: there is no such norm.
+// Of all norms of a decoder one of two forms: DecoderShape::norms_have_mean. Weights are float32 with any +1 already added.
+struct Norm {
+  const float* weight = nullptr;  // null: there is no such norm
+  const float* bias = nullptr;    // null: none
+  explicit operator bool() const { return weight; }
+};
+
+// What the output of a block waits for, which lies in Workspace::block, before it is added to the residual stream.
+struct Pending {
+  bool waits = false;
+  Norm norm;  // none: it is added as it is
+};
+
+// A decoder layer of the Llama family.
 struct DecoderLayer {
-  Linear q, k, v, o, gate, up, down;
+  Linear q, k, v, o, gate, up, down;  // q: of queries, keys and values where qkv is grouped
   std::shared_ptr<Experts> experts;  // in place of gate, up and down; null: these
-  const float* attention_norm = nullptr;
-  const float* mlp_norm = nullptr;
-  const float* attention_out_norm = nullptr;  // between a block and its residual: Gemma 2 and 3
-  const float* mlp_out_norm = nullptr;
-  const float* q_norm = nullptr;  // per head: Qwen3, Gemma 3; over all heads: OLMoE
-  const float* k_norm = nullptr;
+  Norm attention_norm, mlp_norm;  // none: the block reads the residual stream itself (OLMo 2)
+  Norm attention_out_norm, mlp_out_norm;  // between a block and its residual: Gemma 2 and 3
+  Norm q_norm, k_norm;  // per head: Qwen3, Gemma 3; over all heads: OLMoE
   int64_t q_norm_width = 0, k_norm_width = 0;  // elements that are normed together
   int64_t window = 0;      // 0: full attention
   int64_t rope_table = 0;  // which of Decoder::ropes
@@ -37,6 +47,12 @@ struct DecoderShape {
   float norm_eps, embedding_scale, attention_scale, attention_softcap, logit_softcap;
   mlspec_activation activation;
   mlspec_dtype embedding_dtype, kv_dtype;
+  bool norms_have_mean;    // layer norms, not RMS norms
+  bool rotates_pairs;      // an element and its neighbour, not the one half a head further
+  bool parallel;           // attention and MLP both read the residual stream as it was before both
+  bool grouped_qkv;        // outputs of q: of every key head its queries, key and value
+  bool norms_behind_rotation;  // of queries and keys
+  bool plain_mlp;          // down(activation(up)): no layer has a gate
 };
 
 // Keys and values of a batch: [layers][2][batch][kv_heads][slots] rows of mlspec_cache_row_bytes, of different lengths.
@@ -78,7 +94,8 @@ class Decoder {
   std::vector<RopeTable> ropes;
   const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested
   Linear nested_embedding;
-  const float* final_norm = nullptr;
+  const void* position_embedding = nullptr;  // [positions][hidden], of the embedding's dtype, added to it; null: none
+  Norm final_norm;
   Linear head;
   // int4 weights times 16-bit activations: first to bfloat16 in memory, then a dense product (what systems without a kernel
   // for it do; for comparison).
@@ -109,12 +126,20 @@ class Decoder {
   void embed(Team& team, const Pass& pass);
   void nested_row(int64_t id, uint16_t* row) const;
   void multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
-  void normalize(Team& team, int64_t rows, const float* out_norm, const float* norm, const Linear* next);
-  void norm_heads(const float* norm, int64_t norm_width, int64_t width, float* heads) const;
+  void norm_row(const Norm& norm, const float* x, int64_t width, float* y) const;
+  void settle(const Pending& pending, const float* block, float* hidden, float* room) const;
+  void normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next);
+  void norm_heads(const Norm& norm, int64_t norm_width, int64_t width, float* heads) const;
+  int64_t queries_at(int64_t kv_head) const;
+  int64_t key_at(int64_t kv_head) const;
+  int64_t value_at(int64_t kv_head) const;
+  void turn_heads(const DecoderLayer& layer, int64_t position, float* qkv) const;
   void attention(Team& team, const Pass& pass, int64_t layer);
   void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
   void rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next);
-  void activate(Team& team, int64_t rows, const Linear& down);
+  void activate(Team& team, int64_t rows, const DecoderLayer& layer);
+  void activate_piece(const float* gate, int64_t count, float* to) const;
+  void mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate);
   void reserve_experts(int64_t n);
   void visit_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
   void route(Team& team, const Experts& experts, int64_t rows);
@@ -125,7 +150,7 @@ class Decoder {
   void multiply_products(Team& team, const Products& products);
   void activate_visits(Team& team);
   void sum_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
-  void score(Team& team, Pass& pass, const float* pending, int64_t first, int64_t count, float* logits);
+  void score(Team& team, Pass& pass, const Pending& pending, int64_t first, int64_t count, float* logits);
 
   std::shared_ptr<Workspace> work_;
 };

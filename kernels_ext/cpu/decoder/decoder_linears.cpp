@@ -43,7 +43,7 @@ void Decoder::reserve_dense(int threads) {
   for (const DecoderLayer& l : layers) {
     measure({&l.q, &l.k, &l.v});
     measure({&l.o});
-    measure({&l.gate, &l.up});
+    !shape.plain_mlp ? measure({&l.gate, &l.up}) : measure({&l.up});
     measure({&l.down});
   }
   measure({&head});

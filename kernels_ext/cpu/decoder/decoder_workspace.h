@@ -32,6 +32,9 @@ class Buffer {
 
 using cpu_tiles::kTileOutputs;
 
+// AMX tiles hold 16 rows of activations in every cache line: two threads packing rows of one tile would fight for it.
+inline bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS_BF16_TILES && acts.num_rows > 1; }
+
 // Up to 16 rows of a visit.
 struct RowTile {
   int64_t visit, row, row_end;

@@ -19,6 +19,6 @@ namespace {
 
 extern "C" {
 extern const mlspec_row_ops mlspec_row_ops_generic;
-const mlspec_row_ops mlspec_row_ops_generic = {rms_norm, add,     widen,  narrow, activate_mul,
-                                               rope,     softcap, argmax, draw};
+const mlspec_row_ops mlspec_row_ops_generic = {
+    rms_norm, layer_norm, add, widen, narrow, activate, activate_mul, rope, rope_pairs, softcap, argmax, draw};
 }

@@ -41,6 +41,32 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* 
   });
 }
 
+inline Vec sum_of_four(const Vec (&sums)[4]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
+
+// The sum over a row of f(elements, what has been summed so far), the lanes behind the last element left out.
+template <class F>
+inline double row_sum(const float* x, int64_t n, F&& f) {
+  Vec sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) sums[j] = f(Vec::load(x + i + j * kLanes), sums[j]);
+  for_each_vec(n - i, [&](int64_t offset, auto lanes) {
+    const Vec more = f(load(x + i + offset, lanes), sums[0]);
+    sums[0] = select(Vec::lanes_between(0, lanes), more, sums[0]);
+  });
+  return Vec::sum(sum_of_four(sums));
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y) {
+  const Vec mean = Vec::all(static_cast<float>(row_sum(x, n, [](Vec v, Vec so_far) { return so_far + v; }) / static_cast<double>(n)));
+  const double squares = row_sum(x, n, [&](Vec v, Vec so_far) { return fma(v - mean, v - mean, so_far); });
+  const Vec factor = Vec::all(static_cast<float>(1. / std::sqrt(squares / static_cast<double>(n) + eps)));
+  for_each_vec(n, [&](int64_t i, auto lanes) {
+    const Vec normed = (load(x + i, lanes) - mean) * factor, w = load(weight + i, lanes);
+    store(bias ? fma(normed, w, load(bias + i, lanes)) : normed * w, y + i, lanes);
+  });
+}
+
 void add(const float* x, int64_t n, float* y) {
   for_each_vec(n, [&](int64_t i, auto lanes) { store(load(y + i, lanes) + load(x + i, lanes), y + i, lanes); });
 }
@@ -190,12 +216,25 @@ inline Vec gelu_tanh(Vec x) {
 inline Vec gelu(Vec x) { return x * normal_cdf(x); }
 inline Vec relu(Vec x) { return max(Vec::zero(), x); }  // NaN stays NaN
 
+inline Vec relu_squared(Vec x) { return relu(x) * relu(x); }
+
+void activate(const float* x, mlspec_activation kind, int64_t n, float* y) {
+  switch (kind) {
+    case MLSPEC_SILU: return map(x, n, y, [](Vec v) { return silu(v); });
+    case MLSPEC_GELU_TANH: return map(x, n, y, [](Vec v) { return gelu_tanh(v); });
+    case MLSPEC_GELU: return map(x, n, y, [](Vec v) { return gelu(v); });
+    case MLSPEC_RELU: return map(x, n, y, [](Vec v) { return relu(v); });
+    case MLSPEC_RELU_SQUARED: return map(x, n, y, [](Vec v) { return relu_squared(v); });
+  }
+}
+
 void activate_mul(const float* gate, const float* up, mlspec_activation kind, int64_t n, float* y) {
   switch (kind) {
     case MLSPEC_SILU: return map_mul(gate, up, n, y, [](Vec v) { return silu(v); });
     case MLSPEC_GELU_TANH: return map_mul(gate, up, n, y, [](Vec v) { return gelu_tanh(v); });
     case MLSPEC_GELU: return map_mul(gate, up, n, y, [](Vec v) { return gelu(v); });
     case MLSPEC_RELU: return map_mul(gate, up, n, y, [](Vec v) { return relu(v); });
+    case MLSPEC_RELU_SQUARED: return map_mul(gate, up, n, y, [](Vec v) { return relu_squared(v); });
   }
 }
 
@@ -206,6 +245,19 @@ void rope(float* head, const float* cos, const float* sin, int64_t rotary_dim) {
     const Vec c = load(cos + i, lanes), s = load(sin + i, lanes);
     store(neg_fma(second, s, first * c), head + i, lanes);
     store(fma(first, s, second * c), head + half + i, lanes);
+  });
+}
+
+// Of kLanes pairs at a time: parted into their first and second elements, rotated as halves are.
+void rope_pairs(float* head, const float* cos, const float* sin, int64_t rotary_dim) {
+  for_each_vec(rotary_dim / 2, [&](int64_t i, auto lanes) {
+    float first[kLanes] = {}, second[kLanes] = {};
+    float* const pairs = head + 2 * i;
+    for (int j = 0; j < lanes; ++j) first[j] = pairs[2 * j], second[j] = pairs[2 * j + 1];
+    const Vec a = Vec::load(first), b = Vec::load(second), c = load(cos + i, lanes), s = load(sin + i, lanes);
+    neg_fma(b, s, a * c).store(first);
+    fma(a, s, b * c).store(second);
+    for (int j = 0; j < lanes; ++j) pairs[2 * j] = first[j], pairs[2 * j + 1] = second[j];
   });
 }
 

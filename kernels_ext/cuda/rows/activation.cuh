@@ -7,7 +7,7 @@
 
 namespace mlspec {
 
-enum Activation { kSilu, kGeluTanh, kGelu, kRelu };  // mlspec_activation
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared };  // mlspec_activation
 constexpr int kPlain = -1;                           // rows as they are
 
 template <int kActivation>
@@ -15,7 +15,8 @@ __device__ __forceinline__ float activate(float x) {
   if constexpr (kActivation == kSilu) return x / (1.f + expf(-x));
   if constexpr (kActivation == kGeluTanh) return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
   if constexpr (kActivation == kGelu) return 0.5f * x * (1.f + erff(x * 0.7071067812f));
-  return x != x ? x : fmaxf(x, 0.f);  // kRelu; fmaxf would lose a NaN
+  const float positive = x != x ? x : fmaxf(x, 0.f);  // fmaxf would lose a NaN
+  return kActivation == kReluSquared ? positive * positive : positive;
 }
 
 // launch(std::integral_constant<int, activation>()).
@@ -26,6 +27,7 @@ const char* with_activation(int32_t activation, const Launch& launch) {
     case kGeluTanh: return launch(std::integral_constant<int, kGeluTanh>());
     case kGelu: return launch(std::integral_constant<int, kGelu>());
     case kRelu: return launch(std::integral_constant<int, kRelu>());
+    case kReluSquared: return launch(std::integral_constant<int, kReluSquared>());
     default: return "no such activation";
   }
 }

@@ -1,0 +1,58 @@
+"""Which classes norm what a block computes, before it is added: alone (OLMo 2), or beside what it reads (Gemma 2)?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..description import HALF_FUSED, WITHOUT_WINDOW
+from .rms import HEADS, LLAMA, PRE
+
+_SANDWICH = {
+    "attention": "input_layernorm",
+    "attention_out": "post_attention_layernorm",
+    "mlp": "pre_feedforward_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+}
+_BEHIND = {name: place for name, place in _SANDWICH.items() if name.endswith("_out")}
+_GEMMA = replace(
+    LLAMA,
+    class_name="Gemma2ForCausalLM",
+    norm="rms plus one",
+    norms=_SANDWICH,
+    activation="hidden_activation",
+    embedding_scale="root of hidden",
+    logit_softcap="final_logit_softcapping",
+)
+_OLMO = replace(LLAMA, class_name="Olmo2ForCausalLM", norms={**_BEHIND, **HEADS}, head_norms="all heads")
+ENTRIES = (
+    replace(_GEMMA, attention_softcap="attn_logit_softcapping"),
+    replace(
+        _GEMMA,
+        class_name="Gemma3ForCausalLM",
+        norms={**_SANDWICH, **HEADS},
+        positions="rotary by layer type",
+    ),
+    _OLMO,
+    replace(_OLMO, class_name="Olmo3ForCausalLM", positions="rotary by layer type"),
+    replace(
+        LLAMA,
+        class_name="Exaone4ForCausalLM",
+        norms={**_BEHIND, **HEADS},
+        layers_without_rotary=WITHOUT_WINDOW,
+    ),
+    replace(
+        LLAMA,
+        class_name="Glm4ForCausalLM",
+        norms={**PRE, "attention_out": "post_self_attn_layernorm", "mlp_out": "post_mlp_layernorm"},
+        linears=HALF_FUSED,
+        rotation="pairs",
+    ),
+    replace(
+        LLAMA,
+        class_name="HyperCLOVAXForCausalLM",
+        norms={**PRE, "attention_out": "post_norm1", "mlp_out": "post_norm2"},
+        embedding_multiplier="embedding_multiplier",
+        residual_scale="residual_multiplier",
+        logit_scale="logits_scaling",
+    ),
+)

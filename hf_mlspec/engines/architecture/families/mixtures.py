@@ -1,0 +1,36 @@
+"""Which classes have experts in place of an MLP?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..description import SHARED, Mixture
+from .rms import HEADS, LLAMA, PRE
+
+ENTRIES = (
+    replace(
+        LLAMA,
+        class_name="MixtralForCausalLM",
+        windows="every layer",
+        mlp="experts",
+        experts=Mixture(renormalize=True),
+    ),
+    replace(LLAMA, class_name="Qwen2MoeForCausalLM", mlp="experts", experts=Mixture(shared=SHARED)),
+    replace(
+        LLAMA,
+        class_name="Qwen3MoeForCausalLM",
+        norms={**PRE, **HEADS},
+        windows="every layer",
+        mlp="experts",
+        experts=Mixture(),
+    ),
+    replace(
+        LLAMA,
+        class_name="OlmoeForCausalLM",
+        norms={**PRE, **HEADS},
+        head_norms="all heads",
+        mlp="experts",
+        experts=Mixture(),
+        unset=("clip_qkv",),
+    ),
+)

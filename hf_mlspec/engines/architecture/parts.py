@@ -1,0 +1,63 @@
+"""What does a decoder see of a model before it reads the linears?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.nested import NestedEmbedding
+from ...ops.compiled_decoder import Sizes
+from .mixture import ExpertBlock
+from .rotary import Rotation
+
+
+class UnknownArchitecture(ValueError):
+    """The compiled decoder cannot run this model; the message says why."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Weight and bias (None: none) float32, any +1 added."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def times(self, factor: float) -> Norm:
+        """The norm whose output is ``factor`` times this one's."""
+        return self if factor == 1 else Norm(self.weight * factor, None if self.bias is None else self.bias * factor)
+
+
+@dataclass
+class Block:
+    """One layer of a model: its linears by name, its norms, None where there is none.
+
+    modules: q, k, v or all three as qkv; o; gate, up or both as gate_up, and down where no `experts` stand for these.
+    """
+
+    modules: dict[str, nn.Module]
+    norms: list[Norm | None]  # in the order of description.NORMS
+    window: int
+    rope_table: int
+    experts: ExpertBlock | None = None
+
+
+@dataclass
+class Outline:
+    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads a nested one.
+    positions: the table that is added to it, a row for each position; None where there is none."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    embedding: Tensor | NestedEmbedding
+    final_norm: Norm
+    head: nn.Module
+    blocks: list[Block]
+    rotation: Rotation
+    positions: Tensor | None = None
+
+
+def table_dtype(table: nn.Module) -> torch.dtype:
+    """Of an embedding's rows."""
+    return table.dtype if isinstance(table, NestedEmbedding) else table.weight.dtype

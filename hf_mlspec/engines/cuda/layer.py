@@ -1,0 +1,91 @@
+"""What does the decoder of GPUs hold of a layer? Its linears joined, norms, experts, the orders of its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats.hadamard import Hadamard
+from ..architecture import Block, Outline
+from .experts import ExpertLayer, expert_layer
+from .heads_and_norms import LayerNorm, norm_of
+from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table.
+    heads_together: norms over all queries and over all keys, in place of q_norm and k_norm. Orders: of the
+    inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
+    they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either. experts: in place of
+    `gate_up` and `down`."""
+
+    qkv: JoinedLinear
+    o: JoinedLinear
+    gate_up: JoinedLinear | None
+    down: JoinedLinear | None
+    experts: ExpertLayer | None
+    qkv_order: Tensor | None
+    gate_up_order: Tensor | None
+    down_order: Tensor | None
+    down_rotation: Hadamard | None
+    attention_norm: Tensor | LayerNorm | None
+    mlp_norm: Tensor | LayerNorm | None
+    attention_out: Tensor | LayerNorm | None
+    mlp_out: Tensor | LayerNorm | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    heads_together: tuple[Tensor, Tensor] | None
+    window: int
+    rope: int
+
+    def linears(self) -> list[JoinedLinear]:
+        """Those that all tokens go through, but for the head."""
+        shared = [] if self.experts is None else self.experts.shared
+        return [one for one in (self.qkv, self.o, self.gate_up, self.down, *shared) if one is not None]
+
+
+def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
+    """A linear for inputs that are in its order, and the order."""
+    return (linear.linear, linear.order) if isinstance(linear, OrderedLinear) else (linear, None)
+
+
+def _mlp(block: Block) -> dict[str, Any]:
+    """The fields of a `Layer` that its MLP or its experts fill."""
+    if block.experts is not None:
+        fields = "gate_up", "down", "gate_up_order", "down_order", "down_rotation"
+        return {**dict.fromkeys(fields), "experts": expert_layer(block.experts)}
+    gate_up = [block.modules[name] for name in ("gate", "up", "gate_up") if name in block.modules]
+    joined_gate_up, gate_up_order = _without_order(joined(gate_up, "gate, up"))
+    down, down_order = _without_order(joined([block.modules["down"]], "down"))
+    down, down_rotation = (down.linear, down.how) if isinstance(down, RotatedLinear) else (down, None)
+    found = {"gate_up": joined_gate_up, "down": down, "gate_up_order": gate_up_order, "down_order": down_order}
+    return {**found, "down_rotation": down_rotation, "experts": None}
+
+
+def read_layer(block: Block, found: Outline, device: torch.device) -> Layer:
+    modules = block.modules
+    qkv = [modules[name] for name in ("q", "k", "v", "qkv", "qkv_by_head") if name in modules]
+    attention, mlp, attention_out, mlp_out, q_norm, k_norm = [norm_of(norm, found, device) for norm in block.norms]
+    together = None
+    if q_norm is not None and len(q_norm) > found.sizes.head_dim:
+        together, q_norm, k_norm = (q_norm, k_norm), None, None
+    joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
+    return Layer(
+        qkv=joined_qkv,
+        o=joined([modules["o"]], "o"),
+        qkv_order=qkv_order,
+        **_mlp(block),
+        attention_norm=attention,
+        mlp_norm=mlp,
+        attention_out=attention_out,
+        mlp_out=mlp_out,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        heads_together=together,
+        window=block.window,
+        rope=block.rope_table,
+    )

@@ -1,0 +1,100 @@
+// How do the heads of a pass attend? Normed, turned and written to the cache, then weighed with all keys before them.
+#include <algorithm>
+
+#include "decoder_workspace.h"
+
+namespace mlspec {
+
+// Where the heads of a token lie in its row of qkv: all queries, keys and values, or those of one key head after the other.
+int64_t Decoder::queries_at(int64_t kv_head) const {
+  const int64_t group = shape.heads / shape.kv_heads;
+  return kv_head * (group + (shape.grouped_qkv ? 2 : 0)) * shape.head_dim;
+}
+
+int64_t Decoder::key_at(int64_t kv_head) const {
+  if (shape.grouped_qkv) return queries_at(kv_head + 1) - 2 * shape.head_dim;
+  return (shape.heads + kv_head) * shape.head_dim;
+}
+
+int64_t Decoder::value_at(int64_t kv_head) const {
+  return key_at(kv_head) + (shape.grouped_qkv ? 1 : shape.kv_heads) * shape.head_dim;
+}
+
+// Heads side by side: norm_width elements at a time, those of a head or all of them.
+void Decoder::norm_heads(const Norm& norm, int64_t norm_width, int64_t width, float* heads) const {
+  if (!norm) return;
+  for (int64_t at = 0; at < width; at += norm_width) norm_row(norm, heads + at, norm_width, heads + at);
+}
+
+// Norms and rotation of the queries and keys of one token.
+void Decoder::turn_heads(const DecoderLayer& layer, int64_t position, float* qkv) const {
+  const int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, half = shape.rotary_dim / 2;
+  const auto rope = shape.rotates_pairs ? cpu_kernels().row.rope_pairs : cpu_kernels().row.rope;
+  const float *const cos = ropes[layer.rope_table].cos + position * half, *const sin = ropes[layer.rope_table].sin + position * half;
+  const bool over_all = layer.q_norm_width > dim;
+  if (over_all) {
+    norm_heads(layer.q_norm, layer.q_norm_width, shape.heads * dim, qkv);
+    norm_heads(layer.k_norm, layer.k_norm_width, shape.kv_heads * dim, qkv + shape.heads * dim);
+  }
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    float *const queries = qkv + queries_at(head), *const key = qkv + key_at(head);
+    for (const bool behind : {false, true}) {
+      if (behind) {
+        for (int64_t h = 0; h < group; ++h) rope(queries + h * dim, cos, sin, shape.rotary_dim);
+        rope(key, cos, sin, shape.rotary_dim);
+      }
+      if (over_all || behind != shape.norms_behind_rotation) continue;
+      norm_heads(layer.q_norm, dim, group * dim, queries);
+      norm_heads(layer.k_norm, dim, dim, key);
+    }
+  }
+}
+
+// Heads of every token; keys and values into the cache; then attention and its packing.
+void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
+  const CpuKernels& kernels = cpu_kernels();
+  const DecoderLayer& layer = layers[index];
+  const int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * dim;
+  const int64_t stride = width + 2 * shape.kv_heads * dim, tokens = pass.tokens.size();
+  const int64_t slot_bytes = mlspec_cache_row_bytes(pass.kv.dtype, dim);
+  Workspace& w = *work_;
+  char* const kv = static_cast<char*>(pass.kv.data);
+  const auto lane = [&](int64_t which, int64_t row, int64_t head) {
+    return kv + (((index * 2 + which) * pass.kv.batch + row) * shape.kv_heads + head) * pass.kv.slots * slot_bytes;
+  };
+  team.share(tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      float* const row = w.qkv.data() + n * stride;
+      const int64_t position = pass.positions[n];
+      turn_heads(layer, position, row);
+      for (int64_t head = 0; head < shape.kv_heads; ++head) {
+        const int64_t at[] = {key_at(head), value_at(head)};
+        for (int which = 0; which < 2; ++which)
+          kernels.row.narrow(row + at[which], pass.kv.dtype, dim, lane(which, pass.rows[n], head) + position * slot_bytes);
+      }
+    }
+  });
+  const mlspec_acts acts = acts_for(layer.o, tokens);
+  const int64_t share = group * dim;  // the elements of one key head's queries: packed where whole groups of a scale
+  const int64_t pieces = pass.blocks.size();
+  const bool whole = share % std::max<int64_t>(32, acts.group) == 0 && !layer.o.order && !layer.o.rotates();
+  const bool packs = whole && (pieces == 1 || !rows_share_lines(acts));
+  team.share(pieces * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const Segment& block = pass.blocks[item / shape.kv_heads];
+      const int64_t head = item % shape.kv_heads;
+      const float* const q = w.qkv.data() + block.first * stride + queries_at(head);
+      float* const out = w.context.data() + block.first * width + head * share;
+      const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
+                                       lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
+                                       pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width};
+      kernels.attention(&args);
+      const mlspec_pack_args pack{w.context.data(), width, &acts};
+      if (packs) kernels.pack_rows(&pack, block.first, block.first + block.count, head * share, (head + 1) * share);
+    }
+  });
+  if (layer.o.rotates()) return rotate_and_pack(team, w.context.data(), width, tokens, layer.o);
+  if (!packs) pack_rows(team, w.context.data(), width, tokens, layer.o);
+}
+
+}  // namespace mlspec
