@@ -70,7 +70,7 @@ def requests_of(rng: random.Random, vocabulary: int) -> list[dict[str, Any]]:
     made = []
     for number in range(rng.randrange(3, 11)):
         prompt = [rng.randrange(3, vocabulary) for _ in range(rng.choice([1, 5, 30, 120, 300]))]
-        if rng.random() < 0.5:
+        if rng.random() < 0.7:
             beginning = rng.choice(shared)
             prompt = beginning[: rng.choice([len(beginning), len(beginning) // 2])] + prompt
         options: dict[str, Any] = {"do_sample": False}
