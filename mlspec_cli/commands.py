@@ -191,6 +191,12 @@ def _add_serve(commands: Any) -> None:
                         help="a Jinja template of chats, or plain: one message a line (default: the tokenizer's own)")
     parser.add_argument("--slots", type=positive, default=8, metavar="N",
                         help="answers decoded at a time (default %(default)s)")
+    parser.add_argument("--prefill-chunk", type=positive, default=512, metavar="N",
+                        help="the most tokens of a prompt read between two rounds of running answers (default "
+                             "%(default)s)")
+    parser.add_argument("--prefix-cache", type=text, default="256MiB", metavar="BYTES",
+                        help="keys and values kept of prompts, for those that begin alike: 1GiB, or 0 for none "
+                             "(default %(default)s)")
     parser.add_argument("--grace", type=seconds, default=30.0, metavar="SECONDS",
                         help="that running answers have to end after a signal to stop (default %(default)s)")
     _add_serving_limits(parser)

@@ -6,13 +6,14 @@
 Clients ask for one greedy completion after another, each for its own number of tokens (log-uniform). Contenders:
 generate_stream without HTTP, `mlspec serve` with the same levels and with none, and `transformers serve
 --continuous-batching`. The first run of each warms it up; medians over the others. Texts are compared.
+
+    python -m eval.bench_serve --soak 600 --clients 64      # minutes of answers, each compared with generate alone
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 from pathlib import Path
@@ -22,11 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_mlspec
+from eval.few import add_quick, limits, require_limits, settle
 from eval.records import machine
 from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
 
 from .clients import Seen, Work
-from .contenders import free_port, our_server, served, stream_alone, their_server
+from .contenders import free_port, our_server, served, serving, stream_alone, their_server
+from .soak import answers_alone, soak
 
 CONTENDERS = "stream", "mlspec serve", "stream, target alone", "mlspec serve, target alone", "transformers serve"
 
@@ -43,37 +46,45 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="(3)")
     parser.add_argument("--threads", type=int, default=1, help="of the models; clients have a process of their own")
     parser.add_argument("--only", action="append", choices=CONTENDERS, help="leave out the others; may be repeated")
+    parser.add_argument("--server-cpus", metavar="LIST", help="cores of what decodes, as of taskset: 0-7")
+    parser.add_argument("--their-python", metavar="FILE", help="of an environment with transformers' server")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="ask `mlspec serve` for so long instead")
     parser.add_argument("--seed", type=int, default=0, help="of the limits")
-    parser.add_argument("--quick", action="store_true", help="6 requests of 2 to 8 tokens, 1 repeat")
+    add_quick(parser, "6 requests of 2 to 8 tokens, 1 repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
     args = parser.parse_args(argv)
     few = {"requests": 6, "shortest": 2, "longest": 8, "repeats": 1}
     many = {"requests": 64, "shortest": 16, "longest": 128, "repeats": 3}
-    for name, value in (few if args.quick else many).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if not 1 <= args.shortest <= args.longest:
-        parser.error(f"--shortest {args.shortest} and --longest {args.longest}: 1 <= shortest <= longest is meant")
+    settle(args, few, many)
+    require_limits(parser, args)
     return args
 
 
 def work_of(args: argparse.Namespace, demo: Any) -> Work:
     """The requests: prompts in turn, limits at random."""
     prompts = read_prompts(args.prompts or Path(demo[0]).parent / "prompts.json", None)
-    rng, ratio = random.Random(args.seed), args.longest / args.shortest
-    return [(prompts[number % len(prompts)], round(args.shortest * ratio ** rng.random()))
-            for number in range(args.requests)]
+    return [(prompts[number % len(prompts)], limit) for number, limit in enumerate(limits(args))]
 
 
 def run(contender: str, folder: str, levels: list[str], work: Work, args: argparse.Namespace) -> list[Seen]:
     """What the clients of a contender saw, run by run."""
     levels = [] if "alone" in contender else levels
     if contender.startswith("stream"):
-        return stream_alone(folder, levels, work, args.clients, args.threads, args.repeats)
+        return stream_alone(folder, levels, work, args.clients, args.threads, args.repeats, args.server_cpus)
     port = free_port()
     ours = contender.startswith("mlspec")
-    words = our_server(folder, levels, args.clients, port) if ours else their_server(folder, port)
-    return served(words, port, folder, work, args.clients, args.threads, args.repeats)
+    theirs = their_server(folder, port, args.their_python)
+    words = our_server(folder, levels, args.clients, port) if ours else theirs
+    return served(words, port, folder, work, args.clients, args.threads, args.repeats, args.server_cpus)
+
+
+def soaked(folder: str, levels: list[str], work: Work, args: argparse.Namespace) -> dict[str, Any]:
+    """What came of asking our server for minutes."""
+    expected, port = answers_alone(folder, work, args.threads), free_port()
+    words = our_server(folder, levels, args.clients, port)
+    with serving(words, port, args.threads, args.server_cpus) as pid:
+        found = soak(pid, port, folder, work, expected, args.clients, args.soak)
+    return {"contender": "mlspec serve, soak", "clients": args.clients, "threads": args.threads, **found.figures()}
 
 
 def entry(contender: str, runs: list[Seen], texts: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -90,6 +101,12 @@ def main(argv: list[str] | None = None) -> int:
     levels = levels_of_options(args.level) or ([] if args.model else ["mxfp4", str(demo[1])])
     check_words(levels)
     folder, work, entries = args.model or str(demo[0]), work_of(args, demo), []
+    if args.soak:
+        entries.append(soaked(folder, levels, work, args))
+        for name, value in entries[0].items():
+            console.print(f"{name}: {value}")
+        _write(entries, levels, args)
+        return int(bool(entries[0]["wrong"] or entries[0]["failed"]))
     texts: list[str] = []
     for contender in args.only or CONTENDERS:
         runs = run(contender, folder, levels, work, args)
@@ -103,11 +120,15 @@ def main(argv: list[str] | None = None) -> int:
                       f"{one['first_p50_ms']:.0f}",
                       f"{one['first_p99_ms']:.0f}", f"{one['texts_alike']} of {args.requests}")
     console.print(table)
+    _write(entries, levels, args)
+    return 0
+
+
+def _write(entries: list[dict[str, Any]], levels: list[str], args: argparse.Namespace) -> None:
     if args.json:
         with args.json.open("a", encoding="utf-8") as file:
             for one in entries:
                 file.write(json.dumps({**one, "levels": levels, "machine": machine.card()}) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ async def _all(port: int, model: str, work: Work, clients: int) -> Seen:
 
     async def client() -> None:
         for number in left:
-            await _one(port, model, *work[number], seen, number)
+            await one_answer(port, model, *work[number], seen, number)
 
     begin = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -51,7 +51,8 @@ async def _all(port: int, model: str, work: Work, clients: int) -> Seen:
     return seen
 
 
-async def _one(port: int, model: str, prompt: str, limit: int, seen: Seen, number: int) -> None:
+async def one_answer(port: int, model: str, prompt: str, limit: int, seen: Seen, number: int) -> None:
+    """Ask for one answer, and write down what came, under its number."""
     body = {"model": model, "prompt": prompt, "max_tokens": limit, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}}
     begin, texts = time.perf_counter(), []

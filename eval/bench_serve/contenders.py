@@ -21,8 +21,26 @@ import hf_mlspec
 from .clients import Seen, Work, ask_all
 
 
-def stream_alone(folder: str, levels: list[str], work: Work, clients: int, threads: int, repeats: int) -> list[Seen]:
-    """generate_stream in this process, a slot for each client."""
+def stream_alone(folder: str, levels: list[str], work: Work, clients: int, threads: int, repeats: int,
+                 cpus: str | None = None) -> list[Seen]:
+    """generate_stream in this process, a slot for each client. cpus: cores to run on, as taskset names them."""
+    own = os.sched_getaffinity(0) if cpus else set()
+    if cpus:
+        os.sched_setaffinity(0, _cores(cpus))
+    try:
+        return _stream_alone(folder, levels, work, clients, threads, repeats)
+    finally:
+        if cpus:
+            os.sched_setaffinity(0, own)
+
+
+def _cores(cpus: str) -> set[int]:
+    """Those of "0-7,9"."""
+    ends = [part.split("-") for part in cpus.split(",")]
+    return {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
+
+
+def _stream_alone(folder: str, levels: list[str], work: Work, clients: int, threads: int, repeats: int) -> list[Seen]:
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -51,14 +69,22 @@ def _streamed(model: Any, tokenizer: Any, levels: list[str], work: Work, clients
     return seen
 
 
-def served(words: list[str], port: int, model: str, work: Work, clients: int, threads: int,
-           repeats: int) -> list[Seen]:
+def served(words: list[str], port: int, model: str, work: Work, clients: int, threads: int, repeats: int,
+           cpus: str | None = None) -> list[Seen]:
     """A server in a process of its own; the first run warms it up."""
+    with serving(words, port, threads, cpus) as pid:
+        return [_asked(pid, port, model, work, clients) for _ in range(repeats + 1)][1:]
+
+
+@contextlib.contextmanager
+def serving(words: list[str], port: int, threads: int, cpus: str | None = None) -> Iterator[int]:
+    """A server that answers, in a process of its own, whose number is given. cpus: as of `stream_alone`."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    pinned = ["taskset", "-c", cpus, *words] if cpus else words
+    process = subprocess.Popen(pinned, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         _wait(process, port)
-        return [_asked(process.pid, port, model, work, clients) for _ in range(repeats + 1)][1:]
+        yield process.pid
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -80,9 +106,9 @@ def our_server(folder: str, levels: list[str], clients: int, port: int) -> list[
     return [sys.executable, "-m", "mlspec_cli", "serve", folder, *chain, "--port", str(port), "--slots", str(clients)]
 
 
-def their_server(folder: str, port: int) -> list[str]:
-    """The command of `transformers serve --continuous-batching`."""
-    return [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", folder,
+def their_server(folder: str, port: int, python: str | None = None) -> list[str]:
+    """The command of `transformers serve --continuous-batching`. python: of another environment that has it."""
+    return [python or sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", folder,
             "--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", str(port)]
 
 

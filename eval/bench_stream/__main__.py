@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
+from eval.few import add_quick, limits, require_limits, settle
 from eval.records import machine
 from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
 
@@ -86,16 +86,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="6 requests of 2 to 12 tokens, 1 repeat")
+    add_quick(parser, "6 requests of 2 to 12 tokens, 1 repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
     args = parser.parse_args(argv)
     few = {"requests": 6, "shortest": 2, "longest": 12, "repeats": 1}
     many = {"requests": 32, "shortest": 8, "longest": 256, "repeats": 3}
-    for name, value in (few if args.quick else many).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if not 1 <= args.shortest <= args.longest:
-        parser.error(f"--shortest {args.shortest} and --longest {args.longest}: 1 <= shortest <= longest is meant")
+    settle(args, few, many)
+    require_limits(parser, args)
     return args
 
 
@@ -110,10 +107,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     file = args.prompts or Path(demo[0]).parent / "prompts.json"
     encoded = [tokenizer(text)["input_ids"] for text in read_prompts(file, args.requests)]
-    rng = random.Random(args.seed)
-    ratio = args.longest / args.shortest
-    limits = [round(args.shortest * ratio ** rng.random()) for _ in range(args.requests)]
-    work = [(encoded[number % len(encoded)], limit) for number, limit in enumerate(limits)]
+    work = [(encoded[number % len(encoded)], limit) for number, limit in enumerate(limits(args))]
     return target, levels or ([] if args.model else [str(demo[1])]), work
 
 
@@ -160,8 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     target, levels, work = load(args)
     rows = measure(target, levels, work, args)
     console = Console(width=None if Console().is_terminal else 200)
-    limits = sorted(limit for _, limit in work)
-    console.print(f"{len(work)} requests of {limits[0]} to {limits[-1]} new tokens, {args.max_batch} at a time")
+    asked = sorted(limit for _, limit in work)
+    console.print(f"{len(work)} requests of {asked[0]} to {asked[-1]} new tokens, {args.max_batch} at a time")
     console.print(table(rows))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

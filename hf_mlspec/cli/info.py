@@ -21,6 +21,7 @@ from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
 from ..integration.quantizer.source import missing_packages
+from ..integration.stream.prompts import PREFILL_CHUNK
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
 from ..routing.router import WIDTHS
@@ -47,6 +48,7 @@ def run_info(args: argparse.Namespace) -> int:
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "server": _server(),
+             "streams": f"prompts in chunks of {PREFILL_CHUNK} tokens, kept prefixes (prefix_cache): compiled models",
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
              "learned_folder": str(cache_folder() / "learned"),
@@ -74,6 +76,7 @@ def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], proble
              ("generate takes assistant_models", found["hook"]),
              ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
              ("mlspec serve", found["server"]),
+             ("streams (generate_stream)", found["streams"]),
              ("costs of forward passes are kept in", found["costs_folder"]),
              ("what calls learned is kept in", found["learned_folder"]),
              *((name, found[name]) for name in VARIABLES)]

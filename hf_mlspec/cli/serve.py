@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo_pair import demo_pair
+from ..engines.prefixes import bytes_of
 from .request import chain_config, load_target
 
 _PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # --chat-template plain
@@ -28,11 +29,13 @@ def run_serve(args: argparse.Namespace) -> int:
                     body=args.max_body, choices=args.max_choices, seconds=args.max_seconds)
     config = chain_config(args)
     keys = [] if args.api_key_file is None else read_keys(args.api_key_file)
+    prefix_cache = bytes_of(args.prefix_cache, "--prefix-cache")
     listening = listen(args.host, args.port)
     with listening:  # first of all: a port that is taken is no reason to load a model
         model, tokenizer = load_target(path, args)
         _set_template(tokenizer, args.chat_template or (None if args.model else "plain"))
-        options = Options(args.served_model_name or name, args.slots, keys, limits, config)
+        options = Options(args.served_model_name or name, args.slots, keys, limits, config,
+                          prefill_chunk=args.prefill_chunk, prefix_cache=prefix_cache)
         served = serve_model(model, tokenizer, levels, options)
         served.backend.start()
         host, port = listening.getsockname()[:2]

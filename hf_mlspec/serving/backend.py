@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..integration.call import last_stats
 from ..integration.config import SpeculationConfig
 from ..integration.stream.events import NewTokens
 from ..integration.stream.request import Completion, Request
@@ -53,15 +54,18 @@ class Backend:
     """A chain that decodes tickets as slots become free.
 
     model, tokenizer: the target and a tokenizer that nobody else uses. levels, config: of the chain. slots: rows
-    decoded at a time. queue_limit: tickets that may wait for a slot. watch: counts every event.
+    decoded at a time. queue_limit: tickets that may wait for a slot. watch: counts every event. how: other arguments
+    of `generate_stream`.
 
-    A level that fails is left out, and so are those beside it: answers that run begin again with the target alone,
-    which writes the same tokens, and clients see none of it. Where the target itself fails the running answers end
-    with the error and a new stream begins, unless nothing was decoded in between.
+    A level that fails is left out, and so are those beside it: the stream goes on with the target alone. Where the
+    stream ends, as with captured rounds, answers that run begin again with the target alone, which writes the same
+    tokens, and clients see none of it. Where the target itself fails the running answers end with the error and a new
+    stream begins, unless nothing was decoded in between.
     """
 
     def __init__(self, model: Any, tokenizer: Any, levels: list[Any], config: SpeculationConfig | None = None, *,
-                 slots: int = 8, queue_limit: int = 256, watch: Any) -> None:
+                 slots: int = 8, queue_limit: int = 256, watch: Any, **how: Any) -> None:
+        self.how = how
         self.model, self.tokenizer, self.levels, self.config = model, tokenizer, list(levels), config
         self.slots, self.queue_limit, self.watch = slots, queue_limit, watch
         self.error: Exception | None = None  # what ended the thread
@@ -145,10 +149,18 @@ class Backend:
     def _decode(self, levels: list[Any], again: list[Ticket]) -> None:
         self._decoded = False
         events = generate_stream(self.model, self._arriving(again), max_batch=self.slots, tokenizer=self.tokenizer,
-                                 assistant_models=levels, speculation_config=self.config, events=True)
+                                 assistant_models=levels, speculation_config=self.config, events=True, **self.how)
         self._ready.set()
         for event in events:
+            self._note_levels()
             self._tell(event)
+
+    def _note_levels(self) -> None:
+        """What the stream says of levels that it left out."""
+        stats = last_stats(self.model)
+        if stats is not None and stats.levels_error and self.levels_error is None:
+            self.levels_error = RuntimeError(stats.levels_error)
+            self.watch.level_failures.inc()
 
     def _after(self, error: Exception, levels: list[Any]) -> tuple[list[Any] | None, list[Ticket]]:
         """With which levels, None for not at all, and with which tickets the next stream begins."""

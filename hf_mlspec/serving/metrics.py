@@ -103,3 +103,11 @@ class _Levels:
                              *((level.name, level.cache_bytes) for level in levels)]:
             held.add_metric([level], count)
         yield held
+        kept = GaugeMetricFamily("mlspec_prefix_cache_bytes", "Keys and values that are kept of prompts")
+        kept.add_metric([], stats.prefix_bytes if stats else 0)
+        yield kept
+        for name, what in (("prompt", "Tokens of prompts that the stream took"),
+                           ("prefix", "Those of them whose keys and values were kept of other prompts")):
+            family = CounterMetricFamily(f"mlspec_stream_{name}_tokens", what)
+            family.add_metric([], getattr(stats, f"{name}_tokens") if stats else 0)
+            yield family

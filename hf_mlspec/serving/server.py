@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..integration.config import SpeculationConfig
+from ..integration.stream.prompts import PREFILL_CHUNK
 from .app import build_app
 from .backend import Backend
 from .chat import Chat
@@ -36,20 +37,24 @@ class Served:
 
 @dataclass
 class Options:
-    """How a model is served. name: what clients call it. slots: answers decoded at a time. keys: none: for anyone."""
+    """How a model is served. name: what clients call it. slots: answers decoded at a time. keys: none: for anyone.
+    prefill_chunk, prefix_cache: as of `generate_stream`."""
 
     name: str
     slots: int = 8
     keys: list[str] = field(default_factory=list)
     limits: Limits = field(default_factory=Limits)
     config: SpeculationConfig | None = None
+    prefill_chunk: int | None = PREFILL_CHUNK
+    prefix_cache: int | str | None = None
 
 
 def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options) -> Served:
     """The application of a model; its backend is to be started."""
     watch = Watch()
     backend = Backend(model, copy.deepcopy(tokenizer), levels, options.config, slots=options.slots,
-                      queue_limit=options.limits.queue, watch=watch)
+                      queue_limit=options.limits.queue, watch=watch, prefill_chunk=options.prefill_chunk,
+                      prefix_cache=options.prefix_cache)
     watch.look_at(backend)
     reading = ThreadPoolExecutor(1, "mlspec-reading")
     chat, completions = (Endpoint(style(model, tokenizer), backend, options.name, options.limits, reading)

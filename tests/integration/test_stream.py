@@ -306,7 +306,8 @@ def test_memory_goes_with_the_longest_row(path, chain):
     long = {"input_ids": [5] * 1900, "max_new_tokens": 1, "id": "long"}
     rest = [{"input_ids": [7, i], "max_new_tokens": 12, "eos_token_id": [], "id": i} for i in range(3, 9)]
     iterator = generate_stream(target, [rest[0], long, *rest[1:]], max_batch=3, assistant_models=levels,
-                               speculation_config={"prepare": path == "compiled"}, do_sample=False)
+                               speculation_config={"prepare": path == "compiled"}, do_sample=False,
+                               prefill_chunk=None)  # the long row joins at once, and ends first
     held, done = [], {}
     for completion in iterator:
         done[completion.id] = completion.sequence

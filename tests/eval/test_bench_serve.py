@@ -1,0 +1,42 @@
+"""Does the benchmark of servers ask each contender the same, and count what is wrong or lost?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from programs import program
+
+for needed in ("fastapi", "uvicorn", "openai", "prometheus_client", "psutil"):
+    pytest.importorskip(needed)
+
+
+@pytest.fixture
+def bench(from_the_root):
+    return program("bench_serve")
+
+
+def test_the_stream_and_the_server_write_the_same(bench, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert bench.main(["--quick", "--clients", "2", "--only", "stream", "--only", "mlspec serve",
+                       "--json", str(out)]) == 0  # fmt: skip
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["contender"] for row in rows] == ["stream", "mlspec serve"]
+    assert [row["texts_alike"] for row in rows] == [6, 6]
+    assert all(0 < row["first_p50_ms"] <= row["first_p99_ms"] and row["tokens_per_s"] > 0 for row in rows)
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+
+
+def test_a_soak_counts_wrong_answers(bench, monkeypatch, tmp_path):
+    out, right = tmp_path / "out.jsonl", bench.answers_alone
+    monkeypatch.setattr(bench, "answers_alone", lambda *given: ["other", *right(*given)[1:]])
+    assert bench.main(["--quick", "--requests", "2", "--clients", "2", "--soak", "3", "--json", str(out)]) == 1
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert row["asked"] == row["answered"] > row["wrong"] > 0
+    assert (row["failed"], row["memory_mib"] > 0) == (0, True)
+
+
+def test_limits_the_wrong_way_round(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(["--shortest", "9", "--longest", "3"])
+    assert "1 <= shortest <= longest" in capsys.readouterr().err

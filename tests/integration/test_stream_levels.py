@@ -1,0 +1,72 @@
+"""Does a stream whose level fails go on with the target alone, whenever that happens?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_path import rounds
+from models import near, tiny
+
+import hf_mlspec
+from hf_mlspec import Request, generate_stream
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.speculation.draft import Draft
+from hf_mlspec.speculation.rounds.host import HostRounds
+from hf_mlspec.speculation.stats import LevelStats
+
+__all__ = ["rounds"]
+SETTINGS = {"do_sample": False, "eos_token_id": None}
+
+
+class Failing:
+    """A level that drafts as often as it is told, and then fails."""
+
+    name = "failing"
+
+    def __init__(self, good: int):
+        self.good, self.stats = good, LevelStats("failing")
+
+    def start(self, batch, device): ...
+
+    def select(self, keep): ...
+
+    def admit(self, count): ...
+
+    def replace(self, row): ...
+
+    def rollback(self, lengths): ...
+
+    def propose(self, rows, limits):
+        self.good -= 1
+        if self.good < 0:
+            raise ArithmeticError("no more guesses")
+        return Draft.from_lists([[7] * min(limit, 2) for limit in limits])
+
+
+@pytest.mark.usefixtures("nothing_said_yet")
+@pytest.mark.parametrize("good", [0, 3])
+@pytest.mark.parametrize("config", [None, {"num_draft_tokens": 2}], ids=["chosen", "given"])
+def test_the_target_goes_on_alone(good, config, caplog):
+    target = tiny(seed=2, dtype=torch.float32)
+    asked = [Request([5, 6 + n], id=n, max_new_tokens=20) for n in range(5)]
+    expected = [target.generate(torch.tensor([one.input_ids]), max_new_tokens=20, **SETTINGS)[0].tolist()
+                for one in asked]
+    done = list(generate_stream(target, asked, max_batch=2, assistant_models=[Failing(good)],
+                                speculation_config=config, **SETTINGS))
+    assert {one.id: one.sequence for one in done} == dict(enumerate(expected))
+    assert "no more guesses" in hf_mlspec.last_stats(target).levels_error
+    assert caplog.text.count("goes on with the target alone") == 1
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+def test_a_stream_that_is_captured_makes_no_rounds_of_the_host(rounds, monkeypatch):
+    target = hf_mlspec.prepare(tiny(seed=2, dtype=torch.bfloat16), engine="cuda")
+    made, init = [], HostRounds.__init__
+
+    def counted(self, *args, **how):
+        made.append(1)
+        init(self, *args, **how)
+
+    monkeypatch.setattr(HostRounds, "__init__", counted)
+    (done,) = generate_stream(target, [[5, 6]], assistant_models=[near(target, 0.05)], max_new_tokens=5, **SETTINGS)
+    assert (len(done.new_tokens), bool(rounds), made) == (5, True, [])
