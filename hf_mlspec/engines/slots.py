@@ -14,6 +14,7 @@ from ..nn.transforms import HADAMARD, NONE, ORDER, hadamard_of
 from .architecture import UnknownArchitecture
 
 Slot = TypeVar("Slot")
+AT_16_BITS = ("zipper",)  # formats whose weights compiled decoders multiply by 16-bit activations alone
 ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 
 
@@ -22,7 +23,7 @@ def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder:
 
     UnknownArchitecture for a format without a slot, and for zipper weights that meet integers.
     """
-    if linear.format == "zipper" and linear.switch.bits.activation != 16:
+    if linear.format in AT_16_BITS and linear.switch.bits.activation != 16:
         raise UnknownArchitecture(
             f"its {name} linears multiply zipper weights by {linear.switch.bits.activation}-bit activations, which no "
             "compiled decoder does"
