@@ -166,6 +166,12 @@ def test_commands(folder, tmp_path, capsys):
     told = json.loads(capsys.readouterr().out)
     assert "zipper-low" in told["levels"]
     assert told["layers"][0]["stored_as"].startswith("zipper (bits 6, low_bits 4, mode clamp")
+    zeros, model = told["high_zeros"], AutoModelForCausalLM.from_pretrained(out)
+    assert len(zeros) == 14
+    for name, share in zeros.items():
+        assert share == model.get_submodule(name).packed_weight().high_zeros(), name
+    assert main(["inspect", str(out)]) == 0
+    assert "weights whose high part is 0" in capsys.readouterr().out
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["formats"]["zipper"] == (
         "zipper, zippera8, zippera4, zipper-low, zipper-lowa8, zipper-lowa4"
