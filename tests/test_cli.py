@@ -116,8 +116,8 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     known = {"gptq", "awq", "auto-round", "compressed-tensors", "gguf", "mxfp4", "anyprec"}
     assert told["checkpoints"].keys() == known
     assert "  gguf: stock transformers\n" in shown
-    assert (told["methods"]["quarot+gptq"], told["methods"]["atom"]) == ("int4", "int4-int8")
-    assert "methods that choose codes on a text\n  rtn: int4\n" in shown
+    assert (told["methods"]["quarot+gptq"], told["methods"]["atom"]) == ("int4, zipper", "int4-int8")
+    assert "methods that choose codes on a text\n  rtn: int4, zipper\n" in shown
     every = "Gemma2, Gemma3, Llama, Mistral, Mixtral, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe"
     assert f"  whole decoders compiled: {every if told['compiled_decoder'] else 'none'}\n" in shown
     assert "  of these on a CPU, not on a GPU: Mixtral, Olmoe, Qwen2Moe, Qwen3Moe\n" in shown

@@ -43,9 +43,9 @@ class TwoParts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]`` in x.dtype."""
         given = self.transform.apply(x, self.own)
-        wide = given.to(torch.bfloat16).float()
-        group = zipper.activation_group(x.shape[-1])
-        sums = F.linear(read_as(wide, group, self.bits), self.low) + F.linear(wide, self.high)
+        wide, group = given.to(torch.bfloat16).float(), zipper.activation_group(x.shape[-1])
+        read = wide if self.bits == 16 else read_as(given, group, self.bits)
+        sums = F.linear(read, self.low) + F.linear(wide, self.high)
         return (sums if self.bias is None else sums + self.bias.float()).to(x.dtype)
 
 

@@ -48,11 +48,12 @@ def method_named(word: object) -> Method:
 def format_of(word: object) -> str:
     """The format whose codes a method chooses where nobody names one, as config.json writes it. ValueError as of
     `method_named`."""
-    return _formats_of(method_named(word))[0]
+    return formats_of(word)[0]
 
 
-def _formats_of(method: Method) -> tuple[str, ...]:
-    """All formats whose codes a method chooses, its own first."""
+def formats_of(word: object) -> tuple[str, ...]:
+    """All formats whose codes a method chooses, its own first. ValueError as of `method_named`."""
+    method = method_named(word)
     if method.reorders:
         return ("int4-int8",)
     if method.rotates and method.scaling:
@@ -68,8 +69,8 @@ def clip_of(word: object) -> float:
 def method_for(word: object, format: object) -> Method:
     """`method_named`; ValueError, too, where it chooses codes of another format."""
     method = method_named(word)
-    if format not in _formats_of(method):
-        known = " or ".join(map(repr, _formats_of(method)))
+    if format not in formats_of(word):
+        known = " or ".join(map(repr, formats_of(word)))
         raise ValueError(
             f"method {word!r} does not fit format {format!r}: it chooses codes of {known}; without "
             "a method every format rounds to nearest"

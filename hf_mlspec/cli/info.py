@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from .. import ops
-from ..calibration.methods import WORDS, format_of
+from ..calibration.methods import WORDS, formats_of
 from ..checkpoints.readers import READERS
 from ..engines.architecture import KNOWN
 from ..formats import FORMATS, Format
@@ -44,7 +44,7 @@ def run_info(args: argparse.Namespace) -> int:
              "cuda_problem": ops.why_no_cuda_kernels(),
              "formats": {record.written: _precisions(record) for record in FORMATS.values()},
              "routers": {"widths": list(WIDTHS), "of": "bit-planes, a width per block and prompt, module by module"},
-             "methods": {word: format_of(word) for word in WORDS},
+             "methods": {word: ", ".join(formats_of(word)) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "server": _server(),

@@ -29,6 +29,7 @@ def _show(console: Console, found: Examined) -> None:
     rows = [(own.stored_as, str(own.count), f"{own.bits_per_weight:.4g}",
              own.becomes + (f": {own.why_dense}" if own.why_dense else "")) for own in found.layers]
     show(console, f"{found.folder}: {found.model_class}, {found.title}", columns, rows)
+    _show_high_parts(console, found.high_zeros)
     dense, more = found.dense[:4], len(found.dense) - 4
     size = f"{found.stored_bytes / 1e6:.1f} MB in {found.files} file{'s' if found.files > 1 else ''}"
     show(console, "the model", ("", "value"), [
@@ -42,3 +43,13 @@ def _show(console: Console, found: Examined) -> None:
         ("stock transformers loads it", found.stock),
         ("levels without another model", ", ".join(found.levels)),
     ])
+
+
+def _show_high_parts(console: Console, zeros: dict[str, float]) -> None:
+    """By kind of layer, over the blocks; nothing for other weights."""
+    kinds: dict[str, list[float]] = {}
+    for name, own in zeros.items():
+        kinds.setdefault(name.rpartition(".")[2], []).append(own)
+    if kinds:
+        rows = [(kind, f"{sum(own) / len(own):.4f}", f"{min(own):.4f}") for kind, own in kinds.items()]
+        show(console, "weights whose high part is 0", ("layer", "mean of the blocks", "least"), rows)

@@ -16,6 +16,7 @@ from .architecture import ExpertBlock, UnknownArchitecture, require_format
 
 Slot = TypeVar("Slot")
 EXPERT_FORMATS = ("mxfp4", "int4")  # of packed experts
+AT_16_BITS = ("zipper",)  # formats whose weights compiled decoders multiply by 16-bit activations alone
 ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 
 
@@ -24,7 +25,7 @@ def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder:
 
     UnknownArchitecture for a format without a slot, and for zipper weights that meet integers.
     """
-    if linear.format == "zipper" and linear.switch.bits.activation != 16:
+    if linear.format in AT_16_BITS and linear.switch.bits.activation != 16:
         raise UnknownArchitecture(
             f"its {name} linears multiply zipper weights by {linear.switch.bits.activation}-bit activations, which no "
             "compiled decoder does"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from linear_cases import DEVICE
+from zipper_operands import BAD_OPERANDS, bad_operands
 
 from hf_mlspec import ops
 from hf_mlspec.formats import ZipperWeight
@@ -103,27 +104,11 @@ def test_a_product_only_enqueues_and_can_be_captured():
     assert torch.equal(captured, alone)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(2, 62)}, ValueError, r"x has shape \[2, 62\], tables are made of groups of 4 inputs"),
-        ({"x": torch.zeros(2, 64, dtype=torch.int8)}, TypeError, "x is .*, expected float32, bfloat16"),
-        ({"low": torch.zeros(3, 8)}, ValueError, r"low has shape \[3, 8\], expected \[2, 8\]"),
-        ({"low": torch.zeros(2, 8).half()}, TypeError, "low is"),
-        ({"low": torch.zeros(8, 2).T}, ValueError, "low of shape .* is not contiguous"),
-        ({"high": torch.zeros(20, dtype=torch.int32)}, ValueError, r"high has shape \[20\], expected"),
-        ({"high": torch.zeros(99, dtype=torch.int64)}, TypeError, "high is"),
-        ({"bias": torch.zeros(7)}, ValueError, r"bias has shape \[7\], expected \[8\]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), BAD_OPERANDS)
 def test_operands_that_do_not_fit_are_named(change, error, message):
     split = case(8, 64)[1].split
-    given = {"x": torch.zeros(2, 64), "low": torch.zeros(2, 8), "high": split, "bias": None} | change
-    operands = [value if value is None else value.to(DEVICE) for value in given.values()]
-    if "is not contiguous" in message:
-        operands[1] = torch.zeros(8, 2, device=DEVICE).T
     with pytest.raises(error, match=f"zipper_high_linear: {message}"):
-        ops.zipper_high_linear(*operands)
+        ops.zipper_high_linear(*bad_operands(split, change, DEVICE))
 
 
 def test_parts_on_two_devices_are_named():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoders import Lanes, in_float64, random_model
+from decoder_cases import check_captured_chain, check_levels, check_near_float64, random_ids
+from decoders import random_model
 from models import prompts
 from torch import nn
 
@@ -12,7 +13,7 @@ import hf_mlspec
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
-from hf_mlspec.nn.switch import PrecisionSwitch, precision_switch
+from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.nn.zipper import ZipperLinear
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
@@ -21,7 +22,6 @@ WHOLE = {
     "hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 ODD = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
-LENGTH = 60
 
 
 def on_gpu(
@@ -37,36 +37,16 @@ def on_gpu(
     return model.cuda()
 
 
-def random_ids(batch: int) -> list[list[int]]:
-    return torch.randint(1, 199, (batch, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "mode"),
     [("llama", WHOLE, "exact"), ("llama", ODD, "clamp"), ("phi3", WHOLE, "paper"), ("gemma3", WHOLE, "clamp")],
 )
 def test_both_levels_are_what_the_modules_compute_in_steps_with_the_same_bits(name, shape, mode):
-    model, ids = on_gpu(name, shape, mode), random_ids(2)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    decoder, switch = CudaDecoder(model), precision_switch(model)
-    for level in ("zipper", "zipper-low"):
-        with torch.no_grad(), switch.at(level):
-            modules, bits = model(torch.tensor(ids).cuda()).logits.float(), switch.bits
-        together = torch.stack(Lanes(decoder, 2, slots=128).feed(ids, bits=bits))
-        assert (together.float() - modules).abs().mean() < 0.04 * modules.abs().mean(), level
-        single = Lanes(decoder, 2, slots=128)
-        steps = [torch.stack(single.feed([row[i : i + 1] for row in ids], bits=bits)) for i in range(LENGTH)]
-        assert torch.equal(torch.cat(steps, dim=1), together), level
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[key]), key
+    check_levels(on_gpu(name, shape, mode), ["zipper", "zipper-low"])
 
 
 def test_near_float64_with_both_parts():
-    model, ids = on_gpu(mode="exact", tie_word_embeddings=False), random_ids(2)
-    with torch.no_grad():
-        exact = in_float64(model).cuda()(torch.tensor(ids).cuda()).logits
-    out = torch.stack(Lanes(CudaDecoder(model), 2, slots=128).feed(ids))
-    assert (out - exact).abs().max() < 0.05 * exact.abs().max()
+    check_near_float64(on_gpu(mode="exact", tie_word_embeddings=False))
 
 
 def test_weights_that_fill_their_tiles_are_not_held_twice():
@@ -83,15 +63,15 @@ def test_weights_that_fill_their_tiles_are_not_held_twice():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("levels", [["zipper-low"], ["zipper-low", "prompt_lookup"]], ids=str)
 def test_a_captured_chain_writes_what_the_target_alone_writes(levels, mode):
-    model = hf_mlspec.prepare(on_gpu(mode=mode), engine="cuda")
-    inputs = {name: value.cuda() for name, value in prompts([5, 9, 40]).items()}
-    options = {"do_sample": False, "max_new_tokens": 48, "eos_token_id": None, "pad_token_id": 0}
-    alone = model.generate(**inputs, **options, assistant_models=[])
-    chain = model.generate(**inputs, **options, assistant_models=levels, speculation_config={"num_draft_tokens": 3})
-    assert torch.equal(chain, alone)
-    stats = hf_mlspec.last_stats(model)
-    assert stats.levels[0].drafted > 0
-    assert stats.capture_seconds > 0
+    check_captured_chain(on_gpu(mode=mode), levels)
+
+
+@pytest.mark.parametrize("method", ["quarot", "smoothquant+gptq", "quarot+smoothquant"])
+def test_calibrated_weights_decode_compiled_and_draft_for_themselves(method):
+    model = random_model("llama", torch.bfloat16, **WHOLE).cuda()
+    hf_mlspec.quantize(model, method, "zipper", calibration=random_ids(4), mode="clamp")
+    check_levels(model, ["zipper", "zipper-low"])
+    check_captured_chain(model, ["zipper-low"])
 
 
 def test_modules_write_what_the_target_alone_writes_and_keep_what_they_held():

@@ -137,8 +137,8 @@ def test_splits_that_there_are_not(options, message):
         ({"bits": 9}, "bits is 9, zipper has 4 or 5 or 6 or 7 or 8"),
         ({"mode": "halved"}, "mode is 'halved', zipper has 'exact' or 'paper' or 'clamp'"),
         ({"high_part": "disk"}, "high_part is 'disk', zipper has 'device' or 'host'"),
-        ({"smoothing": "auto"}, r"unknown settings \['smoothing'\]"),
-        ({"rotation": "hadamard"}, r"unknown settings \['rotation'\]"),
+        ({"smoothing": "auto"}, r"method 'smoothquant' chooses codes on a text: add calibration"),
+        ({"rotation": "hadamard"}, r"method 'quarot' chooses codes on a text: add calibration"),
         ({"activation_bits": 5}, "activation_bits is 5"),
     ],
 )

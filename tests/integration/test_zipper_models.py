@@ -128,6 +128,20 @@ def test_other_words_name_the_one_there_is(folder, word):
         quantized(folder).generate(**prompts([8]), **GREEDY, assistant_models=[word])
 
 
+@pytest.mark.parametrize("word", ["zipper-lowa8", "zippera4"])
+def test_activations_that_a_compiled_decoder_has_not_are_refused_by_name(folder, word):
+    model, inputs = quantized(folder, mode="clamp"), prompts([8])
+    assert decoder_of(model, "cpu") is not None
+    with pytest.raises(ValueError, match=f"level '{word}': a compiled decoder multiplies zipper weights by 16-bit"):
+        model.generate(**inputs, **GREEDY, assistant_models=[word])
+
+
+def test_a_target_with_integers_drafts_with_those_of_its_low_part(folder):
+    model, inputs = quantized(folder, mode="clamp", activation_bits=8), prompts([8, 5])
+    alone = model.generate(**inputs, **GREEDY, assistant_models=[])
+    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_models=["zipper-lowa8"]), alone)
+
+
 def test_a_dense_target_has_no_low_part(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"the target's own zipper weights .*MLSpecConfig\(format='zipper'"):
@@ -152,6 +166,12 @@ def test_commands(folder, tmp_path, capsys):
     told = json.loads(capsys.readouterr().out)
     assert "zipper-low" in told["levels"]
     assert told["layers"][0]["stored_as"].startswith("zipper (bits 6, low_bits 4, mode clamp")
+    zeros, model = told["high_zeros"], AutoModelForCausalLM.from_pretrained(out)
+    assert len(zeros) == 14
+    for name, share in zeros.items():
+        assert share == model.get_submodule(name).packed_weight().high_zeros(), name
+    assert main(["inspect", str(out)]) == 0
+    assert "weights whose high part is 0" in capsys.readouterr().out
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["formats"]["zipper"] == (
         "zipper, zippera8, zippera4, zipper-low, zipper-lowa8, zipper-lowa4"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import zipper_cases
 from instruction_sets import PACKAGE, output_on
+from zipper_operands import BAD_OPERANDS, bad_operands
 
 from hf_mlspec import ops
 from hf_mlspec.formats import zipper
@@ -78,27 +79,14 @@ def test_tiles_lose_nothing(mode, out, size):
 
 
 @pytest.mark.parametrize("run", ["kernel", "reference"])
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(2, 62)}, ValueError, r"x has shape \[2, 62\], tables are made of groups of 4 inputs"),
-        ({"x": torch.zeros(2, 64, dtype=torch.int8)}, TypeError, "x is .*, expected float32, bfloat16"),
-        ({"low": torch.zeros(3, 8)}, ValueError, r"low has shape \[3, 8\], expected \[2, 8\]"),
-        ({"low": torch.zeros(2, 8).half()}, TypeError, "low is"),
-        ({"low": torch.zeros(8, 2).T}, ValueError, "low of shape .* is not contiguous"),
-        ({"high": torch.zeros(20, dtype=torch.int32)}, ValueError, r"high has shape \[20\], expected"),
-        ({"high": torch.zeros(99, dtype=torch.int64)}, TypeError, "high is"),
-        ({"bias": torch.zeros(7)}, ValueError, r"bias has shape \[7\], expected \[8\]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), BAD_OPERANDS)
 def test_operands_that_do_not_fit_are_named(run, change, error, message):
     if run == "kernel" and library.kernel_of("zipper_high_linear", "cpu") == "reference":
         pytest.skip("the compiled library is not built")
     split = ops.prepack_zipper(*zipper_cases.weight_of(8, 64).parts).split
-    given = {"x": torch.zeros(2, 64), "low": torch.zeros(2, 8), "high": split, "bias": None} | change
     call = torch.ops.mlspec.zipper_high_linear if run == "kernel" else REFERENCES["zipper_high_linear"]
     with pytest.raises(error, match=f"zipper_high_linear: {message}"):
-        call(*given.values())
+        call(*bad_operands(split, change))
 
 
 def test_shapes_without_computing():

@@ -6,6 +6,8 @@ from __future__ import annotations
 from torch import nn
 
 from ...engines.built import switches
+from ...engines.engine import Engine
+from ...engines.slots import AT_16_BITS
 from ...formats import FORMATS, Format
 from ...nn.switch import PrecisionSwitch, precision_switch
 from ...precision import Bits, Precision
@@ -49,6 +51,18 @@ def lower_precision(target: nn.Module, word: str, precision: Precision | None) -
             f"{precision.activation_bits}"
         )
     return bits
+
+
+def require_engine(target: nn.Module, word: str, bits: Bits, engine: Engine) -> None:
+    """ValueError for bits of activations that the modules of these weights have, and ``engine`` does not."""
+    switch = precision_switch(target)
+    if switch.weights in AT_16_BITS and bits.activation != 16 and engine.name != "modules":
+        own = Precision(switch.record.family, switch.bits.weight, bits.activation)
+        raise ValueError(
+            f"level {word!r}: a compiled decoder multiplies {switch.record.title} by 16-bit activations alone: its "
+            f"levels are called {_fitting(switch)}; or let the target have {bits.activation}-bit ones, too "
+            f"(activation_bits={bits.activation}, {str(own)!r}), which run module by module"
+        )
 
 
 def check_descent(target: nn.Module, bits: list[Bits | None], levels: list) -> None:

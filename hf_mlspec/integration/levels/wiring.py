@@ -34,7 +34,7 @@ from ..config import (
 )
 from ..processing import Prompts, split_processors, warp_of
 from ..request import head_size, max_positions, router_of, vocab_size
-from .lower_precision import drafting_defaults
+from .lower_precision import drafting_defaults, require_engine
 from .resolve import Level
 
 # Models of one family round their vocabulary up differently (Qwen2.5: 151936 and 152064 rows for 151665 tokens).
@@ -118,6 +118,7 @@ class Wiring:
     def _follow(self, level: Level, engine: Engine, leader: Engine | None) -> Engine | None:
         """Let a level of the target's shape draft in its checker's cache (invariant 4); the engine, if it does."""
         if level.bits is not None:
+            require_engine(level.model, level.name, level.bits, engine)
             engine = at_lower_precision(engine, level.bits)
         shares = level.shape_of_target and level.router is None  # a router chooses in a prefill of its own
         if leader is None or not (shares and self.config.shared_cache and engine.name == leader.name):

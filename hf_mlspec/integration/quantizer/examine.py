@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from ...checkpoints.layer import LayerPlan, Reader
 from ...checkpoints.readers import PACKAGES, method_of, reader_for
 from ...checkpoints.safetensors_file import StoredTensor
 from ...engines.foreseen import why_not_decoded
-from ...formats import FORMATS, casts
+from ...formats import FORMATS, ZipperWeight, casts
 from ...formats.weight import INPUT_DTYPES
 from ...nn.expert_modules import is_experts
 from ...nn.experts import PackedExperts
@@ -26,6 +26,7 @@ from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch
 from ...nn.transforms import NONE, ORDER
+from ...nn.zipper import ZipperLinear
 from ...precision import Precision
 from ..levels.load import require_folder
 from .blank import blank_model, plan_folder, quantization_of, read_checkpoint
@@ -71,7 +72,7 @@ class Examined:
     once it is loaded by `hf_mlspec.load`. kv_cache: in which format keys and values are kept, "" for as they are
     computed. dense: linear layers that stay dense. engines: what runs it on a CPU and on
     a GPU of this machine. kernels: op -> kernel on this CPU. stock: whether transformers alone would load it. levels:
-    words for levels below it."""
+    words for levels below it. high_zeros: of zipper weights, by layer, the part whose high part is 0."""
 
     folder: str
     method: str
@@ -88,11 +89,12 @@ class Examined:
     kernels: dict[str, str]
     stock: str
     levels: list[str]
+    high_zeros: dict[str, float] = field(default_factory=dict)
 
 
 def examine(folder: str) -> Examined:
-    """What the checkpoint in ``folder`` is. No weight is loaded. ValueError or TypeError, in one line, for a folder
-    that is missing, holds no model, is damaged, or is of a kind that is not read."""
+    """What the checkpoint in ``folder`` is. No weight is loaded but zipper's. ValueError or TypeError, in one line,
+    for a folder that is missing, holds no model, is damaged, or is of a kind that is not read."""
     require_folder(folder)
     if not Path(folder).is_dir() and not is_gguf(folder):
         raise ValueError(f"{folder!r} is no folder: give that of a checkpoint, or a GGUF file")
@@ -122,6 +124,7 @@ def examine(folder: str) -> Examined:
         weights=_weights(model), layers=layers,
         dense=sorted(name for name, module in model.named_modules() if is_dense(module)),
         engines=engines, kernels=_kernels(model), stock=_stock(method), levels=_levels(model),
+        high_zeros=_high_zeros(model, checkpoint) if method == QUANT_METHOD else {},
     )  # fmt: skip
 
 
@@ -234,6 +237,16 @@ def _ours(folder: str, config: MLSpecConfig, checkpoint: Checkpoint) -> tuple[Pr
          sum(map(_bytes, _packed_tensors(name, module, stored, model))), f"{config.record.title}, as it is", "")
         for name, module in packed_modules(model)
     )  # fmt: skip
+
+
+def _high_zeros(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, float]:
+    stored, found = by_module(checkpoint.tensors), {}
+    for name, module in packed_modules(model):
+        if isinstance(module, ZipperLinear):
+            own = tensors_of(name, stored, model)
+            weight = ZipperWeight(*[own[f"weight_{part}"].load() for part in module.record.parts], name)
+            found[name] = weight.validate(module.out_features, module.in_features).high_zeros()
+    return found
 
 
 def _packed_tensors(
