@@ -41,8 +41,8 @@ class Soaked:
                 "failed": len(self.failed), "errors": self.failed[:3], "tokens": self.tokens,
                 "tokens_per_s": self.tokens / self.seconds,
                 "first_p50_ms": 1e3 * ranked[len(ranked) // 2], "first_p99_ms": 1e3 * ranked[int(0.99 * len(ranked))],
-                "memory_mib": middle / 2**20, "memory_at_mib": {round(at): held >> 20 for at, held in self.memory[::step]},
-                 "memory_moves": max(late[-1] - middle, middle - late[0]) / middle}
+                "memory_mib": middle / 2**20, "memory_moves": max(late[-1] - middle, middle - late[0]) / middle,
+                "memory_at_mib": {round(at): held >> 20 for at, held in self.memory[::step]}}
 
 
 def answers_alone(folder: str, work: Work, threads: int) -> list[str]:
