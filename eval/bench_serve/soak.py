@@ -35,12 +35,14 @@ class Soaked:
     def figures(self) -> dict[str, Any]:
         """What is told of it; memory_moves: the largest distance from the median behind the first fifth, over that."""
         late = sorted(held for at, held in self.memory if at > self.seconds / 5)
+        step = max(len(self.memory) // 20, 1)
         middle, ranked = late[len(late) // 2], sorted(self.waits)
         return {"seconds": self.seconds, "asked": self.asked, "answered": self.answered, "wrong": self.wrong,
                 "failed": len(self.failed), "errors": self.failed[:3], "tokens": self.tokens,
                 "tokens_per_s": self.tokens / self.seconds,
                 "first_p50_ms": 1e3 * ranked[len(ranked) // 2], "first_p99_ms": 1e3 * ranked[int(0.99 * len(ranked))],
-                "memory_mib": middle / 2**20, "memory_moves": max(late[-1] - middle, middle - late[0]) / middle}
+                "memory_mib": middle / 2**20, "memory_moves": max(late[-1] - middle, middle - late[0]) / middle,
+                "memory_at_mib": {round(at): held >> 20 for at, held in self.memory[::step]}}
 
 
 def answers_alone(folder: str, work: Work, threads: int) -> list[str]:

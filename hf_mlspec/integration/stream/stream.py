@@ -42,19 +42,11 @@ _PAUSE = 0.002  # seconds between two looks at an idle source
 
 
 def generate_stream(
-    model: PreTrainedModel,
-    requests: Iterable[Any],
-    *,
-    max_batch: int = 8,
-    assistant_models: list | None = None,
-    assistant_tokenizers: list | None = None,
-    speculation_config: SpeculationConfig | dict | None = None,
-    tokenizer=None,
-    events: bool = False,
-    prefill_chunk: int | None = PREFILL_CHUNK,
-    prefix_cache: int | str | None = None,
-    **defaults,
-) -> Iterator[Completion | NewTokens]:
+    model: PreTrainedModel, requests: Iterable[Any], *, max_batch: int = 8, assistant_models: list | None = None,
+    assistant_tokenizers: list | None = None, speculation_config: SpeculationConfig | dict | None = None,
+    tokenizer=None, events: bool = False, prefill_chunk: int | None = PREFILL_CHUNK,
+    prefix_cache: int | str | None = None, **defaults,
+) -> Iterator[Completion | NewTokens]:  # fmt: skip
     """Decode requests as slots become free, first come, first served; completions come in the order they end.
 
     requests: any iterable of Request, or of a list of ids, a tensor, a string or a dict of arguments. It is asked for

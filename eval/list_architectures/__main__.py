@@ -1,0 +1,125 @@
+"""Which causal language models of transformers run how? A row a class, for docs/guide/architectures.md.
+
+python -m eval.list_architectures --write docs/guide/architectures.md
+
+A class with a description is compiled, on a GPU too where no field of it says otherwise; of every other class a model of
+two layers is made on the meta device and asked what a chain needs: ids in and logits out, rows at positions of their own,
+or a state that can be copied. No weights are read, no token is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_mlspec.engines.architecture import KNOWN
+from hf_mlspec.engines.architecture.description import not_served
+from hf_mlspec.integration.request import check_model
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+HEADER = ("Class", "Alone", "Chain", "Why not faster")
+COMPILED, ON_THE_CPU, BY_MODULE, REFUSED = "compiled", "compiled on the CPU", "module by module", "refused"
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """alone: the engine of a prepared model; chain: that of one as a target, or REFUSED."""
+
+    name: str
+    alone: str
+    chain: str
+    why: str
+
+    def line(self) -> str:
+        return f"| `{self.name}` | {self.alone} | {self.chain} | {self.why} |"
+
+
+def classes() -> dict[str, str]:
+    """Model type of every class, the first that names it."""
+    found: dict[str, str] = {}
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        found.setdefault(name, kind)
+    return dict(sorted(found.items()))
+
+
+def described(name: str) -> Row | None:
+    """The row of a class that has a description."""
+    entry = KNOWN.get(name)
+    if entry is None:
+        return None
+    why = not_served(entry, "cuda")
+    word = COMPILED if why is None else ON_THE_CPU
+    return Row(name, word, word, "" if why is None else f"its description says {why}")
+
+
+def asked(name: str, kind: str) -> Row:
+    """The row of a class without one."""
+    try:
+        config = CONFIG_MAPPING[kind]()
+        for entry in _LAYERS:
+            if isinstance(getattr(config, entry, None), int):
+                _shorten(config, entry)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config).eval()
+    except Exception as error:
+        return Row(name, BY_MODULE, "not examined", f"no model on the meta device: {type(error).__name__}")
+    try:
+        check_model(model, "it")
+    except (TypeError, ValueError) as error:
+        if "meta device" not in str(error):
+            return Row(name, "stock", REFUSED, _said(str(error), name))
+    return Row(name, BY_MODULE, BY_MODULE, "it has no description")
+
+
+def _shorten(config, entry: str) -> None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        setattr(config, entry, 2)
+
+
+def _said(error: str, name: str) -> str:
+    return error.replace(f"it ({name}) ", "").partition(";")[0].partition(": load it")[0].replace("|", "/")
+
+
+def rows() -> Iterator[Row]:
+    for name, kind in classes().items():
+        yield described(name) or asked(name, kind)
+
+
+def table(found: list[Row]) -> str:
+    counts = Counter(row.chain for row in found)
+    summary = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    lines = [f"transformers {transformers.__version__}, {len(found)} classes: {summary}.", ""]
+    lines += [f"| {' | '.join(HEADER)} |", "|---|---|---|---|", *(row.line() for row in found)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
+    args = parser.parse_args()
+    text = table(list(rows()))
+    if args.write is None:
+        print(text)
+        return
+    page = args.write.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    if not rest:
+        raise SystemExit(f"{args.write} has no line {BEGIN!r} to put the table behind")
+    after = rest.partition(END)[2]
+    beside = args.write.with_suffix(".new")
+    beside.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    beside.replace(args.write)
+
+
+if __name__ == "__main__":
+    main()

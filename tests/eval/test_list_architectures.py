@@ -1,0 +1,62 @@
+"""Does the page say of every class of transformers how it runs, and of every described one what its description says?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import transformers
+
+from eval.list_architectures.__main__ import (
+    BEGIN,
+    COMPILED,
+    END,
+    HEADER,
+    ON_THE_CPU,
+    REFUSED,
+    asked,
+    classes,
+    described,
+)
+from hf_mlspec.engines.architecture import KNOWN, ON_THE_CPU_ALONE
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "architectures.md"
+TABLE = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+ROWS = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]*) \|$", TABLE, re.MULTILINE)
+WRITTEN_WITH = re.search(r"transformers (\S+), (\d+) classes: (.+)\.\n", TABLE)
+
+
+def test_every_described_class_stands_in_the_table_as_its_description_says():
+    found = {name: rest for name, *rest in ROWS}
+    assert set(found) >= set(KNOWN)
+    for name in KNOWN:
+        row = described(name)
+        assert found[name] == [row.alone, row.chain, row.why]
+        assert row.alone == (ON_THE_CPU if name in ON_THE_CPU_ALONE else COMPILED)
+
+
+def test_no_class_without_a_description_is_called_compiled():
+    assert {name for name, alone, *_ in ROWS if alone in (COMPILED, ON_THE_CPU)} == set(KNOWN)
+    assert len(KNOWN) >= 40
+
+
+def test_the_line_above_counts_the_rows():
+    counts = Counter(chain for _, _, chain, _ in ROWS)
+    assert int(WRITTEN_WITH[2]) == len(ROWS)
+    assert WRITTEN_WITH[3] == ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    assert f"| {' | '.join(HEADER)} |" in TABLE
+
+
+@pytest.mark.skipif(WRITTEN_WITH[1] != transformers.__version__, reason="the table is of another transformers")
+def test_it_names_every_class_of_this_transformers():
+    assert [name for name, *_ in ROWS] == list(classes())
+
+
+@pytest.mark.skipif(WRITTEN_WITH[1] != transformers.__version__, reason="the table is of another transformers")
+@pytest.mark.parametrize("name", ["FalconForCausalLM", "GptOssForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel"])
+def test_what_it_says_of_a_class_without_a_description_is_found_again(name):
+    row = asked(name, classes()[name])
+    assert (name, row.alone, row.chain, row.why) in ROWS
+    assert (row.chain == REFUSED) == (name in ("FalconForCausalLM", "BloomForCausalLM"))
