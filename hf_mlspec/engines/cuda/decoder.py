@@ -180,14 +180,17 @@ class CudaDecoder:
             if layer.attention_out is not None:
                 added, _ = ops.rms_norm(added, layer.attention_out, eps)
             normed, total = _norm(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            if layer.experts is None:
-                added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
-            else:
-                added = layer.experts(normed, self._activation, bits)
+            added = self._feed_forward(layer, normed, bits)
             if layer.mlp_out is not None:
                 added, _ = ops.rms_norm(added, layer.mlp_out, eps)
         normed, _ = _norm(total, added, self._final_norm, eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits) -> Tensor:
+        """What a layer's MLP, or its experts, add."""
+        if layer.experts is not None:
+            return layer.experts(normed, self._activation, bits)
+        return layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
         if layer.down_rotation is not None:
