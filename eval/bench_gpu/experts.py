@@ -1,8 +1,8 @@
 """How long is a captured step of a mixture of experts, beside what reading its active weights takes, and stock's step?
 
-Steps are those of eval/bench_gpu/step.py. Of a large shape a few layers are timed, and fewer of the same; what
-a layer takes is the slope, and the step of all layers is told as computed from both. Active bytes: everything but the
-experts, and of these as many as uniform routing sends the rows of a batch to.
+Steps are those of eval/bench_gpu/step.py. Of a large shape a few layers are made and timed, and fewer of the same:
+what a layer takes is the slope, the step of all layers is computed from both and says so. Active bytes: everything
+but the experts, and of these as many as uniform routing sends the rows of a batch to.
 """
 
 from __future__ import annotations

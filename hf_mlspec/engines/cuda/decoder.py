@@ -152,10 +152,7 @@ class CudaDecoder:
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            if layer.experts is None:
-                added = layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
-            else:
-                added = layer.experts(normed, self._activation, bits)
+            added = self._feed_forward(layer, normed, bits)
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
@@ -169,6 +166,12 @@ class CudaDecoder:
         if packing is not None:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
+
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits) -> Tensor:
+        """What a layer's MLP, or its experts, add."""
+        if layer.experts is not None:
+            return layer.experts(normed, self._activation, bits)
+        return layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
         if self.sizes.plain_mlp:
