@@ -29,6 +29,7 @@ from ...speculation.rounds.chain import let_go
 from ..config import SpeculationConfig
 from ..quantizer.source_config import is_gguf
 from ..request import check_device, check_model, vocab_size
+from ..streamed import source_of
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 from .routing import draft_router
@@ -343,8 +344,10 @@ def clear(model: nn.Module) -> None:
     their decoders; on a GPU the caches and graphs of captured rounds; the model's own decoders, and GPU weights of a
     model that was moved away; and the counts of `last_stats`. Warnings already given are given again. A model given to
     `hf_mlspec.prepare` stays prepared and keeps its valid decoder. Models passed as levels are left alone, as other
-    targets may use them.
+    targets may use them. Streamed planes stay where they are; what is on its way is dropped, their counts are zero.
     """
     let_go(model)
+    if (source := source_of(model)) is not None:
+        source.reset()
     drop_outdated(model)
     state_of(model).clear()
