@@ -288,14 +288,13 @@ def require_budget(linears: Mapping[str, PlanesLinear], device: torch.device, bu
     """How many layers a budget allows to be fetched ahead; ValueError, with both numbers, where it is below what is
     always there."""
     kind, sizes = CudaRoom if device.type == "cuda" else CpuRoom, [sizes_on(device, own) for own in linears.values()]
-    always = _always(sizes, top)
-    for slots in range(min(SLOTS, len(sizes)), 0, -1):
-        if slots < min(_LEAST_SLOTS, len(sizes)):
-            break
-        if always + kind.needed(sizes, top, slots) <= budget:
-            return slots
-    need = always + kind.needed(sizes, top, min(_LEAST_SLOTS, len(sizes)))
-    raise ValueError(
-        f"plane_budget is {budget:,} bytes, and the first {top} planes of all layers, with their scales and room for "
-        f"two layers that are fetched, take {need:,}: give at least that, or fewer top_planes"
-    )
+    always, least = _always(sizes, top), min(_LEAST_SLOTS, len(sizes))
+    need = always + kind.needed(sizes, top, least)
+    if need > budget:
+        raise ValueError(
+            f"plane_budget is {budget:,} bytes, and the first {top} planes of all layers, with their scales and "
+            f"room for {least} layers that are fetched, take {need:,}: give at least that, or fewer top_planes"
+        )
+    half = (budget + need) // 2  # the other half is for low planes that stay
+    more = range(min(SLOTS, len(sizes)), least, -1)
+    return next((own for own in more if always + kind.needed(sizes, top, own) <= half), least)
