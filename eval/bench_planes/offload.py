@@ -11,8 +11,9 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from transformers import PreTrainedModel
 
-from eval.bench_gpu.models import random_model, random_planes_model
-from hf_mlspec.integration.plane_budget import bytes_of
+from eval.random_packed import random_planes_model
+from eval.targets import random_model
+from hf_mlspec.routing.plane_budget import bytes_of
 
 _TOKENS = 8
 
@@ -21,7 +22,7 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
     """The model in BF16, and in the same planes."""
     shape = "tiny-2x512" if options.quick else options.shape
     for name, make in (("bf16", random_model), ("planes", random_planes_model)):
-        model = make(shape, options.device)
+        model = make(shape, str(options.device))
         budget = sum(p.nbytes for p in model.parameters()) // 2 if options.quick else bytes_of(options.budget)
         try:
             yield {"name": f"accelerate, {name}", "budget": budget, **_offloaded(model, budget, options)}

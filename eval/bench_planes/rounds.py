@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_mlspec
-from eval.bench_gpu.models import random_planes_model
 from eval.plans.places import TRACES
+from eval.random_packed import random_planes_model
 from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay
-from hf_mlspec.integration.plane_budget import bytes_of
 from hf_mlspec.nn.plane_source import PlaneCounts
 from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.routing.plane_budget import bytes_of
 
 TRACE = "code-76m-planes8-planes4-long-humaneval.json"
 

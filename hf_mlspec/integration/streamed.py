@@ -17,9 +17,9 @@ from ..nn.plane_source import PlaneCounts
 from ..nn.planes import PlanesLinear
 from ..nn.state import say_once
 from ..ops import why_no_cuda_kernels
+from ..routing.plane_budget import TOP_PLANES, asked_to_stream
 from ..routing.plane_loader import PlaneLoader, low_shapes, require_budget
 from ..routing.plane_store import FileStore, HostStore
-from .plane_budget import TOP_PLANES, asked_to_stream
 
 
 def stream_planes(
@@ -71,6 +71,13 @@ def counting(model: nn.Module) -> AbstractContextManager[PlaneCounts | None]:
     """A block whose fetches for this model, by this thread, are counted in what it gives."""
     source = source_of(model)
     return nullcontext() if source is None else source.counting()
+
+
+def drop_fetches(model: nn.Module) -> None:
+    """Let go of streamed planes that are on their way, and set the counts of all to zero; resident ones stay."""
+    source = source_of(model)
+    if source is not None:
+        source.reset()
 
 
 def device_of_map(device_map: Any) -> Any:

@@ -13,7 +13,7 @@ from ...calibration.methods import format_of
 from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits, require_activation_clip
 from ...nn.transforms import NONE, transform_named
-from ..plane_budget import TOP_PLANES, asked_to_stream
+from ...routing.plane_budget import TOP_PLANES, asked_to_stream
 from .calibration_request import OPTIONS, requested
 from .source_config import SourceConfig
 
