@@ -147,10 +147,12 @@ class CudaRoom:
         self._copies = torch.cuda.Stream(device)
         low = max(one.plane * (one.planes - top) for one in sizes)
         self._slots = [torch.empty(low, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self._read = [None] * slots  # by a product: events
+        self._read: list[torch.cuda.Event | None] = [None] * slots  # by a product
+        self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(slots)]  # come, read
         self._work = torch.empty(max(_whole(one) for one in sizes), dtype=torch.uint8, device=device)
-        self._worked: torch.cuda.Event | None = None
-        self._streams: set[int] = set()
+        self._stream: torch.cuda.Stream | None = None  # of the last product
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # the working tile of a layer, and its top planes
+        self._ways: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # from a slot to the working tile
         self._reader = None if store.word == "memory" else ThreadPoolExecutor(1, "mlspec-planes")
         self._bounce = torch.empty(low, dtype=torch.uint8, pin_memory=True) if self._reader else None
 
@@ -183,7 +185,7 @@ class CudaRoom:
         return part.unflatten(-1, (count, tiles_cuda.PLANE_BYTES))
 
     def start(self, fetch: Fetch) -> None:
-        fetch.event = torch.cuda.Event(enable_timing=False)
+        fetch.event = self._events[fetch.slot][0]
         if self._reader is None:
             self._copy(fetch, self._store.planes(fetch.place, 0, fetch.count))
         else:
@@ -219,30 +221,41 @@ class CudaRoom:
     def tiles(self, place: int, width: int, fetch: Fetch | None) -> Tensor:
         if self._full[place] is not None:
             return self._full[place]
-        stream, top = torch.cuda.current_stream(self.device), self._top[place]
-        if self._worked is not None and self._streams != {stream.cuda_stream}:
-            stream.wait_event(self._worked)  # another stream may still read the working tile
-        self._streams = {stream.cuda_stream}
-        pairs, chunks, _, had = top.shape
-        tile = had + (self._sizes[place].planes - self.top) * tiles_cuda.PLANE_BYTES
-        work = self._work[: pairs * chunks * 2 * tile].view(pairs, chunks, 2 * tile)
-        self._halves(work)[..., :had] = top
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)  # it may still read the working tile
+        self._stream = stream
+        work, tops = self._views.get(place) or self._viewed(place)
+        tops.copy_(self._top[place])
         if fetch is not None:
-            count = fetch.count
-            low = self._slots[fetch.slot][: count * self._sizes[place].plane]
-            low = low.view(count, pairs, chunks, 2, tiles_cuda.PLANE_BYTES)
-            self._planes(work, self.top, count).copy_(low.permute(1, 2, 3, 0, 4))
+            into, low = self._way(place, fetch)
+            into.copy_(low)
         return work
 
+    def _viewed(self, place: int) -> tuple[Tensor, Tensor]:
+        """Views are kept: to make them for every product takes longer than the copies."""
+        pairs, chunks, _, had = self._top[place].shape
+        tile = had + (self._sizes[place].planes - self.top) * tiles_cuda.PLANE_BYTES
+        work = self._work[: pairs * chunks * 2 * tile].view(pairs, chunks, 2 * tile)
+        self._views[place] = work, self._halves(work)[..., :had]
+        return self._views[place]
+
+    def _way(self, place: int, fetch: Fetch) -> tuple[Tensor, Tensor]:
+        found = self._ways.get((place, fetch.slot, fetch.count))
+        if found is None:
+            work, count = self._views[place][0], fetch.count
+            low = self._slots[fetch.slot][: count * self._sizes[place].plane]
+            low = low.view(count, *work.shape[:2], 2, tiles_cuda.PLANE_BYTES).permute(1, 2, 3, 0, 4)
+            found = self._ways[place, fetch.slot, count] = self._planes(work, self.top, count), low
+        return found
+
     def worked(self) -> None:
-        """The product that read the working tile was started."""
-        self._worked = torch.cuda.Event()
-        self._worked.record(torch.cuda.current_stream(self.device))
+        """The next product comes behind this one in its stream, or waits for that."""
 
     def done(self, fetch: Fetch) -> None:
         if fetch.future is not None:
             Future.exception(fetch.future)
-        event = torch.cuda.Event()
+        event = self._events[fetch.slot][1]
         event.record(torch.cuda.current_stream(self.device))
         self._read[fetch.slot] = event
 
@@ -258,6 +271,7 @@ class CudaRoom:
             self._reader.shutdown(wait=True, cancel_futures=True)
         torch.cuda.synchronize(self.device)
         self._top, self._full, self._slots, self._work = [], [], [], None
+        self._views, self._ways = {}, {}
 
 
 def _whole(sizes: Sizes) -> int:
