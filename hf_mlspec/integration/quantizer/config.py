@@ -113,10 +113,9 @@ class MLSpecConfig(QuantizationConfigMixin):
         transform: str = NONE.word,
         kv_cache: str | None = None,
         router: str | os.PathLike | None = None, calibration: Any = None,
-        activation_clip: float | None = None,
-        *,
-        plane_budget: int | str | None = None, top_planes: int = TOP_PLANES,
-        plane_folder: str | os.PathLike | None = None, method: str | None = None,
+        activation_clip: float | None = None, *,
+        plane_budget: int | str | None = None, top_planes: int = TOP_PLANES, plane_folder: Any = None,
+        method: str | None = None,
         **others: Any,
     ) -> None:
         asked = {name: others.pop(name) for name in OPTIONS if name in others}
