@@ -340,10 +340,9 @@ def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
 def clear(model: nn.Module) -> None:
     """Free everything kept for the next call of generate on this model; that call builds it again.
 
-    This frees the levels built from words for this target (casts, early exits, n-gram tables) with their decoders;
-    caches and graphs of captured rounds on a GPU; the model's own decoders, but a valid one of `hf_mlspec.prepare`;
-    GPU weights of a model that was moved away; the counts of `last_stats`; streamed planes on their way. Models passed
-    as levels are left alone, as other targets may use them. Warnings already given are given again.
+    This frees levels built from words (casts, early exits, n-gram tables) with their decoders; graphs and caches of
+    captured rounds; the model's decoders, but a valid one of `hf_mlspec.prepare`; GPU weights of a model moved away;
+    counts; streamed planes on their way. Models passed as levels are left alone. Warnings are given again.
     """
     let_go(model)
     drop_fetches(model)
