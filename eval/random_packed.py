@@ -1,4 +1,4 @@
-"""Which packed models of random codes do programs time? int4, with outliers, with ordered and rotated inputs."""
+"""Which packed models of random codes do programs time? int4, bit-planes, with outliers, ordered or rotated inputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from eval.targets import random_model
-from hf_mlspec.formats import Int4Weight
+from hf_mlspec.formats import Int4Weight, PlanesWeight
 from hf_mlspec.formats.hadamard import fitting_hadamard
 from hf_mlspec.formats.int4_int8 import OUTLIERS, Int4Int8Weight
 from hf_mlspec.nn.int4_int8 import Int4Int8Linear
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.packed import PackedLinear
+from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.nn.transforms import HADAMARD, ORDER, record_of
 
@@ -34,6 +35,11 @@ def random_int4_model(shape: str, device: torch.device, **sizes: int) -> PreTrai
 def random_outlier_model(shape: str, device: torch.device, **sizes: int) -> PreTrainedModel:
     """As `random_int4_model`, with the last 128 inputs of every layer in int8."""
     return drawn(random_model(shape, str(device), 0, **sizes), PrecisionSwitch("int4_int8", 16), _random_outliers)
+
+
+def random_planes_model(shape: str, device: torch.device, num_planes: int = 8) -> PreTrainedModel:
+    """The shape with random codes in bit-planes (groups of 128), drawn as those of `random_int4_model`."""
+    return drawn(random_model(shape, str(device), 0), PrecisionSwitch("planes", num_planes=num_planes), _random_planes)
 
 
 def drawn(
@@ -64,6 +70,17 @@ def _random_int4(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> Int4L
     # Uniform codes -8..7 have a deviation of 4.6, the weights of such a model one of 0.02.
     scale = torch.full((out_features, in_features // group), 0.02 / 4.6, dtype=torch.float16, device=device)
     return Int4Linear(Int4Weight(codes, scale, None, name), linear.bias, switch).eval()
+
+
+def _random_planes(linear: nn.Linear, name: str, switch: PrecisionSwitch) -> PlanesLinear:
+    (out_features, in_features), device, count = linear.weight.shape, linear.weight.device, switch.num_planes
+    group = 32 if in_features % GROUP else GROUP
+    planes = torch.randint(0, 256, (count, out_features, in_features // 8), dtype=torch.uint8, device=device)
+    # Uniform codes of n bits have a deviation of 2^n / sqrt(12), the weights of such a model one of 0.02.
+    step = 0.02 * 12**0.5 / 2**count
+    scale = torch.full((out_features, in_features // group), step, dtype=torch.float16, device=device)
+    zero = torch.tensor([2**count], dtype=torch.int32, device=device)
+    return PlanesLinear(PlanesWeight(planes, scale, zero, name), linear.bias, switch).eval()
 
 
 def _packed(model: PreTrainedModel) -> Iterator[tuple[str, PackedLinear]]:

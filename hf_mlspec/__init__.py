@@ -19,6 +19,7 @@ from .integration.routed import route
 from .integration.stream.events import NewTokens, TokenLogprob
 from .integration.stream.request import Completion, Request
 from .integration.stream.stream import generate_stream
+from .integration.streamed import stream_planes
 from .nn.fewer_experts import fewer_experts
 from .nn.nest import nest, unnest
 from .nn.replace import direct_cast, early_exit, resident_bytes
@@ -71,6 +72,7 @@ __all__ = [
     "resident_bytes",
     "restore",
     "route",
+    "stream_planes",
     "train_router",
     "unnest",
 ]

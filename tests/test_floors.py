@@ -37,6 +37,7 @@ TIMES_ROOMS = {
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/routing/": ("hf_mlspec.routing",),
+    "eval/bench_planes/": ("hf_mlspec.nn", "hf_mlspec.routing"),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.formats", "hf_mlspec.nn"),

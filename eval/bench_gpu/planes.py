@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 import hf_mlspec
 from eval.bench_gpu.chain import Chain, few_rows, rate, recorded_trace, tuned
 from eval.bench_gpu.findings import Bench, Finding
-from eval.bench_gpu.models import random_model, random_planes_model
+from eval.bench_gpu.models import random_model
 from eval.bench_gpu.step import KEPT, Case, Step, WrongStep, cache_bytes, read_bytes
+from eval.random_packed import random_planes_model
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.evaluation import reschedule
 

@@ -24,6 +24,8 @@ from ..integration.quantizer.source import missing_packages
 from ..integration.stream.prompts import PREFILL_CHUNK
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
+from ..routing.plane_budget import TOP_PLANES
+from ..routing.plane_loader import SLOTS
 from ..routing.router import WIDTHS
 from .inspect import run_inspect
 from .serve import SERVER_PACKAGES
@@ -44,6 +46,8 @@ def run_info(args: argparse.Namespace) -> int:
              "cuda_problem": ops.why_no_cuda_kernels(),
              "formats": {record.written: _precisions(record) for record in FORMATS.values()},
              "routers": {"widths": list(WIDTHS), "of": "bit-planes, a width per block and prompt, module by module"},
+             "streamed_planes": {"to": ["cpu (from a file)", "cuda (from pinned host memory, or a file)"],
+                                 "top_planes": TOP_PLANES, "fetched_ahead": SLOTS},
              "methods": {word: ", ".join(formats_of(word)) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
@@ -75,6 +79,7 @@ def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], proble
     state = [("whole decoders compiled", _classes(found["compiled_decoder"])),
              ("generate takes assistant_models", found["hook"]),
              ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
+             ("planes streamed (plane_budget)", f"{', '.join(found['streamed_planes']['to'])}: {TOP_PLANES} stay"),
              ("mlspec serve", found["server"]),
              ("streams (generate_stream)", found["streams"]),
              ("costs of forward passes are kept in", found["costs_folder"]),

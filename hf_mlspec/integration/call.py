@@ -39,6 +39,7 @@ from .levels.wiring import Chain, Wiring
 from .processing import Prompts, Stopping, calls_like, split_processors
 from .request import check_length, check_prompts, check_request, check_streamer, check_target
 from .returned_cache import ReturnedCache, check_given, check_no_states, take_over, tokens_in
+from .streamed import counting
 
 _FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as rows do
 
@@ -143,8 +144,9 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     emit = record if record.listens else None
     if call.watch is not None:
         emit, chain.shelving = call.watch(chain, record), None  # whoever watches levels wants them at work
-    with ragged_attention_on(chain.models) if chain.models else nullcontext():
+    with ragged_attention_on(chain.models) if chain.models else nullcontext(), counting(model) as planes:
         stats, cache = _decode(chain, call, prompts, stop, emit)
+    stats.planes = planes
     state.last_stats = stats
     if chain.shelving is not None:
         chain.shelving.settle(stats)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..formats.planes import PlanesParts
 from ..ops.planes import planes_fit_device
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing
+from .plane_source import PlaneSource
 from .switch import PrecisionSwitch
 from .transforms import NONE
 
@@ -30,6 +32,8 @@ class PlanesLinear(PackedLinear):
     At (b, 16) bits x is rounded to bfloat16 and the first b planes are read; inside ``switch.sent_through`` what that
     says. Options: ``num_planes``, 1 to 8, "int3",
     "int2" or "ternary", and ``group_size``.
+
+    ``source``: None, or where the planes are streamed from; then no parameter holds them (`stream_`).
     """
 
     format = "planes"
@@ -41,6 +45,7 @@ class PlanesLinear(PackedLinear):
         super().__init__(weight, bias, switch or PrecisionSwitch("planes", num_planes=weight.num_planes))
         self.group_size, self.num_planes = weight.group_size, weight.num_planes
         self._zero: int | None = None  # read once: from a GPU that waits
+        self.source: PlaneSource | None = None
         if self.switch.num_planes != self.num_planes:
             raise ValueError(
                 f"{weight.name}: the weight has {self.num_planes} bit-planes, its switch is for "
@@ -82,23 +87,60 @@ class PlanesLinear(PackedLinear):
             raise ValueError(f"widths are given for {len(widths)} rows, x has shape {list(x.shape)}")
         if self.transform is not NONE:
             x = self.transform.apply(x, self.transform_tensors())
-        if len(set(widths)) == 1:
-            return self._at_width(x, widths[0])
-        out = x.new_empty(*x.shape[:-1], self.out_features)
-        for width in sorted(set(widths)):
-            rows = torch.tensor([row for row, own in enumerate(widths) if own == width], device=x.device)
-            out[rows] = self._at_width(x[rows], width)
-        return out
+        with self._reading(max(widths, default=1)) as tiles:
+            if len(set(widths)) == 1:
+                return self._times(x, tiles, widths[0])
+            out = x.new_empty(*x.shape[:-1], self.out_features)
+            for width in sorted(set(widths)):
+                rows = torch.tensor([row for row, own in enumerate(widths) if own == width], device=x.device)
+                out[rows] = self._times(x[rows], tiles, width)
+            return out
 
     def _at_width(self, x: torch.Tensor, num_planes: int) -> torch.Tensor:
+        with self._reading(num_planes) as tiles:
+            return self._times(x, tiles, num_planes)
+
+    def _reading(self, num_planes: int) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        """A block inside of which there are tiles with the first ``num_planes`` planes, and their scales."""
+        return nullcontext(self._for_product()[:2]) if self.source is None else self.source.reading(self, num_planes)
+
+    def _times(self, x: torch.Tensor, tiles: Sequence[torch.Tensor], num_planes: int) -> torch.Tensor:
         # Knows the group and the zero, which no tile tells.
-        held = self._for_product()
         return ops.bitplane_linear(
-            x, held.planes, held.scale, self._rows, self.bias,
+            x, *tiles, self._rows, self.bias,
             group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=num_planes,
         )  # fmt: skip
 
+    def stream_(self, source: PlaneSource | None, tiles: Sequence[torch.Tensor]) -> PlanesLinear:
+        """Take planes from ``source`` from now on, and hold ``tiles`` in place of the parameters: tiles of no planes,
+        and those of the scales. With None: hold all planes again."""
+        zero = self.weight_zero_doubled.data.to(tiles[0].device)
+        self.source = None
+        self.hold_tiles_(PlanesParts(*tiles, zero))
+        self.source = source
+        return self
+
+    def _on_disk(self, name: str) -> Parts:
+        if self.source is None:
+            return super()._on_disk(name)
+        return _unprepack(*self.source.whole(self), self.weight_zero_doubled.data, self._rows)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PlanesLinear:
+        if self.source is not None:
+            device = self.weight_planes.device
+            if fn(self.weight_planes.data.new_empty(0)).device != device:
+                raise RuntimeError(
+                    f"the planes of this model are streamed to {device} and cannot be moved: end it with "
+                    "hf_mlspec.stream_planes(model, None), move the model, and stream again"
+                )
+        return super()._apply(fn, recurse)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.source is not None:
+            raise RuntimeError(
+                "weights cannot be loaded into a model whose planes are streamed: end it with "
+                "hf_mlspec.stream_planes(model, None) first"
+            )
         super()._load_from_state_dict(*args, **kwargs)
         self._zero = None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..nn.plane_source import PlaneCounts
+
 
 @dataclass
 class LevelStats:
@@ -102,6 +104,7 @@ class SpeculationStats:
         other prompts; prefix_bytes: what it keeps. levels_error: what made a stream leave its levels out, in words.
     plans: what the controller chose, in words ("off": the target alone), and how it went; empty where lengths were
         given.
+    planes: what was streamed, where the target's planes are; else None.
     """
 
     levels: list[LevelStats] = field(default_factory=list)
@@ -121,6 +124,7 @@ class SpeculationStats:
     prefix_bytes: int = 0
     levels_error: str = ""
     plans: dict[str, PlanStats] = field(default_factory=dict)
+    planes: PlaneCounts | None = None
 
     def of_plan(self, words: str) -> PlanStats:
         """The counts of a plan, told in words."""
@@ -178,6 +182,7 @@ class SpeculationStats:
         return {
             **vars(self),
             "levels": levels,
+            "planes": None if self.planes is None else vars(self.planes),
             "plans": {name: vars(plan) for name, plan in self.plans.items()},
             **{name: getattr(self, name) for name in rates},
             "tokens_per_target_pass": self.tokens_per_target_pass,

@@ -29,6 +29,7 @@ from ...speculation.rounds.chain import let_go
 from ..config import SpeculationConfig
 from ..quantizer.source_config import is_gguf
 from ..request import check_device, check_model, vocab_size
+from ..streamed import drop_fetches
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 from .routing import draft_router
@@ -339,12 +340,11 @@ def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
 def clear(model: nn.Module) -> None:
     """Free everything kept for the next call of generate on this model; that call builds it again.
 
-    This frees the levels built from words for this target (casts, early exits, loaded models, n-gram tables) with
-    their decoders; on a GPU the caches and graphs of captured rounds; the model's own decoders, and GPU weights of a
-    model that was moved away; and the counts of `last_stats`. Warnings already given are given again. A model given to
-    `hf_mlspec.prepare` stays prepared and keeps its valid decoder. Models passed as levels are left alone, as other
-    targets may use them.
+    This frees levels built from words (casts, early exits, n-gram tables) with their decoders; graphs and caches of
+    captured rounds; the model's decoders, but a valid one of `hf_mlspec.prepare`; GPU weights of a model moved away;
+    counts; streamed planes on their way. Models passed as levels are left alone. Warnings are given again.
     """
     let_go(model)
+    drop_fetches(model)
     drop_outdated(model)
     state_of(model).clear()

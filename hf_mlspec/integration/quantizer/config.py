@@ -13,6 +13,7 @@ from ...calibration.methods import format_of
 from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits, require_activation_clip
 from ...nn.transforms import NONE, transform_named
+from ...routing.plane_budget import TOP_PLANES, asked_to_stream
 from .calibration_request import OPTIONS, requested, steps_of
 from .source_config import SourceConfig
 
@@ -69,6 +70,9 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     router: planes only: a file of `mlspec route train`: in generate, each prompt picks how many planes each block
         reads for it (docs/guide/routing.md). It is saved with the model, as router.safetensors, and loaded with it.
+    plane_budget, top_planes, plane_folder: planes only: as of `hf_mlspec.stream_planes`, which is called on the loaded
+        model. They are about this machine, so they are not saved; a packed folder refuses them by the name of the
+        config's class: call `hf_mlspec.stream_planes` on what it loads to.
     transform: a transform of the layers' inputs (nn/transforms.py); only ``"none"`` can be chosen here. A model whose
         layers have another one is saved and loaded with it.
     method: int4, int4-int8 and zipper: the codes are chosen on a text, as `hf_mlspec.quantize` does it: "gptq",
@@ -94,6 +98,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         cls, *settings: Any, method: str | None = None, smoothing: str | None = None,
         rotation: str | os.PathLike | None = None, **others: Any,
     ) -> MLSpecConfig:  # fmt: skip
+        if others.get("plane_budget") is not None:
+            return super().__new__(MLSpecConfigWithPlaneBudget)
         plain = method is None and smoothing is None and rotation is None
         return super().__new__(cls if plain else MLSpecConfigWithMethod)
 
@@ -110,10 +116,10 @@ class MLSpecConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         format_version: int = FORMAT_VERSION,
         quant_method: str = QUANT_METHOD,
-        transform: str = NONE.word,
-        kv_cache: str | None = None,
-        router: str | os.PathLike | None = None, calibration: Any = None, activation_clip: float | None = None,
-        *,
+        transform: str = NONE.word, kv_cache: str | None = None,
+        router: str | os.PathLike | None = None, calibration: Any = None,
+        activation_clip: float | None = None, *,
+        plane_budget: int | str | None = None, top_planes: int = TOP_PLANES, plane_folder: Any = None,
         method: str | None = None, smoothing: str | None = None, rotation: str | os.PathLike | None = None,
         **others: Any,
     ) -> None:
@@ -130,6 +136,7 @@ class MLSpecConfig(QuantizationConfigMixin):
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
         self.activation_clip, self.router = _require_clip(activation_clip, record), _require_router(router, record)
+        self.streaming = asked_to_stream(plane_budget, top_planes, plane_folder, record is _PLANES)
         self.transform = transform_named(transform).word
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
@@ -177,7 +184,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         omitted |= {name for name in ("router", "calibration", "skip_modules") if getattr(self, name) is None}
         omitted |= {"activation_clip"} if self.activation_clip in (None, 1) else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
-        omitted |= {"request"}
+        omitted |= {"request", "streaming"}
         told = {} if self.request is None else self.request.told()
         return told | {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in omitted}
 
@@ -185,6 +192,10 @@ class MLSpecConfig(QuantizationConfigMixin):
 class MLSpecConfigWithMethod(MLSpecConfig):
     """What MLSpecConfig(method=...) is. transformers reads the config of a folder that is quantized already, and drops
     the one that was given with a warning, where both are of one class; here it refuses."""
+
+
+class MLSpecConfigWithPlaneBudget(MLSpecConfig):
+    """The same of MLSpecConfig(plane_budget=...)."""
 
 
 def _asked(format: str | EllipsisType | None, method: Any) -> str | None:

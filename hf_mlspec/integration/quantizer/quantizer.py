@@ -26,6 +26,7 @@ from ...nn.transforms import NONE
 from ...routing.router import Router
 from ..request import head_size
 from ..routed import ROUTER_FILE, check_router, read_router, stored_router
+from ..streamed import device_of_map, stream_planes
 from .calibrated_loading import calibrate_loaded, prepare_to_calibrate
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
@@ -61,7 +62,15 @@ class MLSpecQuantizer(PackedQuantizer):
         self._samples: list[torch.Tensor] = []
         self._checked = False
         self._folder: Path | None = None
+        self._device: Any = None  # where planes are streamed to
         self.router: Router | None = None  # of bit-planes: integration/routed.py
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """A model whose planes are streamed is loaded to the CPU, and goes to its device layer by layer."""
+        if self.quantization_config.streaming is None:
+            return device_map
+        self._device = device_of_map(device_map)
+        return None if device_map is None else {"": torch.device("cpu")}
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """For device maps: an unquantized tensor is freed as soon as it is quantized."""
@@ -176,6 +185,9 @@ class MLSpecQuantizer(PackedQuantizer):
         if self.quantization_config.router is not None:
             self.router = read_router(model, self._router_path(model))
             self.quantization_config.router = ROUTER_FILE  # its name wherever the model is saved
+        if (streaming := self.quantization_config.streaming) is not None:
+            how = {"top_planes": streaming.top_planes, "folder": streaming.folder, "device": self._device}
+            stream_planes(model, streaming.budget, **how)
         model.add_model_tags([QUANT_METHOD, self.quantization_config.format])
         return model
 

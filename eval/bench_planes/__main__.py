@@ -1,0 +1,67 @@
+"""What does it cost to stream the planes of a model, and what does a chain that drafts with resident planes gain?
+
+    python -m eval.bench_planes [--part rounds offload] [--budget 6GB] [--shape llama-3-8b]       # on a GPU
+    python -m eval.bench_planes --part disk --model FOLDER --budget 60MB                          # on a CPU
+    python -m eval.bench_planes --quick                                                           # tiny, few tokens
+
+rounds    replayed acceptance (eval/traces): seconds of a round, streamed and with all planes resident, beside what the
+          fetched bytes take at the measured speed of the bus, and beside drafting
+prompts   seconds of a prefill, streamed and resident
+offload   tokens/s of accelerate's CPU offload on the same budget: the BF16 model, and the same planes
+disk      tokens/s of a packed folder, planes in memory and in a file, and the memory that either process holds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from . import disk, offload, rounds
+
+PARTS = {"rounds": rounds.lines, "prompts": rounds.prompts, "offload": offload.lines, "disk": disk.lines}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_planes", description=__doc__.splitlines()[0])
+    parser.add_argument("--part", nargs="+", default=["rounds", "prompts", "offload"], choices=PARTS)
+    parser.add_argument("--shape", default="llama-3-8b", help="with random weights (%(default)s)")
+    parser.add_argument("--model", type=Path, help="folder of a model, of the part disk")
+    parser.add_argument("--budget", default="6GB", help="bytes on the device for weights (%(default)s)")
+    parser.add_argument("--top-planes", type=int, default=4, help="always resident; they draft (%(default)s)")
+    parser.add_argument("--rows", type=int, default=4, help="of the trace (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=96, help="of a row (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a tiny shape: shows that the program runs")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="file for the results, too")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.child:
+        print(json.dumps(disk.measured(options)))
+        return 0
+    name = torch.cuda.get_device_name() if options.device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
+    found = []
+    for part in options.part:
+        for line in PARTS[part](options):
+            found.append({"part": part, **line})
+            print("  ".join(f"{key} {_told(value)}" for key, value in found[-1].items()), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def _told(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What do users have instead: accelerate's offload to the CPU on the same budget?"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from transformers import PreTrainedModel
+
+from eval.random_packed import random_planes_model
+from eval.targets import random_model
+from hf_mlspec.routing.plane_budget import bytes_of
+
+_TOKENS = 8
+
+
+def lines(options: argparse.Namespace) -> Iterator[dict]:
+    """The model in BF16, and in the same planes."""
+    shape = "tiny-2x512" if options.quick else options.shape
+    for name, make in (("bf16", random_model), ("planes", random_planes_model)):
+        model = make(shape, str(options.device))
+        budget = sum(p.nbytes for p in model.parameters()) // 2 if options.quick else bytes_of(options.budget)
+        try:
+            yield {"name": f"accelerate, {name}", "budget": budget, **_offloaded(model, budget, options)}
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            yield {"name": f"accelerate, {name}", "failed": f"{type(error).__name__}: {error}"[:300]}
+        del model
+        gc.collect()
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _offloaded(model: PreTrainedModel, budget: int, options: argparse.Namespace) -> dict:
+    kind = options.device.type
+    if kind != "cuda":
+        return {"failed": "there is no GPU to offload from"}
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    places = infer_auto_device_map(
+        model, max_memory={0: budget, "cpu": 1 << 40}, no_split_module_classes=model._no_split_modules
+    )
+    dispatch_model(model, places)
+    ids = torch.randint(0, 100, (1, 16), device=options.device)
+    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids, max_new_tokens=2, **how)
+    times = []
+    for tokens in (2, 2 + _TOKENS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=tokens, **how)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    on_host = sum(place == "cpu" for place in places.values())
+    peak = torch.cuda.max_memory_allocated()
+    return {"tokens_s": _TOKENS / (times[1] - times[0]), "modules_on_host": on_host, "peak_bytes": peak}

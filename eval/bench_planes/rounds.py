@@ -1,0 +1,139 @@
+"""How long is a round of a chain whose target streams its low planes, and what bounds it?"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_mlspec
+from eval.plans.places import TRACES
+from eval.random_packed import random_planes_model
+from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay
+from hf_mlspec.nn.plane_source import PlaneCounts
+from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.routing.plane_budget import bytes_of
+
+TRACE = "code-76m-planes8-planes4-long-humaneval.json"
+
+
+def lines(options: argparse.Namespace) -> Iterator[dict]:
+    """Of the model streamed, and of all planes resident, module by module and compiled."""
+    model, shape = model_of(options), "tiny" if options.quick else options.shape
+    trace = read_trace(TRACES / TRACE)
+    dense = _dense_bytes(model)
+    speed = bus_speed(options.device)
+    yield {"shape": shape, "planes_bytes": _plane_bytes(model), "other_bytes": dense, "bus_gb_s": speed / 1e9}
+    for engine in ("modules", None):
+        yield _replayed(model, trace, options, engine=engine, name=f"resident, {engine or 'compiled'}")
+        yield _replayed(model, trace.alone(), options, engine=engine, name=f"resident alone, {engine or 'compiled'}")
+    hf_mlspec.clear(model)
+    budget = _budget(model, options, dense)
+    begin = time.perf_counter()
+    hf_mlspec.stream_planes(model, budget, top_planes=options.top_planes)
+    source = _source(model)
+    yield {
+        "streamed_in_s": time.perf_counter() - begin, "budget": budget, "used": source.used, "slots": source.slots,
+        "low_bytes": source.store.nbytes, "store": source.store.word, "pinned": source.store.pinned,
+        "layers_streamed": sum(not one.resident for one in source.layers), "layers": len(source.layers),
+    }  # fmt: skip
+    yield _replayed(model, trace, options, name="streamed", speed=speed)
+    yield _replayed(model, trace.alone(), options, name="streamed alone", speed=speed)
+
+
+def prompts(options: argparse.Namespace) -> Iterator[dict]:
+    """Prefills, in the same model: resident first."""
+    model = model_of(options)
+    lengths = (16, 64) if options.quick else (256, 2048)
+    resident = [_prefill(model, length, options) for length in lengths]
+    hf_mlspec.clear(model)
+    hf_mlspec.stream_planes(model, _budget(model, options, _dense_bytes(model)), top_planes=options.top_planes)
+    for length, seconds in zip(lengths, resident, strict=True):
+        streamed = _prefill(model, length, options)
+        yield {"tokens": length, "resident_s": seconds, "streamed_s": streamed, "over": streamed / seconds - 1}
+
+
+def _prefill(model: PreTrainedModel, length: int, options: argparse.Namespace) -> float:
+    ids = torch.randint(0, 100, (1, length), device=options.device)
+    times = []
+    with torch.inference_mode():
+        for _ in range(options.repeats + 1):
+            begin = time.perf_counter()
+            model(ids, logits_to_keep=1).logits.sum().item()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def model_of(options: argparse.Namespace) -> PreTrainedModel:
+    """The shape with random planes; tiny where it is quick."""
+    return random_planes_model("tiny-2x512" if options.quick else options.shape, options.device).eval()
+
+
+def bus_speed(device: torch.device) -> float:
+    """Bytes a second from pinned memory to the device, the best of five copies of 1 GiB."""
+    if device.type != "cuda":
+        return float("nan")
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    there, times = torch.empty_like(host, device=device), []
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return host.numel() / min(times)
+
+
+def _replayed(
+    model: PreTrainedModel, trace: Trace, options: argparse.Namespace, *, name: str, engine: str | None = None,
+    speed: float = 0.0,
+) -> dict:  # fmt: skip
+    """The best of some replays. A round: a draft of every level and a check."""
+    levels = [f"planes{options.top_planes}"] if trace.levels else []
+    config = hf_mlspec.SpeculationConfig(engine=engine)
+    takes: list[tuple[ReplayResult, PlaneCounts | None]] = []
+    for _ in range(options.repeats):
+        source, counts = _source(model), None
+        how = {"max_new_tokens": options.tokens, "rows": range(options.rows), "speculation_config": config}
+        if source is None:
+            takes.append((replay(model, trace, levels, **how), counts))
+            continue
+        with source.counting() as counts:
+            takes.append((replay(model, trace, levels, **how), counts))
+    stats, counts = min(((take.stats, counts) for take, counts in takes), key=lambda own: own[0].seconds)
+    rounds = stats.target_passes - options.rows
+    decoding = stats.seconds - stats.prefill_seconds
+    drafting = sum(level.seconds - level.prefill_seconds for level in stats.levels)
+    found = {
+        "name": name, "tokens_s": (stats.new_tokens - stats.prefill_tokens) / decoding, "rounds": rounds,
+        "round_ms": decoding / rounds * 1e3, "draft_ms": drafting / rounds * 1e3,
+        "tokens_a_round": (stats.new_tokens - stats.prefill_tokens) / rounds,
+    }  # fmt: skip
+    if counts is not None:
+        bus = counts.fetched_bytes / (rounds + options.rows) / speed * 1e3 if speed else 0.0
+        bound = max(bus, found["draft_ms"])
+        found |= {"bus_floor_ms": bus, "over_bound": found["round_ms"] / bound, **vars(counts)}
+    return found
+
+
+def _source(model: PreTrainedModel):
+    return next(own for own in model.modules() if isinstance(own, PlanesLinear)).source
+
+
+def _plane_bytes(model: PreTrainedModel) -> int:
+    return sum(part.nbytes for own in model.modules() if isinstance(own, PlanesLinear) for part in own.parts("weight"))
+
+
+def _dense_bytes(model: PreTrainedModel) -> int:
+    """Of what is not in planes: embedding, head, norms."""
+    planes = {id(p) for own in model.modules() if isinstance(own, PlanesLinear) for p in own.parameters()}
+    return sum(p.nbytes for p in model.parameters() if id(p) not in planes)
+
+
+def _budget(model: PreTrainedModel, options: argparse.Namespace, dense: int) -> int:
+    """Of planes: what the device's budget leaves beside embedding, head and norms. Quick: three quarters."""
+    return _plane_bytes(model) * 3 // 4 if options.quick else bytes_of(options.budget) - dense

@@ -1,0 +1,300 @@
+"""Which planes are on the device, and which come when? A budget of bytes, filled with what is read most.
+
+The top planes of every layer are resident always. Of the low ones those stay whose layer's low planes are read most;
+the others are fetched ahead of use: a pass asks layer after layer, and what it asks for teaches the loader which layer
+follows which. Behind the last comes the first, so that the fetch for the next check begins while a draft, which reads
+top planes only, still runs. What comes late delays a product and never changes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..nn.plane_source import PlaneCounts
+from ..nn.planes import PlanesLinear
+from .plane_rooms import CpuRoom, CudaRoom, Fetch, Room, sizes_on
+from .plane_store import PlaneError, PlaneStore
+
+SLOTS = 8  # layers whose low planes are fetched ahead, at most
+_LEAST_SLOTS = 2
+_AGING = 0.9  # of what was read, pass by pass
+_CLEARLY = 1.25  # how much more a layer has to be read than the one whose place it takes
+
+
+class Layer:
+    """A layer of the loader. reads: low planes read, less of those long ago. last: planes of its last product that
+    read low ones."""
+
+    def __init__(self, linear: PlanesLinear, place: int, top: int, resident: bool):
+        self.linear, self.place, self.resident = linear, place, resident
+        self.low, self.reads, self.last = linear.num_planes - top, 0.0, linear.num_planes
+
+
+class PlaneLoader:
+    """The planes of a model's layers under a budget. See `PlaneSource`.
+
+    Products of several threads take turns. counts: of all since `reset`.
+    """
+
+    def __init__(
+        self, linears: Mapping[str, PlanesLinear], device: torch.device, budget: int, store: PlaneStore, *, top: int
+    ):
+        """linears: by name, in the order of a pass. budget: bytes on the device for planes, their scales, and what is
+        fetched ahead. store: of the layers' low planes, empty as yet. top: planes that are always resident.
+        ValueError as `require_budget`, before anything is allocated."""
+        self.device, self.budget, self.top, self.store = device, budget, top, store
+        self.sizes = [sizes_on(device, linear) for linear in linears.values()]
+        kind = CudaRoom if device.type == "cuda" else CpuRoom
+        self.slots = require_budget(linears, device, budget, top)
+        self.always = _always(self.sizes, top) + kind.needed(self.sizes, top, self.slots)
+        self.counts = PlaneCounts()
+        more = (device,) if kind is CudaRoom else ()
+        self.room: Room = kind(self.sizes, top, self.slots, store, *more)
+        self.layers: list[Layer] = []
+        self._lock, self._thread = threading.RLock(), threading.local()
+        self._waiting: dict[int, Fetch] = {}  # fetched ahead, by place
+        self._free = list(range(self.slots))
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, list[PlaneCounts]]] = []
+        self._open, self.used = True, self.always
+        self._before = self._next = -1  # the last layer asked for, and the last one fetched ahead
+        self._missing = 0  # layers whose low planes are not resident
+        self._place_of: dict[PlanesLinear, int] = {}
+        self._after = {place: (place + 1) % len(linears) for place in range(len(linears))}
+        self._take(linears)
+
+    def _take(self, linears: Mapping[str, PlanesLinear]) -> None:
+        for place, linear in enumerate(linears.values()):
+            weight = linear.packed_weight()
+            disk = weight.weight_planes.to(self.device), weight.weight_scale.to(self.device)
+            planes, scale = linear.packing.prepack(*disk, weight.weight_zero_doubled)[:2]
+            layer = Layer(linear, place, self.top, self.used + self._low(place) <= self.budget)
+            self.used += self._low(place) if layer.resident else 0
+            self._missing += not layer.resident
+            self.store.put(place, self.room.put(place, planes, layer.resident))
+            self.layers.append(layer)
+            self._place_of[linear] = place
+            empty = planes.new_empty((*planes.shape[:2], 0) if planes.dim() == 3 else (0, *planes.shape[1:]))
+            linear.stream_(self, (empty, scale))
+        self.store.seal()
+
+    def _low(self, place: int) -> int:
+        """Bytes of the low planes of a layer."""
+        return self.sizes[place].plane * (self.sizes[place].planes - self.top)
+
+    @property
+    def resident_bytes(self) -> int:
+        """On the device now, slots included."""
+        return self.used
+
+    @contextmanager
+    def reading(self, linear: PlanesLinear, num_planes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `PlaneSource.reading`. PlaneError where planes cannot be had; the next call asks for them again."""
+        if not 1 <= num_planes <= linear.num_planes:
+            raise ValueError(f"{num_planes} planes asked for, the weight has {linear.num_planes}")
+        with self._lock:
+            layer = self._known(linear)
+            fetch = self._fetched(layer, num_planes)
+            tiles = self.room.tiles(layer.place, num_planes, fetch)
+            try:
+                yield tiles, linear.weight_scale
+            finally:
+                self.room.worked()
+                if fetch is not None:
+                    self._used(layer, fetch, tiles)
+                self._fetch_ahead(num_planes > self.top)
+
+    def _known(self, linear: PlanesLinear) -> Layer:
+        if not self._open:
+            raise PlaneError("the planes of this model are no longer streamed: load the model again")
+        return self.layers[self._place_of[linear]]
+
+    def _fetched(self, layer: Layer, width: int) -> Fetch | None:
+        """The low planes of a product that are not resident, waited for; None where nothing is missing."""
+        if width <= self.top:
+            return None
+        self._follow(layer)
+        count = width - self.top
+        layer.reads, layer.last = layer.reads + count, width
+        if layer.resident:
+            self._count(hits=count)
+            return None
+        fetch = self._waiting.pop(layer.place, None)
+        if fetch is not None and fetch.count < count:
+            self._release(fetch)
+            fetch = None
+        when = "late" if fetch is None else "ahead"
+        fetch = fetch or self._start(layer.place, count)
+        try:
+            self.room.wait(fetch, self._stalled)
+        except BaseException:
+            self._release(fetch)
+            raise
+        self._count(**{"fetched_bytes": fetch.count * self.sizes[layer.place].plane, when: count})
+        return fetch
+
+    def _follow(self, layer: Layer) -> None:
+        """Learn which layer is asked for behind which."""
+        if self._before >= 0:
+            self._after[self._before] = layer.place
+        if layer.place <= self._before:  # a new pass
+            for own in self.layers:
+                own.reads *= _AGING
+        self._before = layer.place
+
+    def _start(self, place: int, count: int) -> Fetch:
+        if not self._free:
+            self._release(self._waiting.pop(next(reversed(self._waiting))))  # what is needed last
+        fetch = Fetch(place, count, self._free.pop(0))
+        try:
+            self.room.start(fetch)
+        except BaseException:
+            self._free.append(fetch.slot)
+            raise
+        return fetch
+
+    def _release(self, fetch: Fetch) -> None:
+        self.room.done(fetch)
+        self._free.append(fetch.slot)
+
+    def _used(self, layer: Layer, fetch: Fetch, tiles: Tensor) -> None:
+        """Keep what was fetched where it is read more than what is resident, else give its slot back."""
+        if fetch.count == layer.low and self._make_room(layer):
+            self.room.keep(layer.place, tiles)
+            layer.resident = True
+            self._missing -= 1
+            if isinstance(self.room, CpuRoom):
+                self._free.append(fetch.slot)
+                return
+        self._release(fetch)
+
+    def _make_room(self, layer: Layer) -> bool:
+        """Whether the low planes of a layer may stay; layers that are read clearly less lose theirs for it."""
+        missing = self.used + self._low(layer.place) - self.budget
+        victims, freed = [], 0
+        for one in sorted((own for own in self.layers if own.resident), key=lambda own: own.reads):
+            if freed >= missing or one.reads * _CLEARLY + 1 > layer.reads:
+                break
+            victims.append(one)
+            freed += self._low(one.place)
+        if freed < missing:
+            return False
+        for one in victims:
+            self._evict(one)
+        self.used += self._low(layer.place)
+        return True
+
+    def _evict(self, layer: Layer) -> None:
+        self.room.drop(layer.place)
+        layer.resident = False
+        self._missing += 1
+        self.used -= self._low(layer.place)
+        self._count(evicted=layer.low)
+
+    def _fetch_ahead(self, read_low: bool) -> None:
+        """Start what comes next, as far as slots go. A draft that reads top planes changes nothing of it."""
+        if not read_low and self._waiting:
+            return
+        at = self._next if self._waiting else max(self._before, -1)
+        for _ in range(len(self.layers)):
+            if not self._free or len(self._waiting) >= self._missing:
+                return
+            at = self._after.get(at, 0)
+            layer = self.layers[at]
+            if not layer.resident and at not in self._waiting and at != self._before:
+                self._waiting[at] = self._start(at, layer.last - self.top)
+                self._next = at
+
+    def _stalled(self, waited: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
+        if isinstance(waited, float):
+            self._count(stall_seconds=waited)
+            return
+        self._stalls.append((*waited, [self.counts, *self._watching()]))
+        while len(self._stalls) > 1024 and self._stalls[0][1].query():
+            self._settle(self._stalls.pop(0))
+
+    def _settle(self, stall: tuple) -> None:
+        before, after, counts = stall
+        after.synchronize()
+        for one in counts:
+            one.stall_seconds += before.elapsed_time(after) / 1e3
+
+    def _watching(self) -> list[PlaneCounts]:
+        return getattr(self._thread, "counts", [])
+
+    def _count(self, **more: float) -> None:
+        for counts in (self.counts, *self._watching()):
+            for name, value in more.items():
+                setattr(counts, name, getattr(counts, name) + value)
+
+    @contextmanager
+    def counting(self) -> Iterator[PlaneCounts]:
+        """As `PlaneSource.counting`."""
+        own = PlaneCounts()
+        self._thread.counts = [*self._watching(), own]
+        try:
+            yield own
+        finally:
+            self._thread.counts = [one for one in self._watching() if one is not own]
+            with self._lock:
+                while self._stalls:
+                    self._settle(self._stalls.pop(0))
+
+    @torch.no_grad()
+    def whole(self, linear: PlanesLinear) -> tuple[Tensor, Tensor]:
+        """As `PlaneSource.whole`."""
+        with self.reading(linear, linear.num_planes) as (tiles, scale):
+            return tiles.clone(), scale.data
+
+    def reset(self) -> None:
+        """Drop what is on its way, and set the counts to zero; resident planes stay."""
+        with self._lock:
+            while self._waiting:
+                self._release(self._waiting.popitem()[1])
+            self._stalls.clear()
+            self._before = self._next = -1
+            self.counts.reset()
+
+    def close(self) -> None:
+        """End: nothing is held any longer, and the layers cannot be used. A second call does nothing."""
+        with self._lock:
+            if self._open:
+                self.reset()
+                self._open, self.used = False, 0
+                self.room.close()
+                self.store.close()
+
+    def __reduce__(self) -> tuple:
+        raise TypeError(
+            "a model whose planes are streamed cannot be copied or pickled: save it with save_pretrained, or end the "
+            "streaming with hf_mlspec.stream_planes(model, None)"
+        )
+
+
+def low_shapes(linears: Mapping[str, PlanesLinear], device: torch.device, top: int) -> list[tuple[int, int]]:
+    """Low planes of every layer, and bytes of one on a device."""
+    return [(one.planes - top, one.plane) for one in (sizes_on(device, linear) for linear in linears.values())]
+
+
+def _always(sizes: list, top: int) -> int:
+    return sum(top * one.plane + one.beside for one in sizes)
+
+
+def require_budget(linears: Mapping[str, PlanesLinear], device: torch.device, budget: int, top: int) -> int:
+    """How many layers a budget allows to be fetched ahead; ValueError, with both numbers, where it is below what is
+    always there."""
+    kind, sizes = CudaRoom if device.type == "cuda" else CpuRoom, [sizes_on(device, own) for own in linears.values()]
+    always, least = _always(sizes, top), min(_LEAST_SLOTS, len(sizes))
+    need = always + kind.needed(sizes, top, least)
+    if need > budget:
+        raise ValueError(
+            f"plane_budget is {budget:,} bytes, and the first {top} planes of all layers, with their scales and "
+            f"room for {least} layers that are fetched, take {need:,}: give at least that, or fewer top_planes"
+        )
+    half = (budget + need) // 2  # the other half is for low planes that stay
+    more = range(min(SLOTS, len(sizes)), least, -1)
+    return next((own for own in more if always + kind.needed(sizes, top, own) <= half), least)

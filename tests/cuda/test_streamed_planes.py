@@ -1,0 +1,149 @@
+"""On a GPU: are streamed planes those of the resident model, on streams of their own, and is the budget kept?"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_mlspec
+from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.routing.plane_store import FileStore, HostStore, PlaneError
+
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
+DEVICE = "cuda"
+OPTIONS = {"do_sample": False, "max_new_tokens": 32, "eos_token_id": None, "pad_token_id": 0}
+
+
+def demo(device: str | None = DEVICE, **streaming):
+    planes = hf_mlspec.MLSpecConfig(format="planes", group_size=32, **streaming)
+    folder = hf_mlspec.demo_pair()[0]
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=planes, device_map=device
+    ).eval()
+
+
+def source_of(model):
+    return next(own for own in model.modules() if isinstance(own, PlanesLinear)).source
+
+
+def budget_of(model, share: float) -> int:
+    parts = [own.parts("weight") for own in model.modules() if isinstance(own, PlanesLinear)]
+    return int(sum(part.nbytes for own in parts for part in own[:2]) * share)
+
+
+@pytest.fixture(scope="module")
+def resident():
+    model = demo()
+    model(torch.arange(5, 9, device=DEVICE)[None])  # in tiles
+    return model
+
+
+@pytest.mark.parametrize("share", [0.8, 0.9, 1.3])
+def test_logits_are_those_of_the_resident_model_at_every_width(resident, share):
+    model = demo(plane_budget=budget_of(resident, share))
+    ids = torch.arange(5, 45, device=DEVICE)[None]
+    switch, own = hf_mlspec.precision_switch(model), hf_mlspec.precision_switch(resident)
+    for width in (8, 4, 8, 6, 2, 8, 5, 7):
+        with switch.at(f"planes{width}") if width < 8 else switch.at(16):
+            found = model(ids).logits
+        with own.at(f"planes{width}") if width < 8 else own.at(16):
+            assert found.equal(resident(ids).logits), width
+    source = source_of(model)
+    assert isinstance(source.store, HostStore)
+    assert source.used <= source.budget
+    assert (source.counts.fetched_bytes > 0) == (share < 1)
+    if share == 0.8:
+        wanted = resident.state_dict()
+        assert all(tensor.equal(wanted[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_chain_writes_the_ids_of_the_resident_model(resident, tmp_path, folder):
+    where = tmp_path if folder else None
+    model = demo(plane_budget=budget_of(resident, 0.85), plane_folder=where)
+    assert isinstance(source_of(model).store, FileStore if folder else HostStore)
+    ids = torch.arange(5, 45, device=DEVICE)[None]
+    config = hf_mlspec.SpeculationConfig(num_draft_tokens=4, engine="modules")
+    wanted = resident.generate(ids, assistant_models=["planes4"], speculation_config=config, **OPTIONS)
+    out = model.generate(
+        ids, assistant_models=["planes4"], speculation_config=config, return_dict_in_generate=True, **OPTIONS
+    )
+    assert out.sequences.equal(wanted)
+    planes = out.speculation.planes
+    assert planes.fetched_bytes > 0
+    assert planes.ahead > planes.late
+
+
+def test_a_model_on_the_host_goes_to_the_gpu_layer_by_layer(resident):
+    torch.cuda.synchronize()
+    model = demo(None)
+    torch.cuda.reset_peak_memory_stats()
+    before, budget = torch.cuda.memory_allocated(), budget_of(resident, 0.8)
+    hf_mlspec.stream_planes(model, budget, device="cuda")
+    assert model.device.type == "cuda"
+    ids = torch.arange(5, 45, device=DEVICE)[None]
+    assert model(ids).logits.equal(resident(ids).logits)
+    dense = sum(p.nbytes for name, p in model.named_parameters() if "weight_planes" not in name)
+    assert torch.cuda.memory_allocated() - before <= budget + dense * 1.1 + (2 << 20)
+
+
+def test_two_streams_and_threads_take_turns(resident):
+    model, ids = demo(plane_budget=budget_of(resident, 0.8)), torch.arange(5, 45, device=DEVICE)[None]
+    wanted, found = resident(ids).logits, {}
+
+    def run(name: int) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for _ in range(4):
+                found[name] = model(ids).logits
+        stream.synchronize()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[name].equal(wanted) for name in range(2))
+
+
+def test_a_failed_copy_is_an_error_and_the_next_call_is_right(resident, monkeypatch):
+    model, ids = demo(plane_budget=budget_of(resident, 0.8)), torch.arange(5, 45, device=DEVICE)[None]
+    store, wanted = source_of(model).store, resident(ids).logits
+    good, last = store.planes, len(source_of(model).layers) - 1
+
+    def fails(place: int, first: int, count: int) -> torch.Tensor:
+        if place == last:
+            raise PlaneError("the host lost the last layer")
+        return good(place, first, count)
+
+    monkeypatch.setattr(store, "planes", fails)
+    with pytest.raises(PlaneError, match="lost the last layer"):
+        model(ids)
+    monkeypatch.setattr(store, "planes", good)
+    hf_mlspec.clear(model)
+    assert source_of(model).counts.fetched_bytes == 0
+    assert model(ids).logits.equal(wanted)
+
+
+def test_pageable_memory_where_pinning_is_refused(monkeypatch):
+    def refuses(*shape, pin_memory: bool = False, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return plain(*shape, **options)
+
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", refuses)
+    store = HostStore([(2, 16)], pin=True)
+    store.put(0, torch.ones(2, 16, dtype=torch.uint8))
+    assert not store.pinned
+    assert "out of memory" in store.refusal
+    assert store.planes(0, 0, 2).eq(1).all()
+
+
+def test_what_spreads_a_model_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"device_map says auto.*max_memory"):
+        demo("auto", plane_budget="1GB")

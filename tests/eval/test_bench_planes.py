@@ -1,0 +1,27 @@
+"""Does eval.bench_planes time streamed planes beside resident ones, and find the same ids?"""
+
+from __future__ import annotations
+
+import json
+
+from eval.bench_planes.__main__ import main
+
+
+def test_rounds_and_prompts_are_timed(tmp_path):
+    out = tmp_path / "found.json"
+    small = ["--tokens", "12", "--rows", "2", "--repeats", "1", "--json", str(out)]
+    assert main(["--quick", "--part", "rounds", "prompts", *small]) == 0
+    found = {line.get("name"): line for line in json.loads(out.read_text())}
+    streamed = found["streamed"]
+    assert streamed["tokens_s"] > 0
+    assert streamed["fetched_bytes"] > 0
+    assert streamed["tokens_a_round"] == found["resident, modules"]["tokens_a_round"]
+
+
+def test_a_file_holds_what_memory_does_not(tmp_path):
+    out = tmp_path / "found.json"
+    assert main(["--part", "disk", "--budget", "6200KB", "--tokens", "12", "--json", str(out)]) == 0
+    resident, streamed, ids = json.loads(out.read_text())
+    assert ids["ids_equal"]
+    assert streamed["drafts_fetched_bytes"] > 0
+    assert resident["name"] == "resident"
