@@ -18,6 +18,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils import logging
 
 from ...calibration.blocks import blocks_of
+from ...calibration.clip import at_clip, best_clip, clip_divergences
 from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
@@ -36,7 +37,7 @@ from ...nn.replace import attach_quantizer
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ..levels.resolve import clear
 from ..request import max_positions, vocab_size
-from .calibration_request import SAMPLES, TOKENS, require_choices
+from .calibration_request import AUTO, SAMPLES, TOKENS, require_choices
 from .calibration_text import rows_of
 from .config import MLSpecConfig
 from .packing import choose_kept, require_groups_fit, switch_of, warn_of_unpackable
@@ -62,7 +63,7 @@ def quantize(
     tokenizer: Any = None, samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128,
     symmetric: bool = True, activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False,
     damping: float = DAMPING, rotations: str | os.PathLike | None = None, skip_modules: list[str] | None = None,
-    work_folder: str | os.PathLike | None = None, activation_clip: float | None = None,
+    work_folder: str | os.PathLike | None = None, activation_clip: float | str | None = None,
 ) -> Calibrated:  # fmt: skip
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
@@ -72,7 +73,9 @@ def quantize(
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
-    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py).
+    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py); "auto": when all codes are
+        chosen, behind activations at the method's own, that of `CLIPS` with which chances of the next token on the
+        first samples stay nearest to those at 16 activation bits (calibration/clip.py).
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     rotations: a file of matrices, as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
@@ -83,7 +86,8 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    own = {"activation_clip": clip_of(method) if activation_clip is None else activation_clip}
+    searched = activation_clip == AUTO
+    own = {"activation_clip": clip_of(method) if activation_clip is None or searched else activation_clip}
     config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
@@ -95,6 +99,8 @@ def quantize(
     begin = time.perf_counter()
     finished = None if work_folder is None else _finished(model, plan, record, work_folder)
     layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
+    if searched:
+        record["clip_search"] = _search_clip(model, rows, config)
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
 
@@ -135,9 +141,10 @@ def plan_of(
         feeds_of(type(model).__name__, chosen.scaling)
     kept = _kept(model, config, turned)
     bits = search_bits or min(config.activation_bits, 8)
+    clip = clip_of(method) if config.activation_clip == AUTO else config.activation_clip or 1.0
     transform = HADAMARD if turned else ORDER if act_order or chosen.reorders else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
-                frozenset(kept), damping, config.activation_clip or 1.0)  # fmt: skip
+                frozenset(kept), damping, clip)  # fmt: skip
 
 
 def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> set[str]:
@@ -162,6 +169,17 @@ def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> N
     if plan.method.rotates:  # its head of its own stays
         needed = max(needed + model.get_output_embeddings().weight.nbytes, memory_to_rotate(model))
     require_memory(needed, model.device)
+
+
+def _search_clip(model: PreTrainedModel, rows: list[Tensor], config: MLSpecConfig) -> dict[str, float]:
+    """Set the best clip; -> the divergence at each, for config.json."""
+    training = model.training
+    found = clip_divergences(model.eval(), rows)
+    model.train(training)
+    config.activation_clip = best_clip(found)
+    at_clip(model, config.activation_clip)
+    clear(model)
+    return {f"{clip:g}": divergence for clip, divergence in found.items()}
 
 
 def _attach(model: PreTrainedModel, config: MLSpecConfig, plan: Plan, record: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from ...calibration.methods import format_of
 from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits, require_activation_clip
 from ...nn.transforms import NONE, transform_named
-from .calibration_request import OPTIONS, requested
+from .calibration_request import AUTO, OPTIONS, requested
 from .source_config import SourceConfig
 
 QUANT_METHOD = "mlspec"
@@ -55,7 +55,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         ``hf_mlspec.precision_switch(model)`` can change it at any time.
     activation_clip: int4 and int4-int8: what the largest 4-bit code of an activation means, .1 to 1 as a share of its
         group's largest; what is beyond becomes it. It changes what 4 activation bits compute, and nothing else. None:
-        1, with a method that method's own.
+        1, with a method that method's own. "auto", with a method: searched, as of `hf_mlspec.quantize`.
     skip_modules: names or patterns of modules that are not packed, as transformers matches them
         (should_convert_module): the start of a name up to a dot, a regular expression, or the end of a name, such as
         ``["mlp.down_proj"]``. What transformers skips by default is skipped as well: the output head, modules tied to
@@ -107,7 +107,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         transform: str = NONE.word,
         kv_cache: str | None = None,
         router: str | os.PathLike | None = None, calibration: Any = None,
-        activation_clip: float | None = None,
+        activation_clip: float | str | None = None,
         *,
         method: str | None = None,
         **others: Any,
@@ -123,7 +123,8 @@ class MLSpecConfig(QuantizationConfigMixin):
         else:
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
-        self.activation_clip, self.router = _require_clip(activation_clip, record), _require_router(router, record)
+        self.activation_clip = _require_clip(activation_clip, record, method)
+        self.router = _require_router(router, record)
         self.transform = transform_named(transform).word
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
@@ -281,9 +282,11 @@ def _require_activations(bits: int, record: Format) -> int:
     return bits
 
 
-def _require_clip(clip: float | None, record: Format | None) -> float | None:
-    if clip is None:
-        return None
+def _require_clip(clip: float | str | None, record: Format | None, method: Any) -> float | str | None:
+    if clip is None or (clip == AUTO and method is not None):
+        return clip
+    if clip == AUTO:
+        raise ValueError(f"MLSpecConfig: activation_clip is {AUTO!r}, which is searched on a text: add a method")
     if record is None:
         raise ValueError(f"MLSpecConfig: activation_clip is {clip!r}, but format=None packs no weights; leave it out")
     try:
