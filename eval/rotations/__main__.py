@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.learned is not None:
         learn(args, tokenizer)
         methods += ("quarot+gptq, learned",)
-    calibration = args.calibration or [prompts["HumanEval"][0][0].tolist()]  # rounding to nearest needs none, and looks at one
+    calibration = args.calibration or [prompts["HumanEval"][0][0].tolist()]  # rounding to nearest needs none
     calibration = drawn_rows(args, tokenizer) if args.peer else calibration
     made = [int4_model(args, method, calibration, tokenizer) for method in methods]
     models, methods = clipped(args, made, methods)
