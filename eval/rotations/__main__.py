@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_mlspec
 from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompressor
 from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
-from hf_mlspec.calibration.clip import at_clip
 
 PEER = "gptq of llm-compressor"
 PRECISIONS = ("w4a16", "w4a4")
@@ -116,6 +115,16 @@ def clipped(args: argparse.Namespace, made: list[nn.Module], methods: tuple[str,
     return models, tuple(names)
 
 
+def at_clip(model: nn.Module, clip: float) -> nn.Module:
+    """The model, under a new switch at 16 bits."""
+    old = hf_mlspec.precision_switch(model)
+    new = type(old)(old.weights, activation_clip=clip)
+    for module in model.modules():
+        if vars(module).get("switch") is old:
+            module.switch = new
+    return model
+
+
 def own_clip(model: nn.Module) -> float:
     """What the search found."""
     found = model.config.quantization_config.calibration["clip_search"]
@@ -154,6 +163,19 @@ def step_seconds(
     return best
 
 
+def scored(args: argparse.Namespace, name: str, model: nn.Module, texts: dict, prompts: dict) -> dict:
+    """A line of the table, printed as soon as it is there."""
+    line = {"method": name}
+    for text, rows in texts.items():
+        for precision in PRECISIONS:
+            line[f"{text} {precision}"] = perplexity(model, rows, precision)
+    for source, own in prompts.items():
+        shares = acceptance(model, own, args.tokens)
+        line |= {f"{share}, {source}": value for share, value in shares.items()}
+    print(json.dumps(line), file=sys.stderr, flush=True)
+    return line
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; -> the exit status."""
     args = parse(argv)
@@ -178,17 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     models, methods = clipped(args, made, methods)
     if args.peer:
         models, methods = [*models, peer_model(args, calibration)], (*methods, PEER)
-    results = []
-    for name, model in zip(methods, models, strict=True):
-        line = {"method": name}
-        for text, rows in texts.items():
-            for precision in PRECISIONS:
-                line[f"{text} {precision}"] = perplexity(model, rows, precision)
-        for source, own in prompts.items():
-            shares = acceptance(model, own, args.tokens)
-            line |= {f"{share}, {source}": value for share, value in shares.items()}
-        results.append(line)
-        print(json.dumps(line), file=sys.stderr, flush=True)
+    results = [scored(args, *one, texts, prompts) for one in zip(methods, models, strict=True)]
     steps = step_seconds(models, prompts["HumanEval"][0], args.tokens, args.repeats) if args.repeats else ()
     for line, seconds in zip(results, steps, strict=bool(args.repeats)):
         line |= {f"ms a step, {precision}": 1000 * own for precision, own in seconds.items()}

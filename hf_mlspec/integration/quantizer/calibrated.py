@@ -73,9 +73,7 @@ def quantize(
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
-    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py); "auto": when all codes are
-        chosen, behind activations at the method's own, that of `CLIPS` with which chances of the next token on the
-        first samples stay nearest to those at 16 activation bits (calibration/clip.py).
+    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py); "auto": calibration/clip.py's.
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     rotations: a file of matrices, as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
@@ -86,8 +84,7 @@ def quantize(
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again.
     """
-    searched = activation_clip == AUTO
-    own = {"activation_clip": clip_of(method) if activation_clip is None or searched else activation_clip}
+    own = {"activation_clip": clip_of(method) if activation_clip in (None, AUTO) else activation_clip}
     config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
@@ -99,8 +96,7 @@ def quantize(
     begin = time.perf_counter()
     finished = None if work_folder is None else _finished(model, plan, record, work_folder)
     layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
-    if searched:
-        record["clip_search"] = _search_clip(model, rows, config)
+    record |= _search_clip(model, rows, config) if activation_clip == AUTO else {}
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
 
@@ -171,15 +167,15 @@ def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> N
     require_memory(needed, model.device)
 
 
-def _search_clip(model: PreTrainedModel, rows: list[Tensor], config: MLSpecConfig) -> dict[str, float]:
-    """Set the best clip; -> the divergence at each, for config.json."""
+def _search_clip(model: PreTrainedModel, rows: list[Tensor], config: MLSpecConfig) -> dict[str, Any]:
+    """Set the best clip; -> the divergence at each, as config.json has them."""
     training = model.training
     found = clip_divergences(model.eval(), rows)
     model.train(training)
     config.activation_clip = best_clip(found)
     at_clip(model, config.activation_clip)
     clear(model)
-    return {f"{clip:g}": divergence for clip, divergence in found.items()}
+    return {"clip_search": {f"{clip:g}": divergence for clip, divergence in found.items()}}
 
 
 def _attach(model: PreTrainedModel, config: MLSpecConfig, plan: Plan, record: dict[str, Any]) -> None:

@@ -123,8 +123,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         else:
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
-        self.activation_clip = _require_clip(activation_clip, record, method)
-        self.router = _require_router(router, record)
+        self.activation_clip, self.router = _clip_of(activation_clip, record, method), _require_router(router, record)
         self.transform = transform_named(transform).word
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
@@ -282,7 +281,7 @@ def _require_activations(bits: int, record: Format) -> int:
     return bits
 
 
-def _require_clip(clip: float | str | None, record: Format | None, method: Any) -> float | str | None:
+def _clip_of(clip: float | str | None, record: Format | None, method: Any) -> float | str | None:
     if clip is None or (clip == AUTO and method is not None):
         return clip
     if clip == AUTO:
