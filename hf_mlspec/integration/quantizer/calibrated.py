@@ -72,8 +72,7 @@ def quantize(
         for format "int4-int8": inputs by size, the last 128 with int8 codes. format: None: the method's.
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
-    tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules: as in MLSpecConfig.
-    activation_clip: as in MLSpecConfig; None: the method's own (calibration/methods.py); "auto": calibration/clip.py's.
+    tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules, activation_clip: as in MLSpecConfig.
     search_bits: activation bits that SmoothQuant's search assumes; None: activation_bits, or 8 where those are 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     rotations: a file of matrices, as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
