@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from .parser import Parser
-from .values import gap, numbers, port, positive, positives, seconds, seed, size, text
+from .values import clip, gap, numbers, port, positive, positives, seconds, seed, size, text
 
 
 def add_commands(top: Parser) -> list[str]:
@@ -47,9 +47,10 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("--activation-bits", type=int, metavar="N",
                         help="what the layers compute with unless told otherwise: 16, for mxfp4 and int4 also 8, for "
                              "int4 also 4 (default 16)")
-    parser.add_argument("--activation-clip", type=float, metavar="X",
+    parser.add_argument("--activation-clip", type=clip, metavar="X",
                         help="int4, int4-int8: what the largest 4-bit code of an activation means, 0.1 to 1 as a "
-                             "share of its group's largest (default: that of --method, else 1)")
+                             "share of its group's largest, or with --method auto: searched on the text (default: "
+                             "that of --method, else 1)")
     parser.add_argument("--skip", action="append", metavar="NAME", type=text,
                         help="a module not to quantize, by the end or start of its name or a pattern; repeat it for "
                              "more (the output head is kept, but in nested-bf16)")

@@ -88,3 +88,8 @@ def numbers(kind: type) -> Any:
 
     parse.__name__ = f"list of {kind.__name__}"
     return parse
+
+
+def clip(word: str) -> float | str:
+    """A number, or auto as it is."""
+    return word if word == "auto" else float(word)

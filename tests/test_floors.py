@@ -34,6 +34,7 @@ TRANSFORMERS_ALLOWED = (
 TIMES_ROOMS = {
     "eval/bench_kernels/contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/bench_context/attention.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
+    "eval/cache_rotation/": ("hf_mlspec.formats",),
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/routing/": ("hf_mlspec.routing",),

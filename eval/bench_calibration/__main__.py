@@ -5,7 +5,9 @@
 
 Seconds are those of `hf_mlspec.quantize`, its text read before; of a shape also those of one more block, from which
 all its blocks are reckoned. On a GPU the first method is run twice, as the first run starts the GPU's libraries.
-Memory: of the GPU, the most that torch held during the call, over what the BF16 model holds.
+Memory, over what the BF16 model holds and with it: of the GPU, the most that torch held during the call; of a CPU, the
+most that the process grew by since before the model was loaded: name one method a run, a second one uses what the
+first left.
 """
 
 from __future__ import annotations
@@ -75,16 +77,19 @@ def source(args: argparse.Namespace) -> tuple[Make, Any, Any]:
 def run(args: argparse.Namespace, given: tuple[Make, Any, Any], method: str, blocks: int) -> dict[str, Any]:
     """One call of quantize on a new model. given: of `source`."""
     make, calibration, tokenizer = given
-    model, on_gpu = make(blocks), torch.device(args.device).type == "cuda"
-    held = sum(parameter.nbytes for parameter in model.parameters())
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    done = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
-                              tokens=args.tokens)  # fmt: skip
-    peak = done.peak_bytes / held if on_gpu else None
+    with machine.PeakMemory() as memory:
+        model, on_gpu = make(blocks), torch.device(args.device).type == "cuda"
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        done = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
+                                  tokens=args.tokens)  # fmt: skip
+    grown = None if memory.peak is None else memory.peak - memory.before
+    peak = done.peak_bytes if on_gpu else grown
     noise = statistics.median(layer.sqnr for layer in done.layers if layer.sqnr is not None)
-    return {"method": method, "blocks": blocks, "seconds": done.seconds, "peak_over_model": peak, "sqnr_db": noise}
+    return {"method": method, "blocks": blocks, "seconds": done.seconds,
+            "peak_over_model": peak and peak / held, "sqnr_db": noise}  # fmt: skip
 
 
 def bench(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ outliers cost: --methods rtn atom --windows 1 --solutions 1 --prompts 1.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -44,7 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--solutions", type=int, default=164, help="of HumanEval that are scored (%(default)s)")
     parser.add_argument("--prompts", type=int, default=32, help="of HumanEval that are continued (%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="of each continuation (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of the times (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of the times, 0: none (%(default)s)")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="of the rotation's signs, and of the samples")
     parser.add_argument("--calibration", type=Path, help="a text for GPTQ (default: rounding to nearest only)")
@@ -53,6 +54,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
     parser.add_argument("--peer", action="store_true", help="one more line: llm-compressor's GPTQ on the same samples")
     parser.add_argument("--methods", nargs="+", help="of quantize (default: rtn, quarot, and with a text their gptq)")
+    parser.add_argument("--clips", nargs="+", metavar="CLIP",
+                        help='of 4-bit activations, a line each, "auto" among them (default: one, the method\'s own)')
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl: as many prompts of it are continued, too")
+    parser.add_argument("--threads", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
 
@@ -90,10 +95,51 @@ def int4_model(args: argparse.Namespace, name: str, calibration: object, tokeniz
     method, _, given = name.partition(", ")
     options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size}
     found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, **options,
-                               rotations=args.learned if given else None)  # fmt: skip
+                               rotations=args.learned if given else None,
+                               activation_clip="auto" if "auto" in (args.clips or ()) else None)  # fmt: skip
     print(f"{name}: {found.seconds:.0f} s, {(found.peak_bytes or 0) / 2**20:.0f} MiB at the peak so far",
           file=sys.stderr, flush=True)  # fmt: skip
-    return hf_mlspec.prepare(model)
+    return model
+
+
+def clipped(args: argparse.Namespace, made: list[nn.Module], methods: tuple[str, ...]) -> tuple[list, tuple]:
+    """Every model at every clip, prepared, and what it is called. With 16 activation bits codes do not hang on it."""
+    models, names = [], []
+    for name, model in zip(methods, made, strict=True):
+        for clip in args.clips or (None,):
+            own = model
+            if clip is not None:
+                own = at_clip(copy.deepcopy(model), own_clip(model) if clip == "auto" else float(clip))
+            models.append(hf_mlspec.prepare(own))
+            names.append(name if clip is None else f"{name}, clip {clip}")
+    return models, tuple(names)
+
+
+def at_clip(model: nn.Module, clip: float) -> nn.Module:
+    """The model, under a new switch at 16 bits."""
+    old = hf_mlspec.precision_switch(model)
+    new = type(old)(old.weights, activation_clip=clip)
+    for module in model.modules():
+        if vars(module).get("switch") is old:
+            module.switch = new
+    return model
+
+
+def own_clip(model: nn.Module) -> float:
+    """What the search found."""
+    found = model.config.quantization_config.calibration["clip_search"]
+    print(f"searched: {found}", file=sys.stderr, flush=True)
+    return hf_mlspec.precision_switch(model).activation_clip
+
+
+def prompts_by_source(args: argparse.Namespace, tasks: list[dict], tokenizer) -> dict[str, list[torch.Tensor]]:
+    """HumanEval's, and where it is named GSM8K's."""
+    prompts = {"HumanEval": prompts_of(tasks[: args.prompts], tokenizer)}
+    if args.gsm8k is not None:
+        lines = args.gsm8k.read_text(encoding="utf-8").splitlines()[: args.prompts]
+        asked = [{"prompt": f"Question: {json.loads(line)['question']}\nAnswer:"} for line in lines]
+        prompts["GSM8K"] = prompts_of(asked, tokenizer)
+    return prompts
 
 
 def acceptance(model: nn.Module, prompts: list[torch.Tensor], tokens: int) -> dict[str, float]:
@@ -117,6 +163,19 @@ def step_seconds(
     return best
 
 
+def scored(args: argparse.Namespace, name: str, model: nn.Module, texts: dict, prompts: dict) -> dict:
+    """A line of the table, printed as soon as it is there."""
+    line = {"method": name}
+    for text, rows in texts.items():
+        for precision in PRECISIONS:
+            line[f"{text} {precision}"] = perplexity(model, rows, precision)
+    for source, own in prompts.items():
+        shares = acceptance(model, own, args.tokens)
+        line |= {f"{share}, {source}": value for share, value in shares.items()}
+    print(json.dumps(line), file=sys.stderr, flush=True)
+    return line
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; -> the exit status."""
     args = parse(argv)
@@ -124,32 +183,26 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit("--learned and --peer go with a text: give one with --calibration")
     if args.peer:
         require_llmcompressor()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tasks = tasks_of(args.humaneval)
     texts = {args.text.name: windows_of(args.text, tokenizer, args.windows),
              "solutions": solutions_of(tasks[: args.solutions], tokenizer)}  # fmt: skip
-    prompts = prompts_of(tasks[: args.prompts], tokenizer)
+    prompts = prompts_by_source(args, tasks, tokenizer)
     methods = ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
     methods = tuple(args.methods or methods)
     if args.learned is not None:
         learn(args, tokenizer)
         methods += ("quarot+gptq, learned",)
-    calibration = args.calibration or [prompts[0][0].tolist()]  # rounding to nearest needs none, and looks at one
+    calibration = args.calibration or [prompts["HumanEval"][0][0].tolist()]  # rounding to nearest needs none
     calibration = drawn_rows(args, tokenizer) if args.peer else calibration
-    models = [int4_model(args, method, calibration, tokenizer) for method in methods]
+    made = [int4_model(args, method, calibration, tokenizer) for method in methods]
+    models, methods = clipped(args, made, methods)
     if args.peer:
         models, methods = [*models, peer_model(args, calibration)], (*methods, PEER)
-    results = []
-    for name, model in zip(methods, models, strict=True):
-        line = {"method": name}
-        for text, rows in texts.items():
-            for precision in PRECISIONS:
-                line[f"{text} {precision}"] = perplexity(model, rows, precision)
-        line |= acceptance(model, prompts, args.tokens)
-        results.append(line)
-        print(line, file=sys.stderr, flush=True)
-    for line, seconds in zip(results, step_seconds(models, prompts[0], args.tokens, args.repeats), strict=True):
+    results = [scored(args, *one, texts, prompts) for one in zip(methods, models, strict=True)]
+    steps = step_seconds(models, prompts["HumanEval"][0], args.tokens, args.repeats) if args.repeats else ()
+    for line, seconds in zip(results, steps, strict=bool(args.repeats)):
         line |= {f"ms a step, {precision}": 1000 * own for precision, own in seconds.items()}
     print("| " + " | ".join(results[0]) + " |\n|" + "---|" * len(results[0]))
     for line in results:

@@ -76,6 +76,9 @@ def _show(console: Console, args: argparse.Namespace, found: CalibratedFolder) -
             ("peak memory of the process", "unknown" if peak is None else f"{peak / 1e6:.0f} MB"),
             ("size", f"{sizes.wide_bytes / 1e6:.1f} MB before, {sizes.packed_bytes / 1e6:.1f} after"),
             ("kept wide", f"{len(sizes.kept)} linear layers")]
+    if (searched := record.get("clip_search")) is not None:
+        told = ", ".join(f"{clip}: {divergence:.4f}" for clip, divergence in searched.items())
+        rows += [("divergence of 4-bit activations by clip", f"{told} nats a token; the least is taken")]
     rows += [(f"perplexity {word}", f"{value:.3f}") for word, value in found.perplexity.items()]
     rows += [("perplexity is of", f"{found.evaluated} tokens of {args.evaluate}")] if found.perplexity else []
     show(console, "calibration", ("", "value"), rows)

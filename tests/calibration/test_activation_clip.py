@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig, precision_switch
+from hf_mlspec.calibration.clip import CLIPS, clip_divergences
 from hf_mlspec.calibration.methods import ATOM_CLIP
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
@@ -110,3 +111,49 @@ def test_formats_without_4_bit_activations_have_none():
         MLSpecConfig(format="mxfp4", activation_clip=0.9)
     with pytest.raises(ValueError, match=r"activation_clip is 0\.9, but format=None packs no weights"):
         MLSpecConfig(format=None, kv_cache="int8", activation_clip=0.9)
+
+
+def test_auto_takes_the_clip_of_the_least_divergence_and_keeps_the_codes(tmp_path):
+    model, plain = made("gptq", activation_clip="auto"), made("gptq", activation_clip=1.0)
+    found = model.config.quantization_config.calibration["clip_search"]
+    assert list(found) == [f"{clip:g}" for clip in CLIPS]
+    best = min(CLIPS, key=lambda clip: found[f"{clip:g}"])
+    assert best != 1  # of this model and seed
+    assert precision_switch(model).activation_clip == model.config.quantization_config.activation_clip == best
+    assert all(torch.equal(one, other) for one, other in zip(
+        model.state_dict().values(), plain.state_dict().values(), strict=True))  # fmt: skip
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert precision_switch(again).activation_clip == best
+
+
+def test_divergences_are_those_of_the_definition_and_leave_the_model_as_it_was():
+    model = made("rtn", activation_clip=0.7)
+    rows = [torch.tensor([row]) for row in ROWS]
+    found = clip_divergences(model, rows, (1.0, 0.7))
+    assert precision_switch(model).activation_clip == 0.7
+    sums = 0.0
+    for ids in rows:
+        with torch.no_grad(), precision_switch(model).at("w4a16"):
+            wide = model(ids).logits[0].double().log_softmax(-1)
+        with torch.no_grad(), precision_switch(model).at("w4a4"):
+            narrow = model(ids).logits[0].double().log_softmax(-1)
+        sums += float(torch.nn.functional.kl_div(narrow, wide, reduction="sum", log_target=True))
+    assert found[0.7] == pytest.approx(sums / sum(map(len, ROWS)), rel=1e-4)
+    assert found[1.0] != found[0.7]
+
+
+def test_a_killed_run_and_a_loaded_model_find_the_same_clip(tmp_path):
+    whole = made("gptq", activation_clip="auto").config.quantization_config.calibration["clip_search"]
+    made("gptq", activation_clip="auto", work_folder=tmp_path / "blocks")
+    resumed = made("gptq", activation_clip="auto", work_folder=tmp_path / "blocks")
+    assert resumed.config.quantization_config.calibration["clip_search"] == whole
+    tiny(dtype=torch.float32, **SHAPE).save_pretrained(tmp_path / "dense")
+    config = MLSpecConfig(method="gptq", calibration=ROWS, activation_clip="auto")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32, quantization_config=config)
+    assert loaded.config.quantization_config.calibration["clip_search"] == whole
+
+
+def test_auto_goes_with_a_method():
+    with pytest.raises(ValueError, match="activation_clip is 'auto', which is searched on a text: add a method"):
+        MLSpecConfig(format="int4", activation_clip="auto")

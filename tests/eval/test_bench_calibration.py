@@ -18,7 +18,7 @@ def test_a_shape_is_reckoned_from_one_more_block(tmp_path, capsys):
     for row in rows:
         assert row["seconds"] > row["seconds_per_block"]
         assert 5 < row["sqnr_db"] < 60
-        assert row["peak_over_model"] is None  # counted on a GPU
+    assert rows[0]["peak_over_model"] is None or rows[0]["peak_over_model"] > 0.5  # None where Linux does not count
     assert "gptq" in capsys.readouterr().out
 
 

@@ -18,6 +18,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils import logging
 
 from ...calibration.blocks import blocks_of
+from ...calibration.clip import at_clip, best_clip, clip_divergences
 from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
@@ -37,7 +38,7 @@ from ...nn.replace import attach_quantizer
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ..levels.resolve import clear
 from ..request import max_positions, vocab_size
-from .calibration_request import SAMPLES, TOKENS, require_choices
+from .calibration_request import AUTO, SAMPLES, TOKENS, require_choices
 from .calibration_text import rows_of
 from .config import MLSpecConfig
 from .packing import choose_kept, require_groups_fit, switch_of, warn_of_unpackable
@@ -63,7 +64,7 @@ def quantize(
     tokenizer: Any = None, samples: int = SAMPLES, tokens: int = TOKENS, seed: int = 0, group_size: int = 128,
     symmetric: bool = True, activation_bits: int = 16, search_bits: int | None = None, act_order: bool = False,
     damping: float = DAMPING, rotations: str | os.PathLike | None = None, skip_modules: list[str] | None = None,
-    work_folder: str | os.PathLike | None = None, activation_clip: float | None = None, **format_options: Any,
+    work_folder: str | os.PathLike | None = None, activation_clip: float | str | None = None, **format_options: Any,
 ) -> Calibrated:  # fmt: skip
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
@@ -82,9 +83,9 @@ def quantize(
     The head, embeddings and norms keep their dtype. AWQ and SmoothQuant change norms; "quarot" changes all three, and
     unties the head: casts that share them are to be made anew. The model is saved and loaded as any packed one.
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
-    names it, and the model is then packed in part: load it again.
-    """
-    own = {"activation_clip": clip_of(method) if activation_clip is None else activation_clip, **_own(format_options)}
+    names it, and the model is then packed in part: load it again."""
+    own = {"activation_clip": clip_of(method) if activation_clip in (None, AUTO) else activation_clip}
+    own |= _own(format_options)
     config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
@@ -96,6 +97,7 @@ def quantize(
     begin = time.perf_counter()
     finished = None if work_folder is None else _finished(model, plan, record, work_folder)
     layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
+    record |= _search_clip(model, rows, config) if activation_clip == AUTO else {}
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
 
@@ -144,9 +146,10 @@ def plan_of(
     row_scaled = config.format == ROW_SCALED
     kept = _kept(model, config, turned)
     bits = search_bits or min(config.activation_bits, 8)
+    clip = clip_of(method) if config.activation_clip == AUTO else config.activation_clip or 1.0
     transform = HADAMARD if turned else ORDER if act_order or chosen.reorders else NONE
     return Plan(chosen, config.group_size, config.symmetric, config.activation_bits, bits, act_order, transform,
-                frozenset(kept), damping, config.activation_clip or 1.0, config.format,
+                frozenset(kept), damping, clip, config.format,
                 config.format_settings if row_scaled else {})  # fmt: skip
 
 
@@ -172,6 +175,17 @@ def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> N
     if plan.method.rotates:  # its head of its own stays
         needed = max(needed + model.get_output_embeddings().weight.nbytes, memory_to_rotate(model))
     require_memory(needed, model.device)
+
+
+def _search_clip(model: PreTrainedModel, rows: list[Tensor], config: MLSpecConfig) -> dict[str, Any]:
+    """Set the best clip; -> the divergence at each, as config.json has them."""
+    training = model.training
+    found = clip_divergences(model.eval(), rows)
+    model.train(training)
+    config.activation_clip = best_clip(found)
+    at_clip(model, config.activation_clip)
+    clear(model)
+    return {"clip_search": {f"{clip:g}": divergence for clip, divergence in found.items()}}
 
 
 def _attach(model: PreTrainedModel, config: MLSpecConfig, plan: Plan, record: dict[str, Any]) -> None:

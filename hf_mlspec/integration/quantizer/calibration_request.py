@@ -13,6 +13,7 @@ from ...calibration.coding import DAMPING
 from ...calibration.methods import ROW_SCALED, Method, method_for, word_of
 
 SAMPLES, TOKENS = 32, 512
+AUTO = "auto"  # activation_clip: the one that serves the model best
 CHOICES = {"seed": 0, "damping": DAMPING, "act_order": False, "search_bits": None, "rotations": None}  # of methods
 OPTIONS = {"tokenizer": None, "samples": SAMPLES, "tokens": TOKENS, **CHOICES}  # all that go with a method
 

@@ -14,7 +14,7 @@ from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits, require_activation_clip
 from ...nn.transforms import NONE, transform_named
 from ...routing.plane_budget import TOP_PLANES, asked_to_stream
-from .calibration_request import OPTIONS, requested, steps_of
+from .calibration_request import AUTO, OPTIONS, requested, steps_of
 from .source_config import SourceConfig
 
 QUANT_METHOD = "mlspec"
@@ -56,7 +56,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         ``hf_mlspec.precision_switch(model)`` can change it at any time.
     activation_clip: int4 and int4-int8: what the largest 4-bit code of an activation means, .1 to 1 as a share of its
         group's largest; what is beyond becomes it. It changes what 4 activation bits compute, and nothing else. None:
-        1, with a method that method's own.
+        1, with a method that method's own. "auto", with a method: searched, as of `hf_mlspec.quantize`.
     skip_modules: names or patterns of modules that are not packed, as transformers matches them
         (should_convert_module): the start of a name up to a dot, a regular expression, or the end of a name, such as
         ``["mlp.down_proj"]``. What transformers skips by default is skipped as well: the output head, modules tied to
@@ -110,15 +110,14 @@ class MLSpecConfig(QuantizationConfigMixin):
         symmetric: bool = True,
         activation_bits: int = 16,
         skip_modules: list[str] | None = None,
-        rule: str = "ocp_floor",
-        codebook: str = "lloyd_max",
+        rule: str = "ocp_floor", codebook: str = "lloyd_max",
         num_planes: int | str = 8,
         modules_to_not_convert: list[str] | None = None,
         format_version: int = FORMAT_VERSION,
         quant_method: str = QUANT_METHOD,
         transform: str = NONE.word, kv_cache: str | None = None,
         router: str | os.PathLike | None = None, calibration: Any = None,
-        activation_clip: float | None = None, *,
+        activation_clip: float | str | None = None, *,
         plane_budget: int | str | None = None, top_planes: int = TOP_PLANES, plane_folder: Any = None,
         method: str | None = None, smoothing: str | None = None, rotation: str | os.PathLike | None = None,
         **others: Any,
@@ -135,7 +134,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         else:
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
-        self.activation_clip, self.router = _require_clip(activation_clip, record), _require_router(router, record)
+        self.activation_clip, self.router = _clip_of(activation_clip, record, method), _require_router(router, record)
         self.streaming = asked_to_stream(plane_budget, top_planes, plane_folder, record is _PLANES)
         self.transform = transform_named(transform).word
         for name, option in options().items():
@@ -298,9 +297,11 @@ def _require_activations(bits: int, record: Format) -> int:
     return bits
 
 
-def _require_clip(clip: float | None, record: Format | None) -> float | None:
-    if clip is None:
-        return None
+def _clip_of(clip: float | str | None, record: Format | None, method: Any) -> float | str | None:
+    if clip is None or (clip == AUTO and method is not None):
+        return clip
+    if clip == AUTO:
+        raise ValueError(f"MLSpecConfig: activation_clip is {AUTO!r}, which is searched on a text: add a method")
     if record is None:
         raise ValueError(f"MLSpecConfig: activation_clip is {clip!r}, but format=None packs no weights; leave it out")
     try:
