@@ -39,6 +39,8 @@ TIMES_ROOMS = {
     "eval/routing/": ("hf_mlspec.routing",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
+    "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.formats", "hf_mlspec.nn"),
+    "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 40
