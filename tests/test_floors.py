@@ -36,10 +36,10 @@ TIMES_ROOMS = {
     "eval/bench_context/attention.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
+    "eval/bench_call/": ("hf_mlspec.speculation",),
     "eval/routing/": ("hf_mlspec.routing",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
-    "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}

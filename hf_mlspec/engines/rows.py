@@ -204,7 +204,7 @@ class DecoderRows(CachedRows):
         bounds = num_positions, decoder.max_positions
         self.max_positions = min((bound for bound in bounds if bound is not None), default=None)
         self.capacity, self.cache_format = first_capacity(capacity, self.max_positions), cache_format_of(model)
-        self.cache: DecoderCache | None = None
+        self._held, self._wanted = None, None  # the cache; rows and slots of one that nothing was written to yet
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
 
@@ -220,9 +220,40 @@ class DecoderRows(CachedRows):
         self.lengths = [0] * batch
         self.forwards, self.seconds = 0, 0.0
         capacity = max(self.capacity, GROWTH)
-        self.cache = self.follow.cache if self.follow else None
-        if not self.follow:
-            self.cache = DecoderCache.new(self.decoder, batch, capacity, self.cache_format)
+        self._held = self.follow.cache if self.follow else None
+        self._wanted = None if self.follow else (batch, capacity)
+
+    @property
+    def cache(self) -> DecoderCache | None:
+        """Its own, made when it is first asked for, as a level may never draft; or its leader's."""
+        if self._wanted is not None:
+            self.cache = DecoderCache.new(self.decoder, *self._wanted, self.cache_format)
+        return self._held
+
+    @cache.setter
+    def cache(self, cache: DecoderCache | None) -> None:
+        self._held, self._wanted = cache, None
+
+    @property
+    def cache_bytes(self) -> int:  # noqa: D102
+        return 0 if self._wanted is not None else super().cache_bytes
+
+    def select(self, keep: list[int]) -> None:
+        """`Engine.select`; a cache that is not there yet needs no copies."""
+        if self._wanted is None:
+            return super().select(keep)
+        self.lengths, self._wanted = [self.lengths[r] for r in keep], (len(keep), self._wanted[1])
+
+    def admit(self, count: int) -> None:
+        """`Engine.admit`, likewise."""
+        if self._wanted is None:
+            return super().admit(count)
+        self.lengths, self._wanted = self.lengths + [0] * count, (self._wanted[0] + count, self._wanted[1])
+
+    def shrink(self, slots: int) -> None:
+        """`Engine.shrink`, likewise."""
+        if self._wanted is None:
+            super().shrink(slots)
 
     def _reserve(self, slots: int) -> None:
         self.cache.reserve(slots)
