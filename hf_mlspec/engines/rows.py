@@ -205,8 +205,7 @@ class DecoderRows(CachedRows):
         self.max_positions = min((bound for bound in bounds if bound is not None), default=None)
         self.capacity, self.cache_format = first_capacity(capacity, self.max_positions), cache_format_of(model)
         self._held, self._wanted = None, None  # the cache; rows and slots of one that nothing was written to yet
-        self.lengths: list[int] = []
-        self.forwards, self.seconds = 0, 0.0
+        self.lengths, self.forwards, self.seconds = [], 0, 0.0
 
     @property
     def bytes_per_token(self) -> int:
@@ -217,8 +216,7 @@ class DecoderRows(CachedRows):
 
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
-        self.lengths = [0] * batch
-        self.forwards, self.seconds = 0, 0.0
+        self.lengths, self.forwards, self.seconds = [0] * batch, 0, 0.0
         capacity = max(self.capacity, GROWTH)
         self._held = self.follow.cache if self.follow else None
         self._wanted = None if self.follow else (batch, capacity)
@@ -235,7 +233,7 @@ class DecoderRows(CachedRows):
         self._held, self._wanted = cache, None
 
     @property
-    def cache_bytes(self) -> int:  # noqa: D102
+    def cache_bytes(self) -> int:
         return 0 if self._wanted is not None else super().cache_bytes
 
     def select(self, keep: list[int]) -> None:
