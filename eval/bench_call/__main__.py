@@ -5,6 +5,8 @@
 
 Contenders take turns on the same prompts, one row each, each time beginning with another one. On a GPU, where graphs
 of two chains are kept, the target alone takes turns with one contender at a time. Exit status 1: ids differ.
+
+--choosing tells instead how much of the time of a call went to choosing plans and to telling the controller of rounds.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +29,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
+from hf_mlspec.speculation.controller import Controller
 
 _ALONE = "alone"
 _TO_LEARN = 6  # calls that are not counted: costs are measured, plans found, and on a GPU graphs captured
@@ -93,6 +97,52 @@ def add_rows(out: Table, tokens: int, found: Turns) -> None:
             out.add_row(str(tokens), name, alone, own, more, ratio, plans)
 
 
+@contextmanager
+def timed(names: tuple[str, ...], spent: dict[str, float]) -> Iterator[None]:
+    """Inside, the seconds in these methods of controllers are added up."""
+    before = {name: getattr(Controller, name) for name in names}
+
+    def watched(name: str) -> Callable[..., Any]:
+        def run(*given: Any, **options: Any) -> Any:
+            begin = perf_counter()
+            try:
+                return before[name](*given, **options)
+            finally:
+                spent[name] += perf_counter() - begin
+
+        return run
+
+    try:
+        for name in names:
+            setattr(Controller, name, watched(name))
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Controller, name, method)
+
+
+def choosing(model: PreTrainedModel, prompts: list[torch.Tensor], contenders: dict[str, list[Any]], rows: int,
+             tokens: int, repeats: int) -> Table:  # fmt: skip
+    """What choosing takes of the rounds of calls of so many rows, behind those from which they learn."""
+    out = Table("rows", "new tokens", "levels", "choosing %", "telling %", "goal")
+    told = ("observe", "observe_off", "observe_inner")
+    for name, levels in contenders.items():
+        shares: dict[str, list[float]] = {"choose": [], "tell": []}
+        for turn in range(-_TO_LEARN, repeats):
+            spent: dict[str, float] = dict.fromkeys(("choose", *told), 0.0)
+            ids = prompts[turn % len(prompts)].repeat(rows, 1)
+            with timed(tuple(spent), spent):
+                call(model, ids, levels, tokens, perf_counter)
+            if turn >= 0:
+                seconds = hf_mlspec.last_stats(model).seconds
+                shares["choose"].append(spent["choose"] / seconds)
+                shares["tell"].append(sum(spent[one] for one in told) / seconds)
+        chosen, telling = (100 * median(shares[one]) for one in ("choose", "tell"))
+        out.add_row(str(rows), str(tokens), name, f"{chosen:.2f}", f"{telling:.2f}",
+                    "met" if chosen + telling <= 1 else "missed")  # fmt: skip
+    return out
+
+
 def read(args: argparse.Namespace) -> tuple[PreTrainedModel, list[torch.Tensor], dict[str, list[Any]]]:
     """The target, prompts, and what stands below the target in each contender."""
     folders = hf_mlspec.demo_pair() if args.target is None else (args.target, args.draft)
@@ -114,12 +164,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--thread-time", action="store_true", help="of one thread on a CPU, where other programs run")
+    parser.add_argument("--choosing", type=int, nargs="+", metavar="ROWS", help="the share of choosing, by rows")
     args = parser.parse_args(argv)
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
     clock = thread_time if args.thread_time else perf_counter
     torch.set_num_threads(args.threads)
     target, prompts, contenders = read(args)
+    if args.choosing:
+        del contenders[_ALONE]
+        for rows in args.choosing:
+            for tokens in args.tokens:
+                Console(width=150).print(choosing(target, prompts, contenders, rows, tokens, args.repeats))
+        return 0
     out, differing = table(), 0
     alone = {_ALONE: contenders.pop(_ALONE)}
     groups = [{name: below} for name, below in contenders.items()] if args.device != "cpu" else [contenders]
