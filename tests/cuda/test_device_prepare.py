@@ -9,7 +9,7 @@ import pytest
 import torch
 from decoders import Lanes, random_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
 from warned import forget_warnings
 
 import hf_mlspec
@@ -128,14 +128,14 @@ def test_a_model_on_two_devices_is_refused(caplog):
 
 def test_an_unknown_architecture_is_served_linear_by_linear(caplog):
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MixtralConfig(**shape, num_key_value_heads=2, vocab_size=128, num_local_experts=2)
+    config = Olmo2Config(**shape, num_key_value_heads=2, vocab_size=128)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
     ids = torch.randint(1, 100, (1, 9), device="cuda")
     with torch.no_grad():
         stock = model(ids).logits
         hf_mlspec.prepare(model)
         assert type(model.model.layers[0].self_attn.q_proj) is KernelLinear
-        assert "MixtralForCausalLM" in caplog.text
+        assert "Olmo2ForCausalLM" in caplog.text
         torch.testing.assert_close(model(ids).logits, stock, atol=0.02, rtol=0.05)
     hf_mlspec.restore(model)
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
