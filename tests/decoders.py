@@ -115,9 +115,9 @@ _LATER = {
     "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
     "phi": ("PhiConfig", {}),
     "gpt-neox": ("GPTNeoXConfig", {}),
-    "opt": ("OPTConfig", {"ffn_dim": 172, "activation_function": "gelu"}),
+    "opt": ("OPTConfig", {"ffn_dim": 176, "activation_function": "gelu"}),
     "biogpt": ("BioGptConfig", {}),
-    "bigcode": ("GPTBigCodeConfig", {"n_inner": 172}),
+    "bigcode": ("GPTBigCodeConfig", {"n_inner": 176}),
 }
 _OF_THE_CPU = {"hunyuan": ("HunYuanDenseV1Config", {"head_dim": 24})}
 

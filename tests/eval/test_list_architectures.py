@@ -1,4 +1,4 @@
-"""Does the page say of every class of transformers how it runs, and of every described one what its description says?"""
+"""Does the page say of every class of transformers how it runs, as its description has it where there is one?"""
 
 from __future__ import annotations
 
