@@ -37,6 +37,7 @@ TIMES_ROOMS = {
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/routing/": ("hf_mlspec.routing",),
+    "eval/list_architectures/": ("hf_mlspec.engines", "hf_mlspec.integration"),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
