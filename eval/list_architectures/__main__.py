@@ -2,9 +2,9 @@
 
 python -m eval.list_architectures --write docs/guide/architectures.md
 
-A class with a description is compiled, on a GPU too where no field of it says otherwise; of every other class a model of
-two layers is made on the meta device and asked what a chain needs: ids in and logits out, rows at positions of their own,
-or a state that can be copied. No weights are read, no token is computed.
+A class with a description is compiled, on a GPU too where no field of it says otherwise; of every other class a small
+model is made on the meta device and asked what a chain needs: ids in and logits out, and rows at positions of their
+own, or a state that can be copied. No weights are read, no token is computed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def table(found: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("python -m eval.list_architectures", description=__doc__.partition("\n")[0])
     parser.add_argument("--write", type=Path, help="a page whose table is replaced")
     args = parser.parse_args()
     text = table(list(rows()))

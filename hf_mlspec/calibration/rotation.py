@@ -144,6 +144,9 @@ def _require_rotatable(model: nn.Module, residual: bool, action: str) -> Descrip
         raise ValueError(f"{action}: this {name} is rotated already: start from the original model")
     if vars(model).get(_IN_PART):
         raise ValueError(f"{action}: this {name} was rotated in part, by a call that did not end: load it again")
+    if not entry.norm.startswith("rms") or entry.mlp == "plain" or entry.head_norms == "per rotated head":
+        odd = "takes the mean off what it norms, has no gates in its MLP or norms rotated heads"
+        raise ValueError(f"{action}: {name} {odd}, which no rotation is folded into; quantize it by rtn or gptq")
     behind = [entry.norms[norm] for norm in ("attention_out", "mlp_out") if norm in entry.norms]
     if residual and behind:
         raise ValueError(
@@ -213,9 +216,7 @@ def stream_matrix(model: nn.Module, seed: int) -> Tensor:
 def _fitting(width: int, what: str, part: str, action: str) -> Hadamard:
     found = fitting_hadamard(width)
     if found.is_nothing:
-        raise ValueError(
-            f"{action}: {what} {width}, is odd: no Hadamard matrix divides it; {_without(part, action)}"
-        )
+        raise ValueError(f"{action}: {what} {width}, is odd: no Hadamard matrix divides it; {_without(part, action)}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Does the page say of every class of transformers how it runs, and of described ones what their descriptions say?"""
+"""Does the page say of every class of transformers how it runs, as its description has it where there is one?"""
 
 from __future__ import annotations
 
