@@ -22,6 +22,7 @@ from ..routing.plane_loader import PlaneLoader, low_shapes, require_budget
 from ..routing.plane_store import FileStore, HostStore
 
 
+@torch.inference_mode(False)  # tensors made in that mode could not be written to outside of it
 def stream_planes(
     model: PreTrainedModel,
     budget: int | str | None,

@@ -260,7 +260,8 @@ class CudaRoom:
         self._read[fetch.slot] = event
 
     def keep(self, place: int, tiles: Tensor) -> None:
-        self._full[place], self._top[place] = tiles.clone(), None
+        with torch.inference_mode(False):
+            self._full[place], self._top[place] = tiles.clone(), None
 
     def drop(self, place: int) -> None:
         if self._full[place] is not None:

@@ -146,6 +146,14 @@ def test_layers_that_are_read_more_take_the_place_of_others(resident):
     assert model(IDS).logits.equal(resident(IDS).logits)
 
 
+def test_what_is_streamed_in_inference_mode_computes_outside_of_it(resident):
+    model = demo()
+    with torch.inference_mode():
+        hf_mlspec.stream_planes(model, bytes_of(resident) * 85 // 100)
+        model(IDS)
+    assert model(IDS).logits.equal(resident(IDS).logits)
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
 def test_a_damaged_file_is_an_error_that_names_it_and_no_token(streamed, damage):
     path = source_of(streamed).store.path
