@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from .costs import PassCosts
-from .estimates import RowEstimates, odds_ratio, reach
+from .estimates import MOST, RowEstimates, odds_ratio, reach
 from .forecast import Expectations, Forecast
 from .memory import LevelCosts, Memory
-from .plans import TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off
+from .plans import LENGTHS, TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off, plan_of
 from .search import Choice, Search
 
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
@@ -37,8 +37,7 @@ _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 1  # and less where earlier calls told
 _LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
-_TIMING = 0.003  # of the seconds since "off" was timed may be lost by timing it again,
-_FIRST_TIMING = 0.02  # and where it never was
+_KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part
 _JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
@@ -73,7 +72,6 @@ class Controller:
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = 0
         self._remembers, self._granted = memory is not None, False
-        self._carried = self.memory.slack if self._remembers else 0.0
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined = self._chosen = 0  # rows since the last choice; choices
 
@@ -118,12 +116,16 @@ class Controller:
         """Of the choice."""
         return self.choice.forecast
 
+    @property
+    def off_speed(self) -> float:
+        """Of the choice."""
+        return self.choice.off_speed
+
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin = perf_counter()
         search, self._lost = self._search(situation, may_try=True), 0.0
         self._grant(situation, search.off_speed)
-        search.allow(self.memory.slack)
         best, drafting = search.best(self._margin)
         self._stay_with(best, trial := self._worth_a_trial(search, best, drafting))
         self.choice = self._decided(search, best, drafting, trial)
@@ -168,7 +170,6 @@ class Controller:
         for pair in self.memory.pairs.values():
             pair.idle += committed
         took = self._took(choice, seconds if usual and not choice.switched else None)
-        self.memory.settle(choice.plan, took, committed / choice.off_speed)
         choice.switched = False
         expected = choice.forecast
         self._lost = expected.lost(self._lost, committed, took)
@@ -190,7 +191,6 @@ class Controller:
         if self.by_clock:
             self.memory.correct(self.plan, batch, seconds / (rounds * off.by_costs), rounds)
         self.memory.spare += _TRIAL_SHARE * seconds
-        self.memory.settle(self.plan, seconds, seconds)
 
     def observe_inner(
         self, checker: int, limit: int, drafted: int, accepted: int, choice: Choice | None = None
@@ -254,7 +254,6 @@ class Controller:
             self.memory.spare += seconds
         elif not self._granted:
             self.memory.spare = min(self.memory.spare, seconds)
-        self.memory.begin(self._joined * ahead / off_speed, None if self._granted else self._carried)
         self._joined, self._granted = 0, True
 
     def _question(self) -> None:
@@ -297,23 +296,13 @@ class Controller:
         usual = search.usual(best, drafting)
         if not any(search.situation.rooms) or self.memory.spare < _LEAST_TRIAL * usual.seconds:
             return None
-        if best.active and self._is_untimed(search, usual.speed):
-            return search.off
         hoped, least = search.hoped(), search.time(best, drafting) * (1.0 - self._margin)
         better = hoped.better(least, best.active)
         if best.active and (alone := hoped.time(hoped.off)) < least:
             better.append((hoped.off, alone))
         better.sort(key=lambda one: one[1])
-        found = [plan for plan, _ in better] or [search.longer(best)]
+        found = [plan for plan, _ in better] or [self._longer(best)]
         return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
-
-    def _is_untimed(self, search: Search, usual: float) -> bool:
-        """Whether "off", by which plans are judged, was timed so long ago that timing it again costs little."""
-        if not self.by_clock:
-            return False
-        alone = self.OFF_TRIAL * search.batch / search.off_speed
-        first = ((), 0, search.batch.bit_length()) not in self.memory.ratios
-        return alone * (1.0 - search.off_speed / usual) <= (_FIRST_TIMING if first else _TIMING) * self.memory.untimed
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
         """Whether a trial of `plan` costs no more than may be spent, what its levels read first included. usual:
@@ -322,6 +311,16 @@ class Controller:
         round_ = search.known.of(plan, search.batch, len(few.rows), search.situation.slots)
         spent = search.to_read(plan.active, few) + round_.seconds - round_.tokens / usual
         return spent <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
+
+    def _longer(self, best: Plan) -> Plan | None:
+        """The best plan with a longer draft for the target, where little is known but of its own positions."""
+        if not best.active or 2 * best.most > MOST:
+            return None
+        pair, top = self.memory.pair(self.levels, best.active[0], TARGET), best.active[0]
+        longer = next(length for length in LENGTHS if length >= 2 * best.most)
+        if pair.kept[best.most - 1].tried < _KNOWN or pair.kept[best.most].tried >= _KNOWN:
+            return None
+        return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
         """How much each row drafts: no token that is kept so rarely that the seconds it costs would write more

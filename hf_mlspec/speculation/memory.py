@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from .search import Choice
 
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
-_OFF_WEIGHT = 2.0  # of what costs say of "off", in timed rounds
-_AGE, _OLDEST = 0.25, 1.0 / 64.0  # of what is known of it is forgotten for a round of another plan, and at least,
-_AGED, _YOUNG, _AGREE = 0.1, 16.0, 0.2  # down to so many rounds, from at most so many; when one says nothing new
-_LOSSES = 0.015  # of all seconds may be lost against "off", whatever for;
-_LOSSES_AHEAD = 0.01  # as much of what a call is expected to take in advance, half of it after calls that lost
 _MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
@@ -50,19 +45,14 @@ class Memory:
     """What was learned of a chain: the estimate of each pair of levels, and measured over predicted seconds of rounds.
 
     pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
-    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. slack:
-    seconds that rounds may lose against "off", which rounds that gain refill. untimed: seconds since "off" was timed.
-    aging: by rows up to a factor of two, how fast the time of "off" is forgotten. credit: by active levels the seconds
-    that were lost because no round of theirs was captured. capturing: seconds that may go to capturing rounds of
-    trials.
+    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. credit: by
+    active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
+    capturing rounds of trials.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
     ratios: dict[tuple, Counted] = field(default_factory=dict)
     spare: float = 0.0
-    slack: float = 0.0
-    untimed: float = 0.0
-    aging: dict[int, float] = field(default_factory=dict)
     credit: dict[tuple[int, ...], float] = field(default_factory=dict)
     capturing: float = 0.0
 
@@ -71,26 +61,7 @@ class Memory:
         pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
         copied = {key: replace(one) for key, one in ratios}
-        spent = self.spare, self.slack, self.untimed
-        return Memory(remembered, copied, *spent, dict(self.aging), dict(self.credit), self.capturing)
-
-    def begin(self, ahead: float, carried: float | None) -> None:
-        """Rows are expected to take so many seconds of "off". carried: the slack that earlier calls left, where these
-        are a call's first."""
-        most = _LOSSES_AHEAD * ahead
-        if carried is None:
-            self.slack += most
-        else:
-            self.slack += min(max(carried, most / 2), most) - carried
-
-    def settle(self, plan: Plan, seconds: float, worth: float) -> None:
-        """A round took so many seconds, and "off" would have written its tokens in `worth` seconds."""
-        self.slack += _LOSSES * seconds
-        if plan.active:
-            self.slack += worth - seconds
-            self.untimed += seconds
-        else:
-            self.untimed = 0.0
+        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing)
 
     def to_dict(self) -> dict:
         """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
@@ -148,25 +119,10 @@ class Memory:
     def correct(self, plan: Plan, batch: int, ratio: float, rounds: int = 1) -> None:
         """So many rounds took `ratio` times what their costs say, without corrections."""
         key = _alike(plan.active, plan.most, batch)
-        self._age(plan, batch, ratio)
         one = self.ratios.get(key) or Counted(_FACTOR_WINDOW)
         rounds = min(rounds, int(_FACTOR_WINDOW))
         one.add(rounds, rounds * ratio)
         self.ratios[key] = one  # filled before another thread can see it
-
-    def _age(self, plan: Plan, batch: int, ratio: float) -> None:
-        """Machines drift: what rounds of "off" took is known less with each round of another plan, until one shows it
-        anew; where that said the same as before, half as fast from then on."""
-        rows = batch.bit_length()
-        off, age = self.ratios.get(((), 0, rows)), self.aging.get(rows, _AGE)
-        if off is None:
-            return
-        if plan.active:
-            tried = max(min(off.tried, _YOUNG) * (1.0 - age), min(_AGED, off.tried))
-            off.tried, off.kept = tried, off.kept * tried / off.tried
-        elif off.tried < 1.0:
-            same = abs(ratio * off.tried - off.kept) < _AGREE * off.kept
-            self.aging[rows] = max(age / 2.0, _OLDEST) if same else _AGE
 
     def factors(self, choices: Sequence[tuple[int, ...]], batch: int) -> tuple[list[list[float]], list[list[float]]]:
         """Measured over predicted seconds, per choice of levels and length of the target's draft: of rounds alike, and
@@ -186,15 +142,13 @@ class Memory:
         return found
 
     def factor_of_off(self, batch: int) -> float:
-        """As `factors`, of the target alone. Slow rounds of other plans say nothing of it, as what is promised is to
-        be no slower than it; but what has aged is thought no slower than they are."""
+        """As `factors`, of the target alone. Slow rounds of other plans say nothing of it: what is promised is to be
+        no slower than it."""
         if not self.ratios:
             return 1.0
         everywhere, by_levels = self._sums(batch)
-        own, known = self.ratios.get(((), 0, batch.bit_length())), by_levels.pop((), everywhere)
-        if own is None:
-            return min(known, 1.0)
-        return own.mean(min(known, max(1.0, min(by_levels.values(), default=1.0))), _OFF_WEIGHT)
+        general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(((), 0, batch.bit_length()))
+        return general if own is None else own.mean(general, _FACTOR_WEIGHT)
 
     def _sums(self, batch: int) -> tuple[float, dict[tuple[int, ...], float]]:
         """The mean ratio of all rounds of as many rows, or if there are none of all rounds, and that by levels."""

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .estimates import MOST, RowEstimates, odds_ratio
+from .estimates import RowEstimates, odds_ratio
 from .forecast import Expectations, Forecast
-from .plans import LENGTHS, TARGET, Cells, Drafting, Plan, Situation, off, plan_of
+from .plans import TARGET, Cells, Drafting, Plan, Situation, off
 
 _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
 _GROUPS = 3
-_LEAST_SLACK = 0.5  # of a round of "off" may be lost in one round, where anything may
-_SURE, _SURE_IN_DEBT = 0.5, 0.75  # of the drafted tokens that a round is expected to keep, when losses are weighed
-_KNOWN = 6.0  # observations of a position that say something
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class Search:
     """Plans for the rows of a situation, compared by what is known.
 
     rows: how each row differs from the others. cells: the plans. doubts: as of `Expectations`. Times are seconds for
-    the tokens that all rows are expected to gain, reading what the levels of a plan lack included; infinite for those
-    that are left out, see `allow`.
+    the tokens that all rows are expected to gain, reading what the levels of a plan lack included.
     """
 
     def __init__(
@@ -67,14 +63,6 @@ class Search:
                       for room, gained in zip(situation.rooms, rows.gained, strict=True)]  # fmt: skip
         self._all = Drafting.all_of(self.batch)
         self._of_all: np.ndarray | None = None
-        self._slack, self._sure = np.inf, 1.0
-
-    def allow(self, slack: float) -> None:
-        """From now on plans are left out a round of which would lose more than so many seconds against "off" if half
-        of the drafted tokens that it is expected to keep were rejected; without slack, those that would not gain if
-        a quarter were."""
-        self._sure = _SURE_IN_DEBT if slack <= 0 else _SURE
-        self._slack = max(slack, _LEAST_SLACK * self.batch / self.off_speed) if slack > 0 else 0.0
 
     def hoped(self) -> Search:
         """The same, where all chances are as good as they may well be."""
@@ -140,17 +128,6 @@ class Search:
         """Tokens that each row is expected to gain still."""
         return self._left
 
-    def longer(self, best: Plan) -> Plan | None:
-        """The best plan with a longer draft for the target, where little is known but of its own positions."""
-        if not best.active or 2 * best.most > MOST:
-            return None
-        top = best.active[0]
-        pair = self.known.memory.pair(self.known.levels, top, TARGET)
-        longer = next(length for length in LENGTHS if length >= 2 * best.most)
-        if pair.kept[best.most - 1].tried < _KNOWN or pair.kept[best.most].tried >= _KNOWN:
-            return None
-        return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
-
     def _off_time(self) -> float:
         return sum(self._left) / self.off_speed
 
@@ -170,10 +147,10 @@ class Search:
         """The times of all plans, infinite for those without such a group; None: all rows draft."""
         if group is None:
             if self._of_all is None:
-                self._of_all = self._borne(self._added(self._rounds(), [self._all] * self.cells.tops), self.batch)
+                self._of_all = self._added(self._rounds(), [self._all] * self.cells.tops)
             return self._of_all
         odds = tuple(1.0 if one is None else one.odds for one in group.of_pair)
-        times = self._borne(self._added(self._rounds(group.rows, odds), group.of_pair), group.rows, odds)
+        times = self._added(self._rounds(group.rows, odds), group.of_pair)
         if None in group.of_pair:
             times = np.where(np.array([one is None for one in group.of_pair])[self.cells.top_pair], np.inf, times)
         return times
@@ -183,15 +160,6 @@ class Search:
         slots = self.situation.slots
         found = self.known.all_of(self.cells, self.batch, drafting or self.batch, slots, odds, self.doubts)
         return sum(self._left) * found.seconds / found.tokens
-
-    def _borne(self, times: np.ndarray, drafting: int, odds: tuple[float, ...] = ()) -> np.ndarray:
-        """Times, infinite where a round might lose more than it may."""
-        if self._slack == np.inf:
-            return times
-        found = self.known.all_of(self.cells, self.batch, drafting, self.situation.slots, odds, self.doubts)
-        tokens = self.batch + self._sure * (found.tokens - self.batch)
-        loss = found.seconds - tokens / self.off_speed
-        return np.where(loss > self._slack, np.inf, times)
 
     def _added(self, times: np.ndarray, of_pair: list[Drafting | None]) -> np.ndarray:
         """Times, with those of reading what the levels of a plan lack."""

@@ -128,7 +128,8 @@ def test_a_model_on_two_devices_is_refused(caplog):
 
 def test_an_unknown_architecture_is_served_linear_by_linear(caplog):
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = FlexOlmoConfig(**shape, num_key_value_heads=2, vocab_size=128, num_experts=2, num_experts_per_tok=1)
+    config = FlexOlmoConfig(**shape, num_key_value_heads=2, vocab_size=128, num_experts=2, num_experts_per_tok=1,
+                            pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
     ids = torch.randint(1, 100, (1, 9), device="cuda")
     with torch.no_grad():

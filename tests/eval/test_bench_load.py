@@ -39,6 +39,7 @@ def test_memory_that_is_not_counted_is_not_told(tmp_path, monkeypatch):
     assert found["over"] is found["first"] is None
 
 
+@pytest.mark.slow
 def test_a_row_is_what_processes_of_its_own_measured():
     """The program, whole, on one small layer."""
     row = program.bench("gptq", Namespace(quick=True, gigabytes=2.0, repeats=2, threads=1, forward=True))

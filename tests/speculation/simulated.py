@@ -24,8 +24,7 @@ class Simulated:
     """Rounds of a target over levels, decided by dice.
 
     chance(row, checker, proposer, tokens so far): that a drafted token is kept. busy: what every round takes longer.
-    slots: that every token is behind. noise: every pass takes up to so much of its time more, by other dice than those
-    of the tokens. drift: times what a pass takes, by the seconds since the call began.
+    slots: that every token is behind.
     """
 
     target: PassCosts
@@ -34,15 +33,12 @@ class Simulated:
     seed: int = 0
     busy: float = 1.0
     slots: float = 0.0
-    noise: float = 0.0
-    drift: Callable[[float], float] = lambda _: 1.0
     seconds: float = 0.0
     plans: list[Plan] = field(default_factory=list)
 
     def decode(self, controller: Controller | None, rows: int, tokens: int, fixed: Plan | None = None) -> float:
         """Write `tokens` for each of so many rows; -> seconds."""
         self.dice, self.seconds, self.plans = random.Random(self.seed), 0.0, []
-        self.load = random.Random(self.seed + 1)
         written, read = [0] * rows, [[0] * len(self.levels) for _ in range(rows)]
         if controller is not None:
             controller.start(rows)
@@ -120,4 +116,4 @@ class Simulated:
         return limit
 
     def _spend(self, seconds: float) -> None:
-        self.seconds += seconds * self.busy * (1.0 + self.noise * self.load.random()) * self.drift(self.seconds)
+        self.seconds += seconds * self.busy

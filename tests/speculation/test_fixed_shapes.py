@@ -102,7 +102,7 @@ def test_what_was_lost_for_want_of_a_graph_is_credit_for_it():
         made.observe([0], [0], [UNROLLED - 1], made.forecast.seconds)
         tokens += UNROLLED
         assert tokens < 2000
-    lost = tokens * (1 / made.choice.off_speed - 1 / made.forecast.speed)
+    lost = tokens * (1 / made.off_speed - 1 / made.forecast.speed)
     assert 0.3 < lost < 1.3  # what remains of the call counts, too
     kept = made.memory.kept()
     assert kept.credit == made.memory.credit

@@ -142,7 +142,7 @@ class Survey:
             controller = Controller(known.target, levels, memory=memory)
         controller.start(rows)
         plan = controller.choose(Situation([ROOM] * rows, SLOTS, [[0] * rows for _ in levels]))
-        off, speed = controller.choice.off_speed, controller.forecast.speed
+        off, speed = controller.off_speed, controller.forecast.speed
         if self.alone:
             off = captured_speed(self._chain.target.runner, self._config, rows, SLOTS)
         if speed < off:  # such a call leaves its levels out
