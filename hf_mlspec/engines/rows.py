@@ -204,8 +204,9 @@ class DecoderRows(CachedRows):
         bounds = num_positions, decoder.max_positions
         self.max_positions = min((bound for bound in bounds if bound is not None), default=None)
         self.capacity, self.cache_format = first_capacity(capacity, self.max_positions), cache_format_of(model)
-        self._held, self._wanted = None, None  # the cache; rows and slots of one that nothing was written to yet
-        self.lengths, self.forwards, self.seconds = [], 0, 0.0
+        self.cache: DecoderCache | None = None
+        self.lengths: list[int] = []
+        self.forwards, self.seconds = 0, 0.0
 
     @property
     def bytes_per_token(self) -> int:
@@ -216,42 +217,12 @@ class DecoderRows(CachedRows):
 
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""
-        self.lengths, self.forwards, self.seconds = [0] * batch, 0, 0.0
+        self.lengths = [0] * batch
+        self.forwards, self.seconds = 0, 0.0
         capacity = max(self.capacity, GROWTH)
-        self._held = self.follow.cache if self.follow else None
-        self._wanted = None if self.follow else (batch, capacity)
-
-    @property
-    def cache(self) -> DecoderCache | None:
-        """Its own, made when it is first asked for, as a level may never draft; or its leader's."""
-        if self._wanted is not None:
-            self.cache = DecoderCache.new(self.decoder, *self._wanted, self.cache_format)
-        return self._held
-
-    @cache.setter
-    def cache(self, cache: DecoderCache | None) -> None:
-        self._held, self._wanted = cache, None
-
-    @property
-    def cache_bytes(self) -> int:
-        return 0 if self._wanted is not None else super().cache_bytes
-
-    def select(self, keep: list[int]) -> None:
-        """`Engine.select`; a cache that is not there yet needs no copies."""
-        if self._wanted is None:
-            return super().select(keep)
-        self.lengths, self._wanted = [self.lengths[r] for r in keep], (len(keep), self._wanted[1])
-
-    def admit(self, count: int) -> None:
-        """`Engine.admit`, likewise."""
-        if self._wanted is None:
-            return super().admit(count)
-        self.lengths, self._wanted = self.lengths + [0] * count, (self._wanted[0] + count, self._wanted[1])
-
-    def shrink(self, slots: int) -> None:
-        """`Engine.shrink`, likewise."""
-        if self._wanted is None:
-            super().shrink(slots)
+        self.cache = self.follow.cache if self.follow else None
+        if not self.follow:
+            self.cache = DecoderCache.new(self.decoder, batch, capacity, self.cache_format)
 
     def hold(self, row: int, pieces: Iterable[Tensor], count: int) -> None:
         """Copy keys and values of a row's first `count` tokens into its slots: pieces `[layers, 2, kv_heads, tokens,

@@ -42,7 +42,6 @@ class Checker:
 
     keep_logits: verdicts carry logits and scores even if the check does not need them.
     on_check: called for every check, also those inside the engine; None: no callback.
-    started: whether its engine has a cache for the rows.
     """
 
     runner: Engine
@@ -51,7 +50,6 @@ class Checker:
     _: KW_ONLY
     keep_logits: bool = True
     on_check: OnCheck | None = field(default=None, init=False)
-    started: bool = field(default=False, init=False)
 
     @property
     def in_engine(self) -> bool:
@@ -64,7 +62,6 @@ class Checker:
         return self.in_engine and not self.keep_logits
 
     def start(self, batch: int, device: torch.device) -> None:
-        self.started = True
         self.runner.start(batch, device)
         self.sampler.start(batch)
 

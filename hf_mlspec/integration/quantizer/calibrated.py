@@ -84,8 +84,7 @@ def quantize(
     unties the head: casts that share them are to be made anew. The model is saved and loaded as any packed one.
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
     names it, and the model is then packed in part: load it again."""
-    own = {"activation_clip": clip_of(method) if activation_clip in (None, AUTO) else activation_clip}
-    own |= _own(format_options)
+    own = _own(format_options, clip_of(method) if activation_clip in (None, AUTO) else activation_clip)
     config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
@@ -102,11 +101,11 @@ def quantize(
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
 
 
-def _own(given: dict[str, Any]) -> dict[str, Any]:
-    """TypeError for what no format has."""
+def _own(given: dict[str, Any], clip: float) -> dict[str, Any]:
+    """Options of the format, and the clip of its activations; TypeError for what no format has."""
     if strange := sorted(set(given) - set(options())):
         raise TypeError(f"quantize got an unexpected keyword argument {strange[0]!r}")
-    return given
+    return {"activation_clip": clip, **given}
 
 
 def _planned(model: PreTrainedModel, method: str, config: MLSpecConfig, choices: dict[str, Any]) -> Plan:

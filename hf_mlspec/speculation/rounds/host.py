@@ -49,7 +49,7 @@ class HostRounds:
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """As `Rounds.start`; a target that the caller did not start, to fill its cache, is started here."""
-        if not self.target.started:
+        if self.target.runner.cache is None:
             self.target.start(len(rows), self.device)
         # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
         self._waits = bool(getattr(self.drafter, "follows", False))
