@@ -219,12 +219,12 @@ class CudaRoom:
         stalls((before, after))
 
     def tiles(self, place: int, width: int, fetch: Fetch | None) -> Tensor:
-        if self._full[place] is not None:
-            return self._full[place]
         stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)  # it may still read the working tile
+            stream.wait_stream(self._stream)  # it may still read the working tile, or write what stays from now on
         self._stream = stream
+        if self._full[place] is not None:
+            return self._full[place]
         work, tops = self._views.get(place) or self._viewed(place)
         tops.copy_(self._top[place])
         if fetch is not None:
@@ -261,11 +261,18 @@ class CudaRoom:
 
     def keep(self, place: int, tiles: Tensor) -> None:
         with torch.inference_mode(False):
+            self._left(self._top[place])
             self._full[place], self._top[place] = tiles.clone(), None
 
     def drop(self, place: int) -> None:
-        if self._full[place] is not None:
-            self._top[place], self._full[place] = self._tops(self._full[place]), None
+        if (full := self._full[place]) is not None:
+            self._top[place], self._full[place] = self._tops(full), None
+            self._left(full)
+
+    def _left(self, tiles: Tensor) -> None:
+        """Its memory is for others when the last product, which may have read it on another stream, has ended."""
+        if self._stream is not None:
+            tiles.record_stream(self._stream)
 
     def close(self) -> None:
         if self._reader is not None:
