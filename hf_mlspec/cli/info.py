@@ -16,7 +16,7 @@ from rich.console import Console
 from .. import ops
 from ..calibration.methods import WORDS, formats_of
 from ..checkpoints.readers import READERS
-from ..engines.architecture import KNOWN
+from ..engines.architecture import KNOWN, ON_THE_CPU_ALONE
 from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
@@ -51,6 +51,7 @@ def run_info(args: argparse.Namespace) -> int:
              "methods": {word: ", ".join(formats_of(word)) for word in WORDS},
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
+             "compiled_on_the_cpu_alone": sorted(ON_THE_CPU_ALONE),
              "server": _server(),
              "streams": f"prompts in chunks of {PREFILL_CHUNK} tokens, kept prefixes (prefix_cache): compiled models",
              "hook": "on" if enabled() else "off",
@@ -77,6 +78,7 @@ def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], proble
     others = list(found["checkpoints"].items())
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     state = [("whole decoders compiled", _classes(found["compiled_decoder"])),
+             ("of these on a CPU, not on a GPU", _classes(found["compiled_on_the_cpu_alone"])),
              ("generate takes assistant_models", found["hook"]),
              ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
              ("planes streamed (plane_budget)", f"{', '.join(found['streamed_planes']['to'])}: {TOP_PLANES} stay"),

@@ -32,7 +32,7 @@ def why_not_decoded(model: nn.Module, word: str) -> str | None:
     try:
         if word == "cuda":
             require_read(cache_format_of(model), torch.device("cuda"))
-        found = outline(model, torch.device("meta"))
+        found = outline(model, torch.device("meta"), word)
         for block in found.blocks:
             _require_read(block.modules, word)
             if block.experts is not None:

@@ -128,6 +128,12 @@ def test_the_engine_is_the_one_it_gets(tmp_path, kind, weights):
     assert why_not_decoded(model.to("meta") if kind not in ("gemma2", "gemma3") else on_meta(model), "cpu") == why
 
 
+def test_what_a_gpu_does_not_decode_is_foreseen(monkeypatch):
+    monkeypatch.setattr("hf_mlspec.ops.why_no_cuda_kernels", lambda: None)
+    model = tiny("hunyuan", dtype=torch.bfloat16).to("meta")
+    assert "its description says head_norms 'per rotated head'" in why_not_decoded(model, "cuda")
+
+
 def on_meta(model):
     """But for the scale of its embedding, which is a number."""
     scale = model.get_input_embeddings().embed_scale.clone()
