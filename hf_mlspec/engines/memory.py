@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,13 @@ from torch import Tensor
 WORTH_ASKING = 2**26  # bytes; for less nobody asks how much is free
 _LEAST_GIVEN_BACK = 2**20  # bytes of a layer, below which its pages stay until all have moved
 _GIB = 2**30
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": _GIB}
+
+
+def bytes_in(text: str) -> int | None:
+    """Bytes that a text says as accelerate's words do: "6GiB", "500 MB", "1024"; None where it says none."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", text.upper())
+    return None if found is None else int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 def moved(kv: Tensor, rows: int, batch: int, slots: int, *, spend: bool) -> Tensor:

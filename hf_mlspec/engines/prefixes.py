@@ -6,15 +6,15 @@ values depend on the tokens before it only (invariant 3), so kept ones have the 
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .memory import bytes_in
+
 BLOCK = 64  # tokens
-_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(eq=False)
@@ -101,10 +101,9 @@ def bytes_of(value: object, name: str) -> int:
     if value is None:
         return 0
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", value.upper())
-        if found is None:
+        if (found := bytes_in(value)) is None:
             raise ValueError(f"{name} is {value!r}, it must be bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-        return int(float(found[1]) * _UNITS[found[2] or ""])
+        return found
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, it must be a number of bytes, a text such as '1GiB', or None")
     if value < 0:

@@ -54,7 +54,7 @@ def stream_planes(
     loader = PlaneLoader(linears, target, asked.budget, store, top=asked.top_planes)
     if refusal := getattr(loader.store, "refusal", ""):
         say_once(model, f"host memory could not be pinned ({refusal}): planes come from pageable memory, more slowly")
-    if _place_of(linears, model) != target:
+    if model.get_input_embeddings().weight.device != target:
         model.to(target)
         if getattr(model, "hf_device_map", None):
             model.hf_device_map = {"": target}
@@ -104,10 +104,6 @@ def _end(model: PreTrainedModel, linears: Mapping[str, PlanesLinear]) -> PreTrai
         linear.stream_(None, loader.whole(linear))
     loader.close()
     return model
-
-
-def _place_of(linears: Mapping[str, PlanesLinear], model: nn.Module) -> torch.device:
-    return model.get_input_embeddings().weight.device
 
 
 def _device(model: PreTrainedModel, linears: Mapping[str, PlanesLinear], device: Any, top: int) -> torch.device:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any, NamedTuple
 
+from ..engines.memory import bytes_in
+
 TOP_PLANES = 4
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class Streaming(NamedTuple):
@@ -22,10 +22,8 @@ def bytes_of(budget: int | str) -> int:
     """Bytes, or accelerate's words for them: "6GiB", "500MB". ValueError for what is none."""
     if type(budget) is int and budget > 0:
         return budget
-    text = budget if type(budget) is str else ""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)?\s*", text, re.IGNORECASE)
-    size = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").upper()])
-    if size <= 0:
+    size = bytes_in(budget) if type(budget) is str else None
+    if not size:
         raise ValueError(f"plane_budget is {budget!r}: give bytes, or a word such as '6GiB' or '500MB'")
     return size
 
