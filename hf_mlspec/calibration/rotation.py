@@ -144,7 +144,7 @@ def _require_rotatable(model: nn.Module, residual: bool, action: str) -> Descrip
         raise ValueError(f"{action}: this {name} is rotated already: start from the original model")
     if vars(model).get(_IN_PART):
         raise ValueError(f"{action}: this {name} was rotated in part, by a call that did not end: load it again")
-    if not entry.norm.startswith("rms") or entry.mlp == "plain" or entry.head_norms == "per rotated head":
+    if entry.has_layer_norms or entry.mlp == "plain" or entry.head_norms == "per rotated head":
         odd = "takes the mean off what it norms, has no gates in its MLP or norms rotated heads"
         raise ValueError(f"{action}: {name} {odd}, which no rotation is folded into; quantize it by rtn or gptq")
     behind = [entry.norms[norm] for norm in ("attention_out", "mlp_out") if norm in entry.norms]

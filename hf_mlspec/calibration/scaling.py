@@ -1,8 +1,7 @@
 """By which scales are a layer's input channels multiplied before its weight is rounded? Searched by output error.
 
 Both searches round trial weights to nearest, in the format that they are for (trials.py), and compare outputs of some
-kept inputs. AWQ (Lin et al., arXiv
-2306.00978, equation 5): ``s = mean|x| ** alpha``, inputs as they are.
+kept inputs. AWQ (Lin et al., arXiv 2306.00978, equation 5): ``s = mean|x| ** alpha``, inputs as they are.
 SmoothQuant (Xiao et al., arXiv 2211.10438, equation 4):
 ``s = max|x| ** alpha / max|w| ** (1 - alpha)``, inputs rounded to integers as the layer will round them.
 """

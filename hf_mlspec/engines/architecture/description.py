@@ -27,8 +27,6 @@ CPU_WORDS = {
 }
 # Fields that name what no decoder reads yet: anything but None is refused.
 NOT_YET = ("sinks",)
-# Places where what works on whole models beside the decoders looks for these parts.
-FIXED: dict[str, str] = {}
 WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
@@ -160,6 +158,11 @@ class Description:
     final_norm: str = "model.norm"
     rotary_embedding: str = "model.rotary_emb"
     head: str = "lm_head"
+
+    @property
+    def has_layer_norms(self) -> bool:
+        """Whether its norms take the mean off."""
+        return self.norm.startswith("layer")
 
     def __post_init__(self) -> None:
         for name, (served, later) in WORDS.items():

@@ -110,9 +110,11 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         if getattr(model.config, name, None) not in (None, False):
             said = getattr(model.config, name)
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder has none")
-    flags = entry.needed if entry.residual_flag is None else (*entry.needed, entry.residual_flag)
-    for name in flags:
-        wanted, said = name != entry.residual_flag or entry.residual == "parallel", getattr(model.config, name, None)
+    flags = dict.fromkeys(entry.needed, True)
+    if entry.residual_flag is not None:
+        flags[entry.residual_flag] = entry.residual == "parallel"
+    for name, wanted in flags.items():
+        said = getattr(model.config, name, None)
         if bool(said) != wanted:
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder takes {wanted}")
     if getattr(model.config, "use_bidirectional_attention", False):
@@ -146,7 +148,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
         known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
-        known = known or (type(module) is nn.LayerNorm and entry.norm.startswith("layer"))
+        known = known or (type(module) is nn.LayerNorm and entry.has_layer_norms)
         known = known or type(module).__module__.startswith(origins)
         if not known:
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
@@ -181,7 +183,7 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         attention_scale=named(attention, entry, "attention_scale"),
         attention_softcap=named(attention, entry, "attention_softcap") or 0.0,
         logit_softcap=named(config, entry, "logit_softcap") or 0.0,
-        norms_have_mean=entry.norm.startswith("layer"),
+        norms_have_mean=entry.has_layer_norms,
         rotates_pairs=entry.rotation != "halves",
         parallel=entry.residual == "parallel",
         grouped_qkv="qkv_by_head" in entry.linears,
@@ -221,8 +223,7 @@ def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, wi
     places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
     modules = {name: _part(layer, place) for name, place in places.items()}
     norms = {name: _part(layer, place) for name, place in entry.norms.items()}
-    o = modules["o"]
-    width = linear_shape(o, "o")[1]
+    width = linear_shape(modules["o"], "o")[1]
     found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
     return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts)
 

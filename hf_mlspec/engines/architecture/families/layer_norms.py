@@ -40,7 +40,15 @@ _NEOX = replace(
     rotary_embedding="gpt_neox.rotary_emb",
     head="lm_head | embed_out",
 )
-_SEPARATE_OPT = {name: f"self_attn.{name}_proj" for name in "qkv"}
+_AS_OPT = {
+    "norms": {"attention": "self_attn_layer_norm", "mlp": "final_layer_norm"},
+    "norm_eps": 1e-5,
+    "linears": {**{name: SEPARATE[name] for name in "qkv"}, "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
+    "kv_heads": "num_attention_heads",
+    "mlp": "plain",
+    "positions": "learned",
+    "position_offset": 2,
+}
 ENTRIES = (
     replace(_LAYER, linears=PLAIN, mlp="plain"),
     replace(_LAYER, class_name="OlmoForCausalLM", norm_eps=1e-5, unset=("clip_qkv",)),
@@ -81,15 +89,9 @@ ENTRIES = (
     replace(
         _LAYER,
         class_name="OPTForCausalLM",
-        norms={"attention": "self_attn_layer_norm", "mlp": "final_layer_norm"},
-        norm_eps=1e-5,
-        linears={**_SEPARATE_OPT, "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
+        **_AS_OPT,
         activation="activation_function",
-        kv_heads="num_attention_heads",
-        mlp="plain",
-        positions="learned",
         position_embedding="model.decoder.embed_positions",
-        position_offset=2,
         embedding="model.decoder.embed_tokens",
         layers="model.decoder.layers",
         final_norm="model.decoder.final_layer_norm",
@@ -99,14 +101,8 @@ ENTRIES = (
     replace(
         _LAYER,
         class_name="BioGptForCausalLM",
-        norm_eps=1e-5,
-        norms={"attention": "self_attn_layer_norm", "mlp": "final_layer_norm"},
-        linears={**_SEPARATE_OPT, "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
-        mlp="plain",
-        kv_heads="num_attention_heads",
-        positions="learned",
+        **_AS_OPT,
         position_embedding="biogpt.embed_positions",
-        position_offset=2,
         embedding_scale="root of hidden",
         embedding="biogpt.embed_tokens",
         layers="biogpt.layers",
