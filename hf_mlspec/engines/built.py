@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..nn.hooks import changes
 from ..nn.packed import PackedLinear, PackedModule
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
@@ -173,7 +174,7 @@ def standing(model: nn.Module) -> tuple:
     modules = (
         tuple(map(type, walk.modules)),
         tuple([has["training"] for has in own]),
-        tuple([place for place, has in enumerate(own) if has["_forward_hooks"]]),
+        tuple([place for place, has in enumerate(own) if has["_forward_hooks"] and changes(has["_forward_hooks"])]),
         tuple([place for place, has in enumerate(own) if has["_forward_pre_hooks"]]),
         tuple([place for place, has in enumerate(own) if "forward" in has]),
     )

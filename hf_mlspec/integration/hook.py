@@ -31,7 +31,7 @@ from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
 from .quantizer import gguf_quantizer, saving, source  # noqa: F401 (the first registers itself)
-from .request import check_streamer, check_target, router_of, unserved
+from .request import check_streamer, check_target, option, router_of, unserved
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
@@ -98,7 +98,7 @@ def prepare_call(model: PreTrainedModel, options: dict) -> Call:
 
 
 def _hooked_generate(stock):
-    names = list(inspect.signature(stock).parameters)[1:-1]  # between self and **kwargs
+    names = _positional(stock)
 
     @functools.wraps(stock)
     def generate(self, *args, assistant_models=None, assistant_tokenizers=None, speculation_config=None, **kwargs):
@@ -120,7 +120,7 @@ def _hooked_generate(stock):
         kwargs |= positional
         _check_call(self, kwargs)
         if not implied:
-            _check_streamer(kwargs)
+            _check_streamer(self, kwargs)
         config = SpeculationConfig.of(speculation_config)
         proxy = _Proxy(self, assistant_models, assistant_tokenizers, config, implied)
         # A user's own cache comes back filled.
@@ -128,6 +128,14 @@ def _hooked_generate(stock):
         return stock(self, **{**_expand(self, kwargs), "assistant_model": proxy})
 
     return generate
+
+
+def _positional(stock) -> list[str]:
+    """What stock generate takes by position behind self; where it is wrapped by a function that names nothing, what
+    transformers' own takes."""
+    taken = inspect.signature(stock).parameters.values()
+    names = [one.name for one in taken if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
+    return names or ["inputs", "generation_config", "logits_processor", "stopping_criteria"]
 
 
 def _hooked_decoding(stock):
@@ -248,7 +256,7 @@ def _check_call(model, kwargs: dict) -> None:
                 f"assistant_models and {name} were both given: put every level into assistant_models "
                 "and its tokenizer into assistant_tokenizers"
             )
-    check_target(model, _option(model, kwargs, "num_beams"))
+    check_target(model, option(model, kwargs, "num_beams"))
 
 
 def _require_no_word(assistant_model) -> None:
@@ -260,30 +268,23 @@ def _require_no_word(assistant_model) -> None:
         )
 
 
-def _check_streamer(kwargs: dict) -> None:
+def _check_streamer(model, kwargs: dict) -> None:
     """`check_streamer` before stock shows the streamer the prompts."""
     prompts = kwargs.get("input_ids", kwargs.get("inputs"))
     if getattr(prompts, "ndim", 0) == 2:
-        check_streamer(kwargs.get("streamer"), len(prompts))
-
-
-def _option(model, kwargs: dict, name: str):
-    """A generation option where stock generate would find it: keyword, generation_config, model."""
-    for value in (
-        kwargs.get(name),
-        getattr(kwargs.get("generation_config"), name, None),
-        getattr(model.generation_config, name, None),
-    ):
-        if value is not None:
-            return value
-    return None
+        check_streamer(kwargs.get("streamer"), len(prompts) * (option(model, kwargs, "num_return_sequences") or 1))
 
 
 def _expand(model, kwargs: dict) -> dict:
     """num_return_sequences: repeat the rows here, since stock preparation refuses it beside an assistant."""
-    copies = _option(model, kwargs, "num_return_sequences")
+    copies = option(model, kwargs, "num_return_sequences")
     if not copies or copies == 1:
         return kwargs
+    if not option(model, kwargs, "do_sample"):
+        raise ValueError(
+            f"num_return_sequences={copies} without sampling would give {copies} equal rows: pass do_sample=True, or "
+            "num_return_sequences=1"
+        )
     if kwargs.get("generation_config") is not None:
         kwargs = {**kwargs, "generation_config": copy.deepcopy(kwargs["generation_config"])}
         kwargs["generation_config"].num_return_sequences = 1

@@ -77,7 +77,7 @@ class Prompts:
         self.lengths = [len(row) for row in self.rows]
         self.grown = [list(row) for row in self.rows]
         self._masked = None if attention_mask is None else mask
-        self.has_holes = attention_mask is not None and bool((attention_mask.diff(dim=1) < 0).any())
+        self.has_holes = attention_mask is not None and bool((attention_mask.long().diff(dim=1) < 0).any())
 
     def whole(self, number: int, row: list[int]) -> list[int]:
         """Padded prompt and generated tokens, as stock generate would hold them."""

@@ -35,27 +35,41 @@ _SERVED = {
 }  # fmt: skip
 _UNSERVED_SETTINGS = (
     *_STOCK_DRAFTS, "cache_implementation", "constraints", "force_words_ids", "penalty_alpha", "output_attentions",
-    "output_hidden_states",
+    "output_hidden_states", "dola_layers",
 )  # fmt: skip
 
 
 def unserved(model, args: tuple, kwargs: dict) -> str | None:
     """Why a plain call of generate on a prepared model cannot decode through its compiled steps; None where it can."""
-    settings = kwargs.get("generation_config") or model.generation_config
-    values = {name: kwargs.get(name, getattr(settings, name, None)) for name in ("num_beams", "use_cache")}
     asked = sorted(name for name in set(kwargs) - _SERVED if kwargs[name] is not None)
-    asked += [name for name in _UNSERVED_SETTINGS if getattr(settings, name, None) not in (None, False, "dynamic")]
+    settings = {**kwargs, **dict.fromkeys(asked)}
+    asked += [name for name in _UNSERVED_SETTINGS if option(model, settings, name) not in (None, False, "dynamic")]
     if len(args) > 1 or asked:
         return f"{', '.join(asked) or 'a second positional argument'} was given"
-    if (values["num_beams"] or 1) > 1:
-        return f"num_beams is {values['num_beams']}"
-    if values["use_cache"] is False:
+    beams, copies = (option(model, kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    if beams > 1:
+        return f"num_beams is {beams}"
+    if copies > 1 and not option(model, kwargs, "do_sample"):
+        return f"num_return_sequences is {copies} without sampling"
+    if option(model, kwargs, "use_cache") is False:
         return "use_cache is False"
     rows = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
     if not isinstance(rows, Tensor):
         return "there are no input_ids"
-    if len(rows) > 1 and kwargs.get("streamer") is not None:
-        return f"a streamer was given for {len(rows)} rows"
+    if len(rows) * copies > 1 and kwargs.get("streamer") is not None:
+        return f"a streamer was given for {len(rows) * copies} rows"
+    return None
+
+
+def option(model, kwargs: dict, name: str):
+    """A generation option where stock generate would find it: keyword, generation_config, model."""
+    for value in (
+        kwargs.get(name),
+        getattr(kwargs.get("generation_config"), name, None),
+        getattr(model.generation_config, name, None),
+    ):
+        if value is not None:
+            return value
     return None
 
 
@@ -78,16 +92,18 @@ def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kw
         raise ValueError(
             "assistant_models needs input_ids with at least one token per row (inputs_embeds is not supported)"
         )
-    for option in ("output_attentions", "output_hidden_states"):
-        if getattr(settings, option, None):
+    for asked in ("output_attentions", "output_hidden_states"):
+        if getattr(settings, asked, None):
             raise ValueError(
-                f"{option}=True is not available with assistant_models: the checked positions of a round are "
+                f"{asked}=True is not available with assistant_models: the checked positions of a round are "
                 "not those of single steps; leave one of the two out"
             )
-    for option in _STOCK_DRAFTS:
-        if getattr(settings, option, None) is not None:
+    if getattr(settings, "dola_layers", None) is not None:
+        raise ValueError("dola_layers and assistant_models were both given: DoLa is a way of decoding of its own")
+    for draft in _STOCK_DRAFTS:
+        if getattr(settings, draft, None) is not None:
             raise ValueError(
-                f"{option} and assistant_models were both given: leave {option} out, levels like 'prompt_lookup' and "
+                f"{draft} and assistant_models were both given: leave {draft} out, levels like 'prompt_lookup' and "
                 "'early_exit:4' do the same"
             )
     if input_ids is not None:

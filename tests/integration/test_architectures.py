@@ -112,6 +112,16 @@ def test_masks_with_holes(kind):
         assert torch.equal(ours, stock)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
+def test_holes_in_a_mask_of_another_dtype(dtype):
+    target, other, _ = made("mistral", torch.float64)
+    inputs = prompts([12, 7])
+    inputs["attention_mask"][0, 3] = 0
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    with pytest.raises(ValueError, match=r"sliding window of 7 tokens"):
+        target.generate(**inputs, max_new_tokens=NEW, assistant_models=[other])
+
+
 @pytest.mark.parametrize("kind", ["mistral", "gemma3", "gpt_oss"])
 def test_holes_under_a_sliding_window_are_refused(kind):
     target, other, _ = made(kind, torch.float64)

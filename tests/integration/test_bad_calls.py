@@ -44,6 +44,8 @@ CALLS = {
     ),
     "no cache": ({"use_cache": False}, r"use_cache=False.*leave use_cache out"),
     "stock's lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens and assistant_models were both"),
+    "equal rows": ({"num_return_sequences": 2, "do_sample": False}, r"num_return_sequences=2 without.*do_sample=True"),
+    "DoLa": ({"generation_config": GenerationConfig(dola_layers="low")}, r"dola_layers and assistant_models were"),
     "stock's early exit": ({"assistant_early_exit": 1}, r"assistant_early_exit and assistant_models were both"),
     "positions": ({"position_ids": torch.arange(6)[None] + 7}, r"position_ids other than.*leave position_ids out"),
     "too many new tokens": ({"max_new_tokens": 600}, r"6 prompt .*600 new ones.*512.*max_new_tokens=506 or less"),

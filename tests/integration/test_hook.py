@@ -80,6 +80,19 @@ def test_a_wrapper_of_someone_else_stays_in_place():
         GenerationMixin.generate = stock
 
 
+def test_a_wrapper_that_names_no_arguments_may_stand_below():
+    hf_mlspec.disable()
+    stock = GenerationMixin.generate
+    GenerationMixin.generate = lambda self, *a, **k: stock(self, *a, **k)
+    try:
+        hf_mlspec.enable()
+        out = TARGET.generate(INPUTS["input_ids"], max_new_tokens=5, do_sample=False, assistant_models=[NEAR])
+        assert torch.equal(out, TARGET.generate(**INPUTS, max_new_tokens=5, do_sample=False))
+    finally:
+        hf_mlspec.disable()
+        GenerationMixin.generate = stock
+
+
 def test_disabled_generate_knows_no_levels():
     hf_mlspec.disable()
     with pytest.raises(ValueError, match="assistant_models"):

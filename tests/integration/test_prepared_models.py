@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import near, prompts, tiny
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import hf_mlspec
 from hf_mlspec.nn.linear import KernelLinear
@@ -233,3 +233,33 @@ def test_a_forked_child_decodes_after_its_parent_did(target, threads):
     assert ours.recv() == expected
     child.join(60)
     assert child.exitcode == 0
+
+
+def test_a_call_that_asked_for_hidden_states_leaves_the_engine_as_it_was(target, runners):
+    hf_mlspec.prepare(target)
+    first = target.generate(**ONE_ROW, **OPTIONS)
+    noted = target(**ONE_ROW, output_hidden_states=True)
+    assert len(noted.hidden_states) == len(target.model.layers) + 1
+    assert any(layer._forward_hooks for layer in target.modules())  # transformers leaves them there
+    runners.clear()
+    assert torch.equal(target.generate(**ONE_ROW, **OPTIONS), first)
+    assert runners == ["CpuEngine"]
+    target.model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+    runners.clear()
+    assert not torch.equal(target.generate(**ONE_ROW, **OPTIONS), first)
+    assert runners == ["ModuleEngine"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [({"dola_layers": "low"}, "dola_layers"), ({"num_return_sequences": 2}, "num_return_sequences")],
+)
+@pytest.mark.parametrize("place", ["the model's", "the call's"])
+def test_settings_that_only_transformers_serves_are_left_to_it(target, setting, said, place, caplog):
+    hf_mlspec.prepare(target)
+    own = GenerationConfig(max_new_tokens=4, do_sample=False)
+    for name, value in setting.items():
+        setattr(target.generation_config if place == "the model's" else own, name, value)
+    with pytest.raises(ValueError, match=r"(?i)dola|num_return_sequences"):
+        target.generate(**ONE_ROW, generation_config=own)
+    assert said in caplog.text

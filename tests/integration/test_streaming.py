@@ -79,6 +79,9 @@ def test_several_rows_are_refused_before_anything_runs():
     handle = TARGET.register_forward_hook(lambda *args: calls.append(1))
     with pytest.raises(ValueError, match=r"streamer with 2 rows.*one row.*generate_stream"):
         TARGET.generate(**prompts([8, 4]), **OPTIONS, streamer=recorder, assistant_models=[NEAR])
+    sampled = {**OPTIONS, "do_sample": True, "num_return_sequences": 2}
+    with pytest.raises(ValueError, match="streamer with 2 rows"):
+        TARGET.generate(**INPUTS, **sampled, streamer=recorder, assistant_models=[NEAR])
     handle.remove()
     assert not calls
     assert not recorder.puts

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.experts import PackedExperts
+from ...nn.hooks import has_hooks
 from ...nn.linear import KernelLinear, is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
@@ -143,7 +144,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
         place = f"its module {path}" if path else "the model"
         if module.training and not isinstance(module, nn.ModuleList):  # a slice of a list starts in training mode
             yield f"is in training mode ({place}): call model.eval()"
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_hooks(module):
             yield f"has forward hooks ({place})"
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"

@@ -19,6 +19,7 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
+from ...nn.hooks import has_hooks
 from ...nn.switch import precision_switch
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
@@ -213,5 +214,4 @@ def bare_forward(model: nn.Module) -> Forward | None:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return bool(hooked) or module.training
+    return has_hooks(module) or "forward" in vars(module) or module.training
