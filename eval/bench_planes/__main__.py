@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from eval.parts import run_parts
+
 from . import disk, offload, rounds
 
 PARTS = {"rounds": rounds.lines, "prompts": rounds.prompts, "offload": offload.lines, "disk": disk.lines}
@@ -47,20 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.child:
         print(json.dumps(disk.measured(options)))
         return 0
-    name = torch.cuda.get_device_name() if options.device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
-    found = []
-    for part in options.part:
-        for line in PARTS[part](options):
-            found.append({"part": part, **line})
-            print("  ".join(f"{key} {_told(value)}" for key, value in found[-1].items()), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    return 0
-
-
-def _told(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return run_parts(PARTS, options)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
+from eval.records.machine import memory_of_process
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
@@ -38,9 +38,9 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
 
 def measured(options: argparse.Namespace) -> dict:
     """In this process: tokens/s, ids, and anonymous memory beyond that of the imports."""
-    before = _memory("RssAnon")
+    before = memory_of_process("RssAnon")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    loaded = _memory("RssAnon")
+    loaded = memory_of_process("RssAnon")
     if options.child == "streamed":
         hf_mlspec.stream_planes(model, options.budget, top_planes=options.top_planes)
     ids = torch.arange(5, 37)[None]
@@ -54,10 +54,4 @@ def measured(options: argparse.Namespace) -> dict:
         found |= {f"{name}_tokens_s": options.tokens / (time.perf_counter() - begin), "ids": out.sequences.tolist()}
         if (planes := out.speculation.planes) is not None:
             found |= {f"{name}_{key}": value for key, value in vars(planes).items()}
-    return found | {"held_bytes": _memory("RssAnon") - before}
-
-
-def _memory(line: str) -> int:
-    """Bytes that /proc says of this process."""
-    text = Path("/proc/self/status").read_text()
-    return next(int(own.split()[1]) * 1024 for own in text.splitlines() if own.startswith(f"{line}:"))
+    return found | {"held_bytes": memory_of_process("RssAnon") - before}

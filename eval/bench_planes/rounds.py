@@ -22,7 +22,7 @@ TRACE = "code-76m-planes8-planes4-long-humaneval.json"
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """Of the model streamed, and of all planes resident, module by module and compiled."""
+    """Of all planes resident, and of the model streamed, each module by module and compiled."""
     model, shape = model_of(options), "tiny" if options.quick else options.shape
     trace = read_trace(TRACES / TRACE)
     dense = _dense_bytes(model)
@@ -41,8 +41,10 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         "low_bytes": source.store.nbytes, "store": source.store.word, "pinned": source.store.pinned,
         "layers_streamed": sum(not one.resident for one in source.layers), "layers": len(source.layers),
     }  # fmt: skip
-    yield _replayed(model, trace, options, name="streamed", speed=speed)
-    yield _replayed(model, trace.alone(), options, name="streamed alone", speed=speed)
+    for engine in ("modules", None):
+        told = {"engine": engine, "speed": speed}
+        yield _replayed(model, trace, options, name=f"streamed, {engine or 'compiled'}", **told)
+        yield _replayed(model, trace.alone(), options, name=f"streamed alone, {engine or 'compiled'}", **told)
 
 
 def prompts(options: argparse.Namespace) -> Iterator[dict]:

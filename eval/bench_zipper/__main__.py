@@ -14,11 +14,12 @@ memory     bytes of the weights on the device over those of 16 bits, with head a
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
+
+from eval.parts import run_parts
 
 from . import host, memory, products, rates
 
@@ -43,19 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("eval.bench_zipper times a GPU, and torch finds none here", file=sys.stderr)
         return 1
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
-    found = []
-    for part in options.part:
-        for line in PARTS[part](options):
-            found.append({"part": part, **line})
-            print("  ".join(f"{key} {_told(value)}" for key, value in found[-1].items()), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    return 0
-
-
-def _told(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return run_parts(PARTS, options)
 
 
 if __name__ == "__main__":

@@ -84,16 +84,17 @@ class PeakMemory:
     """Resident bytes while a block runs: `before` and `peak`, both None where Linux does not count them."""
 
     def __enter__(self) -> PeakMemory:
-        self.before, self.peak = _status("VmRSS"), None
+        self.before, self.peak = memory_of_process("VmRSS"), None
         if self.before is not None:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.peak = _status("VmHWM")
+        self.peak = memory_of_process("VmHWM")
 
 
-def _status(name: str) -> int | None:
+def memory_of_process(name: str) -> int | None:
+    """Bytes that Linux says in a line of /proc/self/status, as "VmRSS" or "RssAnon"; None elsewhere."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -23,15 +23,13 @@ ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder: str) -> Slot:
     """What reads the weight of ``linear``, which is ``name`` in its model, in the decoder of these ``slots``.
 
-    UnknownArchitecture for a format without a slot, for streamed planes, and for zipper weights that meet integers.
+    UnknownArchitecture for a format without a slot, and for zipper weights that meet integers.
     """
     if linear.format in AT_16_BITS and linear.switch.bits.activation != 16:
         raise UnknownArchitecture(
             f"its {name} linears multiply zipper weights by {linear.switch.bits.activation}-bit activations, which no "
             "compiled decoder does"
         )
-    if getattr(linear, "source", None) is not None:
-        raise UnknownArchitecture("its planes are streamed, layer by layer")
     slot = slots.get(linear.format)
     if slot is None:
         raise UnknownArchitecture(f"its {name} linears are {linear.format}, which the {decoder} decoder does not read")

@@ -17,8 +17,9 @@ from ..nn.plane_source import PlaneCounts
 from ..nn.planes import PlanesLinear
 from ..nn.state import say_once
 from ..ops import why_no_cuda_kernels
-from ..routing.plane_budget import TOP_PLANES, asked_to_stream
-from ..routing.plane_loader import PlaneLoader, low_shapes, require_budget
+from ..routing.plane_budget import TOP_PLANES, Streaming, asked_to_stream
+from ..routing.plane_loader import PlaneLoader
+from ..routing.plane_slots import low_shapes, require_budget
 from ..routing.plane_store import FileStore, HostStore
 
 
@@ -37,35 +38,54 @@ def stream_planes(
     fetched ahead; None: all planes are in memory again. top_planes: of every layer, always there; levels
     "planes1" up to it draft without a fetch. device: where the model runs; None: where it is. A model that is on the
     CPU goes to a GPU layer by layer. folder: a file there holds the other planes, which are otherwise in pinned host
-    memory for a GPU, and for the CPU in a temporary file. Returns the model, which computes the same bits module by
-    module. ValueError for a budget below the top planes, with both numbers, and for a model that cannot be streamed.
+    memory for a GPU, and for the CPU in a temporary file. Returns the model, which computes the same bits, on a GPU
+    compiled, on a CPU module by module. ValueError for a budget below the top planes, with both numbers, and for a
+    model that cannot be streamed; OSError where there is no place for the planes of a layer. After an error the model
+    is as it was.
     """
     linears = {name: own for name, own in model.named_modules() if isinstance(own, PlanesLinear)}
     if budget is None:
-        return _end(model, linears)
+        return _end(model)
     asked = asked_to_stream(budget, top_planes, folder, True)
     target = _device(model, linears, device, asked.top_planes)
-    shapes, in_file = low_shapes(linears, target, asked.top_planes), asked.folder is not None or target.type == "cpu"
-    require_budget(linears, target, asked.budget, asked.top_planes)
-    if in_file or not _fits_host(model, sum(count * size for count, size in shapes)):
-        store = FileStore(list(linears), shapes, asked.folder)
-    else:
-        store = HostStore(shapes, pin=True)
-    loader = PlaneLoader(linears, target, asked.budget, store, top=asked.top_planes)
-    if refusal := getattr(loader.store, "refusal", ""):
-        say_once(model, f"host memory could not be pinned ({refusal}): planes come from pageable memory, more slowly")
-    if model.get_input_embeddings().weight.device != target:
-        model.to(target)
+    loader = _loader(model, linears, target, asked)
+    home = model.get_input_embeddings().weight.device
+    if home != target:
+        try:
+            model.to(target)
+        except BaseException:
+            loader.give_back(home=True)
+            model.to(home)
+            raise
         if getattr(model, "hf_device_map", None):
             model.hf_device_map = {"": target}
     drop_outdated(model)
     return model
 
 
+def _loader(
+    model: nn.Module, linears: Mapping[str, PlanesLinear], target: torch.device, asked: Streaming
+) -> PlaneLoader:
+    shapes, in_file = low_shapes(linears, target, asked.top_planes), asked.folder is not None or target.type == "cpu"
+    require_budget(linears, target, asked.budget, asked.top_planes)
+    if in_file or not _fits_host(model, sum(count * size for count, size in shapes)):
+        store = FileStore(list(linears), shapes, asked.folder)
+    else:
+        store = HostStore(shapes, pin=True)
+    try:
+        loader = PlaneLoader(linears, target, asked.budget, store, top=asked.top_planes)
+    except BaseException:
+        if source_of(model) is None:  # else some layers still read it
+            store.close()
+        raise
+    if refusal := getattr(store, "refusal", ""):
+        say_once(model, f"host memory could not be pinned ({refusal}): planes come from pageable memory, more slowly")
+    return loader
+
+
 def source_of(model: nn.Module) -> PlaneLoader | None:
     """What streams a model's planes, if they are."""
-    found = walk_of(model).of_kind(PlanesLinear)
-    return found[0].source if found else None
+    return next((own.source for own in walk_of(model).of_kind(PlanesLinear) if own.source is not None), None)
 
 
 def counting(model: nn.Module) -> AbstractContextManager[PlaneCounts | None]:
@@ -96,13 +116,11 @@ def device_of_map(device_map: Any) -> Any:
     return next(iter(places))
 
 
-def _end(model: PreTrainedModel, linears: Mapping[str, PlanesLinear]) -> PreTrainedModel:
+def _end(model: PreTrainedModel) -> PreTrainedModel:
     loader = source_of(model)
-    if loader is None:
-        return model
-    for linear in linears.values():
-        linear.stream_(None, loader.whole(linear))
-    loader.close()
+    if loader is not None:
+        loader.give_back()
+        drop_outdated(model)
     return model
 
 
@@ -116,6 +134,9 @@ def _device(model: PreTrainedModel, linears: Mapping[str, PlanesLinear], device:
         raise ValueError(
             "the planes of this model are streamed already: end it first, hf_mlspec.stream_planes(model, None)"
         )
+    empty = next((name for name, own in linears.items() if any(part.is_meta for part in own.parameters())), None)
+    if empty is not None:
+        raise ValueError(f"{empty} has no memory as yet (it is on the meta device): load its weights first")
     fewest = min(own.num_planes for own in linears.values())
     if fewest <= top:
         raise ValueError(f"top_planes is {top} and the model has {fewest} planes: keep fewer, or do not stream them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
@@ -35,11 +36,18 @@ class PlaneCounts:
 
 
 class PlaneSource(Protocol):
-    """Gives layers their planes; routing/plane_loader.py has one."""
+    """Gives layers their planes; routing/plane_loader.py has one. top: planes of every layer that are always there."""
+
+    top: int
 
     def reading(self, linear: PlanesLinear, num_planes: int) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        """A block inside of which the first ``num_planes`` planes are there: plane_tiles with the places of all
-        planes, and scale_tiles. Errors where a plane cannot be had."""
+        """A block inside of which the first ``num_planes`` planes are there: plane_tiles, which may store no others,
+        and scale_tiles. Errors where a plane cannot be had."""
+
+    def resident(self, linears: Sequence[PlanesLinear]) -> list[tuple[Tensor, Tensor, int]]:
+        """The ``top`` planes of layers that read the same inputs, where they stay for as long as they are streamed:
+        plane_tiles, scale_tiles and outputs, of all layers together where tiles allow it, else of each. Moves them on
+        a GPU, which is to be idle."""
 
     def whole(self, linear: PlanesLinear) -> tuple[Tensor, Tensor]:
         """plane_tiles and scale_tiles with all planes: a copy, which is not kept."""

@@ -109,6 +109,7 @@ class PlanesLinear(PackedLinear):
         return ops.bitplane_linear(
             x, *tiles, self._rows, self.bias,
             group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=num_planes,
+            total_planes=self.num_planes,
         )  # fmt: skip
 
     def stream_(self, source: PlaneSource | None, tiles: Sequence[torch.Tensor]) -> PlanesLinear:

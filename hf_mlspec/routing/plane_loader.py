@@ -9,29 +9,31 @@ top planes only, still runs. What comes late delays a product and never changes 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ..engines.memory import out_of_memory
 from ..nn.plane_source import PlaneCounts
 from ..nn.planes import PlanesLinear
-from .plane_rooms import CpuRoom, CudaRoom, Fetch, Room, sizes_on
+from .plane_room_cuda import CudaRoom
+from .plane_rooms import Fetch, Room, sizes_on
+from .plane_slots import always, require_budget, room_on
 from .plane_store import PlaneError, PlaneStore
 
-SLOTS = 8  # layers whose low planes are fetched ahead, at most
-_LEAST_SLOTS = 2
 _AGING = 0.9  # of what was read, pass by pass
 _CLEARLY = 1.25  # how much more a layer has to be read than the one whose place it takes
 
 
 class Layer:
     """A layer of the loader. reads: low planes read, less of those long ago. last: planes of its last product that
-    read low ones."""
+    read low ones. home: where its planes were before."""
 
     def __init__(self, linear: PlanesLinear, place: int, top: int, resident: bool):
         self.linear, self.place, self.resident = linear, place, resident
+        self.home = linear.weight_planes.device
         self.low, self.reads, self.last = linear.num_planes - top, 0.0, linear.num_planes
 
 
@@ -49,9 +51,9 @@ class PlaneLoader:
         ValueError as `require_budget`, before anything is allocated."""
         self.device, self.budget, self.top, self.store = device, budget, top, store
         self.sizes = [sizes_on(device, linear) for linear in linears.values()]
-        kind = CudaRoom if device.type == "cuda" else CpuRoom
+        kind = room_on(device)
         self.slots = require_budget(linears, device, budget, top)
-        self.always = _always(self.sizes, top) + kind.needed(self.sizes, top, self.slots)
+        self.always = always(self.sizes, top) + kind.needed(self.sizes, top, self.slots)
         self.counts = PlaneCounts()
         more = (device,) if kind is CudaRoom else ()
         self.room: Room = kind(self.sizes, top, self.slots, store, *more)
@@ -65,22 +67,59 @@ class PlaneLoader:
         self._missing = 0  # layers whose low planes are not resident
         self._place_of: dict[PlanesLinear, int] = {}
         self._after = {place: (place + 1) % len(linears) for place in range(len(linears))}
-        self._take(linears)
+        try:
+            for name, linear in linears.items():
+                self._take(name, linear)
+            store.seal()
+        except BaseException:
+            self.give_back(home=True)
+            raise
 
-    def _take(self, linears: Mapping[str, PlanesLinear]) -> None:
-        for place, linear in enumerate(linears.values()):
-            weight = linear.packed_weight()
-            disk = weight.weight_planes.to(self.device), weight.weight_scale.to(self.device)
+    def _take(self, name: str, linear: PlanesLinear) -> None:
+        """The last thing that can fail leaves the layer as it was."""
+        place, weight = len(self.layers), linear.packed_weight()
+        disk = weight.weight_planes.to(self.device), weight.weight_scale.to(self.device)
+        try:
             planes, scale = linear.packing.prepack(*disk, weight.weight_zero_doubled)[:2]
             layer = Layer(linear, place, self.top, self.used + self._low(place) <= self.budget)
-            self.used += self._low(place) if layer.resident else 0
-            self._missing += not layer.resident
             self.store.put(place, self.room.put(place, planes, layer.resident))
-            self.layers.append(layer)
-            self._place_of[linear] = place
-            empty = planes.new_empty((*planes.shape[:2], 0) if planes.dim() == 3 else (0, *planes.shape[1:]))
-            linear.stream_(self, (empty, scale))
-        self.store.seal()
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) or out_of_memory(error):
+                raise OSError(f"there is no place for the planes of {name}: {error}") from error
+            raise
+        empty = planes.new_empty((*planes.shape[:2], 0) if planes.dim() == 3 else (0, *planes.shape[1:]))
+        linear.stream_(self, (empty, scale))
+        self.used += self._low(place) if layer.resident else 0
+        self._missing += not layer.resident
+        self.layers.append(layer)
+        self._place_of[linear] = place
+
+    @torch.no_grad()
+    def give_back(self, *, home: bool = False) -> None:
+        """End: every layer holds all its planes again, on the device or (home) where they were before. Where that
+        fails, layers that are left go on as they were, and a second call goes on with them."""
+        with self._lock:
+            self.reset()
+            for linear, place in list(self._place_of.items()):
+                tiles = self.room.whole(place), linear.weight_scale.data
+                if home and (origin := self.layers[place].home) != self.device:
+                    parts = linear.packing.unprepack(*(own.to(origin) for own in tiles), None, linear.out_features)
+                    tiles = linear.packing.prepack(*parts[:2], None)[:2]
+                linear.stream_(None, tiles)
+                self._left(self.layers[place])
+            self.close()
+
+    def _left(self, layer: Layer) -> None:
+        """A layer that holds its own planes again is none of the loader's."""
+        del self._place_of[layer.linear]
+        self.room.leave(layer.place)
+        own = self.sizes[layer.place]
+        self.used -= self.top * own.plane + own.beside
+        if layer.resident:
+            layer.resident = False
+            self.used -= self._low(layer.place)
+        else:
+            self._missing -= 1
 
     def _low(self, place: int) -> int:
         """Bytes of the low planes of a layer."""
@@ -99,18 +138,31 @@ class PlaneLoader:
         with self._lock:
             layer = self._known(linear)
             fetch = self._fetched(layer, num_planes)
-            tiles = self.room.tiles(layer.place, num_planes, fetch)
             try:
-                yield tiles, linear.weight_scale
-            finally:
-                self.room.worked()
+                yield self.room.tiles(layer.place, num_planes, fetch), linear.weight_scale
+            except BaseException:
                 if fetch is not None:
-                    self._used(layer, fetch, tiles)
-                self._fetch_ahead(num_planes > self.top)
+                    self._release(fetch)
+                raise
+            if fetch is not None:
+                self._used(layer, fetch)
+            self._fetch_ahead(num_planes > self.top)
+
+    def resident(self, linears: Sequence[PlanesLinear]) -> list[tuple[Tensor, Tensor, int]]:
+        """As `PlaneSource.resident`."""
+        with self._lock:
+            found = self.room.tops([self._known(linear).place for linear in linears])
+        outputs = [linear.out_features for linear in linears]
+        if len(found) == 1:
+            return [(found[0], linears[0].weight_scale, sum(outputs))]
+        scales = [linear.weight_scale for linear in linears]
+        return list(zip(found, scales, outputs, strict=True))
 
     def _known(self, linear: PlanesLinear) -> Layer:
         if not self._open:
             raise PlaneError("the planes of this model are no longer streamed: load the model again")
+        if linear not in self._place_of:
+            raise PlaneError(f"the planes of {linear} are not streamed here: end it, stream_planes(model, None)")
         return self.layers[self._place_of[linear]]
 
     def _fetched(self, layer: Layer, width: int) -> Fetch | None:
@@ -157,23 +209,25 @@ class PlaneLoader:
             raise
         return fetch
 
-    def _release(self, fetch: Fetch) -> None:
-        self.room.done(fetch)
-        self._free.append(fetch.slot)
+    def _release(self, fetch: Fetch, kept: bool = False) -> None:
+        try:
+            self.room.done(fetch, kept)
+        finally:
+            self._free.append(fetch.slot)
 
-    def _used(self, layer: Layer, fetch: Fetch, tiles: Tensor) -> None:
-        """Keep what was fetched where it is read more than what is resident, else give its slot back."""
-        if fetch.count == layer.low and self._make_room(layer):
-            self.room.keep(layer.place, tiles)
-            layer.resident = True
-            self._missing -= 1
-            if isinstance(self.room, CpuRoom):
-                self._free.append(fetch.slot)
-                return
-        self._release(fetch)
+    def _used(self, layer: Layer, fetch: Fetch) -> None:
+        """Keep what was fetched where it is read more than what is resident; its slot is free again in any case."""
+        try:
+            if fetch.count == layer.low and self._make_room(layer):
+                self.room.keep(fetch)
+                layer.resident = True
+                self._missing -= 1
+                self.used += self._low(layer.place)
+        finally:
+            self._release(fetch, layer.resident)
 
     def _make_room(self, layer: Layer) -> bool:
-        """Whether the low planes of a layer may stay; layers that are read clearly less lose theirs for it."""
+        """Whether the low planes of a layer may stay; layers that are read clearly less have lost theirs for it."""
         missing = self.used + self._low(layer.place) - self.budget
         victims, freed = [], 0
         for one in sorted((own for own in self.layers if own.resident), key=lambda own: own.reads):
@@ -185,7 +239,6 @@ class PlaneLoader:
             return False
         for one in victims:
             self._evict(one)
-        self.used += self._low(layer.place)
         return True
 
     def _evict(self, layer: Layer) -> None:
@@ -247,8 +300,8 @@ class PlaneLoader:
     @torch.no_grad()
     def whole(self, linear: PlanesLinear) -> tuple[Tensor, Tensor]:
         """As `PlaneSource.whole`."""
-        with self.reading(linear, linear.num_planes) as (tiles, scale):
-            return tiles.clone(), scale.data
+        with self._lock:
+            return self.room.whole(self._known(linear).place), linear.weight_scale.data
 
     def reset(self) -> None:
         """Drop what is on its way, and set the counts to zero; resident planes stay."""
@@ -262,8 +315,11 @@ class PlaneLoader:
     def close(self) -> None:
         """End: nothing is held any longer, and the layers cannot be used. A second call does nothing."""
         with self._lock:
-            if self._open:
+            if not self._open:
+                return
+            try:
                 self.reset()
+            finally:
                 self._open, self.used = False, 0
                 self.room.close()
                 self.store.close()
@@ -273,28 +329,3 @@ class PlaneLoader:
             "a model whose planes are streamed cannot be copied or pickled: save it with save_pretrained, or end the "
             "streaming with hf_mlspec.stream_planes(model, None)"
         )
-
-
-def low_shapes(linears: Mapping[str, PlanesLinear], device: torch.device, top: int) -> list[tuple[int, int]]:
-    """Low planes of every layer, and bytes of one on a device."""
-    return [(one.planes - top, one.plane) for one in (sizes_on(device, linear) for linear in linears.values())]
-
-
-def _always(sizes: list, top: int) -> int:
-    return sum(top * one.plane + one.beside for one in sizes)
-
-
-def require_budget(linears: Mapping[str, PlanesLinear], device: torch.device, budget: int, top: int) -> int:
-    """How many layers a budget allows to be fetched ahead; ValueError, with both numbers, where it is below what is
-    always there."""
-    kind, sizes = CudaRoom if device.type == "cuda" else CpuRoom, [sizes_on(device, own) for own in linears.values()]
-    always, least = _always(sizes, top), min(_LEAST_SLOTS, len(sizes))
-    need = always + kind.needed(sizes, top, least)
-    if need > budget:
-        raise ValueError(
-            f"plane_budget is {budget:,} bytes, and the first {top} planes of all layers, with their scales and "
-            f"room for {least} layers that are fetched, take {need:,}: give at least that, or fewer top_planes"
-        )
-    half = (budget + need) // 2  # the other half is for low planes that stay
-    more = range(min(SLOTS, len(sizes)), least, -1)
-    return next((own for own in more if always + kind.needed(sizes, top, own) <= half), least)

@@ -89,8 +89,8 @@ class HostStore:
 class FileStore:
     """Planes in a safetensors file, which is removed in the end.
 
-    It is read, not mapped: a file that was cut short is then an error and no signal that ends the process. Every read
-    asks for size and time first. What is read is not kept.
+    It is read, not mapped: a file that was cut short is then an error and no signal that ends the process. Once it is
+    whole, every read asks for size and time first. What is read is not kept.
     """
 
     word = "disk"
@@ -112,11 +112,14 @@ class FileStore:
         self._own = Path(tempfile.mkdtemp(prefix="mlspec-planes-", dir=folder))
         self._end = weakref.finalize(self, shutil.rmtree, self._own, True)
         self.path, self._writing = self._own / "planes.safetensors", self._own / "planes.safetensors.writing"
-        self._offsets = self._begin(names)
-        self._fd: int | None = None
-        self._stamp = (0, 0)
+        header, self._offsets = self._begin(names)
+        self._fd: int | None = os.open(self._writing, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._stamp: tuple[int, int] | None = None  # of the whole file
+        self._write(header, 0)
 
-    def _begin(self, names: Sequence[str]) -> list[int]:
+    def _begin(self, names: Sequence[str]) -> tuple[bytes, list[int]]:
+        """The header, and where the planes of each layer begin."""
         header, at = {}, 0
         for name, (count, size) in zip(names, self._shapes, strict=True):
             span = [at, at + count * size]
@@ -124,18 +127,20 @@ class FileStore:
             at = span[1]
         text = json.dumps(header).encode()
         text += b" " * (-(len(text) + 8) % _PAGE)  # planes begin with a page
-        self._writing.write_bytes(len(text).to_bytes(8, "little") + text)
         starts = [entry["data_offsets"][0] for entry in header.values()]
-        return [len(text) + 8 + start for start in starts]
+        return len(text).to_bytes(8, "little") + text, [len(text) + 8 + start for start in starts]
+
+    def _write(self, data: bytes | memoryview, at: int) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            count = os.pwrite(self._fd, view, at)
+            view, at = view[count:], at + count
 
     def put(self, place: int, planes: Tensor) -> None:
-        with open(self._writing, "ab") as file:
-            file.write(planes.cpu().contiguous().numpy().data)
+        self._write(planes.cpu().contiguous().numpy().data, self._offsets[place])
 
     def seal(self) -> None:
         os.replace(self._writing, self.path)
-        self._fd = os.open(self.path, os.O_RDONLY)
-        self._close = weakref.finalize(self, os.close, self._fd)
         self._stamp = self._now()
 
     def _now(self) -> tuple[int, int]:
@@ -158,6 +163,8 @@ class FileStore:
         self._require_same()
 
     def _require_same(self) -> None:
+        if self._stamp is None:
+            return
         try:
             now = self._now()
         except OSError as error:

@@ -177,3 +177,29 @@ def test_operands_that_do_not_fit_are_named():
 @needs_other_kernels
 def test_the_kernels_for_every_gpu_pass_these_tests():
     check_with_the_kernels_of_every_gpu(__file__, "bitplane_linear")
+
+
+@pytest.mark.parametrize(
+    ("out", "size", "group"), [(256, 352, 32), (136, 4096, 128), (130, 640, 64), (6144, 4096, 128)]
+)
+def test_tiles_of_top_planes_are_the_weight_read_no_further(out, size, group):
+    for word, top in ((8, 4), (8, 7), (6, 1), (5, 3)):
+        case = make(word, out, size, group)
+        few = ops.prepack_planes(case.weight.planes[:top].contiguous(), case.weight.scale)
+        how = {"group_size": group, "zero_doubled": case.weight.zero_doubled, "total_planes": word}
+        for read in range(1, top + 1):
+            for tokens in (1, 9, 17, 65):
+                x = case.x[:tokens]
+                found = ops.bitplane_linear(x, *few, out, case.bias, **how, num_planes=read)
+                assert torch.equal(found, case.multiply(x, read, case.bias)), (word, top, read, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 17, 65, 300])
+def test_some_outputs_of_a_weight_have_its_order_of_sums(tokens):
+    case = make(8, 6144, 4096, 128)
+    whole = case.multiply(case.x[:tokens], 8)
+    for first, last in ((0, 4096), (4096, 5120), (5120, 6144)):
+        part = ops.prepack_planes(case.weight.planes[:, first:last].contiguous(), case.weight.scale[first:last])
+        how = {"group_size": 128, "zero_doubled": case.weight.zero_doubled, "outputs_of_weight": 6144}
+        found = ops.bitplane_linear(case.x[:tokens], *part, last - first, None, **how, num_planes=8)
+        assert torch.equal(found, whole[:, first:last]), (first, last)

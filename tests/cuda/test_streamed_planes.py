@@ -9,7 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
+from hf_mlspec.engines.choose import built_decoder, engine_of
 from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.precision import Bits
+from hf_mlspec.routing.plane_room_cuda import CudaRoom
 from hf_mlspec.routing.plane_store import FileStore, HostStore, PlaneError
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
@@ -75,6 +78,75 @@ def test_a_chain_writes_the_ids_of_the_resident_model(resident, tmp_path, folder
     planes = out.speculation.planes
     assert planes.fetched_bytes > 0
     assert planes.ahead > planes.late
+
+
+@pytest.mark.parametrize("share", [0.8, 1.3])
+@pytest.mark.parametrize("levels", [[], ["planes4"], ["planes6", "planes2"]])
+def test_the_compiled_decoder_writes_the_ids_of_the_resident_one(resident, levels, share):
+    model, ids = demo(plane_budget=budget_of(resident, share)), torch.arange(5, 45, device=DEVICE)[None]
+    config = hf_mlspec.SpeculationConfig(num_draft_tokens=4, engine="cuda", confidence_threshold=0)
+    how = {"assistant_models": levels, "speculation_config": config, "return_dict_in_generate": True, **OPTIONS}
+    wanted = resident.generate(ids, **how)
+    for _ in range(2):  # the second time graphs of the draft are there
+        out = model.generate(ids, **how)
+        assert out.sequences.equal(wanted.sequences)
+    if levels == ["planes4"]:
+        assert (out.speculation.planes.fetched_bytes > 0) == (share < 1)
+    hf_mlspec.stream_planes(model, None)
+    assert model.generate(ids, **how).sequences.equal(wanted.sequences)
+
+
+def test_a_streamed_model_drafts_compiled_without_being_asked(resident):
+    model, ids = demo(plane_budget=budget_of(resident, 0.8)), torch.arange(5, 45, device=DEVICE)[None]
+    out = model.generate(ids, assistant_models=["planes4"], **OPTIONS)
+    assert out.equal(resident.generate(ids, assistant_models=["planes4"], **OPTIONS))
+    assert type(engine_of(model)).__name__ == "CudaEngine"
+    decoder = built_decoder(model, "cuda")
+    assert [decoder.captures(Bits(width, 16)) for width in (4, 5, 0)] == [True, False, False]
+    assert all(len(layer.qkv.tops) == len(layer.gate_up.tops) == 1 for layer in decoder._layers)
+
+
+def test_no_memory_for_what_is_to_stay_is_an_error_and_nothing_leaks(resident, monkeypatch):
+    model, ids = demo(plane_budget=budget_of(resident, 0.85)), torch.arange(5, 45, device=DEVICE)[None]
+    source, wanted = source_of(model), resident(ids).logits
+    plain, failed = source.room.keep, []
+
+    def fails(fetch):
+        failed.append(fetch.place)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(source.room, "keep", fails)
+    last = next(own for own in reversed(source.layers) if not own.resident)
+    x = torch.randn(1, 1, last.linear.in_features, device=DEVICE, dtype=torch.bfloat16)
+    for _ in range(12):
+        try:
+            last.linear.at_rows(x, [8])
+        except torch.OutOfMemoryError:
+            break
+    assert failed == [last.place]
+    assert not last.resident
+    low = [source._low(own.place) for own in source.layers if own.resident]
+    assert source.used == source.always + sum(low) <= source.budget
+    assert source._missing == len(source.layers) - len(low)
+    assert sorted([*source._free, *(own.slot for own in source._waiting.values())]) == list(range(source.slots))
+    monkeypatch.setattr(source.room, "keep", plain)
+    assert model(ids).logits.equal(wanted)
+
+
+def test_a_gpu_that_is_full_leaves_the_model_on_the_host(resident, monkeypatch):
+    model, ids = demo(None), torch.arange(5, 45)[None]
+    wanted, plain = model(ids).logits, CudaRoom.put
+
+    def fails(room, place, *args):
+        if place == 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(room, place, *args)
+
+    monkeypatch.setattr(CudaRoom, "put", fails)
+    with pytest.raises(OSError, match="no place for the planes of model"):
+        hf_mlspec.stream_planes(model, budget_of(resident, 0.8), device="cuda")
+    assert {own.device.type for own in model.parameters()} == {"cpu"}
+    assert model(ids).logits.equal(wanted)
 
 
 def test_a_model_on_the_host_goes_to_the_gpu_layer_by_layer(resident):

@@ -34,7 +34,7 @@ def test_ours_has_the_weights_of_theirs(kind, tmp_path):
 
 def test_memory_that_is_not_counted_is_not_told(tmp_path, monkeypatch):
     write(tmp_path, "awq", 1, True)
-    monkeypatch.setattr(program.machine, "_status", lambda name: None)
+    monkeypatch.setattr(program.machine, "memory_of_process", lambda name: None)
     found = program.measure(tmp_path, forward=False)
     assert found["over"] is found["first"] is None
 

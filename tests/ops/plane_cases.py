@@ -82,11 +82,27 @@ def check_rows_stand_alone(stored: int, read: int) -> None:
         assert torch.equal(y, whole[:, first:last]), (stored, read, first, last)
 
 
+def check_top_planes_alone(stored: int, top: int) -> None:
+    """Tiles that store the first few planes of a weight are, read no further, the weight; so are some outputs."""
+    out, size, group = 48, 256, 64
+    planes, scale = random_planes(stored, out, size, group)
+    whole, few = ops.prepack_planes(planes, scale), ops.prepack_planes(planes[:top].contiguous(), scale)
+    x, numbers = seeded(5, size, seed=7), {"group_size": group, "zero_doubled": zeros_of(stored)[1]}
+    for read in range(1, top + 1):
+        wanted = ops.bitplane_linear(x, *whole, out, None, **numbers, num_planes=read)
+        y = ops.bitplane_linear(x, *few, out, None, **numbers, num_planes=read, total_planes=stored)
+        assert torch.equal(y, wanted), (stored, top, read)
+        part = ops.prepack_planes(planes[:top, 16:32].contiguous(), scale[16:32])
+        how = {**numbers, "num_planes": read, "total_planes": stored, "outputs_of_weight": out}
+        assert torch.equal(ops.bitplane_linear(x, *part, 16, None, **how), wanted[:, 16:32]), (stored, top, read)
+
+
 def check_all() -> None:
     check_levels()
     for stored in range(1, 9):
         for read in range(1, stored + 1):
             out, size = SHAPES[(stored + read) % len(SHAPES)]
             check_product(stored, read, out, size, (32, 64, 128)[stored % 3])
+            check_top_planes_alone(stored, read)
     for read in range(1, 9):
         check_rows_stand_alone(8, read)

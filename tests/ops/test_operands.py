@@ -32,7 +32,7 @@ def good(op: str) -> dict:
         if op == "rope_write":
             return {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "starts": starts, **cache}
         return {"q": q, **cache, "starts": starts, "scale": 1.0, "window": 0, "softcap": 0.0, "draft_window": 0}
-    of_planes = op == "bitplane_linear" or op.startswith("nested_")
+    of_planes = op.startswith("bitplane_") or op.startswith("nested_")
     return good_of_planes(op, x) if of_planes else good_of_codes(op, x)
 
 
@@ -56,6 +56,8 @@ def good_of_codes(op: str, x: torch.Tensor) -> dict:
 
 def good_of_planes(op: str, x: torch.Tensor) -> dict:
     """Of an op of nested weights or of bit-planes."""
+    if op == "bitplane_part":
+        return {**good_of_planes("bitplane_linear", x), "total_planes": 8, "outputs_of_weight": 0}
     if op == "bitplane_linear":
         weight = bitplanes.quantize(torch.ones(8, 64), 6, 32)
         tiles = ops.prepack_planes(weight.planes, weight.scale)
@@ -168,6 +170,11 @@ BAD = [
     ("bitplane_linear", {"num_planes": 0}, ValueError, "num_planes is 0"),
     ("bitplane_linear", {"zero_doubled": 127}, ValueError, "zero_doubled is 127, twice a code of 6 .* 0 to 126"),
     ("bitplane_linear", {"zero_doubled": -1}, ValueError, "zero_doubled is -1"),
+    ("bitplane_part", {"total_planes": 5}, ValueError, "total_planes is 5, the tiles store 6: it is that to 8"),
+    ("bitplane_part", {"total_planes": 9}, ValueError, "total_planes is 9"),
+    ("bitplane_part", {"outputs_of_weight": 7}, ValueError, "outputs_of_weight is 7, and out_features, some .* 8"),
+    ("bitplane_part", {"num_planes": 7}, ValueError, "num_planes is 7, the weight stores 6: choose 1 to 6"),
+    ("bitplane_part", {}, ValueError, "zero_doubled is 64, twice a code of 8 planes .* from 254 to 256"),
     ("bf16_linear", {"weight": torch.zeros(8, 64)}, TypeError, "weight is"),
     ("bf16_linear", {"weight": torch.zeros(64, 8, dtype=torch.bfloat16).T}, ValueError, "weight .*not contiguous"),
     ("f32_linear", {"weight": torch.zeros(64)}, ValueError, r"weight has shape \[64\], expected \[out, in\]"),

@@ -13,6 +13,8 @@ SCHEMAS = [
     "bf16_rows_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     "bitplane_linear(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes) -> Tensor",
+    "bitplane_part(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
+    "group_size, int zero_doubled, int num_planes, int total_planes, int outputs_of_weight) -> Tensor",
     "bitplane_sums(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, int group_size, int "
     "zero_doubled, int num_planes) -> Tensor",
     "choose_rows(Tensor logits, float softcap, Tensor? seed, Tensor? streams, Tensor? positions) -> (Tensor, "

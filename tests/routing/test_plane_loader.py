@@ -14,7 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
+from hf_mlspec.engines.choose import built_decoder
+from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.precision import Bits
 from hf_mlspec.routing import plane_store
 from hf_mlspec.routing.plane_store import PlaneError
 
@@ -85,6 +88,64 @@ def test_a_chain_writes_the_ids_of_the_resident_model_and_fetches_ahead(resident
     assert planes.ahead + planes.late == 4 * len(missing) * rounds  # drafts read top planes only
     assert planes.late == 0
     assert found.speculation.to_dict()["planes"]["fetched_bytes"] == planes.fetched_bytes > 0
+
+
+@pytest.mark.parametrize("levels", [[], ["planes4"], ["planes6", "planes3"]])
+def test_a_compiled_decoder_over_streamed_planes_writes_the_ids_of_that_over_resident_ones(resident, streamed, levels):
+    compiled = hf_mlspec.SpeculationConfig(num_draft_tokens=3, engine="cuda", confidence_threshold=0)
+    how = {"assistant_models": levels, "speculation_config": compiled, "return_dict_in_generate": True, **OPTIONS}
+    wanted, found = resident.generate(IDS, **how), streamed.generate(IDS, **how)
+    assert found.sequences.equal(wanted.sequences)
+    planes, missing = found.speculation.planes, [own for own in source_of(streamed).layers if not own.resident]
+    assert planes.fetched_bytes > 0
+    if levels == ["planes4"]:  # which reads no low plane: all are for the target, and its prompt
+        passes = found.speculation.target_passes
+        assert planes.ahead + planes.late in [4 * len(missing) * count for count in (passes, passes + 1)]
+    assert streamed.generate(IDS, **how).sequences.equal(wanted.sequences)
+
+
+def test_a_compiled_decoder_scores_as_over_resident_planes_at_every_width(resident, streamed):
+
+    def scored(model, width: int, tokens: int) -> torch.Tensor:
+        decoder, counts = built_decoder(model, "cuda"), torch.full((1,), tokens, dtype=torch.int32)
+        ids, starts = IDS[:, :tokens].int().contiguous(), torch.zeros(1, dtype=torch.int32)
+        return decoder.forward(ids, starts, counts, new_kv(decoder, 1, 256), bits=Bits(width, 16))
+
+    for width in (8, 4, 6, 1, 8, 3, 5):
+        for tokens in (1, 4, 16):
+            assert scored(streamed, width, tokens).equal(scored(resident, width, tokens)), (width, tokens)
+
+
+def test_a_graph_can_hold_what_reads_top_planes_alone(resident, streamed):
+
+    decoder, whole = built_decoder(streamed, "cuda"), built_decoder(resident, "cuda")
+    assert [decoder.captures(Bits(width, 16)) for width in (2, 4, 5, 8, 0)] == [True, True, False, False, False]
+    assert all(whole.captures(Bits(width, 16)) for width in (2, 4, 5, 8, 0))
+    tops = [top[0].data_ptr() for layer in decoder._layers for top in layer.qkv.tops]
+    for _ in range(3):
+        streamed(IDS)
+    assert tops == [top[0].data_ptr() for layer in decoder._layers for top in layer.qkv.tops]
+
+
+def test_a_fetch_that_fails_under_a_compiled_decoder_is_an_error_and_the_next_call_is_right(
+    resident, streamed, monkeypatch
+):
+    config = hf_mlspec.SpeculationConfig(num_draft_tokens=3, engine="cuda")
+    how, plain, calls = {"assistant_models": ["planes4"], "speculation_config": config, **OPTIONS}, os.preadv, []
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) > 90:
+            raise OSError(5, "Input/output error")
+        return plain(*args)
+
+    monkeypatch.setattr(plane_store.os, "preadv", fails)
+    with pytest.raises(PlaneError, match="Input/output error"):
+        streamed.generate(IDS, **how)
+    monkeypatch.setattr(plane_store.os, "preadv", plain)
+    hf_mlspec.clear(streamed)
+    assert sorted(source_of(streamed)._free) == list(range(source_of(streamed).slots))
+    assert streamed.generate(IDS, **how).equal(resident.generate(IDS, **how))
 
 
 def test_a_routed_draft_streams_what_its_widths_need(resident, streamed):

@@ -28,6 +28,7 @@ from ..rows import cache_format_of
 from .experts import require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
+from .streamed import StreamedPlanesLinear
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
 
@@ -88,7 +89,7 @@ class CudaDecoder:
         linears = [one for layer in self._layers for one in layer.linears()]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
         self.extra_bytes += sum(layer.experts.extra_bytes for layer in self._layers if layer.experts is not None)
-        self._waits = any(map(_waits_for_host, [*linears, self._head]))
+        self._captured_bits = min(map(_captured_bits, [*linears, self._head]))
         self._weights = standing(model)
         if device.type != "cpu":
             torch.cuda.synchronize(device)  # other streams may read them from now on
@@ -100,8 +101,9 @@ class CudaDecoder:
         return self._weights, self.positions
 
     def captures(self, bits: Bits) -> bool:
-        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it."""
-        return not self._waits or all(filled(bits, own).weight == LOW.weight for own in self._own)
+        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
+        fetched for it."""
+        return all(filled(bits, own).weight <= self._captured_bits for own in self._own)
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
@@ -273,6 +275,9 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
-def _waits_for_host(linear: JoinedLinear) -> bool:
+def _captured_bits(linear: JoinedLinear) -> float:
+    """Up to how many bits of its weights a call only enqueues."""
     own = linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
-    return isinstance(own, ZipperTilesLinear) and bool(own.hosts)
+    if isinstance(own, StreamedPlanesLinear):
+        return own.resident
+    return LOW.weight if isinstance(own, ZipperTilesLinear) and own.hosts else float("inf")

@@ -27,6 +27,7 @@ from ...precision import Bits
 from ..architecture import UnknownArchitecture, linear_shape, require_format
 from ..slots import order_of, require_one_order, rotation_of, slot_of
 from .neighbours import make_views, neighbours
+from .streamed import StreamedPlanesLinear
 from .zipper import ZipperTilesLinear
 
 
@@ -190,6 +191,7 @@ class RotatedLinear:
 
 PackedTilesLinear = (
     FourBitLinear | OutlierLinear | NestedTilesLinear | PlanesTilesLinear | LutTilesLinear | ZipperTilesLinear
+    | StreamedPlanesLinear
 )
 JoinedLinear = DenseLinear | PackedTilesLinear | OrderedLinear | RotatedLinear
 # Of each format: (one of the modules, tiles of all of them, their outputs, bias) -> how the CUDA decoder calls them.
@@ -218,7 +220,9 @@ def joined(modules: Sequence[nn.Module], name: str) -> JoinedLinear:
             _require_one_format(modules, name)
             orders = [order_of(module) for module in modules]
             require_one_order(orders, name)
-            linear = _joined_packed(modules, slot_of(SLOTS, modules[0], name, "CUDA"), bias)
+            slot = slot_of(SLOTS, modules[0], name, "CUDA")
+            streamed = getattr(modules[0], "source", None) is not None
+            linear = StreamedPlanesLinear(modules, bias) if streamed else _joined_packed(modules, slot, bias)
             linear = linear if orders[0] is None else OrderedLinear(linear, orders[0])
         else:
             for module in modules:

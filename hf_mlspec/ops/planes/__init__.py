@@ -56,15 +56,20 @@ def _check_weight(given: Operands) -> tuple[int, int]:
 def _check_linear(given: Operands) -> None:
     given.require_choice("group_size", GROUP_SIZES)
     in_features, stored = _check_weight(given)
+    _check_numbers(given, in_features, stored, stored)
+
+
+def _check_numbers(given: Operands, in_features: int, stored: int, total: int) -> None:
+    """Of a weight of ``total`` planes whose tiles store the first ``stored``."""
     if not 1 <= given.num_planes <= stored:
         raise ValueError(
             f"{given.op}: num_planes is {given.num_planes}, the weight stores {stored}: choose 1 to {stored}"
         )
-    least, most = zeros_doubled(stored)
+    least, most = zeros_doubled(total)
     if not least <= given.zero_doubled <= most:
         raise ValueError(
-            f"{given.op}: zero_doubled is {given.zero_doubled}, twice a code of {stored} planes is 0 to "
-            f"{2 * (2**stored - 1)}, and bfloat16 holds every level from {least} to {most}"
+            f"{given.op}: zero_doubled is {given.zero_doubled}, twice a code of {total} planes is 0 to "
+            f"{2 * (2**total - 1)}, and bfloat16 holds every level from {least} to {most}"
         )
     given.require_rows(in_features, given.out_features)
 
@@ -95,14 +100,48 @@ def bitplane_linear(
     group_size: int,
     zero_doubled: int,
     num_planes: int,
+    total_planes: int | None = None,
+    outputs_of_weight: int = 0,
 ) -> Tensor:
     """float x ``[..., in]`` times the first ``num_planes`` planes of a weight from ``prepack_planes`` -> ``[...,
     out]``.
 
     x is rounded to bfloat16; products are exact, sums float32 within each group of group_size 32, 64 or 128, which is
-    then scaled. zero_doubled: twice the code that means 0 (formats/planes/).
+    then scaled. zero_doubled: twice the code that means 0 (formats/planes/). total_planes: of the weight where its
+    tiles store the first few alone. outputs_of_weight: where these are but some outputs of a weight, all of it: then
+    they have its order of sums, and so its bits; 0: these are all.
     """
-    return _bitplane_linear(x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes)
+    tiles_and_shape = x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes
+    if total_planes in (None, stored_planes(plane_tiles)) and outputs_of_weight in (0, out_features):
+        return _bitplane_linear(*tiles_and_shape)
+    return _bitplane_part(*tiles_and_shape, total_planes or stored_planes(plane_tiles), outputs_of_weight)
+
+
+def _check_part(given: Operands) -> None:
+    given.require_choice("group_size", GROUP_SIZES)
+    in_features, stored = _check_weight(given)
+    if not stored <= given.total_planes <= MAX_PLANES:
+        raise ValueError(
+            f"{given.op}: total_planes is {given.total_planes}, the tiles store {stored}: it is that to {MAX_PLANES}"
+        )
+    if 0 != given.outputs_of_weight < given.out_features:
+        raise ValueError(
+            f"{given.op}: outputs_of_weight is {given.outputs_of_weight}, and out_features, some of them, "
+            f"{given.out_features}"
+        )
+    _check_numbers(given, in_features, stored, given.total_planes)
+
+
+@operator(_check_part, like_x, composed_on_cpu=True)
+def _bitplane_part(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, group_size: int,
+    zero_doubled: int, num_planes: int, total_planes: int, outputs_of_weight: int,
+) -> Tensor:  # fmt: skip
+    planes, scale = on_cpu_order(plane_tiles, scale_tiles, out_features)
+    if len(planes) < total_planes:  # the others are not read
+        planes = torch.cat([planes, planes.new_zeros(total_planes - len(planes), *planes.shape[1:])])
+    multiply = REFERENCES["bitplane_linear"] if x.is_cuda else _bitplane_linear
+    return multiply(x, planes, scale, out_features, bias, group_size, zero_doubled, num_planes)
 
 
 def _check_sums(given: Operands) -> None:

@@ -42,35 +42,57 @@ mlspec_cuda_linear check_planes(const char* op, const Tensor& tiles, const Tenso
   return args;
 }
 
+// What a product says beside its operands. total: planes of the weight, 0: those that its tiles store.
+struct Product {
+  int64_t group_size, zero_doubled, num_planes, total = 0, outputs_of_weight = 0;
+  bool sums = false;
+};
+
 Tensor product(const char* op, const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
-               const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes, bool sums) {
+               const std::optional<Tensor>& bias, const Product& how) {
+  const auto [group_size, zero_doubled, num_planes, said, outputs_of_weight, sums] = how;
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_planes(op, plane_tiles, scale_tiles, out_features, group_size);
-  const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes, least_zero = stored == kMaxPlanes ? 254 : 0;
+  const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes, total = said ? said : stored;
+  const int64_t least_zero = total == kMaxPlanes ? 254 : 0;
+  TORCH_CHECK_VALUE(stored <= total && total <= kMaxPlanes, op, ": total_planes is ", total, ", the tiles store ", stored,
+                    ": it is that to ", kMaxPlanes);
+  TORCH_CHECK_VALUE(!outputs_of_weight || outputs_of_weight >= out_features, op, ": outputs_of_weight is ", outputs_of_weight,
+                    ", and out_features, some of them, ", out_features);
   TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, op, ": num_planes is ", num_planes,
                     ", the weight stores ", stored, ": choose 1 to ", stored);
   TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, op, ": zero_doubled is ", zero_doubled, ", of ",
-                    stored, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
+                    total, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
   check_linear_x(op, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
   args.num_planes = static_cast<int32_t>(num_planes);
   args.zero_doubled = static_cast<int32_t>(zero_doubled);
+  args.absent_planes = static_cast<int32_t>(total - stored);
+  args.outputs_of_weight = outputs_of_weight;
   args.out_is_float32 = sums;
   return multiply(CudaCall(op, x), {op, args, kHopper, mlspec_cuda_portable_bitplane_linear, true}, x, bias);
 }
 
 Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
                        const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
-  return product("bitplane_linear", x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes, false);
+  return product("bitplane_linear", x, plane_tiles, scale_tiles, out_features, bias, {group_size, zero_doubled, num_planes});
+}
+
+Tensor bitplane_part(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+                     const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes,
+                     int64_t total_planes, int64_t outputs_of_weight) {
+  return product("bitplane_part", x, plane_tiles, scale_tiles, out_features, bias,
+                 {group_size, zero_doubled, num_planes, total_planes, outputs_of_weight});
 }
 
 Tensor bitplane_sums(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features, int64_t group_size,
                      int64_t zero_doubled, int64_t num_planes) {
-  return product("bitplane_sums", x, plane_tiles, scale_tiles, out_features, {}, group_size, zero_doubled, num_planes, true);
+  return product("bitplane_sums", x, plane_tiles, scale_tiles, out_features, {}, {group_size, zero_doubled, num_planes, 0, 0, true});
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("bitplane_linear", bitplane_linear);
+  m.impl("bitplane_part", bitplane_part);
   m.impl("bitplane_sums", bitplane_sums);
 }

@@ -23,6 +23,7 @@ typedef struct {
   int32_t group_size, has_zeros;  // int4, bit-planes
   int32_t outliers;               // int4 in groups of 128: 128, the last group meets the inputs of the one before it; or 0
   int32_t tile_stride, zero_doubled, num_planes;  // planes: bytes of a tile as stored; planes that are multiplied
+  int32_t absent_planes;          // bit-planes: of the weight, that its tiles do not store, behind those that they do
   int32_t table_columns;          // lookup-table planes: 2^(stored + 1) - 2^S values of S, S + 1 ... stored bits
   int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16

@@ -42,6 +42,7 @@ struct LinearParams {
   void* out;                // [tokens, outputs], bfloat16 or float32
   int tile_stride;          // bytes from tile to tile of formats that read the front of a tile
   int zero_doubled;         // bit-planes
+  int absent_planes;        // bit-planes of the weight that its tiles do not store
   int token_chunks;         // of x: chunks of the weight beyond them meet the tokens of the last
   int table_columns;        // of a row of tables
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;

@@ -24,8 +24,9 @@ inline const char* problem_of_planes(const mlspec_cuda_linear& a) {
   if (a.activation_bits != 16) return "activation_bits of bit-planes must be 16";
   const int bytes = a.tile_stride - kTileOutputs * (kTileInputs / a.group_size) * 2, stored = bytes / kPlaneBytes;
   if (bytes % kPlaneBytes || stored < 1 || stored > kMaxPlanes) return "tile_stride is not that of 1 to 8 planes and their scales";
+  if (a.absent_planes < 0 || stored + a.absent_planes > kMaxPlanes) return "stored and absent planes must be 8 at most";
   if (a.num_planes < 1 || a.num_planes > stored) return "num_planes must be 1 to the number of stored planes";
-  if (a.zero_doubled < (stored == kMaxPlanes ? 254 : 0) || a.zero_doubled > 256)
+  if (a.zero_doubled < (stored + a.absent_planes == kMaxPlanes ? 254 : 0) || a.zero_doubled > 256)
     return "zero_doubled must be 0 to 256, of 8 planes 254 to 256: weights are then exact in bfloat16";
   return nullptr;
 }
@@ -91,10 +92,10 @@ struct PlaneWeights : PlaneWords<kPlanesOf>, PackedTiles {
   __device__ __forceinline__ static LanePlace place(int warp, int lane) {
     return {Words::place(warp, lane), uint32_t(warp * 8 + lane / 4) * kScalesOfRow};
   }
-  // Planes that are stored but not read.
+  // Planes that are not read, stored or absent.
   template <class Params>
   __device__ __forceinline__ static int missing(const Params& p) {
-    return (p.tile_stride - kScaleBytes) / kPlaneBytes - kPlanes;
+    return (p.tile_stride - kScaleBytes) / kPlaneBytes + p.absent_planes - kPlanes;
   }
   template <class Params>
   __device__ __forceinline__ static float out_scale(const Params& p) {
@@ -156,20 +157,20 @@ struct AnyPlaneWeights : PlaneWords<8>, PackedTiles {
   __device__ __forceinline__ static int bytes_read(const Params& p) {
     return Eight::kScaleBytes + p.num_planes * kPlaneBytes;
   }
-  // The codes come as 8 bits: 8 - B of them were never there.
+  // The codes come as 8 bits: of a weight of B planes, 8 - B of them were never there.
   template <class Params>
-  __device__ __forceinline__ static int never_stored(const Params& p) {
-    return 8 - (p.tile_stride - Eight::kScaleBytes) / kPlaneBytes;
+  __device__ __forceinline__ static int never_there(const Params& p) {
+    return 8 - p.absent_planes - (p.tile_stride - Eight::kScaleBytes) / kPlaneBytes;
   }
   template <class Params>
   __device__ __forceinline__ static float out_scale(const Params& p) {
-    return power_of_two(-never_stored(p));
+    return power_of_two(-never_there(p));
   }
   template <class Params>
   __device__ __forceinline__ void prepare(const Params& p) {
     num_planes = p.num_planes;
-    const int unread = 8 - never_stored(p) - num_planes;
-    const float offset = float((1 << unread) - 1 - p.zero_doubled) * power_of_two(never_stored(p) - 7);
+    const int unread = 8 - never_there(p) - num_planes;
+    const float offset = float((1 << unread) - 1 - p.zero_doubled) * power_of_two(never_there(p) - 7);
     code_offset = (__float_as_uint(offset) >> 16) * 0x10001u;
   }
   __device__ __forceinline__ static LanePlace place(int warp, int lane) { return Eight::place(warp, lane); }

@@ -230,7 +230,7 @@ const char* launch(const mlspec_cuda_linear& a) {
   const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
                       static_cast<const half*>(a.tables), a.out, a.x_scale_stride, int(a.num_tokens),
                       int(inputs), int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride,
-                      a.zero_doubled, a.num_planes, a.table_columns, aligned, a.bias_is_float32 != 0, a.out_is_float32 != 0};
+                      a.zero_doubled, a.num_planes, a.table_columns, a.absent_planes, aligned, a.bias_is_float32 != 0, a.out_is_float32 != 0};
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
     return problem;
   cudaLaunchAttribute attribute;

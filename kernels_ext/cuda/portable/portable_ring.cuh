@@ -25,6 +25,7 @@ struct Params {
   void* out;
   int64_t x_scale_stride;
   int num_tokens, in_features, out_features, chunks, token_chunks, token_blocks, tile_stride, zero_doubled, num_planes, table_columns;
+  int absent_planes;
   bool aligned, bias_is_float32, out_is_float32;
 };
 

@@ -1,0 +1,197 @@
+"""How are streamed planes held on a GPU? Tiles of the top planes for good, low planes beside them, one working tile.
+
+The tiles of top planes stay where they are, so that a draft can be captured over them. A product that reads low
+planes, too, has all put together in the working tile, from the top planes and from what is resident or what a stream
+of copies brought.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from ..engines.cuda.neighbours import neighbours
+from ..ops.planes import tiles_cuda
+from .plane_rooms import CpuRoom, Fetch, Sizes
+from .plane_store import PlaneStore
+
+
+class CudaRoom:
+    """On a GPU. Copies run on a stream of their own and wait for the product that last read their slot."""
+
+    def __init__(self, sizes: list[Sizes], top: int, slots: int, store: PlaneStore, device: torch.device):
+        self.top, self._sizes, self._store, self.device = top, sizes, store, device
+        self._top: list[Tensor | None] = []  # tiles of top planes
+        self._low: list[Tensor | None] = []  # low planes that are resident, as the store has them
+        self._copies = torch.cuda.Stream(device)
+        low = max(one.plane * (one.planes - top) for one in sizes)
+        self._slots = [torch.empty(low, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._read: list[torch.cuda.Event | None] = [None] * slots  # by a product
+        self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(slots)]  # come, read
+        self._work = torch.empty(max(_whole(one) for one in sizes), dtype=torch.uint8, device=device)
+        self._stream: torch.cuda.Stream | None = None  # of the last product
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # the working tile of a layer, and its top planes
+        # From low planes, in a slot or resident (-1), to the working tile.
+        self._ways: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._reader = None if store.word == "memory" else ThreadPoolExecutor(1, "mlspec-planes")
+        self._bounce = torch.empty(low, dtype=torch.uint8, pin_memory=True) if self._reader else None
+
+    @staticmethod
+    def needed(sizes: list[Sizes], top: int, slots: int) -> int:
+        """Bytes beside top and resident planes: the slots and the working tile."""
+        return CpuRoom.needed(sizes, top, slots) + max(_whole(one) for one in sizes)
+
+    def put(self, place: int, tiles: Tensor, resident: bool) -> Tensor:
+        """As CpuRoom.put; tiles ``[pairs, chunks, bytes]`` on the device."""
+        halves, count = self._halves(tiles), self._sizes[place].planes - self.top
+        top = halves[..., : self._front(tiles) + self.top * tiles_cuda.PLANE_BYTES].flatten(2).contiguous()
+        low = self._planes(tiles, self.top, count).permute(3, 0, 1, 2, 4).flatten(1)  # of planes
+        self._top.append(top)
+        self._low.append(low if resident else None)
+        return low
+
+    def _halves(self, tiles: Tensor) -> Tensor:
+        return tiles.unflatten(2, (2, tiles.shape[2] // 2))
+
+    def _front(self, tiles: Tensor) -> int:
+        return tiles.shape[2] // 2 % tiles_cuda.PLANE_BYTES  # scales of a tile take less than a plane
+
+    def _planes(self, tiles: Tensor, first: int, count: int) -> Tensor:
+        """Some planes in tiles: ``[pairs, chunks, 2, count, bytes]``."""
+        begin = self._front(tiles) + first * tiles_cuda.PLANE_BYTES
+        part = self._halves(tiles)[..., begin : begin + count * tiles_cuda.PLANE_BYTES]
+        return part.unflatten(-1, (count, tiles_cuda.PLANE_BYTES))
+
+    def start(self, fetch: Fetch) -> None:
+        fetch.event = self._events[fetch.slot][0]
+        if self._reader is None:
+            self._copy(fetch, self._store.planes(fetch.place, 0, fetch.count))
+        else:
+            fetch.future = self._reader.submit(self._through_host, fetch)
+
+    def _copy(self, fetch: Fetch, planes: Tensor) -> None:
+        with torch.cuda.stream(self._copies):
+            if self._read[fetch.slot] is not None:
+                self._copies.wait_event(self._read[fetch.slot])
+            self._slots[fetch.slot][: planes.numel()].copy_(planes.flatten(), non_blocking=True)
+            fetch.event.record(self._copies)
+
+    def _through_host(self, fetch: Fetch) -> None:
+        size = self._sizes[fetch.place].plane
+        into = self._bounce[: fetch.count * size].view(fetch.count, size)
+        self._store.read(fetch.place, 0, into)
+        self._copy(fetch, into)
+        fetch.event.synchronize()  # the next read writes over it
+
+    def wait(self, fetch: Fetch, stalls: Callable[[float | tuple], None]) -> None:
+        if fetch.future is not None:
+            begin = time.perf_counter()
+            Future.exception(fetch.future)
+            stalls(time.perf_counter() - begin)
+            fetch.future.result()
+        stream = torch.cuda.current_stream(self.device)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(fetch.event)
+        after.record(stream)
+        stalls((before, after))
+
+    def tiles(self, place: int, width: int, fetch: Fetch | None) -> Tensor:
+        if width <= self.top:
+            return self._top[place]
+        self._behind_the_last()
+        work, tops = self._views.get(place) or self._viewed(place)
+        tops.copy_(self._halves(self._top[place]))
+        slot, count = (-1, width - self.top) if fetch is None else (fetch.slot, fetch.count)
+        into, low = self._ways.get((place, slot, count)) or self._way(place, slot, count)
+        into.copy_(low)
+        return work
+
+    def _behind_the_last(self) -> None:
+        """Products of another stream may still read the working tile, or write what stays from now on."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _viewed(self, place: int) -> tuple[Tensor, Tensor]:
+        """Views are kept: to make them for every product takes longer than the copies."""
+        pairs, chunks, had = self._top[place].shape
+        tile = had // 2 + (self._sizes[place].planes - self.top) * tiles_cuda.PLANE_BYTES
+        work = self._work[: pairs * chunks * 2 * tile].view(pairs, chunks, 2 * tile)
+        self._views[place] = work, self._halves(work)[..., : had // 2]
+        return self._views[place]
+
+    def _way(self, place: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        work = self._views[place][0]
+        low = self._low[place].flatten() if slot < 0 else self._slots[slot]
+        low = low[: count * self._sizes[place].plane].view(count, *work.shape[:2], 2, tiles_cuda.PLANE_BYTES)
+        self._ways[place, slot, count] = self._planes(work, self.top, count), low.permute(1, 2, 3, 0, 4)
+        return self._ways[place, slot, count]
+
+    def tops(self, places: Sequence[int]) -> list[Tensor]:
+        """As CpuRoom.tops; moves them where they do not lie side by side as yet: the device is to be idle."""
+        found = [self._top[place] for place in places]
+        fills = all(self._sizes[place].fills for place in places[:-1])
+        if len(found) == 1 or not fills or len({own.shape[1:] for own in found}) > 1:
+            return found
+        whole = neighbours(found)
+        if whole is None:
+            with torch.inference_mode(False):
+                whole = torch.cat(found)
+            for place, own in zip(places, whole.split([len(own) for own in found]), strict=True):
+                self._top[place] = own
+        return [whole]
+
+    def done(self, fetch: Fetch, kept: bool) -> None:
+        if fetch.future is not None:
+            Future.exception(fetch.future)
+        event = self._events[fetch.slot][1]
+        event.record(torch.cuda.current_stream(self.device))
+        self._read[fetch.slot] = event
+
+    def keep(self, fetch: Fetch) -> None:
+        size = self._sizes[fetch.place].plane
+        with torch.inference_mode(False):
+            self._low[fetch.place] = self._slots[fetch.slot][: fetch.count * size].clone().view(-1, size)
+
+    def drop(self, place: int) -> None:
+        low, self._low[place] = self._low[place], None
+        for way in [way for way in self._ways if way[:2] == (place, -1)]:
+            del self._ways[way]
+        if low is not None and self._stream is not None:
+            low.record_stream(self._stream)  # for others when the last product, which may have read it, has ended
+
+    def whole(self, place: int) -> Tensor:
+        self._behind_the_last()
+        top, own = self._top[place], self._sizes[place]
+        count = own.planes - self.top
+        tiles = top.new_empty(*top.shape[:2], top.shape[2] + 2 * count * tiles_cuda.PLANE_BYTES)
+        self._halves(tiles)[..., : top.shape[2] // 2] = self._halves(top)
+        low = self._low[place]
+        if low is None:
+            low = torch.empty(count, own.plane, dtype=torch.uint8)
+            self._store.read(place, 0, low)
+            low = low.to(self.device)
+        low = low.view(count, *top.shape[:2], 2, tiles_cuda.PLANE_BYTES)
+        self._planes(tiles, self.top, count).copy_(low.permute(1, 2, 3, 0, 4))
+        return tiles
+
+    def leave(self, place: int) -> None:
+        self.drop(place)
+        self._top[place] = None
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.shutdown(wait=True, cancel_futures=True)
+        torch.cuda.synchronize(self.device)
+        self._top, self._low, self._slots, self._work = [], [], [], None
+        self._views, self._ways = {}, {}
+
+
+def _whole(sizes: Sizes) -> int:
+    return sizes.planes * sizes.plane + sizes.beside
