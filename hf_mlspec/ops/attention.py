@@ -253,24 +253,31 @@ def _check_ragged_attention_rows(given: Operands) -> None:
     if not 0 <= given.softcap < math.inf:
         raise ValueError(f"{given.op}: softcap is {given.softcap}, expected 0 (none) or a positive number")
     _check_draft_window(given)
+    if given.sinks is not None:
+        given.require_part("sinks", torch.float32, (given.q.shape[2],))
 
 
 @operator(_check_ragged_attention_rows, lambda given: given.q.new_empty(given.q.shape), composed_on_cpu=True)
 def _ragged_attention_rows(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, counts: Tensor, scale: float, window: int,
-    softcap: float, draft_window: int,
+    softcap: float, draft_window: int, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, start, count in _real_rows("ragged_attention_rows", starts, counts, q.shape[1], keys.shape[2]):
         one, tokens = slice(row, row + 1), slice(0, count)
-        lanes = keys[one], values[one]
-        out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], scale, window, softcap, draft_window)
+        lanes, rule = (keys[one], values[one]), (scale, window, softcap, draft_window)
+        if sinks is None:
+            out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], *rule)
+            continue
+        for t in range(count):  # one by one: products of several tokens may be summed in another order
+            seen = [lane[0, :, : start + t + 1] for lane in lanes]
+            out[row, t] = _attend(q[row, t : t + 1], *seen, start + t, *rule, sinks)[0].to(q.dtype)
     return out
 
 
 def ragged_attention_rows(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, counts: Tensor, scale: float, window: int,
-    softcap: float, draft_window: int = 0,
+    softcap: float, draft_window: int = 0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``ragged_attention`` of q float32 or bfloat16 ``[batch, width, heads, dim]`` where tokens are real, zeros for
     padding. On a GPU q is bfloat16, and a softmax weight is rounded to bfloat16 before it is multiplied.
@@ -278,8 +285,10 @@ def ragged_attention_rows(
     Over codes a GPU multiplies these, int4 ones less 8, and applies what a row says of them late, in float32: a score
     is the product times the key's step (plus the query's sum times its zero), and a weight times the value's step is
     rounded to bfloat16 (weights times zeros are summed beside). Slots are summed in the order of a bfloat16 cache.
+
+    sinks: float32 ``[heads]``, a score of every head that is part of its softmax, without a value (gpt-oss).
     """
-    return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window)
+    return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window, sinks)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -291,8 +300,9 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int, softcap: float, draft_window: int
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int, softcap: float, draft_window: int,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     groups = q.shape[1] // keys.shape[0]
     query = q.float().transpose(0, 1)  # [heads, tokens, dim]
     keys, values = _values(keys), _values(values)
@@ -306,7 +316,12 @@ def _attend(
         hidden |= slot <= position - window
     if draft_window:
         hidden |= (slot >= FIRST_SLOTS) & (slot <= position - draft_window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        last = sinks[:, None, None].expand(-1, len(position), 1)
+        weights = torch.cat([scores, last], dim=-1).softmax(-1)[..., :-1]
     return (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1)
 
 
