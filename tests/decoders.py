@@ -30,6 +30,7 @@ from transformers import (
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.fewer_experts import routers
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.precision import OWN_BITS, Bits
 
@@ -218,6 +219,30 @@ def in_float64(model: nn.Module) -> nn.Module:
         linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias
         wide.set_submodule(path, linear.eval())
     return wide.double()
+
+
+NARROW = 0.05  # of the standard deviation of a router's logits: below, rounding decides where a token goes
+
+
+def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a mixture in float64, where the model is, and which tokens come before any of their row whose experts a
+    rounding error could change."""
+    wide, ids = in_float64(model), ids.to(model.device)
+    wide.set_experts_implementation("eager")
+    narrow = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+
+    def look(router: nn.Module, _, outputs) -> None:
+        logits, chosen = outputs[0].view(*ids.shape, -1), router.top_k
+        if chosen < logits.shape[-1]:
+            best = logits.sort(dim=-1, descending=True).values
+            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())
+
+    for _, router in routers(wide):
+        if "weight" in router._parameters:
+            router.register_forward_hook(look)
+    with torch.no_grad():
+        logits = wide(ids).logits
+    return logits, narrow.cumsum(dim=1) == 0
 
 
 def capped(logits: torch.Tensor, decoder: CudaDecoder) -> torch.Tensor:

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..formats import CacheFormat, stored_format
+from ..formats import stored_format
+from .attention_plain import attend, codes_of, rotate, stored
 from .operator import CACHE_FLOATS, Operands, operator
 from .rows import rms_norm
 
 MAX_HEAD_DIM = 512  # of ragged_attention: a compiled kernel keeps its scores on the stack
 # Of the CUDA kernels: what their registers hold, and the depth of one tensor-core instruction.
 CUDA_MAX_HEAD_DIM, CUDA_HEAD_DIM_STEP = 256, 16
-FIRST_SLOTS = 64  # that every token sees behind a draft window
 
 
 def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
@@ -45,7 +45,7 @@ def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
     given.require_same("values", "keys")
     batch, kv_heads, slots, _ = given.keys.shape
     dim = _head_dim(given.keys)
-    codes = _codes_of(given.keys.dtype)
+    codes = codes_of(given.keys.dtype)
     if codes is not None and dim < 1:
         raise ValueError(
             f"{given.op}: keys has shape {list(given.keys.shape)}, rows of an {codes.word} cache are codes and "
@@ -122,9 +122,9 @@ def _rope_write(
     rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
     for row, start in enumerate(starts):
         slots = slice(start, start + tokens)
-        rotated[row] = _rotate(q[row], cos[slots], sin[slots]).to(q.dtype)
-        keys[row, :, slots] = _stored(_rotate(k[row], cos[slots], sin[slots]), keys.dtype).transpose(0, 1)
-        values[row, :, slots] = _stored(v[row], values.dtype).transpose(0, 1)
+        rotated[row] = rotate(q[row], cos[slots], sin[slots]).to(q.dtype)
+        keys[row, :, slots] = stored(rotate(k[row], cos[slots], sin[slots]), keys.dtype).transpose(0, 1)
+        values[row, :, slots] = stored(v[row], values.dtype).transpose(0, 1)
     return rotated
 
 
@@ -172,7 +172,7 @@ def _ragged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for row, start in enumerate(starts):
         lanes = (lane[row, :, : start + q.shape[1]] for lane in (keys, values))
-        out[row] = _attend(q[row], *lanes, start, scale, window, softcap, draft_window).to(q.dtype)
+        out[row] = attend(q[row], *lanes, start, scale, window, softcap, draft_window).to(q.dtype)
     return out
 
 
@@ -271,7 +271,7 @@ def _ragged_attention_rows(
             continue
         for t in range(count):  # one by one: products of several tokens may be summed in another order
             seen = [lane[0, :, : start + t + 1] for lane in lanes]
-            out[row, t] = _attend(q[row, t : t + 1], *seen, start + t, *rule, sinks)[0].to(q.dtype)
+            out[row, t] = attend(q[row, t : t + 1], *seen, start + t, *rule, sinks)[0].to(q.dtype)
     return out
 
 
@@ -291,61 +291,10 @@ def ragged_attention_rows(
     return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window, sinks)
 
 
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads ``[tokens, heads, dim]``, cos and sin ``[tokens, rotary_dim / 2]``: halves against each other."""
-    half = cos.shape[1]
-    first, second, rest = heads.float().split([half, half, heads.shape[-1] - 2 * half], dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int, softcap: float, draft_window: int,
-    sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    groups = q.shape[1] // keys.shape[0]
-    query = q.float().transpose(0, 1)  # [heads, tokens, dim]
-    keys, values = _values(keys), _values(values)
-    scores = query @ keys.repeat_interleave(groups, 0).transpose(1, 2) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    position = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
-    slot = torch.arange(keys.shape[1], device=q.device)
-    hidden = slot > position
-    if window:
-        hidden |= slot <= position - window
-    if draft_window:
-        hidden |= (slot >= FIRST_SLOTS) & (slot <= position - draft_window)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        last = sinks[:, None, None].expand(-1, len(position), 1)
-        weights = torch.cat([scores, last], dim=-1).softmax(-1)[..., :-1]
-    return (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1)
-
-
-def _codes_of(dtype: torch.dtype) -> CacheFormat | None:
-    """The format of a cache of this dtype, None where it holds keys and values as they are."""
-    return None if dtype in CACHE_FLOATS else stored_format(dtype)
-
-
 def _head_dim(lanes: Tensor) -> int:
     """Of keys or values as they are, or of rows of codes."""
-    codes = _codes_of(lanes.dtype)
+    codes = codes_of(lanes.dtype)
     return lanes.shape[3] if codes is None else codes.head_dim(lanes.shape[3])
-
-
-def _stored(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values ``[..., dim]`` as a cache of this dtype holds them."""
-    codes = _codes_of(dtype)
-    return states.to(dtype) if codes is None else codes.quantize(states)
-
-
-def _values(lanes: Tensor) -> Tensor:
-    """What a cache holds, float32 ``[..., dim]``."""
-    codes = _codes_of(lanes.dtype)
-    return lanes.float() if codes is None else codes.dequantize(lanes, torch.float32)
 
 
 def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -58,14 +58,16 @@ class ExpertCase:
         self.dense = torch.stack(dense)
         self.tiles = [None if parts[0] is None else torch.stack(parts) for parts in zip(*tiles, strict=True)]
 
-    def multiply(self, x: Tensor, experts: Tensor, plan: Tensor | None = None) -> Tensor:
-        """plan None: that of plain torch."""
+    def multiply(
+        self, x: Tensor, experts: Tensor, plan: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """plan None: that of plain torch. bias ``[count, out]``, float32 or bfloat16."""
         form, plan = self.format, plan_of(experts, self.count) if plan is None else plan
         if self.tiles is None:
-            return ops.dense_expert_rows(x, self.dense, experts, plan)
+            return ops.dense_expert_rows(x, self.dense, bias, experts, plan)
         if form.mxfp4:
-            return ops.mxfp4_expert_rows(x, *self.tiles, experts, plan, self.out, form.bits)
-        return ops.int4_expert_rows(x, *self.tiles, experts, plan, self.out, form.group_size, form.bits, 1.0)
+            return ops.mxfp4_expert_rows(x, *self.tiles, bias, experts, plan, self.out, form.bits)
+        return ops.int4_expert_rows(x, *self.tiles, bias, experts, plan, self.out, form.group_size, form.bits, 1.0)
 
     def exact(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """float64 ``[pairs, out]``: the products, and the sums of the magnitudes that they are made of."""

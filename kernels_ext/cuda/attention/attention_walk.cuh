@@ -10,7 +10,7 @@
 
 namespace mlspec {
 
-static_assert(kChunk == 64, "FIRST_SLOTS of hf_mlspec/ops/attention.py");
+static_assert(kChunk == 64, "FIRST_SLOTS of hf_mlspec/ops/attention_plain.py");
 
 constexpr int kTeams = 8, kTeamRanks = 4, kRanks = kTeams * kTeamRanks;  // ranks in one line: team by team
 
