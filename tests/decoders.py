@@ -225,8 +225,8 @@ NARROW = 0.05  # of the standard deviation of a router's logits: below, rounding
 
 
 def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a mixture in float64, where the model is, and which tokens come before any of their row whose experts a
-    rounding error could change."""
+    """Logits of a mixture in float64, where the model is, and which tokens come before any of their row whose experts
+    a rounding error could change."""
     wide, ids = in_float64(model), ids.to(model.device)
     wide.set_experts_implementation("eager")
     narrow = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)

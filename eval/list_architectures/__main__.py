@@ -2,9 +2,9 @@
 
 python -m eval.list_architectures --write docs/guide/architectures.md
 
-A class with a description is compiled, on a CPU and on a GPU where no field of it says otherwise; of every other class a small
-model is made on the meta device and asked what a chain needs: ids in and logits out, and rows at positions of their
-own, or a state that can be copied. No weights are read, no token is computed.
+A class with a description is compiled, on a CPU and on a GPU where no field of it says otherwise; of every other class
+a small model is made on the meta device and asked what a chain needs: ids in and logits out, and rows at positions of
+their own, or a state that can be copied. No weights are read, no token is computed.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def attend(
     q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int, softcap: float, draft_window: int,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q ``[tokens, heads, dim]`` from slot ``start`` on, keys and values ``[kv_heads, slots, dim]`` as they are or codes ->
-    float32 ``[tokens, heads, dim]``; the rest as of `ops.ragged_attention_rows`."""
+    """q ``[tokens, heads, dim]`` from slot ``start`` on, keys and values ``[kv_heads, slots, dim]`` as they are or in
+    codes -> float32 ``[tokens, heads, dim]``; the rest as of `ops.ragged_attention_rows`."""
     groups = q.shape[1] // keys.shape[0]
     query = q.float().transpose(0, 1)  # [heads, tokens, dim]
     keys, values = values_of(keys), values_of(values)

@@ -74,8 +74,8 @@ def _fake_route(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def route_rows(
     x: Tensor, router: Tensor, bias: Tensor | None, num_experts: int, chosen: int, renormalize: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x ``[n, hidden]``, router ``[num_experts, hidden]`` or one row more, both float32 or bfloat16, bias float32, one a
-    row of the router -> experts int32 ``[n, chosen]``, weights float32 ``[n, chosen]`` or one more, the plan.
+    """x ``[n, hidden]``, router ``[num_experts, hidden]`` or one row more, both float32 or bfloat16, bias float32, one
+    a row of the router -> experts int32 ``[n, chosen]``, weights float32 ``[n, chosen]`` or one more, the plan.
 
     Logits are float32 sums. A token goes to the experts of the largest, of equal ones to the lower number; NaN is less
     than all. Weights: softmax over all experts, divided by their sum if renormalize; last the sigmoid of the last
@@ -155,8 +155,8 @@ def _by_expert(
 def dense_expert_rows(x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor) -> Tensor:
     """x ``[n, in]``, a row for all of a token's experts, or ``[n * chosen, in]``, one for each, times those of weight
     ``[experts, out, in]``, bfloat16 or float32, that experts and plan of ``route_rows`` say -> ``[n * chosen, out]``.
-    bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read. On
-    a GPU x and weight are bfloat16; sums are float32."""
+    bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read.
+    On a GPU x and weight are bfloat16; sums are float32."""
     multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
     return _by_expert(x, bias, experts, weight.shape[1], lambda rows, expert, own: multiply(rows, weight[expert], own))
 

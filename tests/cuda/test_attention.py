@@ -60,7 +60,10 @@ def test_bits_do_not_depend_on_width():
 
 @pytest.mark.parametrize(
     ("dim", "rule"),
-    [(64, {}), (128, {"window": 90}), (256, {"softcap": 6.0}), (64, {"sinks": -2.0}), (128, {"sinks": 3.0, "window": 90})],
+    [
+        *((64, {}), (128, {"window": 90}), (256, {"softcap": 6.0})),
+        *((64, {"sinks": -2.0}), (128, {"sinks": 3.0, "window": 90})),
+    ],
 )
 def test_bits_of_a_prompt_are_those_of_its_pieces(dim, rule):
     """The tiles of a long step are blocks of their own; a cluster of blocks shares that of one token."""

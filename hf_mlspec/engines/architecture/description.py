@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Per field: the words that both decoders take, and those that architectures use which have no decoder yet.
-# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet. GPU_FIELDS: what that of GPUs reads, and that of
-# the CPU does not yet: there anything but None is refused.
+# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet. GPU_FIELDS: what that of GPUs reads, and
+# that of the CPU does not yet: there anything but None is refused.
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one", "layer", "layer plus one"), ()),
     "head_norms": (("per head", "all heads"), ()),
@@ -58,14 +58,15 @@ SHARED = {name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "dow
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The experts of a layer: where they are, and how tokens are weighted. Logits are ``router.weight x`` in float32, and
-    the router's bias where it has one, weights their softmax over all experts; a token goes to the largest.
+    """The experts of a layer: where they are, and how tokens are weighted. Logits are ``router.weight x`` in float32,
+    and the router's bias where it has one, weights their softmax over all experts; a token goes to the largest.
 
     router, experts: places in a layer; a layer without the first is an MLP as `Description.linears` has it.
     chosen: attribute of the router, the number of experts of a token. renormalize: whether the weights of a token's
-    experts are divided by their sum, as in a softmax over these alone: an attribute of the router that says it, or what
-    all of the class do. gate: "halves": gate before up, and the model's activation; "clamped pairs": both in turns, and
-    what gpt-oss computes of them, with `alpha` and `limit` of its experts, which have biases and are [in, out].
+    experts are divided by their sum, as in a softmax over these alone: an attribute of the router that says it, or
+    what all of the class do. gate: "halves": gate before up, and the model's activation; "clamped pairs": both in
+    turns, and what gpt-oss computes of them, with `alpha` and `limit` of its experts, which have biases and are
+    [in, out].
     shared: places of gate, up and down of an expert that all tokens go to; {}: there is none. shared_gate: the place
     of a linear to one output, whose sigmoid is its weight.
     """

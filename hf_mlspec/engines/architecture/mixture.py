@@ -96,8 +96,8 @@ def _row_of(linear: nn.Module) -> Tensor:
 
 
 def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertModule:
-    """What a module of experts is; UnreadExperts for one that is not gated, or that has biases or is transposed where its
-    entry does not say so."""
+    """What a module of experts is; UnreadExperts for one that is not gated, or that has biases or is transposed where
+    its entry does not say so."""
     if type(experts) is PackedExperts:
         found = experts.original
     else:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 FIRST_POSITIONS = 1024
 UNROTATED = "unrotated"  # the table of layers that rotate nothing
-# How an embedding's columns hold the frequencies, by the word of `Description.rotation`: one behind the other and all of
-# them again, each beside itself, or one behind the other.
+# How an embedding's columns hold the frequencies, by the word of `Description.rotation`: one behind the other and all
+# of them again, each beside itself, or one behind the other.
 COLUMNS = {
     "halves": "all twice",
     "pairs": "all twice",
@@ -24,8 +24,8 @@ _AT_ONCE = 8192  # positions: what a model's own embedding computes on the way i
 @dataclass(frozen=True)
 class Rotation:
     """Where a model's rotary tables come from: `rotary`, its embedding (None: nothing is rotated), of `kinds` of
-    layers, UNROTATED among them where some rotate nothing. half: elements of a row. columns: how those of the embedding
-    hold the frequencies: one of COLUMNS."""
+    layers, UNROTATED among them where some rotate nothing. half: elements of a row. columns: how those of the
+    embedding hold the frequencies: one of COLUMNS."""
 
     rotary: nn.Module | None
     kinds: list[str | None]

@@ -33,7 +33,8 @@ class DenseExperts:
 
 
 class FourBitExperts:
-    """One projection of all experts in tiles, bias as of DenseExperts; own: what their switch said when it was read."""
+    """One projection of all experts in tiles, bias as of DenseExperts; own: what their switch said when it was
+    read."""
 
     __slots__ = ("bias", "clip", "group_size", "out_features", "own", "tiles")
 
@@ -56,8 +57,8 @@ class ExpertLayer:
     """What stands in a layer for gate, up and down.
 
     router: ``[count, hidden]``, with a shared expert one row more; router_bias: float32, one a row, or None. clamp: of
-    `ops.gated_pairs`, None where gate comes before up. shared: gate and up as one, and down, or (). extra_bytes: of what
-    could not be shared with the model's modules.
+    `ops.gated_pairs`, None where gate comes before up. shared: gate and up as one, and down, or (). extra_bytes: of
+    what could not be shared with the model's modules.
     """
 
     router: Tensor

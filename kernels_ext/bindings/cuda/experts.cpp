@@ -138,8 +138,8 @@ Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tens
 }
 
 Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
-                        const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size, int64_t activation_bits,
-                        double activation_clip) {
+                        const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size,
+                        int64_t activation_bits, double activation_clip) {
   constexpr const char* op = "int4_expert_rows";
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_expert_linear args =

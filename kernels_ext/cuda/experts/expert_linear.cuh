@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   add_groups<V>(sums, total, group, warp, lane);
   float out_scale = V::Format::kOutScale;
   if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(p.exponent_shift[expert * e.shifts_of_expert]));
-  const void* bias = p.bias ? static_cast<const uint8_t*>(p.bias) + int64_t(expert) * p.out_features * (p.bias_is_float32 ? 4 : 2) : nullptr;
+  const int64_t bias_bytes = int64_t(p.out_features) * (p.bias_is_float32 ? 4 : 2);
+  const void* bias = p.bias ? static_cast<const uint8_t*>(p.bias) + expert * bias_bytes : nullptr;
   constexpr int kQuads = kTileOutputs / 4;
   for (int i = threadIdx.x; i < rows * kQuads; i += kThreads) {
     const int row = i / kQuads, output = i % kQuads * 4;
