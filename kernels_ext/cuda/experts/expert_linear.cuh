@@ -22,7 +22,9 @@ struct ExpertCopier {
   using Format = typename V::Format;
   const Params& p;
   const uint8_t* weights;
-  const int* tokens;
+  const int32_t* places;  // in the plan: the item's pairs
+  int rows, pairs_of_token;
+  int *pairs, *tokens;
   uint32_t ring;  // of the group
   int tile, thread;
 
@@ -36,6 +38,14 @@ struct ExpertCopier {
       copy_rows<kTileOutputs, 128>(to, weights, int64_t(tile) * kTileOutputs, p.out_features, int64_t(chunk) * 128,
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
+  }
+  // Behind the first weights, whose way is longer.
+  __device__ __forceinline__ void begin_tokens() const {
+    if (threadIdx.x < V::kTokens) {
+      const int pair = places[min(int(threadIdx.x), rows - 1)];
+      pairs[threadIdx.x] = pair, tokens[threadIdx.x] = pair / pairs_of_token;
+    }
+    __syncthreads();
   }
   __device__ __forceinline__ void copy_tokens(int chunk, int slot) const {
     constexpr int kPieces = V::kRowBytes / 16;
@@ -74,20 +84,18 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   const int32_t* item = e.plan + p.num_tokens + 3 * (blockIdx.x % e.most_items);
   const int expert = item[0], first = item[1], rows = item[2];
   if (rows == 0) return;
-  if (threadIdx.x < V::kTokens) {
-    const int pair = e.plan[first + min(int(threadIdx.x), rows - 1)];
-    pairs[threadIdx.x] = pair, tokens[threadIdx.x] = pair / e.pairs_of_token;
-  }
-  __syncthreads();
+  int shift = 0;
+  if constexpr (V::Format::kHasShift) shift = p.exponent_shift[expert * e.shifts_of_expert];  // read while others wait
   const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, warp = thread / 32, lane = thread % 32;
   uint8_t* own = stages + group * V::kStages * V::kStageBytes;
   float sums[V::kTokenTiles][4] = {};
-  const ExpertCopier<V> copier{p, p.weights + expert * e.bytes_of_expert, tokens, shared_address(own), tile, thread};
+  const ExpertCopier<V> copier{p, p.weights + expert * e.bytes_of_expert, e.plan + first, rows, e.pairs_of_token, pairs, tokens,
+                               shared_address(own), tile, thread};
   sum_chunks<V>(sums, copier, own, stages, group, warp, lane);
   float* total = reinterpret_cast<float*>(stages);
   add_groups<V>(sums, total, group, warp, lane);
   float out_scale = V::Format::kOutScale;
-  if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(p.exponent_shift[expert * e.shifts_of_expert]));
+  if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(shift));
   const int64_t bias_bytes = int64_t(p.out_features) * (p.bias_is_float32 ? 4 : 2);
   const void* bias = p.bias ? static_cast<const uint8_t*>(p.bias) + expert * bias_bytes : nullptr;
   constexpr int kQuads = kTileOutputs / 4;

@@ -101,7 +101,7 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
 #pragma unroll
   for (int i = 0; i < V::kStages - 1; ++i)
     if (i < chunks) copier.copy_weights(chunk(i), i);
-  wait_for_previous_kernel();  // which may have written x
+  copier.begin_tokens();
 #pragma unroll
   for (int i = 0; i < V::kStages - 1; ++i) {
     if (i < chunks) copier.copy_tokens(chunk(i), i);
