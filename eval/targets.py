@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import hf_mlspec
 
@@ -36,6 +44,11 @@ MIXTURES = {
         "moe_intermediate_size": 32, "norm_topk_prob": True,
     },
 }
+# In gpt-oss's form: what GptOssConfig takes. Windows on every other layer, YaRN: its own defaults.
+GPT_OSS = {
+    "gpt-oss-20b": {**llama(2880, 2880, 24, 64, 8, 201088, 131072), "head_dim": 64, "num_local_experts": 32},
+    "gpt-oss-tiny": {**llama(64, 64, 2, 4, 2, 96, 512), "head_dim": 16, "num_local_experts": 8},
+}
 SHAPES = {
     **SMALL_SHAPES,
     "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128256, 8192),
@@ -50,10 +63,12 @@ def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -
     before, (kind, config) = torch.get_default_dtype(), (LlamaForCausalLM, LlamaConfig)
     if shape in MIXTURES:
         kind, config = Qwen3MoeForCausalLM, Qwen3MoeConfig
+    elif shape in GPT_OSS:
+        kind, config = GptOssForCausalLM, GptOssConfig
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            return kind(config(**{**SHAPES, **MIXTURES}[shape] | sizes, eos_token_id=None)).eval()
+            return kind(config(**{**SHAPES, **MIXTURES, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
     finally:
         torch.set_default_dtype(before)
 

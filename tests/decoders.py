@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -29,6 +30,7 @@ from transformers import (
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.fewer_experts import routers
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.precision import OWN_BITS, Bits
 
@@ -149,17 +151,25 @@ MIXTURES = {
     "qwen3-moe-mixed": (Qwen3MoeConfig, {**_EXPERTS, "mlp_only_layers": [0, 2], "norm_topk_prob": False}),
     "qwen3-moe-one": (Qwen3MoeConfig, {**_EXPERTS, "num_experts": 1, "num_experts_per_tok": 1}),
 }
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_ORIGINAL}
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16}
+_GPT_OSS |= {"sliding_window": 7, "layer_types": _KINDS, "attention_bias": True, "rope_parameters": _YARN}
+# What the decoder of GPUs computes, that of the CPU not all.
+GPU_MIXTURES = {**MIXTURES, "gpt-oss": (GptOssConfig, _GPT_OSS)}
 PACKED_MIXTURE = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 32}
 PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CPU_CONFIGS, **MIXTURES}[name]
+    kind, own = {**CPU_CONFIGS, **GPU_MIXTURES}[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones would hide a forgotten bias or norm
             parameter.add_(torch.randn_like(parameter) * 0.2) if parameter.ndim == 1 else parameter.mul_(4)
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            module.limit = 0.7  # within reach of small weights
     return model.to(dtype).eval()
 
 
@@ -209,6 +219,30 @@ def in_float64(model: nn.Module) -> nn.Module:
         linear.weight, linear.bias = nn.Parameter(module.dequantized_plain(torch.float32)), module.bias
         wide.set_submodule(path, linear.eval())
     return wide.double()
+
+
+NARROW = 0.05  # of the standard deviation of a router's logits: below, rounding decides where a token goes
+
+
+def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a mixture in float64, where the model is, and which tokens come before any of their row whose experts
+    a rounding error could change."""
+    wide, ids = in_float64(model), ids.to(model.device)
+    wide.set_experts_implementation("eager")
+    narrow = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+
+    def look(router: nn.Module, _, outputs) -> None:
+        logits, chosen = outputs[0].view(*ids.shape, -1), router.top_k
+        if chosen < logits.shape[-1]:
+            best = logits.sort(dim=-1, descending=True).values
+            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())
+
+    for _, router in routers(wide):
+        if "weight" in router._parameters:
+            router.register_forward_hook(look)
+    with torch.no_grad():
+        logits = wide(ids).logits
+    return logits, narrow.cumsum(dim=1) == 0
 
 
 def capped(logits: torch.Tensor, decoder: CudaDecoder) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Steps are those of eval/bench_gpu/step.py. Of a large shape a few layers are made and timed, and fewer of the same:
 what a layer takes is the slope, the step of all layers is computed from both and says so. Active bytes: everything
-but the experts, and of these as many as uniform routing sends the rows of a batch to.
+but the experts, and of these as many as uniform routing sends the rows of a batch to. A mixture in gpt-oss's form is
+timed as its files have it, too: experts in MXFP4 at 16 activation bits, all else as it is.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from eval.bench_gpu.findings import Bench, Finding
 from eval.bench_gpu.step import KEPT, Case, Step, WrongStep, cache_bytes, read_bytes
 from eval.bench_gpu.stock import eager_step
 from eval.gpu_timing import time_each
-from eval.targets import MIXTURES, random_model
+from eval.targets import GPT_OSS, MIXTURES, random_model
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.expert_modules import is_experts
 from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.switch import PrecisionSwitch
 
 BATCHES = (1, 8, 32)
 PROMPT = 2048
@@ -33,7 +35,7 @@ STOCK_WAYS = ("batched_mm", "grouped_mm")
 @dataclass(frozen=True)
 class Shape:
     """layers: that are made, fewer: of a second timing; 0: all are made. targets: milliseconds at batch 1 in BF16 and
-    as an MXFP4 cast, of all layers."""
+    as an MXFP4 cast, or of the MXFP4 of its own files, of all layers."""
 
     name: str
     layers: int = 0
@@ -41,8 +43,8 @@ class Shape:
     targets: tuple[float | None, float | None] = (None, None)
 
 
-SHAPES = (Shape("moe-844m"), Shape("qwen3-30b-a3b", 12, 4, (3.3, 2.1)))
-QUICK = (Shape("moe-tiny", 2, 1),)
+SHAPES = (Shape("moe-844m"), Shape("qwen3-30b-a3b", 12, 4, (3.3, 2.1)), Shape("gpt-oss-20b", 8, 4, (None, 2.0)))
+QUICK = (Shape("moe-tiny", 2, 1), Shape("gpt-oss-tiny", 2, 1))
 
 
 def experts(bench: Bench) -> Iterator[Finding]:
@@ -57,9 +59,22 @@ def experts(bench: Bench) -> Iterator[Finding]:
         cast = hf_mlspec.direct_cast(model, "mxfp4")
         bench.say("experts: cast")
         weights = hf_mlspec.resident_bytes(cast, model)
-        yield from _ours(bench, cast, shape, "MXFP4 cast, head too", shape.targets[1], weights)
-        del cast, model
+        own = shape.name in GPT_OSS
+        yield from _ours(bench, cast, shape, "MXFP4 cast, head too", None if own else shape.targets[1], weights)
+        del cast
+        if own:
+            pack_experts(model)
+            yield from _ours(bench, model, shape, "experts in MXFP4", shape.targets[1], read_bytes(model))
+        del model
         bench.free()
+
+
+def pack_experts(model: PreTrainedModel) -> None:
+    """Replace its experts by those in MXFP4, as its own files have them."""
+    switch = PrecisionSwitch("mxfp4")
+    for path, module in list(model.named_modules()):
+        if is_experts(module):
+            model.set_submodule(path, PackedExperts.from_module(module, "mxfp4", switch, path).eval())
 
 
 def active_bytes(model: PreTrainedModel, weights: int, batch: int) -> float:
@@ -67,7 +82,8 @@ def active_bytes(model: PreTrainedModel, weights: int, batch: int) -> float:
     config = model.config
     held = [m for m in model.modules() if isinstance(m, PackedExperts) or is_experts(m)]
     routed = sum(p.nbytes for module in held for p in module.parameters())
-    untouched = (1 - config.num_experts_per_tok / config.num_experts) ** batch
+    count = getattr(config, "num_experts", None) or config.num_local_experts
+    untouched = (1 - config.num_experts_per_tok / count) ** batch
     return weights - routed * untouched
 
 
@@ -81,7 +97,7 @@ def _decoder(model: PreTrainedModel) -> CudaDecoder:
 def _ours(
     bench: Bench, model: PreTrainedModel, shape: Shape, name: str, target: float | None, weights: int
 ) -> Iterator[Finding]:
-    kept, total = 24 if bench.quick else KEPT, MIXTURES[shape.name]["num_hidden_layers"]
+    kept, total = 24 if bench.quick else KEPT, {**MIXTURES, **GPT_OSS}[shape.name]["num_hidden_layers"]
     decoder, layers = _decoder(model), model.config.num_hidden_layers
     fewer = _decoder(hf_mlspec.early_exit(model, shape.fewer)) if shape.fewer else None
     for batch in BATCHES:

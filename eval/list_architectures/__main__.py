@@ -2,9 +2,9 @@
 
 python -m eval.list_architectures --write docs/guide/architectures.md
 
-A class with a description is compiled, on a GPU too where no field of it says otherwise; of every other class a small
-model is made on the meta device and asked what a chain needs: ids in and logits out, and rows at positions of their
-own, or a state that can be copied. No weights are read, no token is computed.
+A class with a description is compiled, on a CPU and on a GPU where no field of it says otherwise; of every other class
+a small model is made on the meta device and asked what a chain needs: ids in and logits out, and rows at positions of
+their own, or a state that can be copied. No weights are read, no token is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from hf_mlspec.integration.request import check_model
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEADER = ("Class", "Alone", "Chain", "Why not faster")
-COMPILED, ON_THE_CPU, BY_MODULE, REFUSED = "compiled", "compiled on the CPU", "module by module", "refused"
+COMPILED, ON_THE_CPU, ON_A_GPU = "compiled", "compiled on the CPU", "compiled on a GPU"
+BY_MODULE, REFUSED = "module by module", "refused"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 
@@ -56,9 +57,11 @@ def described(name: str) -> Row | None:
     entry = KNOWN.get(name)
     if entry is None:
         return None
-    why = not_served(entry, "cuda")
-    word = COMPILED if why is None else ON_THE_CPU
-    return Row(name, word, word, "" if why is None else f"its description says {why}")
+    for decoder, word in (("cuda", ON_THE_CPU), ("cpu", ON_A_GPU)):
+        why = not_served(entry, decoder)
+        if why is not None:
+            return Row(name, word, word, f"its description says {why}")
+    return Row(name, COMPILED, COMPILED, "")
 
 
 def asked(name: str, kind: str) -> Row:

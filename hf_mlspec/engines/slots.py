@@ -41,7 +41,9 @@ def require_experts(block: ExpertBlock, decoder: str) -> None:
     experts = block.experts
     if not isinstance(experts, PackedExperts):
         for key in block.original.sizes:
-            require_format(getattr(experts, key).detach(), f"experts' {key}")
+            weight = getattr(experts, key).detach()
+            turned = block.original.transposed and not weight.is_contiguous()  # a decoder may have laid it out so
+            require_format(weight.transpose(1, 2) if turned else weight, f"experts' {key}")
         return
     if experts.format not in EXPERT_FORMATS or experts.is_lent:
         raise UnknownArchitecture(f"its experts are {experts.format}, which the {decoder} decoder does not read")

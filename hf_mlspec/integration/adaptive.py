@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..engines.engine import Engine
 from ..nn.state import say_once
 from ..nn.switch import precision_switch
-from ..ops.attention import FIRST_SLOTS
+from ..ops.attention_plain import FIRST_SLOTS
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..formats import CacheFormat, stored_format
+from ..formats import stored_format
+from .attention_plain import attend, codes_of, rotate, stored
 from .operator import CACHE_FLOATS, Operands, operator
 from .rows import rms_norm
 
 MAX_HEAD_DIM = 512  # of ragged_attention: a compiled kernel keeps its scores on the stack
 # Of the CUDA kernels: what their registers hold, and the depth of one tensor-core instruction.
 CUDA_MAX_HEAD_DIM, CUDA_HEAD_DIM_STEP = 256, 16
-FIRST_SLOTS = 64  # that every token sees behind a draft window
 
 
 def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
@@ -45,7 +45,7 @@ def _check_cache(given: Operands, q: str | None, width: str) -> torch.Size:
     given.require_same("values", "keys")
     batch, kv_heads, slots, _ = given.keys.shape
     dim = _head_dim(given.keys)
-    codes = _codes_of(given.keys.dtype)
+    codes = codes_of(given.keys.dtype)
     if codes is not None and dim < 1:
         raise ValueError(
             f"{given.op}: keys has shape {list(given.keys.shape)}, rows of an {codes.word} cache are codes and "
@@ -122,9 +122,9 @@ def _rope_write(
     rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
     for row, start in enumerate(starts):
         slots = slice(start, start + tokens)
-        rotated[row] = _rotate(q[row], cos[slots], sin[slots]).to(q.dtype)
-        keys[row, :, slots] = _stored(_rotate(k[row], cos[slots], sin[slots]), keys.dtype).transpose(0, 1)
-        values[row, :, slots] = _stored(v[row], values.dtype).transpose(0, 1)
+        rotated[row] = rotate(q[row], cos[slots], sin[slots]).to(q.dtype)
+        keys[row, :, slots] = stored(rotate(k[row], cos[slots], sin[slots]), keys.dtype).transpose(0, 1)
+        values[row, :, slots] = stored(v[row], values.dtype).transpose(0, 1)
     return rotated
 
 
@@ -172,7 +172,7 @@ def _ragged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for row, start in enumerate(starts):
         lanes = (lane[row, :, : start + q.shape[1]] for lane in (keys, values))
-        out[row] = _attend(q[row], *lanes, start, scale, window, softcap, draft_window).to(q.dtype)
+        out[row] = attend(q[row], *lanes, start, scale, window, softcap, draft_window).to(q.dtype)
     return out
 
 
@@ -253,24 +253,31 @@ def _check_ragged_attention_rows(given: Operands) -> None:
     if not 0 <= given.softcap < math.inf:
         raise ValueError(f"{given.op}: softcap is {given.softcap}, expected 0 (none) or a positive number")
     _check_draft_window(given)
+    if given.sinks is not None:
+        given.require_part("sinks", torch.float32, (given.q.shape[2],))
 
 
 @operator(_check_ragged_attention_rows, lambda given: given.q.new_empty(given.q.shape), composed_on_cpu=True)
 def _ragged_attention_rows(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, counts: Tensor, scale: float, window: int,
-    softcap: float, draft_window: int,
+    softcap: float, draft_window: int, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, start, count in _real_rows("ragged_attention_rows", starts, counts, q.shape[1], keys.shape[2]):
         one, tokens = slice(row, row + 1), slice(0, count)
-        lanes = keys[one], values[one]
-        out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], scale, window, softcap, draft_window)
+        lanes, rule = (keys[one], values[one]), (scale, window, softcap, draft_window)
+        if sinks is None:
+            out[one, tokens] = _ragged_attention(q[one, tokens], *lanes, [start], *rule)
+            continue
+        for t in range(count):  # one by one: products of several tokens may be summed in another order
+            seen = [lane[0, :, : start + t + 1] for lane in lanes]
+            out[row, t] = attend(q[row, t : t + 1], *seen, start + t, *rule, sinks)[0].to(q.dtype)
     return out
 
 
 def ragged_attention_rows(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, counts: Tensor, scale: float, window: int,
-    softcap: float, draft_window: int = 0,
+    softcap: float, draft_window: int = 0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``ragged_attention`` of q float32 or bfloat16 ``[batch, width, heads, dim]`` where tokens are real, zeros for
     padding. On a GPU q is bfloat16, and a softmax weight is rounded to bfloat16 before it is multiplied.
@@ -278,59 +285,16 @@ def ragged_attention_rows(
     Over codes a GPU multiplies these, int4 ones less 8, and applies what a row says of them late, in float32: a score
     is the product times the key's step (plus the query's sum times its zero), and a weight times the value's step is
     rounded to bfloat16 (weights times zeros are summed beside). Slots are summed in the order of a bfloat16 cache.
+
+    sinks: float32 ``[heads]``, a score of every head that is part of its softmax, without a value (gpt-oss).
     """
-    return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window)
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads ``[tokens, heads, dim]``, cos and sin ``[tokens, rotary_dim / 2]``: halves against each other."""
-    half = cos.shape[1]
-    first, second, rest = heads.float().split([half, half, heads.shape[-1] - 2 * half], dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int, softcap: float, draft_window: int
-) -> Tensor:
-    groups = q.shape[1] // keys.shape[0]
-    query = q.float().transpose(0, 1)  # [heads, tokens, dim]
-    keys, values = _values(keys), _values(values)
-    scores = query @ keys.repeat_interleave(groups, 0).transpose(1, 2) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    position = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
-    slot = torch.arange(keys.shape[1], device=q.device)
-    hidden = slot > position
-    if window:
-        hidden |= slot <= position - window
-    if draft_window:
-        hidden |= (slot >= FIRST_SLOTS) & (slot <= position - draft_window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1)
-
-
-def _codes_of(dtype: torch.dtype) -> CacheFormat | None:
-    """The format of a cache of this dtype, None where it holds keys and values as they are."""
-    return None if dtype in CACHE_FLOATS else stored_format(dtype)
+    return _ragged_attention_rows(q, keys, values, starts, counts, scale, window, softcap, draft_window, sinks)
 
 
 def _head_dim(lanes: Tensor) -> int:
     """Of keys or values as they are, or of rows of codes."""
-    codes = _codes_of(lanes.dtype)
+    codes = codes_of(lanes.dtype)
     return lanes.shape[3] if codes is None else codes.head_dim(lanes.shape[3])
-
-
-def _stored(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values ``[..., dim]`` as a cache of this dtype holds them."""
-    codes = _codes_of(dtype)
-    return states.to(dtype) if codes is None else codes.quantize(states)
-
-
-def _values(lanes: Tensor) -> Tensor:
-    """What a cache holds, float32 ``[..., dim]``."""
-    codes = _codes_of(lanes.dtype)
-    return lanes.float() if codes is None else codes.dequantize(lanes, torch.float32)
 
 
 def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:

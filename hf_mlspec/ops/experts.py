@@ -56,6 +56,8 @@ def _check_route(given: Operands) -> None:
         raise ValueError(
             f"{given.op}: router has {len(router)} rows for num_experts = {count}, expected as many or one more"
         )
+    if given.bias is not None:
+        given.require_part("bias", torch.float32, (len(router),))
     if not 1 <= given.chosen <= count:
         raise ValueError(f"{given.op}: chosen is {given.chosen}, expected 1 to {count}")
 
@@ -70,16 +72,16 @@ def _fake_route(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator(_check_route, _fake_route, composed_on_cpu=True)
 def route_rows(
-    x: Tensor, router: Tensor, num_experts: int, chosen: int, renormalize: int
+    x: Tensor, router: Tensor, bias: Tensor | None, num_experts: int, chosen: int, renormalize: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x ``[n, hidden]``, router ``[num_experts, hidden]`` or one row more, both float32 or bfloat16 -> experts int32
-    ``[n, chosen]``, weights float32 ``[n, chosen]`` or one more, the plan.
+    """x ``[n, hidden]``, router ``[num_experts, hidden]`` or one row more, both float32 or bfloat16, bias float32, one
+    a row of the router -> experts int32 ``[n, chosen]``, weights float32 ``[n, chosen]`` or one more, the plan.
 
     Logits are float32 sums. A token goes to the experts of the largest, of equal ones to the lower number; NaN is less
     than all. Weights: softmax over all experts, divided by their sum if renormalize; last the sigmoid of the last
     row's logit, where there is one more. A NaN among a token's logits makes its weights NaN. On a GPU x is bfloat16.
     """
-    logits = _f32_linear(x.float(), router.float().contiguous(), None)
+    logits = _f32_linear(x.float(), router.float().contiguous(), bias)
     routing = logits[:, :num_experts]
     order = routing.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.sort(dim=1, descending=True, stable=True).indices
@@ -95,7 +97,7 @@ def route_rows(
     return experts.int().contiguous(), weights, plan_of(experts, num_experts)
 
 
-def _check_rows(given: Operands, count: int, in_features: int) -> None:
+def _check_rows(given: Operands, count: int, in_features: int, out_features: int) -> None:
     given.require_float("x", CACHE_FLOATS)
     given.require_dtype("experts", torch.int32)
     x, experts = given.x, given.experts
@@ -107,6 +109,10 @@ def _check_rows(given: Operands, count: int, in_features: int) -> None:
             f"{given.op}: x has shape {list(x.shape)}, expected [{len(experts)} or {experts.numel()}, {in_features}]"
         )
     given.require_numbers("plan", experts.numel() + 3 * most_items(experts.numel(), count))
+    if given.bias is not None:
+        given.require_float("bias", CACHE_FLOATS)
+        given.require_shape("bias", (count, out_features))
+        given.require_contiguous("bias")
 
 
 def _check_dense(given: Operands) -> None:
@@ -114,7 +120,7 @@ def _check_dense(given: Operands) -> None:
         raise ValueError(f"{given.op}: weight has shape {list(given.weight.shape)}, expected [experts, out, in]")
     given.require_float("weight", CACHE_FLOATS)
     given.require_contiguous("weight")
-    _check_rows(given, len(given.weight), given.weight.shape[2])
+    _check_rows(given, len(given.weight), given.weight.shape[2], given.weight.shape[1])
 
 
 def _check_stacked(given: Operands) -> None:
@@ -125,62 +131,65 @@ def _check_stacked(given: Operands) -> None:
             f"{given.op}: weight_tiles has shape {list(tiles.shape)} and scale_tiles {list(scales.shape)}, expected 4 "
             "axes from prepack, experts first"
         )
-    _check_rows(given, len(tiles), given.x.shape[-1])
+    _check_rows(given, len(tiles), given.x.shape[-1], given.out_features)
 
 
 def _pairs(given: Operands) -> Tensor:
     return given.x.new_empty((given.experts.numel(), given.out_features))
 
 
-def _by_expert(x: Tensor, experts: Tensor, out: int, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _by_expert(
+    x: Tensor, bias: Tensor | None, experts: Tensor, out: int, multiply: Callable[[Tensor, int, Tensor | None], Tensor]
+) -> Tensor:
     pairs = experts.flatten()
     y = x.new_empty(len(pairs), out)
     for expert in pairs.unique().tolist():
         own = (pairs == expert).nonzero().flatten()
-        y[own] = multiply(x[own // (len(pairs) // len(x))], expert)
+        y[own] = multiply(x[own // (len(pairs) // len(x))], expert, None if bias is None else bias[expert])
     return y
 
 
 @operator(_check_dense,
           lambda given: given.x.new_empty((given.experts.numel(), given.weight.shape[1])),
           composed_on_cpu=True)  # fmt: skip
-def dense_expert_rows(x: Tensor, weight: Tensor, experts: Tensor, plan: Tensor) -> Tensor:
+def dense_expert_rows(x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor) -> Tensor:
     """x ``[n, in]``, a row for all of a token's experts, or ``[n * chosen, in]``, one for each, times those of weight
     ``[experts, out, in]``, bfloat16 or float32, that experts and plan of ``route_rows`` say -> ``[n * chosen, out]``.
-    Experts without rows are not read. On a GPU all is bfloat16; sums are float32."""
+    bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read.
+    On a GPU x and weight are bfloat16; sums are float32."""
     multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
-    return _by_expert(x, experts, weight.shape[1], lambda rows, expert: multiply(rows, weight[expert], None))
+    return _by_expert(x, bias, experts, weight.shape[1], lambda rows, expert, own: multiply(rows, weight[expert], own))
 
 
 @operator(_check_stacked, _pairs, composed_on_cpu=True)
 def mxfp4_expert_rows(
-    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, experts: Tensor, plan: Tensor, out_features: int,
-    activation_bits: int,
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
+    out_features: int, activation_bits: int,
 ) -> Tensor:  # fmt: skip
     """As ``dense_expert_rows``, times MXFP4 weights, those of ``prepack_mxfp4`` of every expert stacked, as
     ``mxfp4_linear`` multiplies each."""
 
-    def multiply(rows: Tensor, expert: int) -> Tensor:
+    def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
         tiles = weight_tiles[expert], scale_tiles[expert]
-        return mxfp4_linear(rows, *tiles, out_features, activation_bits=activation_bits)
+        return mxfp4_linear(rows, *tiles, out_features, own, activation_bits)
 
-    return _by_expert(x, experts, out_features, multiply)
+    return _by_expert(x, bias, experts, out_features, multiply)
 
 
 @operator(_check_stacked, _pairs, composed_on_cpu=True)
 def int4_expert_rows(
-    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, experts: Tensor, plan: Tensor,
-    out_features: int, group_size: int, activation_bits: int, activation_clip: float,
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, bias: Tensor | None,
+    experts: Tensor, plan: Tensor, out_features: int, group_size: int, activation_bits: int, activation_clip: float,
 ) -> Tensor:  # fmt: skip
     """As ``dense_expert_rows``, times int4 weights, those of ``prepack_int4`` of every expert stacked, as
     ``int4_linear`` multiplies each."""
     how = {"group_size": group_size, "activation_bits": activation_bits, "activation_clip": activation_clip}
 
-    def multiply(rows: Tensor, expert: int) -> Tensor:
+    def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
         tiles = weight_tiles[expert], scale_tiles[expert], None if zero_tiles is None else zero_tiles[expert]
-        return int4_linear(rows, *tiles, out_features, **how)
+        return int4_linear(rows, *tiles, out_features, own, **how)
 
-    return _by_expert(x, experts, out_features, multiply)
+    return _by_expert(x, bias, experts, out_features, multiply)
 
 
 def _check_weighted(given: Operands) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -132,6 +134,27 @@ def gated(gate_up: Tensor, activation: int) -> Tensor:
     elements of a tensor in another way than those before, so an element's bits would depend on the number of rows."""
     gate, up = gate_up.double().chunk(2, dim=1)
     return (_ACTIVATIONS[activation](gate) * up).float().to(gate_up.dtype)
+
+
+def _check_gated_pairs(given: Operands) -> None:
+    given.require_float("gate_up", CACHE_FLOATS)
+    if given.gate_up.ndim != 2 or given.gate_up.shape[1] % 2:
+        raise ValueError(f"{given.op}: gate_up has shape {list(given.gate_up.shape)}, expected [n, 2 * intermediate]")
+    if not math.isfinite(given.slope) or not 0 < given.limit < math.inf:
+        raise ValueError(
+            f"{given.op}: slope is {given.slope} and limit {given.limit}, expected finite numbers, the limit above 0"
+        )
+
+
+@operator(_check_gated_pairs, lambda given: given.gate_up.new_empty((len(given.gate_up), given.gate_up.shape[1] // 2)),
+          composed_on_cpu=True)  # fmt: skip
+def gated_pairs(gate_up: Tensor, slope: float, limit: float) -> Tensor:
+    """gate_up float32 or bfloat16 ``[n, 2 I]``, gate and up in turns -> ``(up + 1) * gate * sigmoid(slope * gate)``
+    ``[n, I]``, rounded once, of a gate up to limit and an up from -limit to limit (gpt-oss). On a GPU gate_up is
+    bfloat16. Here in float64, as `gated`."""
+    gate, up = gate_up.double().unflatten(1, (-1, 2)).unbind(2)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(slope * gate)).float().to(gate_up.dtype)
 
 
 def activated(x: Tensor, activation: int) -> Tensor:

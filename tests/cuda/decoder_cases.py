@@ -14,8 +14,8 @@ from hf_mlspec.nn.switch import precision_switch
 LENGTH = 60
 
 
-def random_ids(batch: int) -> list[list[int]]:
-    return torch.randint(1, 199, (batch, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
+def random_ids(batch: int, length: int = LENGTH) -> list[list[int]]:
+    return torch.randint(1, 199, (batch, length), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 def check_levels(model: nn.Module, levels: list[str]) -> None:
@@ -43,13 +43,41 @@ def check_near_float64(model: nn.Module) -> None:
 
 
 def check_captured_chain(model: nn.Module, levels: list[str]) -> None:
-    """It writes what the target alone writes."""
+    """Its rows, three together and one alone, are what the target alone writes."""
     model = hf_mlspec.prepare(model, engine="cuda")
     inputs = {name: value.cuda() for name, value in prompts([5, 9, 40]).items()}
-    options = {"do_sample": False, "max_new_tokens": 48, "eos_token_id": None, "pad_token_id": 0}
+    options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
     alone = model.generate(**inputs, **options, assistant_models=[])
     chain = model.generate(**inputs, **options, assistant_models=levels, speculation_config={"num_draft_tokens": 3})
     assert torch.equal(chain, alone)
     stats = hf_mlspec.last_stats(model)
     assert stats.levels[0].drafted > 0
     assert stats.capture_seconds > 0
+    one = {name: value[2:] for name, value in inputs.items()}
+    assert torch.equal(model.generate(**one, **options, assistant_models=levels)[0, -40:], alone[2, -40:])
+
+
+def check_captured_step(decoder: CudaDecoder) -> None:
+    """Captured once, replayed at other lengths, with other tokens: the bits of plain calls. Nothing waits."""
+    rows, eager = random_ids(4), Lanes(decoder, 4)
+    eager.feed([row[:20] for row in rows])
+    kv = eager.kv.clone()
+    ids = torch.zeros(4, 9, dtype=torch.int32, device="cuda")
+    starts, counts = (torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(2))
+    pick = torch.arange(36, device="cuda")
+    decoder.forward(ids, starts, counts, kv, pick=pick)  # libraries load outside of the capture
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            logits = decoder.forward(ids, starts, counts, kv, pick=pick)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for first, last in ((20, 29), (29, 30), (30, 37)):
+        ids[:, : last - first] = torch.tensor([row[first:last] for row in rows], device="cuda")
+        starts.fill_(first)
+        counts.fill_(last - first)
+        graph.replay()
+        expected = torch.stack(eager.feed([row[first:last] for row in rows]))
+        assert torch.equal(logits.view(4, 9, -1)[:, : last - first], expected), first
+    assert torch.equal(kv[..., :37, :], eager.kv[..., :37, :])

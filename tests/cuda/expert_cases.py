@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from linear_cases import DEVICE
+from linear_cases import DEVICE, Format
 from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.formats import activations, int4, mxfp4
 from hf_mlspec.ops.experts import plan_of
 
-
-@dataclass(frozen=True)
-class ExpertFormat:
-    """``bits``: of activations. ``group_size`` 0: bfloat16 weights; 32 without ``zeros``: MXFP4 where ``mxfp4``."""
-
-    name: str
-    bits: int = 16
-    group_size: int = 0
-    zeros: bool = False
-    mxfp4: bool = False
-
-
 FORMATS = (
-    ExpertFormat("bf16"),
-    ExpertFormat("mxfp4-a16", 16, mxfp4.BLOCK, mxfp4=True),
-    ExpertFormat("mxfp4-a8", 8, mxfp4.BLOCK, mxfp4=True),
-    *(ExpertFormat(f"int4-g{size}{'z' if zeros else ''}-a{bits}", bits, size, zeros)
+    Format("bf16"),
+    Format("mxfp4-a16", 16, mxfp4.BLOCK, mxfp4=True),
+    Format("mxfp4-a8", 8, mxfp4.BLOCK, mxfp4=True),
+    *(Format(f"int4-g{size}{'z' if zeros else ''}-a{bits}", bits, size, zeros)
       for size in (32, 64, 128) for zeros, bits in ((False, 16), (True, 8), (True, 16), (False, 4))),
 )  # fmt: skip
 
@@ -36,7 +22,7 @@ FORMATS = (
 class ExpertCase:
     """Weights ``[count, out, in]`` of a format: the op that multiplies with them, and the exact products."""
 
-    def __init__(self, form: ExpertFormat, count: int, out: int, size: int, rows: int):
+    def __init__(self, form: Format, count: int, out: int, size: int, rows: int):
         draw = torch.Generator(DEVICE).manual_seed(out * size + count)
         self.format, self.out, self.count = form, out, count
         weight = torch.randn(count, out, size, generator=draw, device=DEVICE) / size**0.5
@@ -58,14 +44,16 @@ class ExpertCase:
         self.dense = torch.stack(dense)
         self.tiles = [None if parts[0] is None else torch.stack(parts) for parts in zip(*tiles, strict=True)]
 
-    def multiply(self, x: Tensor, experts: Tensor, plan: Tensor | None = None) -> Tensor:
-        """plan None: that of plain torch."""
+    def multiply(
+        self, x: Tensor, experts: Tensor, plan: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """plan None: that of plain torch. bias ``[count, out]``, float32 or bfloat16."""
         form, plan = self.format, plan_of(experts, self.count) if plan is None else plan
         if self.tiles is None:
-            return ops.dense_expert_rows(x, self.dense, experts, plan)
+            return ops.dense_expert_rows(x, self.dense, bias, experts, plan)
         if form.mxfp4:
-            return ops.mxfp4_expert_rows(x, *self.tiles, experts, plan, self.out, form.bits)
-        return ops.int4_expert_rows(x, *self.tiles, experts, plan, self.out, form.group_size, form.bits, 1.0)
+            return ops.mxfp4_expert_rows(x, *self.tiles, bias, experts, plan, self.out, form.bits)
+        return ops.int4_expert_rows(x, *self.tiles, bias, experts, plan, self.out, form.group_size, form.bits, 1.0)
 
     def exact(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """float64 ``[pairs, out]``: the products, and the sums of the magnitudes that they are made of."""

@@ -90,7 +90,7 @@ def poison(*shapes: tuple[int, ...]) -> None:
     del kept
 
 
-def check_captured_chain(multiply: Callable[[Tensor], Tensor], x: Tensor, others: Tensor) -> None:
+def check_captured_products(multiply: Callable[[Tensor], Tensor], x: Tensor, others: Tensor) -> None:
     """A graph of square linears, each of which reads what the one before it writes, has the bits of single calls.
 
     In a graph a kernel starts while the one in front of it ends: x ``[rows, n]`` is what that one writes. others: of

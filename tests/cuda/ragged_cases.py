@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_mlspec import ops
-from hf_mlspec.ops.attention import FIRST_SLOTS
+from hf_mlspec.ops.attention_plain import FIRST_SLOTS
 
 DEVICE = "cuda"
 
@@ -25,6 +25,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     draft_window: int = 0
+    sinks: Tensor | None = None  # [heads]
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         return tuple(torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in (self.starts, self.counts))
@@ -34,7 +35,7 @@ class Case:
         del poisoned
         scale = self.q.shape[-1] ** -0.5
         lanes = self.keys, self.values
-        rule = scale, self.window, self.softcap, self.draft_window
+        rule = scale, self.window, self.softcap, self.draft_window, self.sinks
         return ops.ragged_attention_rows(self.q, *lanes, *self.lengths(), *rule)
 
 
@@ -77,7 +78,9 @@ def exact(case: Case) -> tuple[Tensor, Tensor]:
             scores = torch.einsum("hd,hsd->hs", q[row, t], k) * q.shape[3] ** -0.5
             if case.softcap:
                 scores = torch.tanh(scores / case.softcap) * case.softcap
-            weights = scores.softmax(-1)
+            if case.sinks is not None:
+                scores = torch.cat([scores, case.sinks.double().cpu()[:, None]], dim=1)
+            weights = scores.softmax(-1)[:, : len(slots)]
             out[row, t] = torch.einsum("hs,hsd->hd", weights, v)
             size[row, t] = torch.einsum("hs,hsd->hd", weights, v.abs())
     return out, size

@@ -28,9 +28,26 @@ def test_prefill():
     check(make([0, 130], [200, 150], 200, heads=4, kv_heads=1, slots=400))
 
 
+def sinks(heads: int) -> torch.Tensor:
+    """From those that take nothing to those that take most of a row."""
+    return torch.linspace(-4, 9, heads, device=DEVICE)
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 70}, {"softcap": 5.0}])
+@pytest.mark.parametrize("width", [1, 9, 20])
+def test_sinks_against_float64(width, rule):
+    rows = [0, 63, 64, 511, 520, 200, 7, 3], [width, width, 1, width, 2, 0, width + 5, -1]
+    case = make(*rows, width, heads=16, dim=64, sinks=sinks(16), **rule)
+    y = check(case)
+    assert not torch.equal(y, replace(case, sinks=None).attend())
+    nothing = replace(case, sinks=torch.full_like(case.sinks, -torch.inf))
+    torch.testing.assert_close(nothing.attend(), replace(case, sinks=None).attend())
+    check(make([0, 130], [200, 150], 200, heads=4, kv_heads=1, slots=400, dim=64, sinks=sinks(4), **rule))
+
+
 def test_bits_do_not_depend_on_width():
     starts, counts = [0, 57, 250, 511], [9, 9, 6, 9]
-    for rule in ({}, {"window": 66, "softcap": 9.0}):
+    for rule in ({}, {"window": 66, "softcap": 9.0}, {"sinks": sinks(8)}):
         case = make(starts, counts, 9, heads=8, kv_heads=2, **rule)
         whole = case.attend()
         for t in range(9):
@@ -41,10 +58,18 @@ def test_bits_do_not_depend_on_width():
         assert torch.equal(replace(case, q=wide).attend()[:, :9], whole)
 
 
-@pytest.mark.parametrize(("dim", "rule"), [(64, {}), (128, {"window": 90}), (256, {"softcap": 6.0})])
+@pytest.mark.parametrize(
+    ("dim", "rule"),
+    [
+        *((64, {}), (128, {"window": 90}), (256, {"softcap": 6.0})),
+        *((64, {"sinks": -2.0}), (128, {"sinks": 3.0, "window": 90})),
+    ],
+)
 def test_bits_of_a_prompt_are_those_of_its_pieces(dim, rule):
     """The tiles of a long step are blocks of their own; a cluster of blocks shares that of one token."""
     starts, width = [0, 31, 64, 200], 300
+    if "sinks" in rule:
+        rule = rule | {"sinks": sinks(8) + rule["sinks"]}
     case = make(starts, [300, 300, 299, 170], width, dim=dim, slots=512, **rule)
     whole = case.attend()
     for first, count in ((0, 1), (37, 1), (130, 40), (299, 1)):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from decoder_cases import check_captured_step, random_ids
 from decoders import CONFIGS, Lanes, capped, packed_model, random_model
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
@@ -14,10 +15,6 @@ from hf_mlspec.nn.switch import precision_switch
 # Head sizes and inputs that the kernels take; 200 tokens reach into a second chunk of 128 keys.
 SHAPE = {"hidden_size": 128, "intermediate_size": 176, "head_dim": 32}
 LENGTH = 200
-
-
-def random_ids(batch: int, length: int = LENGTH) -> list[list[int]]:
-    return torch.randint(1, 199, (batch, length), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 def on_gpu(name: str, **options):
@@ -31,7 +28,7 @@ def lanes(decoder: CudaDecoder, batch: int, slots: int = 256, **options) -> Lane
 @pytest.mark.parametrize("name", CONFIGS)
 def test_within_three_times_the_error_of_the_modules(name):
     """Attention multiplies probabilities rounded to bfloat16; the modules round elsewhere."""
-    model, ids = on_gpu(name), random_ids(2)
+    model, ids = on_gpu(name), random_ids(2, LENGTH)
     with torch.no_grad():
         stock = model(torch.tensor(ids).cuda()).logits.double()
     decoder = CudaDecoder(model)
@@ -49,7 +46,7 @@ def test_within_three_times_the_error_of_the_modules(name):
 )
 def test_bits_do_not_depend_on_the_grouping(name, options):
     """One by one, in chunks, alone, beside 32 other rows, in another cache, behind padding: the same bits."""
-    decoder, ids = CudaDecoder(on_gpu(name, **options)), random_ids(33)
+    decoder, ids = CudaDecoder(on_gpu(name, **options)), random_ids(33, LENGTH)
     few = ids[:3]
     together = torch.stack(lanes(decoder, 3).feed(few))
     single = lanes(decoder, 3)
@@ -92,27 +89,4 @@ def test_packed_weights_give_what_they_give_on_the_cpu(name, weights, settings):
 
 
 def test_a_captured_step_is_the_step():
-    """Captured once, replayed at other lengths, with other tokens: the bits of plain calls. Nothing waits."""
-    decoder, rows = CudaDecoder(on_gpu("qwen3")), random_ids(4, 60)
-    eager = lanes(decoder, 4)
-    eager.feed([row[:20] for row in rows])
-    kv = eager.kv.clone()
-    ids = torch.zeros(4, 9, dtype=torch.int32, device="cuda")
-    starts, counts = (torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(2))
-    pick = torch.arange(36, device="cuda")
-    decoder.forward(ids, starts, counts, kv, pick=pick)  # libraries load outside of the capture
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            logits = decoder.forward(ids, starts, counts, kv, pick=pick)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for first, last in ((20, 29), (29, 30), (30, 37)):
-        ids[:, : last - first] = torch.tensor([row[first:last] for row in rows], device="cuda")
-        starts.fill_(first)
-        counts.fill_(last - first)
-        graph.replay()
-        expected = torch.stack(eager.feed([row[first:last] for row in rows]))
-        assert torch.equal(logits.view(4, 9, -1)[:, : last - first], expected), first
-    assert torch.equal(kv[..., :37, :], eager.kv[..., :37, :])
+    check_captured_step(CudaDecoder(on_gpu("qwen3")))

@@ -46,8 +46,8 @@ def test_tokens_go_where_plain_torch_sends_them(count, chosen, hidden, renormali
     firm = (apart > 1e-5).all(dim=1)
     assert firm.sum() > len(x) // 2
     poison((len(x), count + 1), (len(x), chosen + 1))
-    experts, weights, plan = ops.route_rows(x, router, count, chosen, renormalize)
-    plain = ops.route_rows(x.cpu(), router.cpu(), count, chosen, renormalize)
+    experts, weights, plan = ops.route_rows(x, router, None, count, chosen, renormalize)
+    plain = ops.route_rows(x.cpu(), router.cpu(), None, count, chosen, renormalize)
     expected, shares, _ = (part.to(DEVICE) for part in plain)
     assert torch.equal(experts[firm], expected[firm])
     torch.testing.assert_close(weights[firm], shares[firm], rtol=1e-4, atol=1e-6)
@@ -55,7 +55,7 @@ def test_tokens_go_where_plain_torch_sends_them(count, chosen, hidden, renormali
     assert items_of(plan, experts.numel()) == items_of(plan_of(experts, count), experts.numel())
     assert torch.equal(plan[: experts.numel()].sort().values.cpu(), torch.arange(experts.numel(), dtype=torch.int32))
     for n in TOKENS:
-        own, own_weights, own_plan = ops.route_rows(x[:n], router, count, chosen, renormalize)
+        own, own_weights, own_plan = ops.route_rows(x[:n], router, None, count, chosen, renormalize)
         assert torch.equal(own, experts[:n])
         assert torch.equal(own_weights, weights[:n]), n
         assert items_of(own_plan, own.numel()) == items_of(plan_of(own, count), own.numel())
@@ -67,20 +67,20 @@ def test_tokens_go_where_plain_torch_sends_them(count, chosen, hidden, renormali
 def test_of_equal_experts_the_lower_number_comes_first():
     x, router = routed(40, 64, 5)
     same = router[:1].expand(40, 64).contiguous()
-    experts, weights, _ = ops.route_rows(x, same, 40, 7, 1)
+    experts, weights, _ = ops.route_rows(x, same, None, 40, 7, 1)
     assert torch.equal(experts.cpu(), torch.arange(7, dtype=torch.int32).expand(5, 7))
     torch.testing.assert_close(weights, torch.full_like(weights, 1 / 7))
     zeros = torch.zeros_like(router)
     zeros[3] = -0.0
-    assert torch.equal(ops.route_rows(x, zeros, 40, 7, 0)[0], experts)
+    assert torch.equal(ops.route_rows(x, zeros, None, 40, 7, 0)[0], experts)
 
 
 @pytest.mark.parametrize("shared", [0, 1])
 def test_a_token_of_nan_has_weights_of_nan_and_leaves_others_alone(shared):
     x, router = routed(40, 64, 9, shared)
-    experts, weights, _ = ops.route_rows(x, router, 40, 7, 0)
+    experts, weights, _ = ops.route_rows(x, router, None, 40, 7, 0)
     x[4, 9] = torch.nan
-    broken, shares, plan = ops.route_rows(x, router, 40, 7, 0)
+    broken, shares, plan = ops.route_rows(x, router, None, 40, 7, 0)
     others = torch.arange(9, device=DEVICE) != 4
     assert torch.equal(broken[others], experts[others])
     assert torch.equal(shares[others], weights[others])
@@ -88,7 +88,7 @@ def test_a_token_of_nan_has_weights_of_nan_and_leaves_others_alone(shared):
     assert torch.equal(broken[4].cpu(), torch.arange(7, dtype=torch.int32))
     assert sum(map(len, items_of(plan, 63).values())) == 63
     router[5] = torch.nan  # one expert alone: it comes behind all others
-    some = ops.route_rows(x, router, 40, 40, 0)[0]
+    some = ops.route_rows(x, router, None, 40, 40, 0)[0]
     assert (some[others, -1] == 5).all()
 
 
@@ -131,6 +131,55 @@ def test_a_pair_has_the_same_bits_among_any_others(form):
     assert torch.equal(mixed, whole[order])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_bias_is_added_before_a_sum_is_rounded(form, dtype):
+    case, experts = ExpertCase(form, 16, 200, 384, 40), some_experts(40, 16, 4)
+    bias = torch.randn(16, 200, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+    y = case.multiply(case.x, experts, bias=bias)
+    products, magnitude = case.exact(case.x, experts)
+    exact = products + bias.double()[experts.flatten().long()]
+    bound = 2.0**-24 * (384 / 8 + 16) * (magnitude + exact.abs()) + 2.0**-8 * exact.abs()
+    assert ((y.double() - exact).abs() <= bound).all()
+    alone = case.multiply(case.x[17:18], experts[17:18].contiguous(), bias=bias)
+    assert torch.equal(alone, y[17 * 4 : 18 * 4])
+    with pytest.raises(ValueError, match=r"bias has shape \[15, 200\], expected \[16, 200\]"):
+        case.multiply(case.x, experts, bias=bias[:15])
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_router_adds_its_bias(shared):
+    x, router = routed(40, 64, 64, shared)
+    bias = torch.randn(40 + shared, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 2
+    exact = x.double() @ router.double().T + bias.double()
+    best = exact[:, :40].sort(dim=1, descending=True).values
+    firm = ((best[:, :-1] - best[:, 1:])[:, :7] > 1e-5).all(dim=1)
+    assert firm.sum() > 32
+    experts, weights, _ = ops.route_rows(x, router, bias, 40, 7, 1)
+    expected, shares, _ = (part.to(DEVICE) for part in ops.route_rows(x.cpu(), router.cpu(), bias.cpu(), 40, 7, 1))
+    assert torch.equal(experts[firm], expected[firm])
+    torch.testing.assert_close(weights[firm], shares[firm], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(ops.route_rows(x, router, None, 40, 7, 1)[0], experts)
+    for n in (1, 9, 33):
+        part = ops.route_rows(x[:n], router, bias, 40, 7, 1)
+        assert torch.equal(part[0], experts[:n])
+        assert torch.equal(part[1], weights[:n])
+
+
+@pytest.mark.parametrize("width", [8, 100, 2880, 7])
+def test_gates_in_clamped_pairs(width):
+    gate_up = (torch.randn(33, 2 * width, generator=torch.Generator().manual_seed(width)) * 5).bfloat16().to(DEVICE)
+    gate_up[3, 5] = torch.nan
+    poison((33, width))
+    y = ops.gated_pairs(gate_up, 1.702, 7.0)
+    gate, up = gate_up[:, ::2].double().clamp(max=7), gate_up[:, 1::2].double().clamp(-7, 7)
+    exact = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(y.double(), exact, rtol=2.0**-8, atol=1e-6, equal_nan=True)
+    assert y.isnan().sum() == 1
+    for row in (0, 17):
+        assert torch.equal(ops.gated_pairs(gate_up[row : row + 1], 1.702, 7.0), y[row : row + 1])
+
+
 @pytest.mark.parametrize("form", FORMATS[:3], ids=lambda form: form.name)
 def test_experts_without_tokens_are_not_read(form):
     case = ExpertCase(form, 16, 136, 256, 40)
@@ -165,7 +214,7 @@ def test_a_layer_only_enqueues_and_can_be_captured():
     x, router = up.x.clone(), torch.randn(16, 256, device=DEVICE).bfloat16()
 
     def layer() -> torch.Tensor:
-        experts, weights, plan = ops.route_rows(x, router, 16, 4, 1)
+        experts, weights, plan = ops.route_rows(x, router, None, 16, 4, 1)
         inner = ops.gated(up.multiply(x, experts, plan), 0)
         return ops.weighted_rows(down.multiply(inner, experts, plan), weights, None)
 
@@ -197,7 +246,7 @@ def test_a_layer_only_enqueues_and_can_be_captured():
 )
 def test_operands_of_a_router_that_do_not_fit_are_named(change, error, message):
     zeros = torch.zeros(9, 64).bfloat16()
-    given = {"x": zeros[:3], "router": zeros[:6], "num_experts": 6, "chosen": 2} | change
+    given = {"x": zeros[:3], "router": zeros[:6], "bias": None, "num_experts": 6, "chosen": 2} | change
     operands = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in given.values()]
     with pytest.raises(error, match=f"route_rows: {message}"):
         ops.route_rows(*operands, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decoders import Lanes, in_float64, random_model
-from linear_cases import TOKENS, check_captured_chain, check_with_the_kernels_of_every_gpu, needs_other_kernels
+from linear_cases import TOKENS, check_captured_products, check_with_the_kernels_of_every_gpu, needs_other_kernels
 from models import packed, prompts
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ def test_near_the_cpu_and_plain_torch(bits, clip):
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_captured_chain_of_linears_waits_for_what_it_reads(tokens, bits):
     case = Case(1024, 1024, bits)
-    check_captured_chain(case.multiply, case.x[:tokens] / 10, case.x[-tokens:] / 10)
+    check_captured_products(case.multiply, case.x[:tokens] / 10, case.x[-tokens:] / 10)
 
 
 def test_layers_move_between_devices_and_keep_what_is_on_disk():

@@ -15,7 +15,7 @@ from linear_cases import (
     TOKENS,
     Case,
     Format,
-    check_captured_chain,
+    check_captured_products,
     check_with_the_kernels_of_every_gpu,
     needs_other_kernels,
     poison,
@@ -94,7 +94,7 @@ def test_operands_at_any_address_and_of_other_floats():
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_captured_chain_of_linears_waits_for_what_it_reads(form, tokens):
     case = Case(form, 1024, 1024)
-    check_captured_chain(case.multiply, case.x[:tokens], case.x[-tokens:])
+    check_captured_products(case.multiply, case.x[:tokens], case.x[-tokens:])
 
 
 @pytest.mark.parametrize(("group_size", "bits"), [(32, 8), (64, 8), (128, 8), (32, 4), (64, 4), (128, 4)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from linear_cases import (
     DEVICE,
-    check_captured_chain,
+    check_captured_products,
     check_with_the_kernels_of_every_gpu,
     needs_other_kernels,
     poison,
@@ -125,7 +125,7 @@ def test_a_linear_is_the_reference_up_to_rounding():
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_captured_chain_waits_for_what_it_reads(read, tokens):
     case = make(8, 1, 1024, 1024)
-    check_captured_chain(lambda y: case.multiply(y, read), case.x[:tokens], case.x[-tokens:])
+    check_captured_products(lambda y: case.multiply(y, read), case.x[:tokens], case.x[-tokens:])
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 300, 256), (3, 2, 7, 96), (4, 4, 129, 192)], ids=str)

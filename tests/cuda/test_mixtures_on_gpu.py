@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoders import MIXTURES, Lanes, in_float64, random_model
-from models import prompts
+from decoder_cases import check_captured_chain, check_captured_step, random_ids
+from decoders import GPU_MIXTURES, Lanes, exact_and_firm, random_model
 from torch import nn
 
-import hf_mlspec
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.switch import PrecisionSwitch
@@ -17,8 +16,7 @@ pytestmark = pytest.mark.usefixtures("kernels_are_required")
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "moe_intermediate_size": 64}
 SHAPE |= {"shared_expert_intermediate_size": 96}
 LENGTH = 60
-NARROW = 0.05  # of the standard deviation of a router's logits: below, rounding decides where a token goes
-CLASSES = ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe"]
+CLASSES = ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss"]
 
 
 def on_gpu(name: str, **options) -> nn.Module:
@@ -33,44 +31,20 @@ def packed_on_gpu(name: str, format: str, **options) -> nn.Module:
     return model.eval().cuda()
 
 
-def random_ids(batch: int, length: int = LENGTH) -> list[list[int]]:
-    return torch.randint(1, 199, (batch, length), generator=torch.Generator().manual_seed(7)).tolist()
-
-
-def exact_and_firm(model: nn.Module, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits in float64, and which tokens come before any of their row whose experts a rounding error could change."""
-    wide = in_float64(model).cuda()
-    wide.set_experts_implementation("eager")
-    narrow = torch.zeros(len(ids), len(ids[0]), dtype=torch.bool, device="cuda")
-
-    def look(router: nn.Module, _, outputs) -> None:
-        logits, chosen = outputs[0].view(*narrow.shape, -1), router.top_k
-        if chosen < logits.shape[-1]:
-            best = logits.sort(dim=-1, descending=True).values
-            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())
-
-    for layer in wide.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(look)
-    with torch.no_grad():
-        logits = wide(torch.tensor(ids).cuda()).logits
-    return logits, narrow.cumsum(dim=1) == 0
-
-
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", GPU_MIXTURES)
 def test_within_three_times_the_error_of_the_modules(name):
     """Where no choice of experts hangs on a rounding error."""
     model, ids = on_gpu(name), random_ids(12)
     with torch.no_grad():
         stock = model(torch.tensor(ids).cuda()).logits.double()
-    exact, firm = exact_and_firm(model, ids)
+    exact, firm = exact_and_firm(model, torch.tensor(ids))
     assert firm.sum() >= 12
     out = torch.stack(Lanes(CudaDecoder(model), 12).feed(ids)).double()
     error, theirs = ((logits - exact)[firm].abs().mean() for logits in (out, stock))
     assert 0 < error <= 3 * theirs
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", GPU_MIXTURES)
 def test_bits_do_not_depend_on_who_else_visits_an_expert(name):
     """One by one, in checks of nine, alone, in a batch of 32, behind padding: the same bits."""
     decoder, ids = CudaDecoder(on_gpu(name)), random_ids(32)
@@ -94,7 +68,7 @@ FORMATS = {"mxfp4": {}, "int4": {"group_size": 32}, "int4 with zeros": {"group_s
 def test_packed_experts_follow_their_values_and_keep_bits(name, format):
     model, ids = packed_on_gpu(name, format.split()[0], **FORMATS[format]), random_ids(16)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    exact, firm = exact_and_firm(model, ids)
+    exact, firm = exact_and_firm(model, torch.tensor(ids))
     assert firm.sum() >= 16
     decoder = CudaDecoder(model)
     for bits in decoder.bit_choices:
@@ -108,9 +82,10 @@ def test_packed_experts_follow_their_values_and_keep_bits(name, format):
         assert torch.equal(tensor, before[key]), key
 
 
-def test_a_long_prompt_is_what_its_tokens_are():
-    """Thousands of tokens an expert, in items of many rows."""
-    decoder = CudaDecoder(on_gpu("qwen3-moe", max_position_embeddings=2048))
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_a_long_prompt_is_what_its_tokens_are(name):
+    """Thousands of tokens an expert, in items of many rows; windows and sinks in the kernel for prompts."""
+    decoder = CudaDecoder(on_gpu(name, max_position_embeddings=2048))
     ids = random_ids(2, 1500)
     whole = torch.stack(Lanes(decoder, 2, slots=2048).feed(ids))
     pieces = Lanes(decoder, 2, slots=2048)
@@ -147,39 +122,15 @@ LEVELS = [["mxfp4"], ["experts:1"], ["mxfp4", "experts:1"], ["early_exit:1"], ["
 @pytest.mark.parametrize("levels", LEVELS, ids=str)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_captured_chain_writes_what_the_target_alone_writes(name, levels):
-    model = hf_mlspec.prepare(on_gpu(name), engine="cuda")
-    inputs = {key: value.cuda() for key, value in prompts([5, 9, 40]).items()}
-    options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
-    alone = model.generate(**inputs, **options, assistant_models=[])
-    chain = model.generate(**inputs, **options, assistant_models=levels, speculation_config={"num_draft_tokens": 3})
-    assert torch.equal(chain, alone)
-    stats = hf_mlspec.last_stats(model)
-    assert stats.levels[0].drafted > 0
-    assert stats.capture_seconds > 0
-    one = {key: value[2:] for key, value in inputs.items()}
-    assert torch.equal(model.generate(**one, **options, assistant_models=levels)[0, -40:], alone[2, -40:])
+    check_captured_chain(on_gpu(name), levels)
 
 
-def test_a_captured_step_is_the_step_and_nothing_waits():
-    decoder, rows = CudaDecoder(on_gpu("qwen2-moe")), random_ids(4)
-    eager = Lanes(decoder, 4)
-    eager.feed([row[:20] for row in rows])
-    kv = eager.kv.clone()
-    ids = torch.zeros(4, 9, dtype=torch.int32, device="cuda")
-    starts, counts = (torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(2))
-    pick = torch.arange(36, device="cuda")
-    decoder.forward(ids, starts, counts, kv, pick=pick)  # libraries load outside of the capture
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            logits = decoder.forward(ids, starts, counts, kv, pick=pick)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for first, last in ((20, 29), (29, 30), (30, 37)):
-        ids[:, : last - first] = torch.tensor([row[first:last] for row in rows], device="cuda")
-        starts.fill_(first)
-        counts.fill_(last - first)
-        graph.replay()
-        expected = torch.stack(eager.feed([row[first:last] for row in rows]))
-        assert torch.equal(logits.view(4, 9, -1)[:, : last - first], expected), first
+def test_its_own_mxfp4_drafts_for_itself_in_captured_rounds():
+    """As gpt-oss is loaded: experts in MXFP4, all else as it is."""
+    for levels in (["mxfp4a8"], ["experts:1"], ["prompt_lookup"]):
+        check_captured_chain(packed_on_gpu("gpt-oss", "mxfp4"), levels)
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+def test_a_captured_step_is_the_step_and_nothing_waits(name):
+    check_captured_step(CudaDecoder(on_gpu(name)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from linear_cases import (
     DEVICE,
-    check_captured_chain,
+    check_captured_products,
     check_with_the_kernels_of_every_gpu,
     needs_other_kernels,
     poison,
@@ -149,7 +149,7 @@ def test_a_captured_chain_waits_for_what_it_reads(weight_bits, activation_bits, 
         return ops.nested_linear(y, *nest.tiles, nest.codebook, 1024, weight_bits=weight_bits,
                                  activation_bits=activation_bits)  # fmt: skip
 
-    check_captured_chain(multiply, nest.x[:tokens], nest.x[-tokens:])
+    check_captured_products(multiply, nest.x[:tokens], nest.x[-tokens:])
 
 
 def test_operands_of_other_floats_and_shapes():

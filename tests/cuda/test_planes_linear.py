@@ -8,7 +8,7 @@ import pytest
 import torch
 from linear_cases import (
     DEVICE,
-    check_captured_chain,
+    check_captured_products,
     check_with_the_kernels_of_every_gpu,
     needs_other_kernels,
     poison,
@@ -124,7 +124,7 @@ def test_a_linear_is_the_reference_up_to_rounding():
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_captured_chain_waits_for_what_it_reads(num_planes, tokens):
     case = make(8, 1024, 1024, 128)
-    check_captured_chain(lambda y: case.multiply(y, num_planes), case.x[:tokens], case.x[-tokens:])
+    check_captured_products(lambda y: case.multiply(y, num_planes), case.x[:tokens], case.x[-tokens:])
 
 
 @pytest.mark.parametrize(("word", "shape"), [(8, (300, 256, 128)), (3, (7, 96, 32)), (5, (129, 192, 64))])

@@ -122,11 +122,12 @@ def test_fakes_agree_with_the_kernels(step):
         "silu_mul": (logits, logits),
         "gated": (logits, 1),
         "gated_in_order": (logits, 1, torch.arange(32, dtype=torch.int32, device="cuda").flip(0)),
+        "gated_pairs": (logits, 1.7, 7.0),
         "gated_hadamard": (logits, 1, None, 32, 1),
         "ordered_rows": (logits, torch.arange(64, dtype=torch.int32, device="cuda").flip(0)),
         "embed_rows": (int32(2), logits, 2.0),
         "rope_write_rows": (bf16(1, 1, 96), None, None, 1e-6, angle, angle, *places, *lanes, 2),
-        "ragged_attention_rows": (bf16(1, 1, 4, 16), *lanes, *places, 0.5, 0, 0.0, 3),
+        "ragged_attention_rows": (bf16(1, 1, 4, 16), *lanes, *places, 0.5, 0, 0.0, 3, torch.ones(4, device="cuda")),
         "choose_rows": (logits, 0.0, torch.zeros(1, dtype=torch.int64, device="cuda"), int32(2), int32(2)),
     }
     for name, operands in calls.items():

@@ -13,7 +13,7 @@ from warned import forget_warnings
 import hf_mlspec
 from hf_mlspec.integration import adaptive
 from hf_mlspec.integration import call as decoding
-from hf_mlspec.ops.attention import FIRST_SLOTS
+from hf_mlspec.ops.attention_plain import FIRST_SLOTS
 from hf_mlspec.speculation.controller import Choice
 from hf_mlspec.speculation.fixed_shapes import FixedController
 from hf_mlspec.speculation.plans import LENGTHS, Plan, Situation

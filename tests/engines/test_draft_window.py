@@ -8,7 +8,7 @@ from models import ARCHITECTURES, VOCAB, tiny
 
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.engine import Engine
-from hf_mlspec.ops.attention import FIRST_SLOTS
+from hf_mlspec.ops.attention_plain import FIRST_SLOTS
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import MIXTURES, PACKED_MIXTURE, Lanes, in_float64, random_model
+from decoders import GPU_MIXTURES, MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
 from torch import nn
 from warned import forget_warnings
 
@@ -25,7 +25,6 @@ from hf_mlspec.precision import OWN_BITS, Bits
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 
 LENGTH = 41
-NARROW = 0.05  # of the standard deviation of a router's logits: below, rounding decides where a token goes
 LAYER = "model.layers.1.mlp"
 
 
@@ -47,26 +46,6 @@ def scored_together(model: nn.Module, ids: torch.Tensor, bits: Bits = OWN_BITS) 
 
 def some_ids(rows: int = 2, seed: int = 5) -> torch.Tensor:
     return torch.randint(1, 199, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits in float64, and which tokens come before any of their row whose experts a rounding error could change."""
-    wide = in_float64(model)
-    wide.set_experts_implementation("eager")
-    narrow = torch.zeros(ids.shape, dtype=torch.bool)
-
-    def look(router: nn.Module, _, outputs) -> None:
-        logits, chosen = outputs[0].view(*ids.shape, -1), router.top_k
-        if chosen < logits.shape[-1]:
-            best = logits.sort(dim=-1, descending=True).values
-            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())
-
-    for layer in wide.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(look)
-    with torch.no_grad():
-        logits = wide(ids).logits
-    return logits, narrow.cumsum(dim=1) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -209,7 +188,7 @@ def test_what_no_decoder_reads_runs_by_module_and_is_named(caplog):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", GPU_MIXTURES)
 def test_the_decoder_of_gpus_computes_the_same_and_keeps_bits(name, dtype):
     """On the CPU through its ops: within the error of the modules, and one by one the same bits."""
     model, ids = random_model(name, dtype), some_ids(8)

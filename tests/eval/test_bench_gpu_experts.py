@@ -17,7 +17,7 @@ def test_steps_and_prompts_are_timed_beside_stock(monkeypatch):
     bench = Bench(torch.device("cpu"), Path("models"), Path("data"), quick=True)
     found = {(line.what, line.contender): line for line in experts.experts(bench)}
     ours, stock = ("BF16", "MXFP4 cast, head too"), ("stock generate, batched_mm", "stock generate, grouped_mm")
-    assert {name for _, name in found} == {*ours, *stock}
+    assert {name for _, name in found} == {*ours, *stock, "experts in MXFP4"}
     assert not bench.missing
     for batch in (1, 4):
         for name in (*ours, *stock):
@@ -27,6 +27,8 @@ def test_steps_and_prompts_are_timed_beside_stock(monkeypatch):
     one, four = (found[f"moe-tiny, 2 layers, batch {batch}", "BF16"].more["bytes"] for batch in (1, 4))
     assert one < four
     assert found["moe-tiny, 2 layers, prompt of 64", "BF16"].value > 0
+    tiny = {name: line for (what, name), line in found.items() if what == "gpt-oss-tiny, 2 layers, batch 1"}
+    assert tiny["experts in MXFP4"].more["bytes"] < tiny["BF16"].more["bytes"]
 
 
 def test_of_experts_those_count_that_uniform_routing_reaches():

@@ -14,13 +14,14 @@ from eval.list_architectures.__main__ import (
     COMPILED,
     END,
     HEADER,
+    ON_A_GPU,
     ON_THE_CPU,
     REFUSED,
     asked,
     classes,
     described,
 )
-from hf_mlspec.engines.architecture import KNOWN, ON_THE_CPU_ALONE
+from hf_mlspec.engines.architecture import KNOWN, ON_GPUS_ALONE, ON_THE_CPU_ALONE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "architectures.md"
 TABLE = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
@@ -34,11 +35,13 @@ def test_every_described_class_stands_in_the_table_as_its_description_says():
     for name in KNOWN:
         row = described(name)
         assert found[name] == [row.alone, row.chain, row.why]
-        assert row.alone == (ON_THE_CPU if name in ON_THE_CPU_ALONE else COMPILED)
+        assert row.alone == (
+            ON_THE_CPU if name in ON_THE_CPU_ALONE else ON_A_GPU if name in ON_GPUS_ALONE else COMPILED
+        )
 
 
 def test_no_class_without_a_description_is_called_compiled():
-    assert {name for name, alone, *_ in ROWS if alone in (COMPILED, ON_THE_CPU)} == set(KNOWN)
+    assert {name for name, alone, *_ in ROWS if alone in (COMPILED, ON_THE_CPU, ON_A_GPU)} == set(KNOWN)
     assert len(KNOWN) >= 40
 
 
@@ -55,7 +58,7 @@ def test_it_names_every_class_of_this_transformers():
 
 
 @pytest.mark.skipif(WRITTEN_WITH[1] != transformers.__version__, reason="the table is of another transformers")
-@pytest.mark.parametrize("name", ["FalconForCausalLM", "GptOssForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("name", ["FalconForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel"])
 def test_what_it_says_of_a_class_without_a_description_is_found_again(name):
     row = asked(name, classes()[name])
     assert (name, row.alone, row.chain, row.why) in ROWS

@@ -16,7 +16,7 @@ import hf_mlspec
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.integration import adaptive
 from hf_mlspec.nn.state import state_of
-from hf_mlspec.ops.attention import FIRST_SLOTS
+from hf_mlspec.ops.attention_plain import FIRST_SLOTS
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.controller import Choice
 from hf_mlspec.speculation.costs import PassCosts

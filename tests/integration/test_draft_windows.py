@@ -11,7 +11,7 @@ from models import letters, near, prompts, refused, tiny
 import hf_mlspec
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.integration import adaptive
-from hf_mlspec.ops.attention import FIRST_SLOTS
+from hf_mlspec.ops.attention_plain import FIRST_SLOTS
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.controller import Choice, Controller
 from hf_mlspec.speculation.costs import PassCosts

@@ -21,16 +21,17 @@ SCHEMAS = [
     "Tensor)",
     "cpu_isa() -> str",
     "cuda_linears(int device) -> str",
-    "dense_expert_rows(Tensor x, Tensor weight, Tensor experts, Tensor plan) -> Tensor",
+    "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan) -> Tensor",
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
     "f32_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated(Tensor gate_up, int activation) -> Tensor",
     "gated_in_order(Tensor gate_up, int activation, Tensor order) -> Tensor",
+    "gated_pairs(Tensor gate_up, float slope, float limit) -> Tensor",
     "gated_hadamard(Tensor gate_up, int activation, Tensor? matrix, int size, int inner) -> Tensor",
-    "int4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, Tensor experts, Tensor "
-    "plan, int out_features, int group_size, int activation_bits, float activation_clip) -> Tensor",
-    "mxfp4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor experts, Tensor plan, int "
-    "out_features, int activation_bits) -> Tensor",
+    "int4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, Tensor? bias, Tensor "
+    "experts, Tensor plan, int out_features, int group_size, int activation_bits, float activation_clip) -> Tensor",
+    "mxfp4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? bias, Tensor experts, Tensor plan, "
+    "int out_features, int activation_bits) -> Tensor",
     "ordered_rows(Tensor x, Tensor order) -> Tensor",
     "pack_awq(Tensor words) -> Tensor",
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
@@ -53,7 +54,7 @@ SCHEMAS = [
     "ragged_attention(Tensor q, Tensor keys, Tensor values, int[] starts, float scale, int window, float softcap, "
     "int draft_window) -> Tensor",
     "ragged_attention_rows(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor counts, float scale, int "
-    "window, float softcap, int draft_window) -> Tensor",
+    "window, float softcap, int draft_window, Tensor? sinks) -> Tensor",
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
     "rms_norm_in_order(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor order) -> (Tensor, Tensor)",
     "rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, int[] starts, Tensor(a!) keys, Tensor(b!) "
@@ -71,7 +72,8 @@ SCHEMAS = [
     "Tensor(f!) failed, int level) -> ()",
     "round_window(Tensor tokens, Tensor base, Tensor lengths, Tensor active, int lead, int judged) -> (Tensor, "
     "Tensor, Tensor, Tensor, Tensor)",
-    "route_rows(Tensor x, Tensor router, int num_experts, int chosen, int renormalize) -> (Tensor, Tensor, Tensor)",
+    "route_rows(Tensor x, Tensor router, Tensor? bias, int num_experts, int chosen, int renormalize) -> (Tensor, "
+    "Tensor, Tensor)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     "weighted_rows(Tensor rows, Tensor weights, Tensor? shared) -> Tensor",
     "zipper_high_joined(Tensor x, Tensor low, Tensor high, Tensor? bias, int[] outputs, int[] begins) -> Tensor",

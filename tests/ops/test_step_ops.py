@@ -39,11 +39,14 @@ def rotation(dtype: torch.dtype = torch.float32, width: int = 4, norms: bool = T
             "keys": lanes[0], "values": lanes[1], "heads": 4}  # fmt: skip
 
 
+SINKS = torch.tensor([-2.0, 0.0, 1.0, 3.0])
+
+
 def attention(dtype: torch.dtype = torch.float32, width: int = 4, **rule) -> dict:
     lanes = seeded(2, 4, 2, SLOTS, 16, seed=1).to(dtype)
     return {"q": seeded(4, width, 4, 16).to(dtype), "keys": lanes[0], "values": lanes[1],
             "starts": int32(0, 20, 46, 99), "counts": int32(width, 2, width, 0), "scale": 0.3,
-            "window": 0, "softcap": 0.0, "draft_window": 0, **rule}  # fmt: skip
+            "window": 0, "softcap": 0.0, "draft_window": 0, "sinks": None, **rule}  # fmt: skip
 
 
 def good(op: str) -> dict:
@@ -54,6 +57,7 @@ def good(op: str) -> dict:
         "gated_in_order": {"gate_up": seeded(3, 8), "activation": 0, "order": int32(3, 2, 1, 0)},
         "gated_hadamard": {"gate_up": seeded(3, 48), "activation": 0,
                            "matrix": hadamard_matrix(12).float(), "size": 24, "inner": 1},
+        "gated_pairs": {"gate_up": seeded(3, 8), "slope": 1.7, "limit": 0.5},
         "ordered_rows": {"x": seeded(3, 8), "order": int32(*range(7, -1, -1))},
         "rms_norm_in_order": {"x": seeded(3, 8), "weight": torch.ones(8), "eps": 1e-5, "residual": None,
                               "order": int32(*range(7, -1, -1))},
@@ -64,7 +68,7 @@ def good(op: str) -> dict:
     }[op]  # fmt: skip
 
 
-OPS = ("embed_rows", "gated", "gated_hadamard", "gated_in_order", "ordered_rows", "rms_norm_in_order",
+OPS = ("embed_rows", "gated", "gated_hadamard", "gated_in_order", "gated_pairs", "ordered_rows", "rms_norm_in_order",
        "rope_write_rows", "ragged_attention_rows", "choose_rows")  # fmt: skip
 
 
@@ -87,6 +91,18 @@ def test_gated(name, act, dtype):
     expected = act(gate_up[:, :7].float()) * gate_up[:, 7:].float()
     assert torch.allclose(y.float(), expected, rtol=STEP[dtype], atol=1e-6)
     assert torch.equal(ops.gated(gate_up[3:4], ACTIVATIONS[name]), y[3:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_pairs(dtype):
+    gate_up = (seeded(5, 14) * 3).to(dtype)
+    gate_up[0, :4] = torch.tensor([9.0, 9.0, -9.0, -9.0])
+    y = ops.gated_pairs(gate_up, 1.702, 2.0)
+    gate, up = gate_up[:, ::2].float().clamp(max=2), gate_up[:, 1::2].float().clamp(-2, 2)
+    assert torch.allclose(y.float(), (up + 1) * gate * torch.sigmoid(1.702 * gate), rtol=STEP[dtype], atol=1e-6)
+    assert torch.equal(ops.gated_pairs(gate_up[3:4], 1.702, 2.0), y[3:4])
+    gate_up[2, 6] = torch.nan
+    assert ops.gated_pairs(gate_up, 1.702, 2.0).isnan().nonzero().tolist() == [[2, 3]]
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None) -> Tensor:
@@ -160,7 +176,8 @@ def test_rows_of_codes(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", [{}, {"window": 3}, {"softcap": 2.0}, {"window": 30, "softcap": 1.0}])
+@pytest.mark.parametrize("rule", [{}, {"window": 3}, {"softcap": 2.0}, {"window": 30, "softcap": 1.0},
+                                  {"sinks": SINKS}, {"window": 3, "sinks": SINKS}])  # fmt: skip
 def test_ragged_attention_rows(dtype, rule):
     case = attention(dtype, **rule)
     y = ops.ragged_attention_rows(*case.values())
@@ -171,7 +188,10 @@ def test_ragged_attention_rows(dtype, rule):
             scores = torch.einsum("hd,hsd->hs", case["q"][row, t].double(), k) * 0.3
             if case["softcap"]:
                 scores = case["softcap"] * torch.tanh(scores / case["softcap"])
-            weights = scores.softmax(-1)
+            if case["sinks"] is None:
+                weights = scores.softmax(-1)
+            else:
+                weights = torch.cat([scores, SINKS[:, None].double()], dim=1).softmax(-1)[:, :-1]
             expected = torch.einsum("hs,hsd->hd", weights, v)
             rounded = 0.0 if dtype == torch.float32 else STEP[dtype] * torch.einsum("hs,hsd->hd", weights, v.abs())
             off = rounded + 2 * STEP[dtype] * expected.abs() + 1e-5  # rounded: a kernel may round weights to bfloat16
@@ -202,8 +222,9 @@ def test_a_draft_window_leaves_the_first_slots_and_the_last(dtype, window, draft
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_alone_has_the_same_bits(dtype):
-    whole, query = rotation(dtype), attention(dtype)
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["without sinks", "with sinks"])
+def test_a_token_alone_has_the_same_bits(sinks, dtype):
+    whole, query = rotation(dtype), attention(dtype, sinks=sinks)
     q, y = ops.rope_write_rows(*whole.values()), ops.ragged_attention_rows(*query.values())
     for row in range(3):
         for t in range(int(whole["counts"][row])):
@@ -317,6 +338,9 @@ BAD = [
     ("ragged_attention_rows", {"scale": float("nan")}, ValueError, "scale is nan"),
     ("ragged_attention_rows", {"window": -1}, ValueError, "window is -1"),
     ("ragged_attention_rows", {"softcap": -2.0}, ValueError, "softcap is -2.0"),
+    ("ragged_attention_rows", {"sinks": torch.ones(3)}, ValueError, r"sinks has shape \[3\], expected \[4\]"),
+    ("gated_pairs", {"limit": 0.0}, ValueError, "slope is 1.7 and limit 0.0, expected finite numbers"),
+    ("gated_pairs", {"gate_up": torch.ones(3, 7)}, ValueError, r"gate_up has shape \[3, 7\]"),
     ("ragged_attention_rows", {"draft_window": -1}, ValueError, "draft_window is -1"),
     ("ragged_attention_rows", {"starts": int32(0, 49, 40, 99)}, ValueError, "row 1 has its 2 tokens from slot 49 on"),
     ("choose_rows", {"logits": torch.ones(2, 0)}, ValueError, r"logits has shape \[2, 0\]"),

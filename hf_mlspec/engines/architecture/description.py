@@ -11,22 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Per field: the words that both decoders take, and those that architectures use which have no decoder yet.
-# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet.
+# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet. GPU_FIELDS: what that of GPUs reads, and
+# that of the CPU does not yet: there anything but None is refused.
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one", "layer", "layer plus one"), ()),
     "head_norms": (("per head", "all heads"), ()),
     "residual": (("sequential", "parallel"), ()),
     "mlp": (("gated", "plain", "experts"), ()),
     "positions": (("rotary", "rotary by layer type", "learned"), ("biases by distance",)),
-    "rotation": (("halves", "pairs", "pairs by columns"), ()),
+    "rotation": (("halves", "halves of single columns", "pairs", "pairs by columns"), ()),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ()),
 }
 CPU_WORDS = {
     "head_norms": ("per rotated head",),
 }
-# Fields that name what no decoder reads yet: anything but None is refused.
-NOT_YET = ("sinks",)
+GPU_FIELDS = ("sinks",)
+GATES = ("halves", "clamped pairs")  # of experts; the decoder of the CPU takes the first
 WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
@@ -58,11 +59,14 @@ SHARED = {name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "dow
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
     """The experts of a layer: where they are, and how tokens are weighted. Logits are ``router.weight x`` in float32,
-    weights their softmax over all experts; a token goes to the largest.
+    and the router's bias where it has one, weights their softmax over all experts; a token goes to the largest.
 
     router, experts: places in a layer; a layer without the first is an MLP as `Description.linears` has it.
     chosen: attribute of the router, the number of experts of a token. renormalize: whether the weights of a token's
-    experts are divided by their sum: an attribute of the router that says it, or what all of the class do.
+    experts are divided by their sum, as in a softmax over these alone: an attribute of the router that says it, or
+    what all of the class do. gate: "halves": gate before up, and the model's activation; "clamped pairs": both in
+    turns, and what gpt-oss computes of them, with `alpha` and `limit` of its experts, which have biases and are
+    [in, out].
     shared: places of gate, up and down of an expert that all tokens go to; {}: there is none. shared_gate: the place
     of a linear to one output, whose sigmoid is its weight.
     """
@@ -71,8 +75,13 @@ class Mixture:
     experts: str = "mlp.experts"
     chosen: str = "top_k"
     renormalize: str | bool = "norm_topk_prob"
+    gate: str = "halves"
     shared: Mapping[str, str] = field(default_factory=dict)
     shared_gate: str = "mlp.shared_expert_gate"
+
+    def __post_init__(self) -> None:
+        if self.gate not in GATES:
+            raise ValueError(f"Mixture: gate says {self.gate!r}, choose from {', '.join(map(repr, GATES))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +116,13 @@ class Description:
     whose rows are added to the embeddings (GPT-2), at position_embedding from row position_offset on; not yet "biases
     by distance" (ALiBi).
     rotation: an element and the one half a head further ("halves"), or its neighbour: "pairs" where the model's tables
-    hold the frequencies one behind the other twice (GLM-4), "pairs by columns" where they hold each twice (Cohere).
+    hold the frequencies one behind the other twice (GLM-4), "pairs by columns" where they hold each twice (Cohere);
+    "halves of single columns": halves, where they hold each once (gpt-oss).
     layers_without_rotary: the config entry with a flag per layer, which is true where a layer rotates (SmolLM3), or
     "those without a window", of a model with windows (EXAONE 4, Cohere 2).
     windows: config.sliding_window applies in no layer, in every layer (Mistral), or "by layer type": where
     config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
-    sinks: not yet; the place in a layer of a logit per head that is part of the softmax (gpt-oss).
+    sinks: the place in a layer of a logit per head that is part of the softmax, and has no value (gpt-oss).
     embedding_scale: "root of hidden": embed_scale of the table where it has one, else sqrt(hidden), in the weights'
     dtype (Gemma). embedding_multiplier: a config entry (Granite).
     attention_scale, attention_softcap: attributes of the attention; a cap of None there is no cap.
@@ -182,7 +192,7 @@ class Description:
             raise ValueError(f"{self.class_name}: {name} says {odd!r}, choose from {', '.join(map(repr, choices))}")
 
 
-_OF = {"cpu": "", "cuda": "of GPUs "}
+_OF = {"cpu": "of CPUs ", "cuda": "of GPUs "}
 
 
 def not_served(description: Description, decoder: str) -> str | None:
@@ -192,10 +202,12 @@ def not_served(description: Description, decoder: str) -> str | None:
         word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
-    for name in NOT_YET:
+    for name in GPU_FIELDS if decoder == "cpu" else ():
         word = getattr(description, name)
         if word is not None:
-            return f"{name} {word!r}; the compiled decoder has none"
+            return f"{name} {word!r}; the compiled decoder {_OF[decoder]}has none"
+    if decoder == "cpu" and description.experts is not None and description.experts.gate != GATES[0]:
+        return f"gate {description.experts.gate!r}; the compiled decoder {_OF[decoder]}takes {GATES[0]!r}"
     norms, linears = set(description.norms), set(description.linears)
     blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
     if not blocks or len(norms & {"q", "k"}) == 1:

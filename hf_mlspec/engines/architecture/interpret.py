@@ -22,7 +22,7 @@ from .description import NORMS, WITHOUT_WINDOW, Description, not_served
 from .known import KNOWN
 from .mixture import UnreadExperts, expert_block
 from .parts import Block, Norm, Outline, UnknownArchitecture
-from .rotary import UNROTATED, Rotation, rope_tables
+from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables
 from .scales import embedding_scale, logit_scale, named, scale_blocks
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
@@ -55,7 +55,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     final_norm, head = _norm(_part(model, entry.final_norm), entry, sizes.hidden), _part(model, entry.head)
     scale = logit_scale(entry, config, head)
     rotary = None if entry.positions == "learned" else _part(model, entry.rotary_embedding)
-    rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, entry.rotation == "pairs by columns")
+    rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, COLUMNS[entry.rotation])
     positions = None
     if entry.position_embedding is not None:
         positions = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
@@ -168,7 +168,8 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
     rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in _rope_kinds(entry, config) if kind != UNROTATED]
     if kinds:
-        rotary_dim = rope_tables(_part(model, entry.rotary_embedding), kinds[:1], 1)[0][0].shape[1] * 2
+        rotary, columns = _part(model, entry.rotary_embedding), COLUMNS[entry.rotation]
+        rotary_dim = rope_tables(rotary, kinds[:1], 1, columns=columns)[0][0].shape[1] * 2
     return Sizes(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -185,7 +186,7 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         attention_softcap=named(attention, entry, "attention_softcap") or 0.0,
         logit_softcap=named(config, entry, "logit_softcap") or 0.0,
         norms_have_mean=entry.has_layer_norms,
-        rotates_pairs=entry.rotation != "halves",
+        rotates_pairs=entry.rotation.startswith("pairs"),
         parallel=entry.residual == "parallel",
         grouped_qkv="qkv_by_head" in entry.linears,
         norms_behind_rotation=entry.head_norms == "per rotated head",
@@ -226,7 +227,17 @@ def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, wi
     norms = {name: _part(layer, place) for name, place in entry.norms.items()}
     width = linear_shape(modules["o"], "o")[1]
     found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
-    return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts)
+    sinks = None if entry.sinks is None else _vector(layer, entry.sinks)
+    return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts, sinks)
+
+
+def _vector(layer: nn.Module, place: str) -> Tensor:
+    """The parameter of a layer at a place that its description names."""
+    try:
+        return layer.get_parameter(place).detach()
+    except AttributeError:
+        name = type(layer).__name__
+        raise UnknownArchitecture(f"its description names {place}, which its {name} does not have") from None
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
@@ -240,6 +251,9 @@ def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
         if (inputs, out) != expected[name]:
             found = f"{inputs} to {out} features"
             raise UnknownArchitecture(f"{name} of layer {index} maps {found}, {expected[name]} are those of the model")
+    if block.sinks is not None and tuple(block.sinks.shape) != (sizes.heads,):
+        shape = list(block.sinks.shape)
+        raise UnknownArchitecture(f"sinks of layer {index} have shape {shape}, the model has {sizes.heads} heads")
 
 
 def _require_head_norms(entry: Description, sizes: Sizes, block: Block, index: int) -> None:

@@ -10,22 +10,27 @@ from torch import Tensor, nn
 from ...nn.expert_modules import ExpertModule
 from ...nn.experts import PackedExperts
 from ...nn.packed import PackedLinear
-from .description import Mixture
+from .description import GATES, Mixture
 
 
 @dataclass(frozen=True)
 class ExpertBlock:
-    """The experts of one layer: `experts` holds them all, ``router`` is ``[count, hidden]``.
+    """The experts of one layer: `experts` holds them all, ``router`` is ``[count, hidden]``, router_bias ``[count]``.
 
-    chosen: of a token. renormalize: whether its weights are divided by their sum. shared: gate, up and down of an
-    expert that all tokens go to, {} where there is none; shared_router: ``[1, hidden]``, whose sigmoid weighs it.
+    chosen: of a token. renormalize: whether its weights are divided by their sum. biases: ``[count, out]`` of each
+    projection, {} where there are none. clamp: slope and limit where gate and up come in turns (`ops.gated_pairs`),
+    None where gate comes before up. shared: gate, up and down of an expert that all tokens go to, {} where there is
+    none; shared_router: ``[1, hidden]``, whose sigmoid weighs it.
     """
 
     experts: nn.Module
     original: ExpertModule
     router: Tensor
+    router_bias: Tensor | None
     chosen: int
     renormalize: bool
+    biases: dict[str, Tensor]
+    clamp: tuple[float, float] | None
     shared: dict[str, nn.Module]
     shared_router: Tensor | None
 
@@ -49,8 +54,8 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
     if router is None:
         return None
     experts = _at(layer, entry.experts)
-    original = _original(experts, index)
-    weight = router.weight.detach()
+    original = _original(entry, experts, index)
+    weight, bias = router.weight.detach(), getattr(router, "bias", None)
     if tuple(weight.shape) != (original.num_experts, original.sizes["down_proj"][0]):
         raise UnreadExperts(
             f"the router of layer {index} has weights of shape {list(weight.shape)} for {original.num_experts} "
@@ -63,14 +68,19 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
             f"{original.num_experts} as the config's num_experts_per_tok"
         )
     _require_finite(weight, index)
+    if bias is not None:
+        _require_finite(bias.detach()[:, None], index)
     renormalize = entry.renormalize
     shared = {name: layer.get_submodule(place) for name, place in entry.shared.items()}
     return ExpertBlock(
         experts,
         original,
         weight,
+        None if bias is None else bias.detach(),
         chosen,
         getattr(router, renormalize) if isinstance(renormalize, str) else renormalize,
+        {key: getattr(experts, f"{key}_bias").detach() for key in original.sizes} if experts.has_bias else {},
+        None if entry.gate == GATES[0] else (float(experts.alpha), float(experts.limit)),
         shared,
         _row_of(layer.get_submodule(entry.shared_gate)) if shared else None,
     )
@@ -85,8 +95,9 @@ def _row_of(linear: nn.Module) -> Tensor:
     return linear.dequantized_plain(torch.float32)
 
 
-def _original(experts: nn.Module | None, index: int) -> ExpertModule:
-    """What a module of experts is; UnreadExperts for one that is not gated, or has biases."""
+def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertModule:
+    """What a module of experts is; UnreadExperts for one that is not gated, or that has biases or is transposed where
+    its entry does not say so."""
     if type(experts) is PackedExperts:
         found = experts.original
     else:
@@ -94,6 +105,10 @@ def _original(experts: nn.Module | None, index: int) -> ExpertModule:
         if why is not None:
             raise UnreadExperts(f"its experts of layer {index} are not read: {why}")
         found = ExpertModule.of(experts, f"experts of layer {index}")
+    if entry.gate != GATES[0]:
+        if not (experts.has_gate and hasattr(experts, "alpha") and hasattr(experts, "limit")):
+            raise UnreadExperts(f"its experts of layer {index} have no gate with alpha and limit")
+        return found
     if not experts.has_gate or experts.has_bias:
         raise UnreadExperts(f"its experts of layer {index} have no gate, or biases")
     if found.transposed and type(experts) is not PackedExperts:

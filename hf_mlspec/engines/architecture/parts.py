@@ -41,6 +41,7 @@ class Block:
     window: int
     rope_table: int
     experts: ExpertBlock | None = None
+    sinks: Tensor | None = None  # of the softmax of each head
 
 
 @dataclass

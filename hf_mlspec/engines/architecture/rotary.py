@@ -10,23 +10,31 @@ from torch import Tensor, nn
 
 FIRST_POSITIONS = 1024
 UNROTATED = "unrotated"  # the table of layers that rotate nothing
+# How an embedding's columns hold the frequencies, by the word of `Description.rotation`: one behind the other and all
+# of them again, each beside itself, or one behind the other.
+COLUMNS = {
+    "halves": "all twice",
+    "pairs": "all twice",
+    "pairs by columns": "each twice",
+    "halves of single columns": "once",
+}
 _AT_ONCE = 8192  # positions: what a model's own embedding computes on the way is four times its result
 
 
 @dataclass(frozen=True)
 class Rotation:
     """Where a model's rotary tables come from: `rotary`, its embedding (None: nothing is rotated), of `kinds` of
-    layers, UNROTATED among them where some rotate nothing. half: elements of a row. by_columns: whether columns of the
-    embedding hold each frequency twice, side by side, not all of them twice."""
+    layers, UNROTATED among them where some rotate nothing. half: elements of a row. columns: how those of the
+    embedding hold the frequencies: one of COLUMNS."""
 
     rotary: nn.Module | None
     kinds: list[str | None]
     half: int
-    by_columns: bool = False
+    columns: str = "all twice"
 
     def tables(self, positions: int) -> list[tuple[Tensor, Tensor]]:
         """cos and sin float32 ``[positions, half]`` of every kind, where the embedding lies."""
-        return rope_tables(self.rotary, self.kinds, positions, self.half, self.by_columns)
+        return rope_tables(self.rotary, self.kinds, positions, self.half, self.columns)
 
 
 def rope_tables(
@@ -34,7 +42,7 @@ def rope_tables(
     kinds: list[str | None],
     positions: int,
     half: int | None = None,
-    by_columns: bool = False,
+    columns: str = "all twice",
 ) -> list[tuple[Tensor, Tensor]]:
     """cos and sin float32 ``[positions, rotary_dim / 2]`` of every kind, from a model's own rotary embedding, where
     that lies. Little more memory than they need is used on the way. half: columns of tables without rotation."""
@@ -50,10 +58,10 @@ def rope_tables(
         for begin in range(0, positions, _AT_ONCE):
             ids = torch.arange(begin, min(begin + _AT_ONCE, positions), device=device)[None]
             found = rotary(like, ids) if kind is None else rotary(like, ids, kind)
-            own = found[0].shape[-1] // 2
+            own = found[0].shape[-1] // (1 if columns == "once" else 2)
             table = table or tuple(like.new_empty(positions, own) for _ in found)
             for whole, part in zip(table, found, strict=True):
-                whole[begin : begin + _AT_ONCE] = part[0, :, ::2] if by_columns else part[0, :, :own]
+                whole[begin : begin + _AT_ONCE] = part[0, :, ::2] if columns == "each twice" else part[0, :, :own]
         tables.append(table)
     if device.type == "cuda":  # calls on other streams will read them
         torch.cuda.current_stream(device).synchronize()

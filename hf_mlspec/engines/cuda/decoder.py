@@ -214,7 +214,7 @@ class CudaDecoder:
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
         rule = scale, layer.window, softcap, draft_window
-        mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule)
+        mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule, layer.sinks)
         mixed = mixed.view(batch * width, -1)
         return layer.o(mixed if packing is None else mixed.index_select(0, packing.take), bits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import ops
 from ...formats import Parts
@@ -20,25 +20,26 @@ _MOST = 1024  # MLSPEC_CUDA_MOST_EXPERTS
 
 
 class DenseExperts:
-    """One projection of all experts, ``[experts, out, in]``, bfloat16 or float32."""
+    """One projection of all experts, ``[experts, out, in]``, bfloat16 or float32; bias ``[experts, out]`` or None."""
 
-    __slots__ = ("weight",)
+    __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: Tensor):
-        self.weight = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits) -> Tensor:
         """``[n, in]`` or ``[pairs, in]`` -> ``[pairs, out]``; bits mean nothing to dense weights."""
-        return ops.dense_expert_rows(x, self.weight, experts, plan)
+        return ops.dense_expert_rows(x, self.weight, self.bias, experts, plan)
 
 
 class FourBitExperts:
-    """One projection of all experts in tiles; own: what their switch said when it was read."""
+    """One projection of all experts in tiles, bias as of DenseExperts; own: what their switch said when it was
+    read."""
 
-    __slots__ = ("clip", "group_size", "out_features", "own", "tiles")
+    __slots__ = ("bias", "clip", "group_size", "out_features", "own", "tiles")
 
-    def __init__(self, experts: PackedExperts, tiles: Parts, out_features: int):
-        self.tiles, self.out_features = tuple(tiles), out_features
+    def __init__(self, experts: PackedExperts, tiles: Parts, bias: Tensor | None, out_features: int):
+        self.tiles, self.bias, self.out_features = tuple(tiles), bias, out_features
         self.own, self.clip = experts.switch.bits, experts.switch.activation_clip
         self.group_size = None if experts.format == "mxfp4" else experts.group_size
 
@@ -46,32 +47,37 @@ class FourBitExperts:
         """As DenseExperts, at 16, 8 or 4 activation bits, 0: the switch's."""
         width = bits.activation or self.own.activation
         if self.group_size is None:
-            return ops.mxfp4_expert_rows(x, *self.tiles, experts, plan, self.out_features, width)
+            return ops.mxfp4_expert_rows(x, *self.tiles, self.bias, experts, plan, self.out_features, width)
         how = self.out_features, self.group_size, width, self.clip
-        return ops.int4_expert_rows(x, *self.tiles, experts, plan, *how)
+        return ops.int4_expert_rows(x, *self.tiles, self.bias, experts, plan, *how)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """What stands in a layer for gate, up and down.
 
-    router: ``[count, hidden]``, with a shared expert one row more. shared: gate and up as one, and down, or ().
-    extra_bytes: of what could not be shared with the model's modules.
+    router: ``[count, hidden]``, with a shared expert one row more; router_bias: float32, one a row, or None. clamp: of
+    `ops.gated_pairs`, None where gate comes before up. shared: gate and up as one, and down, or (). extra_bytes: of
+    what could not be shared with the model's modules.
     """
 
     router: Tensor
+    router_bias: Tensor | None
     count: int
     chosen: int
     renormalize: bool
     up: DenseExperts | FourBitExperts
     down: DenseExperts | FourBitExperts
+    clamp: tuple[float, float] | None
     shared: tuple[JoinedLinear, ...]
     extra_bytes: int
 
     def __call__(self, normed: Tensor, activation: int, bits: Bits) -> Tensor:
         """``[n, hidden]`` -> what the experts add, of the same shape. activation: a number of ops.rows.ACTIVATIONS."""
-        experts, weights, plan = ops.route_rows(normed, self.router, self.count, self.chosen, int(self.renormalize))
-        inner = ops.gated(self.up(normed, experts, plan, bits), activation)
+        how = self.count, self.chosen, int(self.renormalize)
+        experts, weights, plan = ops.route_rows(normed, self.router, self.router_bias, *how)
+        gate_up = self.up(normed, experts, plan, bits)
+        inner = ops.gated(gate_up, activation) if self.clamp is None else ops.gated_pairs(gate_up, *self.clamp)
         rows = self.down(inner, experts, plan, bits)
         beside = None
         if self.shared:
@@ -81,26 +87,42 @@ class ExpertLayer:
 
 
 def expert_layer(block: ExpertBlock) -> ExpertLayer:
-    """The experts of a layer; their weights stay where they are, packed ones are put in tiles. UnknownArchitecture
-    names what does not fit."""
+    """The experts of a layer; their weights stay where they are, packed ones are put in tiles, dense ones that are
+    ``[in, out]`` are laid out the other way. UnknownArchitecture names what does not fit."""
     require_experts(block, "CUDA")
     router, extra_bytes, shared = block.router, 0, ()
+    bias = None if block.router_bias is None else block.router_bias.float()
     if block.shared_router is not None:
         wide = router.dtype != block.shared_router.dtype
         router = torch.cat([row.float() if wide else row for row in (router, block.shared_router)])
+        bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
         extra_bytes = router.nbytes
         gate_up = joined([block.shared["gate"], block.shared["up"]], "shared gate, up")
         shared = gate_up, joined([block.shared["down"]], "shared down")
     projections = []
     for key in (_UP, _DOWN):
+        own = block.biases.get(key)
         if isinstance(block.experts, PackedExperts):
             tiles = block.experts.prepack_().parts(key)
-            projections.append(FourBitExperts(block.experts, tiles, block.original.sizes[key][0]))
+            projections.append(FourBitExperts(block.experts, tiles, own, block.original.sizes[key][0]))
         else:
-            projections.append(DenseExperts(getattr(block.experts, key).detach()))
-    count = block.original.num_experts
-    router = router.contiguous()
-    return ExpertLayer(router, count, block.chosen, block.renormalize, *projections, shared, extra_bytes)
+            weight = getattr(block.experts, key)
+            dense = _out_major(weight) if block.original.transposed else weight.detach()
+            projections.append(DenseExperts(dense, own))
+    count, clamp = block.original.num_experts, block.clamp
+    how = count, block.chosen, block.renormalize
+    return ExpertLayer(router.contiguous(), bias, *how, *projections, clamp, shared, extra_bytes)
+
+
+@torch.no_grad()
+def _out_major(weight: nn.Parameter) -> Tensor:
+    """``[experts, out, in]`` of a parameter ``[experts, in, out]``, which is a view of it from then on."""
+    whole = weight.detach().transpose(1, 2)
+    if not whole.is_contiguous():
+        with torch.inference_mode(False):
+            whole = whole.contiguous()
+            weight.data = whole.transpose(1, 2)
+    return whole
 
 
 def require_served_experts(block: ExpertBlock, row_bytes: int) -> None:

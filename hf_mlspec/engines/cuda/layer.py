@@ -21,7 +21,7 @@ class Layer:
     heads_together: norms over all queries and over all keys, in place of q_norm and k_norm. Orders: of the
     inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
     they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either. experts: in place of
-    `gate_up` and `down`."""
+    `gate_up` and `down`. sinks: of `ops.ragged_attention_rows`."""
 
     qkv: JoinedLinear
     o: JoinedLinear
@@ -41,6 +41,7 @@ class Layer:
     heads_together: tuple[Tensor, Tensor] | None
     window: int
     rope: int
+    sinks: Tensor | None
 
     def linears(self) -> list[JoinedLinear]:
         """Those that all tokens go through, but for the head."""
@@ -88,4 +89,5 @@ def read_layer(block: Block, found: Outline, device: torch.device) -> Layer:
         heads_together=together,
         window=block.window,
         rope=block.rope_table,
+        sinks=None if block.sinks is None else block.sinks.float().contiguous(),
     )

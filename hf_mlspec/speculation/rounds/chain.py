@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
 from ...engines.rows import GROWTH, new_kv, up_to_growth
 from ...nn.state import say_once, state_of
-from ...ops.attention import FIRST_SLOTS
+from ...ops.attention_plain import FIRST_SLOTS
 from ..plans import Plan, off
 from ..search import Choice
 from .graphs import RoundGraphs

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from ...engines.engine import Engine
 from ...nn.state import say_once
-from ...ops.attention import FIRST_SLOTS
+from ...ops.attention_plain import FIRST_SLOTS
 from ..controller import Controller
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter

@@ -128,7 +128,7 @@ bool attend_widened(const CudaCall& call, const Tensor& q, mlspec_cuda_attention
 #endif
 
 Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& starts, const Tensor& counts,
-                             double scale, int64_t window, double softcap, int64_t draft_window) {
+                             double scale, int64_t window, double softcap, int64_t draft_window, const Maybe& sinks) {
   constexpr const char* op = "ragged_attention_rows";
   check_bf16(op, "q", q);
   const mlspec_cuda_cache cache = cache_of(op, keys, values, "q", q);
@@ -141,6 +141,7 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   TORCH_CHECK_VALUE(window >= 0, op, ": window is ", window, ", expected 0 (none) or a number of slots");
   check_softcap(op, softcap);
   TORCH_CHECK_VALUE(draft_window >= 0, op, ": draft_window is ", draft_window, ", expected 0 (none) or a number of slots");
+  if (sinks) check_vector(op, "sinks", *sinks, q.size(2), "q", q, at::kFloat);
   const CudaCall call(op, q);
   Tensor out = at::empty(q.sizes(), q.options());
   if (out.numel() == 0) return out;
@@ -148,7 +149,8 @@ Tensor ragged_attention_rows(const Tensor& q, const Tensor& keys, const Tensor& 
   const DeviceLimits& limits = limits_of(call, q.device().index());
   const mlspec_cuda_attention attention{rows.const_data_ptr(),     out.mutable_data_ptr(), q.size(2), window, draft_window,
                                         static_cast<float>(scale), static_cast<float>(softcap), limits.shared_bytes,
-                                        limits.multiprocessors,    0,        0};
+                                        limits.multiprocessors,    0,        0, {},
+                                        sinks ? sinks->const_data_ptr<float>() : nullptr};
   const mlspec_cuda_row_launch launch = how(call);
 #if MLSPEC_HOPPER
   if (hopper_serves(call.capability()) && mlspec_cuda_attention_prefill_serves(&attention, &tokens, &cache)) {

@@ -14,8 +14,8 @@ namespace {
 
 using namespace mlspec;
 
-std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& router, int64_t num_experts, int64_t chosen,
-                                              int64_t renormalize) {
+std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts,
+                                              int64_t chosen, int64_t renormalize) {
   constexpr const char* op = "route_rows";
   check_bf16(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() == 2 && router.dim() == 2, op, ": x has shape ", x.sizes(), " and router ", router.sizes(),
@@ -28,6 +28,7 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
                     +MLSPEC_CUDA_MOST_EXPERTS);
   TORCH_CHECK_VALUE(chosen >= 1 && chosen <= num_experts, op, ": chosen is ", chosen, ", expected 1 to ", num_experts);
   TORCH_CHECK_VALUE(hidden > 0 && hidden % 8 == 0, op, ": x has ", hidden, " columns, the CUDA kernels take multiples of 8");
+  if (bias) check_vector(op, "bias", *bias, router.size(0), "x", x, at::kFloat);
   const CudaCall call(op, x);
   const int64_t pairs = tokens * chosen, items = mlspec_cuda_most_items(pairs, num_experts);
   const auto int32s = x.options().dtype(at::kInt), floats = x.options().dtype(at::kFloat);
@@ -37,6 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   const Tensor rows = dense(x), logits = at::empty({tokens, num_experts + shared}, floats);
   mlspec_cuda_routing args{};
   args.x = rows.const_data_ptr(), args.router = router.const_data_ptr();
+  args.bias = bias ? bias->const_data_ptr<float>() : nullptr;
   args.logits = logits.mutable_data_ptr<float>();
   args.experts = experts.mutable_data_ptr<int32_t>(), args.weights = weights.mutable_data_ptr<float>();
   args.plan = plan.mutable_data_ptr<int32_t>();
@@ -72,11 +74,19 @@ mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tens
 
 using ExpertKernel = const char* (*)(const mlspec_cuda_expert_linear*);
 
-Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_linear args, const Tensor& x) {
-  const CudaCall call(op, x);
+// bias [experts, out], float32 or bfloat16.
+Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_linear args, const Tensor& x, const Maybe& bias) {
   mlspec_cuda_linear& a = args.linear;
+  if (bias) {
+    a.bias_is_float32 = bias->scalar_type() == at::kFloat;
+    check_part(op, "bias", *bias, a.bias_is_float32 ? at::kFloat : at::kBFloat16, {args.num_experts, a.out_features}, "x", x,
+               bias->element_size());
+    a.bias = bias->const_data_ptr();
+  }
+  const CudaCall call(op, x);
   const Tensor y = at::empty({args.num_pairs, a.out_features}, x.options());
   if (y.numel() == 0) return y;
+  TORCH_CHECK_VALUE(!bias || a.in_features > 0, op, ": x has no columns");
   if (a.in_features == 0) return y.zero_();
   const Tensor rows = dense(x);
   std::tuple<Tensor, Tensor> codes;
@@ -88,14 +98,14 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
   return y;
 }
 
-Tensor dense_expert_rows(const Tensor& x, const Tensor& weight, const Tensor& experts, const Tensor& plan) {
+Tensor dense_expert_rows(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& experts, const Tensor& plan) {
   constexpr const char* op = "dense_expert_rows";
   TORCH_CHECK_VALUE(weight.dim() == 3, op, ": weight has shape ", weight.sizes(), ", expected [experts, out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
   mlspec_cuda_expert_linear args = check_rows(op, x, weight, weight.size(2), experts, plan);
   args.linear.out_features = weight.size(1);
   args.bytes_of_expert = weight.size(1) * weight.size(2) * 2;
-  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x);
+  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x, bias);
 }
 
 // Tiles of every expert as those of a linear, stacked; scale_tiles tell in_features.
@@ -114,8 +124,8 @@ mlspec_cuda_expert_linear check_tiles(const char* op, const Tensor& x, const Ten
   return args;
 }
 
-Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Tensor& experts,
-                         const Tensor& plan, int64_t out_features, int64_t activation_bits) {
+Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& bias,
+                         const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t activation_bits) {
   constexpr const char* op = "mxfp4_expert_rows";
   mlspec_cuda_expert_linear args = check_tiles(op, x, weight_tiles, scale_tiles, out_features, kBlock, 1, experts, plan);
   const int64_t blocks = scale_tiles.size(2);
@@ -124,12 +134,12 @@ Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tens
   args.linear.exponent_shift = static_cast<const int32_t*>(scale_tiles.const_data_ptr());
   args.shifts_of_expert = blocks;
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
-  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x);
+  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x, bias);
 }
 
 Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
-                        const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size, int64_t activation_bits,
-                        double activation_clip) {
+                        const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size,
+                        int64_t activation_bits, double activation_clip) {
   constexpr const char* op = "int4_expert_rows";
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_expert_linear args =
@@ -141,7 +151,7 @@ Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tenso
   args.linear.has_zeros = zero_tiles.has_value();
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
   args.linear.activation_clip = static_cast<float>(activation_clip);
-  return multiply_rows(op, mlspec_cuda_int4_experts, args, x);
+  return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias);
 }
 
 Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared) {

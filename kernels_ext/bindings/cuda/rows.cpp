@@ -96,6 +96,23 @@ Tensor gated_in_order(const Tensor& gate_up, int64_t activation, const Tensor& o
   return gated_by("gated_in_order", gate_up, activation, &order);
 }
 
+Tensor gated_pairs(const Tensor& gate_up, double slope, double limit) {
+  constexpr const char* op = "gated_pairs";
+  check_bf16(op, "gate_up", gate_up);
+  TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
+                    ", expected [n, 2 * intermediate]");
+  TORCH_CHECK_VALUE(std::isfinite(slope) && limit > 0 && std::isfinite(limit), op, ": slope is ", slope, " and limit ", limit,
+                    ", expected finite numbers, the limit above 0");
+  const CudaCall call(op, gate_up);
+  Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  if (out.numel() == 0) return out;
+  const Tensor rows = dense(gate_up);
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_gated_pairs(rows.const_data_ptr(), out.size(0), out.size(1), static_cast<float>(slope),
+                                     static_cast<float>(limit), out.mutable_data_ptr(), &launch));
+  return out;
+}
+
 Tensor ordered_rows(const Tensor& x, const Tensor& order) {
   constexpr const char* op = "ordered_rows";
   check_bf16(op, "x", x);
@@ -218,6 +235,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("silu_mul", silu_mul);
   m.impl("gated", gated);
   m.impl("gated_in_order", gated_in_order);
+  m.impl("gated_pairs", gated_pairs);
   m.impl("ordered_rows", ordered_rows);
   m.impl("hadamard_rows", hadamard_rows);
   m.impl("gated_hadamard", gated_hadamard);

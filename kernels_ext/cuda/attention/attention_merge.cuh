@@ -71,8 +71,9 @@ struct Four {
 template <class Shape>
 __device__ __forceinline__ void write_four(const AttentionArgs& a, const Tile& tile, int index, const Four& four) {
   const int row = index / (Shape::kDim / 4), element = index % (Shape::kDim / 4) * 4;
-  write_pair(a, tile, row, element, finished(four.x, four.sum), finished(four.y, four.sum));
-  write_pair(a, tile, row, element + 2, finished(four.z, four.sum), finished(four.w, four.sum));
+  const float share = share_of(a, tile, row, four.largest, four.sum);
+  write_pair(a, tile, row, element, finished(four.x, share), finished(four.y, share));
+  write_pair(a, tile, row, element + 2, finished(four.z, share), finished(four.w, share));
 }
 
 // The block's share of the tile's elements for each thread, merged group by group.

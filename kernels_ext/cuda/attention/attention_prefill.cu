@@ -160,10 +160,11 @@ struct Group {
   }
   __device__ __forceinline__ void write(const Merged<Shape>& merged) const {
     const int row = number * 64 + threadIdx.x % 128 / kWarp * 16 + lane / 4;
+    const float low = share_of(a, tile, row, merged.largest[0], limit[0] < 0 ? 0.f : merged.sum[0]);
+    const float high = share_of(a, tile, row + 8, merged.largest[1], limit[1] < 0 ? 0.f : merged.sum[1]);
 #pragma unroll
     for (int n = 0; n < Shape::kOutTiles; ++n) {
       const float4 v = merged.out[n * 128];
-      const float low = limit[0] < 0 ? 0.f : merged.sum[0], high = limit[1] < 0 ? 0.f : merged.sum[1];
       write_pair(a, tile, row, n * 8 + lane % 4 * 2, finished(v.x, low), finished(v.y, low));
       write_pair(a, tile, row + 8, n * 8 + lane % 4 * 2, finished(v.z, high), finished(v.w, high));
     }

@@ -112,10 +112,8 @@ struct Merge {
   }
 };
 
-// The quotient that is the result; 0 for rows without slots. Adding 0 makes -0 of rows that others had to wait for +0.
-__device__ __forceinline__ float finished(float out, float sum) {
-  return fmaf(out, sum == 0.f ? 0.f : 1.f / sum, 0.f);
-}
+// A weighted sum times its share (attention_walk.cuh). Adding 0 makes -0 of rows that others had to wait for +0.
+__device__ __forceinline__ float finished(float out, float share) { return fmaf(out, share, 0.f); }
 
 // Of the four lanes that share a row.
 __device__ __forceinline__ float sum_of_lanes(float value) {

@@ -10,9 +10,11 @@
 
 namespace mlspec {
 
-static_assert(kChunk == 64, "FIRST_SLOTS of hf_mlspec/ops/attention.py");
+static_assert(kChunk == 64, "FIRST_SLOTS of hf_mlspec/ops/attention_plain.py");
 
 constexpr int kTeams = 8, kTeamRanks = 4, kRanks = kTeams * kTeamRanks;  // ranks in one line: team by team
+
+constexpr float kLog2E = 1.4426950408889634f;
 
 struct AttentionArgs {
   const __nv_bfloat16* q;
@@ -23,11 +25,11 @@ struct AttentionArgs {
   int heads, group;  // query heads, and of one key head
   int tiles, teams, stages;  // teams: blocks that share a tile, 1 or 8
   mlspec_cuda_scales scales;
+  const float* sinks;
 };
 
 inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attention& attention, const mlspec_cuda_tokens& tokens,
                                   const mlspec_cuda_cache& cache) {
-  constexpr float kLog2E = 1.4426950408889634f;
   if (cache.dim % 16 || cache.dim < 16 || cache.dim > 256) return "head_dim must be a multiple of 16 up to 256";
   if (cache.batch > 65535 || cache.kv_heads > 65535) return "a call takes up to 65535 rows and key heads";
   if (cache.slots > INT32_MAX - kChunk || tokens.width * attention.heads > INT32_MAX / kTeams)
@@ -40,7 +42,7 @@ inline const char* read_arguments(AttentionArgs* args, const mlspec_cuda_attenti
   const ScoreRule rule{shaped ? 1.f : inner, inner, attention.softcap * kLog2E, shaped, capped,
                        int(window), int(window == 0 ? draft : draft == 0 ? window : window < draft ? window : draft)};
   *args = {static_cast<const __nv_bfloat16*>(attention.q), static_cast<__nv_bfloat16*>(attention.out), tokens, cache, rule,
-           int(attention.heads), int(attention.heads / cache.kv_heads), 0, 0, 0, attention.scales};
+           int(attention.heads), int(attention.heads / cache.kv_heads), 0, 0, 0, attention.scales, attention.sinks};
   return nullptr;
 }
 
@@ -131,6 +133,15 @@ struct Walk {
     if (!done()) next();
   }
 };
+
+// What the weighted sums of a tile's row are multiplied by: 1 over its sum of weights, among them that of the head's sink; 0 for rows
+// without slots.
+__device__ __forceinline__ float share_of(const AttentionArgs& a, const Tile& tile, int row, float largest, float sum) {
+  if (sum == 0.f) return 0.f;
+  if (!a.sinks) return 1.f / sum;
+  const Merge with(largest, __fmul_rn(a.sinks[tile.kv_head * a.group + (tile.first_row + row) % a.group], kLog2E));
+  return with.own / with(sum, 1.f);
+}
 
 // Elements `element`, + 1 of row `row` of a tile; rows and elements behind the tensor's are dropped.
 __device__ __forceinline__ void write_pair(const AttentionArgs& a, const Tile& tile, int row, int element, float low, float high) {

@@ -22,7 +22,9 @@ struct ExpertCopier {
   using Format = typename V::Format;
   const Params& p;
   const uint8_t* weights;
-  const int* tokens;
+  const int32_t* places;  // in the plan: the item's pairs
+  int rows, pairs_of_token;
+  int *pairs, *tokens;
   uint32_t ring;  // of the group
   int tile, thread;
 
@@ -36,6 +38,14 @@ struct ExpertCopier {
       copy_rows<kTileOutputs, 128>(to, weights, int64_t(tile) * kTileOutputs, p.out_features, int64_t(chunk) * 128,
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
+  }
+  // Behind the first weights, whose way is longer.
+  __device__ __forceinline__ void begin_tokens() const {
+    if (threadIdx.x < V::kTokens) {
+      const int pair = places[min(int(threadIdx.x), rows - 1)];
+      pairs[threadIdx.x] = pair, tokens[threadIdx.x] = pair / pairs_of_token;
+    }
+    __syncthreads();
   }
   __device__ __forceinline__ void copy_tokens(int chunk, int slot) const {
     constexpr int kPieces = V::kRowBytes / 16;
@@ -74,25 +84,25 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   const int32_t* item = e.plan + p.num_tokens + 3 * (blockIdx.x % e.most_items);
   const int expert = item[0], first = item[1], rows = item[2];
   if (rows == 0) return;
-  if (threadIdx.x < V::kTokens) {
-    const int pair = e.plan[first + min(int(threadIdx.x), rows - 1)];
-    pairs[threadIdx.x] = pair, tokens[threadIdx.x] = pair / e.pairs_of_token;
-  }
-  __syncthreads();
+  int shift = 0;
+  if constexpr (V::Format::kHasShift) shift = p.exponent_shift[expert * e.shifts_of_expert];  // read while others wait
   const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, warp = thread / 32, lane = thread % 32;
   uint8_t* own = stages + group * V::kStages * V::kStageBytes;
   float sums[V::kTokenTiles][4] = {};
-  const ExpertCopier<V> copier{p, p.weights + expert * e.bytes_of_expert, tokens, shared_address(own), tile, thread};
+  const ExpertCopier<V> copier{p, p.weights + expert * e.bytes_of_expert, e.plan + first, rows, e.pairs_of_token, pairs, tokens,
+                               shared_address(own), tile, thread};
   sum_chunks<V>(sums, copier, own, stages, group, warp, lane);
   float* total = reinterpret_cast<float*>(stages);
   add_groups<V>(sums, total, group, warp, lane);
   float out_scale = V::Format::kOutScale;
-  if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(p.exponent_shift[expert * e.shifts_of_expert]));
+  if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(shift));
+  const int64_t bias_bytes = int64_t(p.out_features) * (p.bias_is_float32 ? 4 : 2);
+  const void* bias = p.bias ? static_cast<const uint8_t*>(p.bias) + expert * bias_bytes : nullptr;
   constexpr int kQuads = kTileOutputs / 4;
   for (int i = threadIdx.x; i < rows * kQuads; i += kThreads) {
     const int row = i / kQuads, output = i % kQuads * 4;
     const float4 sum = *reinterpret_cast<const float4*>(total + row * V::kSumStride + output);
-    store_outputs(p, sum, out_scale, pairs[row], tile * kTileOutputs + output);
+    store_outputs(p, bias, sum, out_scale, pairs[row], tile * kTileOutputs + output);
   }
 }
 
@@ -100,7 +110,6 @@ template <class V>
 const char* launch_experts(const mlspec_cuda_expert_linear& args) {
   using Format = typename V::Format;
   const mlspec_cuda_linear& a = args.linear;
-  const auto kernel = expert_kernel<V>;
   const int64_t chunks = (a.in_features + Format::kChunk - 1) / Format::kChunk;
   const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
   const int64_t items = mlspec_cuda_most_items(args.num_pairs, args.num_experts);
@@ -112,23 +121,12 @@ const char* launch_experts(const mlspec_cuda_expert_linear& args) {
   Params& p = params.p;
   p.weights = static_cast<const uint8_t*>(a.tiles), p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
   p.exponent_shift = a.exponent_shift, p.out = a.out, p.x_scale_stride = a.x_scale_stride;
+  p.bias = a.bias, p.bias_is_float32 = a.bias_is_float32 != 0;
   p.num_tokens = int(args.num_pairs), p.in_features = int(a.in_features), p.out_features = int(a.out_features);
   p.chunks = p.token_chunks = int(chunks), p.aligned = aligned;
   params.plan = args.plan, params.pairs_of_token = int(args.num_pairs / a.num_tokens), params.most_items = int(items);
   params.bytes_of_expert = args.bytes_of_expert, params.shifts_of_expert = args.shifts_of_expert;
-  if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
-    return problem;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(tiles * items));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = V::kSharedBytes;
-  config.stream = static_cast<cudaStream_t>(a.stream);
-  config.attrs = &attribute;
-  config.numAttrs = a.overlap ? 1 : 0;
-  return message(cudaLaunchKernelEx(&config, kernel, params));
+  return launch_blocks(expert_kernel<V>, tiles * items, V::kSharedBytes, a, params);
 }
 
 template <class Format>

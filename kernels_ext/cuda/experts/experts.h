@@ -25,6 +25,7 @@ static inline int64_t mlspec_cuda_most_items(int64_t pairs, int64_t experts) {
 typedef struct {
   const void* x;       // bfloat16 [tokens, hidden], hidden a multiple of 8
   const void* router;  // [experts, with a shared one + 1][hidden], bfloat16 or float32
+  const float* bias;   // [experts (+ 1)] of the logits, or null
   float* logits;       // [tokens, experts (+ 1)]
   int32_t* experts;    // [tokens, chosen]: of the largest logits, of equal ones the lower number; NaN is less than all
   float* weights;      // [tokens, chosen (+ 1)]: softmax over all, or renormalized over the chosen; the sigmoid of the last row
@@ -37,7 +38,7 @@ typedef struct {
 const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
 typedef struct {
-  mlspec_cuda_linear linear;  // of one expert: x [num_tokens, in], out bfloat16 [pairs, out], no bias; tiles of all experts
+  mlspec_cuda_linear linear;  // of one expert: x [num_tokens, in], out bfloat16 [pairs, out]; tiles and biases of all experts
   const int32_t* plan;
   int64_t num_pairs;         // a multiple of linear.num_tokens: a token has num_pairs / num_tokens of them
   int64_t num_experts;

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
     const float sum = warp_sum(sums[t]);
-    if (lane == 0 && t < tokens) p.logits[(first + t) * scores + score] = sum;
+    if (lane == 0 && t < tokens) p.logits[(first + t) * scores + score] = p.bias ? __fadd_rn(sum, p.bias[score]) : sum;
   }
 }
 

@@ -5,6 +5,8 @@
 // column of operand B, and neither the number of columns nor their place changes what mma adds, nor in what order.
 #pragma once
 
+#include <type_traits>
+
 #include "../linear/linear.h"
 #include "../linear/linear_scaled.cuh"
 #include "portable_ring.cuh"
@@ -99,7 +101,7 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
 #pragma unroll
   for (int i = 0; i < V::kStages - 1; ++i)
     if (i < chunks) copier.copy_weights(chunk(i), i);
-  wait_for_previous_kernel();  // which may have written x
+  copier.begin_tokens();
 #pragma unroll
   for (int i = 0; i < V::kStages - 1; ++i) {
     if (i < chunks) copier.copy_tokens(chunk(i), i);
@@ -129,7 +131,8 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
   wait_for_copies<0>();
 }
 
-__device__ __forceinline__ void store_outputs(const Params& p, float4 sum, float out_scale, int token, int output) {
+// bias: of all outputs, or null.
+__device__ __forceinline__ void store_outputs(const Params& p, const void* bias, float4 sum, float out_scale, int token, int output) {
   float values[4] = {sum.x, sum.y, sum.z, sum.w};
   const int64_t place = int64_t(token) * p.out_features + output;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + place;
@@ -137,10 +140,10 @@ __device__ __forceinline__ void store_outputs(const Params& p, float4 sum, float
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     values[i] = __fmul_rn(values[i], out_scale);
-    if (p.bias && output + i < p.out_features) {
-      const float bias = p.bias_is_float32 ? static_cast<const float*>(p.bias)[output + i]
-                                           : __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[output + i]);
-      values[i] = __fadd_rn(values[i], bias);
+    if (bias && output + i < p.out_features) {
+      const float own = p.bias_is_float32 ? static_cast<const float*>(bias)[output + i]
+                                          : __bfloat162float(static_cast<const __nv_bfloat16*>(bias)[output + i]);
+      values[i] = __fadd_rn(values[i], own);
     }
     rounded[i] = __float2bfloat16_rn(values[i]);
   }
@@ -190,7 +193,7 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[V::k
   for (int i = threadIdx.x; i < tokens * kQuads; i += kThreads) {
     const int token = i / kQuads, output = i % kQuads * 4;
     const float4 sum = *reinterpret_cast<const float4*>(total + token * V::kSumStride + output);
-    store_outputs(p, sum, out_scale, first_token + token, first_output + output);
+    store_outputs(p, p.bias, sum, out_scale, first_token + token, first_output + output);
   }
 }
 
@@ -214,10 +217,28 @@ inline const char* message(cudaError_t error) { return error == cudaSuccess ? nu
 
 inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+// So many blocks of a kernel that takes `params`, where and as `a` says.
+template <class ParamsOf>
+const char* launch_blocks(void (*kernel)(ParamsOf), int64_t blocks, int shared_bytes, const mlspec_cuda_linear& a,
+                          const std::remove_const_t<ParamsOf>& params) {
+  if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)))
+    return problem;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(a.stream);
+  config.attrs = &attribute;
+  config.numAttrs = a.overlap ? 1 : 0;
+  return message(cudaLaunchKernelEx(&config, kernel, params));
+}
+
 template <class V>
 const char* launch(const mlspec_cuda_linear& a) {
   using Format = typename V::Format;
-  const auto kernel = linear_kernel<V>;
   const int64_t chunks = (a.in_features + Format::kChunk - 1) / Format::kChunk;
   const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
   const int64_t token_blocks = (a.num_tokens + V::kTokens - 1) / V::kTokens;
@@ -231,19 +252,7 @@ const char* launch(const mlspec_cuda_linear& a) {
                       static_cast<const half*>(a.tables), a.out, a.x_scale_stride, int(a.num_tokens),
                       int(inputs), int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride,
                       a.zero_doubled, a.num_planes, a.table_columns, a.absent_planes, aligned, a.bias_is_float32 != 0, a.out_is_float32 != 0};
-  if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes)))
-    return problem;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(tiles * token_blocks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = V::kSharedBytes;
-  config.stream = static_cast<cudaStream_t>(a.stream);
-  config.attrs = &attribute;
-  config.numAttrs = a.overlap ? 1 : 0;
-  return message(cudaLaunchKernelEx(&config, kernel, params));
+  return launch_blocks(linear_kernel<V>, tiles * token_blocks, V::kSharedBytes, a, params);
 }
 
 // kMostTokenTiles: of a block; stages that hold more than 4 bits of a weight leave room for 4 alone.

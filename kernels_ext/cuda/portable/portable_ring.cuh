@@ -119,6 +119,7 @@ struct Copier {
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
   }
+  __device__ __forceinline__ void begin_tokens() const { wait_for_previous_kernel(); }  // which may have written x
   // Chunks of a weight with outliers beyond those of x meet the tokens of its last.
   __device__ __forceinline__ void copy_tokens(int weight_chunk, int slot) const {
     const int chunk = min(weight_chunk, p.token_chunks - 1);

@@ -165,6 +165,37 @@ __global__ void __launch_bounds__(kElementThreads)
   }
 }
 
+// NaN stays NaN, which fminf and fmaxf would lose.
+__device__ __forceinline__ float gated_pair(float gate, float up, float slope, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return (up + 1.f) * (gate / (1.f + expf(-slope * gate)));
+}
+
+// count: of outputs. A thread has kVector of them, one behind the other, of whichever rows.
+__global__ void __launch_bounds__(kElementThreads)
+    gated_pairs_kernel(const __nv_bfloat16* gate_up, int64_t count, float slope, float limit, __nv_bfloat16* out) {
+  launch_dependents();
+  const int64_t at = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kVector;
+  if (at >= count) return;
+  wait_for_previous_kernel();
+  const __nv_bfloat16* from = gate_up + 2 * at;
+  if (at + kVector <= count) {
+    float pairs[2][kVector], y[kVector];
+    load_vector(from, pairs[0]);
+    load_vector(from + kVector, pairs[1]);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      const float(&half)[kVector] = pairs[e / (kVector / 2)];
+      y[e] = gated_pair(half[e * 2 % kVector], half[e * 2 % kVector + 1], slope, limit);
+    }
+    store_vector(out + at, y);
+  } else {
+    for (int e = 0; at + e < count; ++e)
+      store_one(out + at + e, gated_pair(load_one(from + 2 * e), load_one(from + 2 * e + 1), slope, limit));
+  }
+}
+
 // A thread gathers kVector columns of every row of its part, which lie in the cache after the first reads of a row.
 __global__ void __launch_bounds__(kElementThreads)
     ordered_kernel(const uint16_t* x, const int32_t* order, int64_t n, int64_t width, uint16_t* out) {
@@ -303,6 +334,14 @@ const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, 
                        gated_kernel<kActivation>, static_cast<const __nv_bfloat16*>(gate), static_cast<const __nv_bfloat16*>(up),
                        stride, n, width, order, static_cast<__nv_bfloat16*>(out));
   });
+}
+
+const char* mlspec_cuda_gated_pairs(const void* gate_up, int64_t n, int64_t width, float slope, float limit, void* out,
+                                    const mlspec_cuda_row_launch* how) {
+  const int64_t blocks = (n * width + kElementThreads * kVector - 1) / (kElementThreads * kVector);
+  if (blocks > INT32_MAX) return "too many tokens for one launch: call it for fewer tokens";
+  return launch_rows(*how, {dim3(unsigned(blocks)), kElementThreads}, gated_pairs_kernel, static_cast<const __nv_bfloat16*>(gate_up),
+                     n * width, slope, limit, static_cast<__nv_bfloat16*>(out));
 }
 
 const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,

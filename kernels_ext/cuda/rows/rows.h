@@ -44,6 +44,11 @@ const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void
 const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
                               const int32_t* order, void* out, const mlspec_cuda_row_launch* how);
 
+// gate_up bfloat16 [n, 2 * width], gate and up in turns -> out [n, width]: (up + 1) * gate * sigmoid(slope * gate) of a gate that is
+// limited from above and an up from both sides.
+const char* mlspec_cuda_gated_pairs(const void* gate_up, int64_t n, int64_t width, float slope, float limit, void* out,
+                                    const mlspec_cuda_row_launch* how);
+
 // x bfloat16 [n, width], order int32 [width] -> out [n, width]: its column i is column order[i] of x, the nearest one there is.
 const char* mlspec_cuda_ordered_rows(const void* x, const int32_t* order, int64_t n, int64_t width, void* out,
                                      const mlspec_cuda_row_launch* how);
@@ -94,6 +99,7 @@ typedef struct {
   int32_t teams;   // blocks that share a tile's keys: 1 or 8
   int32_t groups;  // of warps in a block: 1, or more than 1 for as many as there may be
   mlspec_cuda_scales scales;  // of a cache that was widened, for the kernel for prompts
+  const float* sinks;  // [heads], or null: a score more of every softmax, which has no value
 } mlspec_cuda_attention;
 
 const char* mlspec_cuda_ragged_attention_rows(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,

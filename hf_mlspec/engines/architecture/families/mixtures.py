@@ -33,4 +33,12 @@ ENTRIES = (
         experts=Mixture(),
         unset=("clip_qkv",),
     ),
+    replace(
+        LLAMA,
+        class_name="GptOssForCausalLM",
+        rotation="halves of single columns",
+        sinks="self_attn.sinks",
+        mlp="experts",
+        experts=Mixture(router="mlp.router", renormalize=True, gate="clamped pairs"),
+    ),
 )
