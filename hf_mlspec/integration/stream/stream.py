@@ -19,7 +19,6 @@ from ...engines.rows import held_bytes, require_memory
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
-from ...speculation.rounds.rounds import NoRoom
 from ...speculation.row_sampling import RowRule
 from ...speculation.stats import LevelStats, SpeculationStats
 from ..adaptive import let_choose, tell_what_never_pays
@@ -69,8 +68,9 @@ def generate_stream(
     Decoding happens only while the iterator is being consumed; closing it frees everything. For a progress bar wrap
     it: `tqdm(generate_stream(...), total=len(requests))`. A request that is invalid, whose own processor, criterion or
     streamer fails, or for which the target's logits are NaN (FloatingPointError) completes with "error". Where a
-    level fails, the target goes on alone, with one warning. Raises TypeError or ValueError at once for arguments of
-    the call itself, and an exception of `requests` once the running requests have completed.
+    level fails, the target goes on alone, with one warning and the same tokens; where the target fails, the stream
+    raises its error. Raises TypeError or ValueError at once for arguments of the call itself, and an exception of
+    `requests` once the running requests have completed.
     """
     _check_call(model, requests, max_batch, tokenizer)
     chunk, budget = chunk_of(prefill_chunk), bytes_of(prefix_cache, "prefix_cache")
@@ -109,6 +109,7 @@ class _Stream:
         self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
         device = next(model.parameters()).device
         self.rounds = StreamRounds(chain, device, max_batch, self._stop, self._emit, prompts.begun)
+        prompts.on_failure = self.rounds.leave_out
 
     def completions(self) -> Iterator[Completion | NewTokens]:
         """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
@@ -160,7 +161,7 @@ class _Stream:
             self.rounds.close()
         finally:
             self.prompts.forget()
-            stats = self.rounds.stats
+            stats, self.told.levels_error = self.rounds.stats, self.rounds.failure
             for name in _OF_STREAM:
                 setattr(stats, name, getattr(self.told, name))
             keep_stats(self.model, stats)
@@ -183,31 +184,37 @@ class _Stream:
                 request.end_stream()
                 return Completion(request, [], [], "cancelled")
             one = self.prepare(request, time.perf_counter())
-            self._require_memory(one)
+            opening = self.prompts.opening(one, self.rounds.drafting)
+            self._require_memory(one, opening.nbytes)
         except Exception as error:  # whatever is wrong with one request, the others go on
             if isinstance(request, Request):
                 request.end_stream()
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
+        number, joins = self.admitted, False
+        try:
+            joins = one.error is None and self.prompts.take(number, one, opening)
+        except Exception as error:  # no memory to read it into: the others go on
+            one.fail(error)
         if one.error is not None:
             one.stats.seconds = time.perf_counter() - one.began
             return self._complete(one)
+        self.admitted += 1
         if self.chain.drafter is not None:
             one.stats.levels = [LevelStats(self.chain.drafter.name)]
-        number, self.admitted = self.admitted, self.admitted + 1
-        if self.prompts.take(number, one, self.rounds.drafting):
+        if joins:
             self.live[number] = one
             joining.append(number)
         self.told.prompt_tokens += one.stats.prompt_tokens
         self.told.prefix_tokens += one.stats.prefix_tokens
         return None
 
-    def _require_memory(self, one: Admitted) -> None:
-        """torch.OutOfMemoryError for a row for which, beside those that are live, there is no room."""
+    def _require_memory(self, one: Admitted, beside: int) -> None:
+        """torch.OutOfMemoryError for a row without room beside the live ones. beside: bytes its prompt is read into."""
         others = *self.live.values(), *(found.one for found in self.prompts.reading.values())
         rows = [*(other.row for other in others), one.row]
         engines = [self.chain.target.runner, *self.chain.runners]
-        require_memory(engines, len(rows), self.model.device, longest=max(map(len, rows)))
+        require_memory(engines, len(rows), self.model.device, longest=max(map(len, rows)), beside=beside)
 
     def _place(self, going: list[int], joining: list[int]) -> None:
         """Those that go on and those that join become the rows of the loop, or of a new one."""
@@ -215,7 +222,7 @@ class _Stream:
         try:
             if fits:
                 self._move(going, joining)
-        except NoRoom as error:
+        except Exception as error:  # whatever the levels or the target raise
             self.rounds.give_up(error, list(self.live.values()))
             fits = False
         if not fits:
@@ -269,16 +276,19 @@ class _Stream:
         return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
 
     def _advanced(self) -> list[int]:
-        """As `Loop.round`. Where captured rounds cannot go on, for lack of memory or for logits that are NaN, which
-        end one request only, rounds of the host do."""
+        """As `Loop.round`. Where captured rounds cannot go on, others do."""
+        rows = [self.live[number] for number in self.loop.numbers]
+        before = [len(one.row) for one in rows]
         try:
-            return self.loop.round()
-        except (NoRoom, FloatingPointError) as error:
-            if not self.rounds.is_captured:
-                raise
+            going = self.loop.round()
+        except Exception as error:  # whatever the levels or the target raise
             self.rounds.give_up(error, list(self.live.values()))
-        self._begin()
-        return self.loop.round()
+            if before != [len(one.row) for one in rows] or any(one.finish_reason for one in rows):
+                return [r for r, one in enumerate(rows) if one.left]  # the round was over, and the next one failed
+            self._begin()
+            going = self.loop.round()
+        self.rounds.goes_on()
+        return going
 
     def _stop(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
         """How many tokens of a row count, and whether it ends; its own criteria may end it alone."""
