@@ -56,11 +56,11 @@ def test_a_level_that_fails_leaves_the_target_alone_in_captured_rounds(target, m
     draft, left, launch, captured = near(tiny(**SHAPE), 0.02).cuda(), [good], RoundGraphs.launch, []
     options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 30}
     asked = [[5, 6 + n, 7] for n in range(9)]
-    expected = [target.generate(input_ids=torch.tensor([ids], device="cuda"), **options, assistant_models=[])[0].tolist()
+    expected = [target.generate(torch.tensor([ids], device="cuda"), **options, assistant_models=[])[0].tolist()
                 for ids in asked]  # fmt: skip
 
     def failing(self, program, *words):
-        captured.append(bool(program.active))
+        captured.append(bool(program.levels[1:]))
         if program.levels[1:]:
             left[0] -= 1
             if left[0] < 0:

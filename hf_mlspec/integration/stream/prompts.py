@@ -78,7 +78,7 @@ class LongPrompts:
         self.prefixes = KeptPrefixes(budget) if budget and exact else None
         self.pace = Pace(max(chunk, 1), device)
         self.begun: Beginnings = {}
-        self.on_failure: Callable[[Exception], None]
+        self.on_failure: Callable[[Exception], None] | None = None
         self.reading: dict[int, _Reading] = {}
         self._unkept: dict[int, int] = {}  # tokens of prompts of rows that just joined, by number
         if budget and not exact:
@@ -156,6 +156,7 @@ class LongPrompts:
         """Let go of everything."""
         self.reading.clear()
         self.begun.clear()
+        self.on_failure = None  # it knows the stream: a cycle would keep the caches until the next gc
         if self.prefixes is not None:
             self.prefixes.clear()
 

@@ -210,7 +210,7 @@ class _Stream:
         return None
 
     def _require_memory(self, one: Admitted, beside: int) -> None:
-        """torch.OutOfMemoryError for a row without room beside the live ones. beside: bytes its prompt is read into."""
+        """torch.OutOfMemoryError for a row without room beside the live ones. beside: bytes its prompt is read to."""
         others = *self.live.values(), *(found.one for found in self.prompts.reading.values())
         rows = [*(other.row for other in others), one.row]
         engines = [self.chain.target.runner, *self.chain.runners]
