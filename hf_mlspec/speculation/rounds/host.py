@@ -123,7 +123,7 @@ class HostRounds:
         if hasattr(self.drafter, "scored_by"):  # asked every round: rows that join may have rules of their own
             self.drafter.scored_by = self.target.runner if self.target.settles_in_engine else None
         draft = self._proposed(rows, limits)
-        verdict = self.target.check(rows, draft or Draft.from_lists([[] for _ in rows], self.device))
+        verdict = self.target.check(rows, draft or Draft.nothing(len(rows), self.device))
         self.drafted = draft.lengths if draft else [0] * len(rows)
         stats.count_pass(len(rows))
         if draft:
