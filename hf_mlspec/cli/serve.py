@@ -35,7 +35,7 @@ def run_serve(args: argparse.Namespace) -> int:
         model, tokenizer = load_target(path, args)
         _set_template(tokenizer, args.chat_template or (None if args.model else "plain"))
         options = Options(args.served_model_name or name, args.slots, keys, limits, config,
-                          prefill_chunk=args.prefill_chunk, prefix_cache=prefix_cache)
+                          prefill_chunk=args.prefill_chunk, prefix_cache=prefix_cache, every=args.stream_interval)
         served = serve_model(model, tokenizer, levels, options)
         served.backend.start()
         host, port = listening.getsockname()[:2]

@@ -302,15 +302,15 @@ def held_bytes(engines: Iterable[Any]) -> list[int]:
 
 def require_memory(
     engines: Iterable[CachedRows | None], rows: int, device: torch.device, *,
-    longest: int = 0, end: int = 0, kept: Callable[[], int] = int,
+    longest: int = 0, end: int = 0, beside: int = 0, kept: Callable[[], int] = int,
 ) -> str:
     """Ask whether there is memory for the caches that so many rows start with, before anything of them is allocated.
 
     engines: those of all levels, None of those without one; what they hold counts as theirs. longest: tokens of the
-    longest row, where it may have more than the engines expect. end: tokens that it may reach. kept: how many bytes
-    are held that can be freed, asked only where it matters. Returns "", or what there is to say of caches that have
-    room for the rows but not for all that these may gain. torch.OutOfMemoryError names rows, tokens and bytes where
-    there is no room at all.
+    longest row, where it may have more than the engines expect. end: tokens that it may reach. beside: bytes that are
+    to be allocated beside the caches. kept: how many bytes are held that can be freed, asked only where it matters.
+    Returns "", or what there is to say of caches that have room for the rows but not for all that these may gain.
+    torch.OutOfMemoryError names rows, tokens and bytes where there is no room at all.
     """
     own = [engine for engine in engines if engine is not None and not engine.follow]
     slots = max([GROWTH, longest + 1, *(engine.capacity for engine in own)])
@@ -318,7 +318,7 @@ def require_memory(
 
     def missing(slots: int) -> int:
         each = (up_to_growth(first_capacity(slots, engine.max_positions)) * engine.bytes_per_token for engine in own)
-        return sum(each) * rows - held
+        return sum(each) * rows - held + beside
 
     needed, most = missing(slots), missing(max(slots, end))
     if most < WORTH_ASKING:

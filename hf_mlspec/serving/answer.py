@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ..integration.stream.events import NewTokens
 from ..integration.stream.request import Completion
 from .asked import Asked
-from .backend import Backend, Ticket
+from .backend import Backend, News, Ticket
 from .errors import ApiError, ending, failed, invalid
+from .pieces import joined
 
 
 @dataclass
@@ -32,30 +33,33 @@ class Choice:
 
 @dataclass
 class Step:
-    """What a choice gained: tokens, what is shown of them, and whether it has ended."""
+    """What a choice gained: tokens, what is shown of them, and how it has ended, if it has."""
 
     choice: Choice
     tokens: list[int]
     shown: list[Any]
     logprobs: list[Any]
     levels: list[str | None]
+    finish_reason: str | None = None
 
 
 class Answer:
-    """The choices of one request while they are decoded. Leaving it, however, cancels what is not done."""
+    """The choices of one request while they are decoded. Leaving it, however, cancels what is not done. every: as of
+    `Ticket`."""
 
-    def __init__(self, backend: Backend, asked: Asked, seconds: float) -> None:
+    def __init__(self, backend: Backend, asked: Asked, seconds: float, every: float | None) -> None:
         self.backend, self.asked = backend, asked
         self.choices: list[Choice] = []
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, NewTokens | Completion | None]] = asyncio.Queue()
-        self._timer = self._loop.call_later(seconds, self._events.put_nowait, (0, None))
+        self.every = every
+        self._news: asyncio.Queue[tuple[Choice, News] | None] = asyncio.Queue()
+        self._timer = self._loop.call_later(seconds, self._news.put_nowait, None)
 
     def add(self, prompt: list[int], new_tokens: int, seed: int | None, pieces: Any) -> None:
         """One more choice; it is not decoded before `start`."""
         index = len(self.choices)
-        ticket = Ticket(prompt, self._listener(index), seed=seed, id=index, logprobs=self.asked.top_logprobs,
-                        max_new_tokens=new_tokens, **self.asked.options)
+        ticket = Ticket(prompt, self._loop, partial(self._hear, index), self.every, seed=seed, id=index,
+                        logprobs=self.asked.top_logprobs, max_new_tokens=new_tokens, **self.asked.options)
         self.choices.append(Choice(index, ticket, prompt, pieces))
 
     def start(self) -> None:
@@ -66,20 +70,26 @@ class Answer:
             self._timer.cancel()
             raise
 
-    async def steps(self) -> AsyncIterator[Step]:
-        """What the choices gain, to the end of the last one. ApiError for what fails."""
+    async def steps(self) -> AsyncIterator[list[Step]]:
+        """What the choices gain, all that is known at a time, to the end of the last one. ApiError for what fails."""
         left = len(self.choices)
         try:
             while left:
-                index, event = await self._events.get()
-                if event is None:
-                    raise ApiError(504, "the answer took longer than a request may", kind="server_error",
-                                   code="timeout")  # fmt: skip
-                step = self._step(self.choices[index], event)
-                left -= step.choice.finish_reason is not None
-                yield step
+                steps, error = self._told(await self._some())
+                left -= sum(step.finish_reason is not None for step in steps)
+                if steps:
+                    yield steps
+                if error is not None:
+                    raise error
         finally:
             self.cancel()
+
+    async def _some(self) -> list[tuple[Choice, News] | None]:
+        """All news there are, at least one."""
+        found = [await self._news.get()]
+        while not self._news.empty():
+            found.append(self._news.get_nowait())
+        return found
 
     def cancel(self) -> None:
         """Whoever asked has all of it, or is gone."""
@@ -94,25 +104,33 @@ class Answer:
         new = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
-    def _listener(self, index: int) -> Any:
-        """Called in the thread that decodes; of a loop that has ended nobody listens."""
+    def _hear(self, index: int, news: News) -> None:
+        self._news.put_nowait((self.choices[index], news))
 
-        def tell(ticket: Ticket, event: NewTokens | Completion) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+    def _told(self, found: list[tuple[Choice, News] | None]) -> tuple[list[Step], ApiError | None]:
+        """Steps, and what ends the answer behind them."""
+        steps: list[Step] = []
+        for one in found:
+            if one is None:
+                return steps, ApiError(504, "the answer took longer than a request may", kind="server_error",
+                                       code="timeout")  # fmt: skip
+            choice, news = one
+            choice.tokens += news.tokens
+            choice.logprobs += news.logprobs
+            step = Step(choice, news.tokens, choice.pieces.add(news.tokens), news.logprobs, news.levels)
+            error = None if news.end is None else _error(news.end)
+            if news.end is not None and error is None:
+                step.finish_reason = choice.finish_reason = "length" if news.end.finish_reason == "length" else "stop"
+                step.shown = joined(step.shown + choice.pieces.rest())
+            steps.append(step)
+            if error is not None:
+                return steps, error
+        return steps, None
 
-        return tell
 
-    def _step(self, choice: Choice, event: NewTokens | Completion) -> Step:
-        if isinstance(event, NewTokens):
-            choice.tokens += event.tokens
-            choice.logprobs += event.logprobs
-            shown = choice.pieces.add(event.tokens, event.text or "")
-            return Step(choice, event.tokens, shown, event.logprobs, event.levels)
-        if event.error is not None:
-            refused = event.speculation is None and isinstance(event.error, ValueError | TypeError)
-            raise invalid(None, str(event.error)) if refused else failed(str(event.error))
-        if event.finish_reason == "cancelled":
-            raise ending()
-        choice.finish_reason = "length" if event.finish_reason == "length" else "stop"
-        return Step(choice, [], choice.pieces.rest(), [], [])
+def _error(end: Completion) -> ApiError | None:
+    """What is said of an answer that did not end by itself."""
+    if end.error is not None:
+        refused = end.speculation is None and isinstance(end.error, ValueError | TypeError)
+        return invalid(None, str(end.error)) if refused else failed(str(end.error))
+    return ending() if end.finish_reason == "cancelled" else None

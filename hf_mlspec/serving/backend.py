@@ -9,45 +9,58 @@ import logging
 import queue
 import threading
 import time
+from asyncio import AbstractEventLoop
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..integration.call import last_stats
 from ..integration.config import SpeculationConfig
-from ..integration.stream.events import NewTokens
+from ..integration.stream.events import NewTokens, TokenLogprob
 from ..integration.stream.request import Completion, Request
-from ..integration.stream.stream import generate_stream
+from ..integration.stream.stream import stream_in_rounds
 from .errors import ApiError, busy, ending
 
-Listener = Callable[["Ticket", NewTokens | Completion], None]
 _LOG = logging.getLogger("mlspec.serving")
+
+
+@dataclass
+class News:
+    """What a ticket gained since its listener heard of it last: of each token its id, the level that drafted it and,
+    where asked for, its log probability. end: its completion, if it has ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    levels: list[str | None] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: Completion | None = None
+
+
+Listener = Callable[[News], None]
 
 
 class Ticket(Request):
     """A request of the stream, and who hears of it.
 
-    listener: called in the thread that decodes, with the tokens of each round and then the completion; it must not
-        wait. arrived, began: seconds of time.perf_counter, when it was submitted and when its first tokens came.
-    told, first_tokens: tokens that the listener knows, and those of them that came first. said: characters of text.
+    listener: called in `loop`, the event loop of whoever asked, with what the ticket gained. every: seconds between
+        two calls, if rounds are shorter; 0: it hears of every round; None: of the end only, with all that was gained.
+        The first tokens, of a ticket that does not wait for the end, and the end are told at once.
+    arrived, began, heard: seconds of time.perf_counter, when it was submitted, when its first tokens came, and when
+        its listener was called last. tokens, first_tokens: how many it has, and how many came first.
     """
 
-    def __init__(self, input_ids: list[int], listener: Listener, **options: Any) -> None:
+    def __init__(self, input_ids: list[int], loop: AbstractEventLoop, listener: Listener, every: float | None = 0.0,
+                 **options: Any) -> None:
         super().__init__(input_ids, **options)
-        self.listener, self.arrived, self.began = listener, time.perf_counter(), None
-        self.told = self.first_tokens = self.said = 0
-        self.again = [0, 0]  # of those the tokens and characters that a second stream made once more
+        self.loop, self.listener, self.every = loop, listener, every
+        self.arrived, self.began, self.heard = time.perf_counter(), 0.0, 0.0
+        self.tokens = self.first_tokens = 0
+        self.news = News()
 
-    def news(self, event: NewTokens) -> NewTokens | None:
-        """What of an event the listener does not know; a stream that begins again makes the same tokens again."""
-        tokens, text = len(event.tokens), event.text or ""
-        old, old_text = min(self.told - self.again[0], tokens), min(self.said - self.again[1], len(text))
-        self.again = [self.again[0] + tokens, self.again[1] + len(text)]
-        if old == tokens and old_text == len(text):
-            return None
-        self.told, self.said = self.told + tokens - old, self.said + len(text) - old_text
-        if self.began is None:
-            self.began, self.first_tokens = time.perf_counter(), self.told
-        return NewTokens(event.request, event.tokens[old:], text[old_text:], event.levels[old:], event.logprobs[old:])
+    def take(self) -> News:
+        """What its listener has not heard of."""
+        news, self.news = self.news, News()
+        return news
 
 
 class Backend:
@@ -55,12 +68,13 @@ class Backend:
 
     model, tokenizer: the target and a tokenizer that nobody else uses. levels, config: of the chain. slots: rows
     decoded at a time. queue_limit: tickets that may wait for a slot. watch: counts every event. how: other arguments
-    of `generate_stream`.
+    of `stream_in_rounds`.
 
-    A level that fails is left out, and so are those beside it: the stream goes on with the target alone. Where the
-    stream ends, as with captured rounds, answers that run begin again with the target alone, which writes the same
-    tokens, and clients see none of it. Where the target itself fails the running answers end with the error and a new
-    stream begins, unless nothing was decoded in between.
+    A level that fails is left out, and so are those beside it: the stream goes on with the target alone, and so do
+    streams after it. Where the target itself fails the running answers end with the error and a new stream begins,
+    unless nothing was decoded in between.
+
+    Listeners hear of all tickets of an event loop in one call into it: rounds can be as short as such a call.
     """
 
     def __init__(self, model: Any, tokenizer: Any, levels: list[Any], config: SpeculationConfig | None = None, *,
@@ -76,6 +90,10 @@ class Backend:
         self._live: dict[int, Ticket] = {}  # tickets that the stream has, by their id()
         self._ready = threading.Event()
         self._decoded = False  # whether the stream that runs has decoded anything
+        self._untold: dict[int, Ticket] = {}  # tickets with news that need not wait for the end, by their id()
+        self._round = 0.0  # when the last round ended
+        self._levels: Counter[str | None] = Counter()  # of tokens that `watch` does not know of; and passes of the
+        self._passes = 0  # target, one for each row of each
         self._thread = threading.Thread(target=self._run, name="mlspec-decoding", daemon=True)
 
     def start(self) -> None:
@@ -137,23 +155,23 @@ class Backend:
 
     def _run(self) -> None:
         """One stream, and another one for as long as streams fail and there is hope."""
-        levels: list[Any] | None = self.levels
-        again: list[Ticket] = []
-        while levels is not None:
+        going = True
+        while going:
             try:
-                self._decode(levels, again)
+                self._decode()
                 return
             except Exception as error:  # whatever a model raises, somebody waits for an answer
-                levels, again = self._after(error, levels)
+                going = self._after(error)
 
-    def _decode(self, levels: list[Any], again: list[Ticket]) -> None:
+    def _decode(self) -> None:
         self._decoded = False
-        events = generate_stream(self.model, self._arriving(again), max_batch=self.slots, tokenizer=self.tokenizer,
-                                 assistant_models=levels, speculation_config=self.config, events=True, **self.how)
+        levels = self.levels if self.levels_error is None else []
+        rounds = stream_in_rounds(self.model, self._arriving(), max_batch=self.slots, tokenizer=self.tokenizer,
+                                  assistant_models=levels, speculation_config=self.config, **self.how)
         self._ready.set()
-        for event in events:
+        for told in rounds:
             self._note_levels()
-            self._tell(event)
+            self._tell(told)
 
     def _note_levels(self) -> None:
         """What the stream says of levels that it left out."""
@@ -162,29 +180,23 @@ class Backend:
             self.levels_error = RuntimeError(stats.levels_error)
             self.watch.level_failures.inc()
 
-    def _after(self, error: Exception, levels: list[Any]) -> tuple[list[Any] | None, list[Ticket]]:
-        """With which levels, None for not at all, and with which tickets the next stream begins."""
+    def _after(self, error: Exception) -> bool:
+        """Whether another stream begins behind one that failed. Levels that fail it would have left out: it is the
+        target's failure, or the machine's."""
         if not self._ready.is_set():  # nobody was served yet, and whoever started hears of it
             self.error = error
             self._ready.set()
-            return None, []
-        _LOG.error("decoding failed%s", ", the target goes on alone" if levels else "", exc_info=error)
-        if levels:
-            self.levels_error = error
-            self.watch.level_failures.inc()
-            again = list(self._live.values())
-            for ticket in again:
-                ticket.again = [0, 0]
-            return [], again
+            return False
+        self._note_levels()
+        _LOG.error("decoding failed", exc_info=error)
         self._end_with(error)
         if self._decoded:
-            return [], []
+            return True
         self._give_up(error)
-        return None, []
+        return False
 
-    def _arriving(self, again: list[Ticket]) -> Iterator[Ticket | None]:
+    def _arriving(self) -> Iterator[Ticket | None]:
         """Tickets for the stream; where none is decoded there is nothing to do but wait for one."""
-        yield from again
         while True:
             try:
                 ticket = self._waiting.get(block=not self._live)
@@ -199,21 +211,58 @@ class Backend:
                 ticket.cancel()
             yield ticket
 
-    def _tell(self, event: NewTokens | Completion) -> None:
+    def _tell(self, told: list[NewTokens | Completion]) -> None:
+        """What a round brought. Listeners hear of it who have waited for long, or would if they waited for another
+        round."""
+        now = time.perf_counter()
+        next_round, self._round = 2 * now - self._round, now
+        due = {id(event.request): event.request for event in told if self._gained(event, now)}
+        due |= {key: one for key, one in self._untold.items() if next_round - one.heard >= one.every}
+        if due:
+            self._hand_over(list(due.values()), now)
+
+    def _gained(self, event: NewTokens | Completion, now: float) -> bool:
+        """Note an event of a ticket; whether it cannot wait."""
         ticket = event.request
         if isinstance(event, Completion):
-            self._live.pop(id(ticket), None)
             self._decoded = self._decoded or event.error is None
-        elif (event := ticket.news(event)) is None:
-            return
-        self.watch.saw(ticket, event)
-        ticket.listener(ticket, event)
+            ticket.news.end = event
+            self.watch.ended(ticket, now)
+            return True
+        news, is_first = ticket.news, not ticket.tokens
+        news.tokens += event.tokens
+        news.levels += event.levels
+        news.logprobs += event.logprobs
+        ticket.tokens += len(event.tokens)
+        self._levels.update(event.levels)
+        self._passes += 1
+        if is_first:
+            ticket.began, ticket.first_tokens = now, ticket.tokens
+            self.watch.began(ticket)
+        if ticket.every is None:
+            return False
+        self._untold[id(ticket)] = ticket
+        return is_first
+
+    def _hand_over(self, tickets: list[Ticket], now: float) -> None:
+        """Let the listeners of tickets hear their news, each in its event loop."""
+        self.watch.wrote(self._levels, self._passes)
+        self._levels, self._passes = Counter(), 0
+        loops: dict[AbstractEventLoop, list[tuple[Listener, News]]] = {}
+        for ticket in tickets:
+            self._untold.pop(id(ticket), None)
+            ticket.heard = now
+            if ticket.news.end is not None:
+                self._live.pop(id(ticket), None)
+            loops.setdefault(ticket.loop, []).append((ticket.listener, ticket.take()))
+        for loop, heard in loops.items():
+            if not loop.is_closed():  # of a loop that has ended nobody listens
+                loop.call_soon_threadsafe(_listen, heard)
 
     def _end_with(self, error: Exception) -> None:
         """Everything that has a slot ends."""
-        for ticket in list(self._live.values()):
-            failed = RuntimeError(f"{type(error).__name__}: {error}")
-            self._tell(Completion(ticket, [], [], "error", failed))
+        failed = RuntimeError(f"{type(error).__name__}: {error}")
+        self._tell([Completion(ticket, [], [], "error", failed) for ticket in self._live.values()])
 
     def _give_up(self, error: Exception) -> None:
         """Nothing can be decoded: what waits ends, and nothing more is taken."""
@@ -223,3 +272,8 @@ class Backend:
             if (ticket := self._waiting.get()) is not None:
                 self._live[id(ticket)] = ticket
         self._end_with(error)
+
+
+def _listen(heard: list[tuple[Listener, News]]) -> None:
+    for listener, news in heard:
+        listener(news)

@@ -56,7 +56,9 @@ class Chat:
         """What shows an answer to this prompt."""
         options = {"tools": body["tools"]} if body.get("tools") and _TAKES_TOOLS else {}
         parser = build_response_parser(self.tokenizer, self.model, self._read_before(prompt), **options)
-        return PlainPieces(stops) if parser is None else ParsedPieces(stops, self.tokenizer._tokenizer, parser)
+        if parser is None:
+            return PlainPieces(stops, self.tokenizer)
+        return ParsedPieces(stops, self.tokenizer._tokenizer, parser)
 
     def _read_before(self, prompt: list[int]) -> list[int]:
         """The prompt, if it opens an answer as the response template knows it: of another one a parser would take

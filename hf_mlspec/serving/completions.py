@@ -35,7 +35,7 @@ class Completions:
 
     def pieces(self, body: dict[str, Any], prompt: list[int], stops: list[str]) -> PlainPieces:
         """What shows an answer to this prompt."""
-        return PlainPieces(stops)
+        return PlainPieces(stops, self.tokenizer)
 
     def opening(self, choice: Choice) -> None:
         """A text begins with its first piece."""

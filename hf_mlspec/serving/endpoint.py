@@ -21,10 +21,13 @@ from .logprobs import TokenWords
 class Endpoint:
     """One of the two ways to ask.
 
-    style: Chat or Completions. reading: the one thread that makes ids of text: a tokenizer is nothing for two.
+    style: Chat or Completions. reading: the one thread that makes ids of text: a tokenizer is nothing for two. every:
+    seconds between two events of a stream, if rounds are shorter.
     """
 
-    def __init__(self, style: Any, backend: Backend, name: str, limits: Limits, reading: ThreadPoolExecutor) -> None:
+    def __init__(self, style: Any, backend: Backend, name: str, limits: Limits, reading: ThreadPoolExecutor,
+                 every: float) -> None:
+        self.every = every
         self.style, self.backend, self.name, self.limits, self.reading = style, backend, name, limits, reading
         config = backend.model.config.get_text_config()
         self.positions = getattr(config, "max_position_embeddings", None) or 2**31
@@ -40,7 +43,7 @@ class Endpoint:
                            code="model_not_found", param="model")
         asked = read_asked(body, self.limits, set(self.style.fields), samples=self.samples)
         read = asyncio.get_running_loop().run_in_executor(self.reading, self._read, body, asked)
-        answer = Answer(self.backend, asked, self.limits.seconds)
+        answer = Answer(self.backend, asked, self.limits.seconds, self._every(asked))
         for prompt, pieces in await read:
             room = self._room(prompt, asked)
             for seed, made in zip(asked.seeds, pieces, strict=True):
@@ -49,6 +52,12 @@ class Endpoint:
             raise invalid("n", f"{len(answer.choices)} answers are asked for, at most {self.limits.choices} are given")
         answer.start()
         return Reply(self, answer)
+
+    def _every(self, asked: Asked) -> float | None:
+        """Seconds between two events of an answer: those that tell levels show rounds; None: it is no stream."""
+        if not asked.stream:
+            return None
+        return 0.0 if asked.return_levels else self.every
 
     def _read(self, body: dict[str, Any], asked: Asked) -> list[tuple[list[int], list[Any]]]:
         """Every prompt, and what shows each answer to it."""
@@ -77,12 +86,14 @@ class Reply:
         self.style, self.words, self.answer, self.asked = endpoint.style, endpoint.words, answer, answer.asked
         self.id = f"{self.style.prefix}-{uuid.uuid4().hex}"
         self.head = {"id": self.id, "created": int(time.time()), "model": endpoint.name}
+        self._begin = f"data: {json.dumps({**self.head, 'object': self.style.chunk_word})[:-1]}, "
         self.told = [self.style.told(choice.index, self.id) for choice in answer.choices]
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of an answer that is not streamed."""
-        async for step in self.answer.steps():
-            self.style.deltas(step, self.told[step.choice.index])
+        async for steps in self.answer.steps():
+            for step in steps:
+                self.style.deltas(step, self.told[step.choice.index])
         choices = [self._whole(choice) for choice in self.answer.choices]
         return {**self.head, "object": self.style.word, "choices": choices, "usage": self.answer.usage()}
 
@@ -100,8 +111,8 @@ class Reply:
             for choice in self.answer.choices:
                 if (first := self.style.opening(choice)) is not None:
                     yield self._chunk(choice.index, first)
-            async for step in self.answer.steps():
-                if lines := "".join(self._lines(step)):
+            async for steps in self.answer.steps():
+                if lines := "".join(line for step in steps for line in self._lines(step)):
                     yield lines
             if self.asked.include_usage:
                 yield self._line({"choices": [], "usage": self.answer.usage()})
@@ -127,8 +138,8 @@ class Reply:
         if extra:
             deltas = [{**(deltas[0] if deltas else self.style.empty()), **extra}, *deltas[1:]]
         lines = [self._chunk(index, delta) for delta in deltas]
-        if step.choice.finish_reason is not None:
-            reason = told.ended(step.choice.finish_reason)
+        if step.finish_reason is not None:
+            reason = told.ended(step.finish_reason)
             lines.append(self._chunk(index, self.style.empty(), reason))
         return lines
 
@@ -136,7 +147,7 @@ class Reply:
         return self._line({"choices": [{"index": index, "logprobs": None, **part, "finish_reason": reason}]})
 
     def _line(self, chunk: dict[str, Any]) -> str:
-        return f"data: {json.dumps({**self.head, 'object': self.style.chunk_word, **chunk})}\n\n"
+        return f"{self._begin}{json.dumps(chunk)[1:]}\n\n"
 
     def _logprobs(self, entries: list[Any]) -> dict[str, Any] | None:
         return None if self.asked.top_logprobs is None else self.style.logprobs(entries, self.words)

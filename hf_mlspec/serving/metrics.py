@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..integration.call import last_stats
-from ..integration.stream.events import NewTokens
-from ..integration.stream.request import Completion
 
 TARGET = "the target"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -50,26 +47,23 @@ class Watch:
         slots.set(backend.slots)
         self.registry.register(_Levels(backend.model))
 
-    def saw(self, ticket: Any, event: NewTokens | Completion) -> None:
-        """An event of a ticket, before its listener hears of it."""
-        now = time.perf_counter()
-        if isinstance(event, Completion):
-            self._ended(ticket, event, now)
-            return
-        if not event.tokens:
-            return
-        if ticket.told == len(event.tokens):
-            self.first.observe(now - ticket.arrived)
-            self.prompt_tokens.inc(len(ticket.input_ids))
-        self.row_passes.inc()
-        for level in event.levels:
-            self.tokens.labels(level or TARGET).inc()
+    def began(self, ticket: Any) -> None:
+        """The first tokens of a ticket came."""
+        self.first.observe(ticket.began - ticket.arrived)
+        self.prompt_tokens.inc(len(ticket.input_ids))
 
-    def _ended(self, ticket: Any, event: Completion, now: float) -> None:
-        self.answers.labels(event.finish_reason).inc()
+    def wrote(self, levels: Mapping[str | None, int], passes: int) -> None:
+        """So many tokens were drafted by these levels, None: by the target, in so many passes."""
+        self.row_passes.inc(passes)
+        for level, count in levels.items():
+            self.tokens.labels(level or TARGET).inc(count)
+
+    def ended(self, ticket: Any, now: float) -> None:
+        """A ticket has its completion."""
+        self.answers.labels(ticket.news.end.finish_reason).inc()
         self.whole.observe(now - ticket.arrived)
-        behind = ticket.told - ticket.first_tokens
-        if ticket.began is not None and behind > 0:
+        behind = ticket.tokens - ticket.first_tokens
+        if behind > 0:
             self.rate.observe(behind / max(now - ticket.began, 1e-9))
 
     def text(self) -> bytes:

@@ -8,6 +8,8 @@ from tokenizers.decoders import DecodeStream
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 from transformers.utils.chat_parsing import ResponseParser
 
+from ..integration.stream.events import TextPieces
+
 
 class Cut:
     """Text up to the first of some stops, which is not shown; what may be the beginning of one is held back.
@@ -45,19 +47,19 @@ def _begun(text: str, stop: str) -> int:
 
 
 class PlainPieces:
-    """The text as the stream tells it."""
+    """The text of tokens, without special ones. tokenizer: transformers'."""
 
-    def __init__(self, stops: list[str]) -> None:
-        self.cut = Cut(stops)
+    def __init__(self, stops: list[str], tokenizer: Any) -> None:
+        self.cut, self.text = Cut(stops), TextPieces(tokenizer)
 
-    def add(self, tokens: list[int], text: str) -> list[Any]:
+    def add(self, tokens: list[int]) -> list[Any]:
         """The pieces that these tokens add."""
-        shown = self.cut.add(text)
+        shown = self.cut.add(self.text.add(tokens))
         return [shown] if shown else []
 
     def rest(self) -> list[Any]:
         """The last pieces."""
-        shown = self.cut.rest()
+        shown = self.cut.add(self.text.rest()) + self.cut.rest()
         return [shown] if shown else []
 
 
@@ -72,7 +74,7 @@ class ParsedPieces:
         self._decoding = DecodeStream([], skip_special_tokens=False)
         self._first = response_events_to_chunks(parser.initial_events)
 
-    def add(self, tokens: list[int], text: str) -> list[Any]:
+    def add(self, tokens: list[int]) -> list[Any]:
         """The pieces that these tokens add: str, ReasoningText or ToolCall."""
         parts = (self._decoding.step(self.tokenizer, token) for token in tokens)
         return self._fed(self.cut.add("".join(part for part in parts if part)))
@@ -88,7 +90,18 @@ class ParsedPieces:
 
     def _fed(self, text: str) -> list[Any]:
         pieces, self._first = self._first, []
-        return pieces + (response_events_to_chunks(self.parser.feed(text)) if text else [])
+        return joined(pieces + (response_events_to_chunks(self.parser.feed(text)) if text else []))
 
 
-__all__ = ["Cut", "ParsedPieces", "PlainPieces", "ReasoningText", "ToolCall"]
+def joined(pieces: list[Any]) -> list[Any]:
+    """The pieces, with texts of one kind that follow each other as one."""
+    found: list[Any] = []
+    for piece in pieces:
+        if found and isinstance(piece, str) and type(found[-1]) is type(piece):
+            found[-1] = type(piece)(found[-1] + piece)
+        else:
+            found.append(piece)
+    return found
+
+
+__all__ = ["Cut", "ParsedPieces", "PlainPieces", "ReasoningText", "ToolCall", "joined"]

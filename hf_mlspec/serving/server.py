@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import math
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ from .limits import Limits
 from .metrics import Watch
 
 _TO_TELL = 5.0  # seconds that answers have to be told of their end
+_SWITCH = 0.0005  # seconds that the thread that decodes waits for one that answers, at most
 
 
 @dataclass
@@ -38,7 +41,8 @@ class Served:
 @dataclass
 class Options:
     """How a model is served. name: what clients call it. slots: answers decoded at a time. keys: none: for anyone.
-    prefill_chunk, prefix_cache: as of `generate_stream`."""
+    prefill_chunk, prefix_cache: as of `generate_stream`. every: seconds between two events of a stream whose rounds
+    are shorter; 0: every round is one."""
 
     name: str
     slots: int = 8
@@ -47,6 +51,7 @@ class Options:
     config: SpeculationConfig | None = None
     prefill_chunk: int | None = PREFILL_CHUNK
     prefix_cache: int | str | None = None
+    every: float = 0.04
 
 
 def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options) -> Served:
@@ -57,8 +62,8 @@ def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options)
                       prefix_cache=options.prefix_cache)
     watch.look_at(backend)
     reading = ThreadPoolExecutor(1, "mlspec-reading")
-    chat, completions = (Endpoint(style(model, tokenizer), backend, options.name, options.limits, reading)
-                         for style in (Chat, Completions))
+    how = backend, options.name, options.limits, reading, options.every
+    chat, completions = (Endpoint(style(model, tokenizer), *how) for style in (Chat, Completions))
     return Served(build_app(chat, completions, options.limits, options.keys), backend)
 
 
@@ -96,7 +101,10 @@ class Server(uvicorn.Server):
 
 def run(served: Served, listening: socket.socket, grace: float) -> None:
     """Serve until a signal says to stop; then answers that run have `grace` seconds to end. The backend decodes
-    already."""
+    already, and what is loaded stays: no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH)
     config = uvicorn.Config(served.app, log_level="warning", access_log=False, server_header=False,
                             timeout_graceful_shutdown=math.ceil(grace + _TO_TELL), timeout_keep_alive=60)
     try:

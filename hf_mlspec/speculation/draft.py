@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -39,11 +40,23 @@ class Draft:
         tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
         return cls(tokens, [len(row) for row in rows])
 
+    @classmethod
+    def nothing(cls, rows: int, device: torch.device | str = "cpu") -> Draft:
+        """A draft without tokens."""
+        return cls(_no_tokens(rows, device), [0] * rows)
+
     def rows(self) -> Rows:
         """The proposed tokens of every row as a list."""
         if not any(self.lengths):
             return [[] for _ in self.lengths]
         return [line[:n] for line, n in zip(self.tokens.tolist(), self.lengths, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _no_tokens(rows: int, device: torch.device | str) -> Tensor:
+    """int64 ``[rows, 0]``, kept: where other threads want the GIL, each torch op may have to wait for it."""
+    with torch.inference_mode(False):
+        return torch.empty(rows, 0, dtype=torch.long, device=device)
 
 
 @runtime_checkable

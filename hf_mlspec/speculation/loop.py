@@ -163,9 +163,11 @@ class Loop:
             if not finished and len(row) < self.lengths[r]:
                 going.append(r)
         self.stats.new_tokens += sum(map(len, kept))
-        self.rounds.commit(self.rows, [len(tokens) for tokens in kept], going, self.stats)
-        if self.emit is not None:
-            self.emit(self.numbers, kept, verdict)
+        try:
+            self.rounds.commit(self.rows, [len(tokens) for tokens in kept], going, self.stats)
+        finally:  # where what comes next cannot begin, these tokens are told all the same
+            if self.emit is not None:
+                self.emit(self.numbers, kept, verdict)
         return going
 
     def _counted(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:

@@ -11,6 +11,7 @@ from models import near, tiny
 import hf_mlspec
 from hf_mlspec import Request
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
+from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}
 
@@ -48,3 +49,29 @@ def test_requests_that_come_and_go(target, chain, monkeypatch):
                                 assistant_models=[])[0, len(ids) :].tolist()  # fmt: skip
         assert one.error is None
         assert one.new_tokens == (alone if one.finish_reason == "length" else alone[: len(one.new_tokens)])
+
+
+@pytest.mark.parametrize("good", [0, 3])
+def test_a_level_that_fails_leaves_the_target_alone_in_captured_rounds(target, monkeypatch, good):
+    draft, left, launch, captured = near(tiny(**SHAPE), 0.02).cuda(), [good], RoundGraphs.launch, []
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 30}
+    asked = [[5, 6 + n, 7] for n in range(9)]
+    expected = [target.generate(torch.tensor([ids], device="cuda"), **options, assistant_models=[])[0].tolist()
+                for ids in asked]  # fmt: skip
+
+    def failing(self, program, *words):
+        captured.append(bool(program.levels[1:]))
+        if program.levels[1:]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise ArithmeticError("this level is broken")
+        return launch(self, program, *words)
+
+    monkeypatch.setattr(RoundGraphs, "launch", failing)
+    requests = [Request(ids, id=n) for n, ids in enumerate(asked)]
+    done = {one.id: one for one in hf_mlspec.generate_stream(target, requests, assistant_models=[draft], max_batch=4,
+                                                             speculation_config={"num_draft_tokens": 3}, **options)}
+    assert [done[n].sequence for n in range(len(asked))] == expected
+    assert left[0] == -1
+    assert not any(captured[good + 1 :])
+    assert "this level is broken" in hf_mlspec.last_stats(target).levels_error

@@ -18,6 +18,7 @@ from hf_mlspec.speculation.rounds.captured import CapturedRounds
 from hf_mlspec.speculation.rounds.chain import CapturedChain
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 from hf_mlspec.speculation.rounds.host import HostRounds
+from hf_mlspec.speculation.rounds.reading import Reading
 
 __all__ = ["draft", "rounds", "target"]
 pytestmark = [
@@ -195,12 +196,63 @@ def test_a_stream_that_is_closed_leaves_its_chain_to_the_next(target, draft, rou
     assert state_of(target).chains == [kept]
 
 
-def test_an_error_of_a_level_drops_the_chain(target, draft, rounds, monkeypatch):
+def test_an_error_that_the_target_has_too_ends_the_stream_and_drops_the_chain(target, draft, rounds, monkeypatch):
     written(target, asked(), [draft])
     monkeypatch.setattr(CapturedRounds, "_refuse_nan", lambda self, report: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         written(target, asked(), [draft])
     assert not state_of(target).chains
+
+
+WHERE = {"launch": (RoundGraphs, "launch"), "capture": (RoundGraphs, "capture"), "reading": (Reading, "catch_up")}
+
+
+@pytest.mark.parametrize("config", [None, {"num_draft_tokens": 4}], ids=["auto", "given"])
+@pytest.mark.parametrize(("where", "good"), [(where, good) for where in WHERE for good in (0, 3)])
+def test_a_level_that_fails_leaves_the_target_alone_in_captured_rounds(
+    target, draft, rounds, on_host, monkeypatch, caplog, where, good, config
+):
+    """Whether it fails when a round begins, or a capture, or in the next round before anybody was told of the last."""
+    expected = [alone(target, n) for n in range(len(PROMPTS))]
+    on_host.clear()
+    rounds.clear()
+    kind, name = WHERE[where]
+    own, left = getattr(kind, name), [good]
+
+    def failing(self, program, *words):
+        if program.active or (program.levels[1:] and config):
+            left[0] -= 1
+            if left[0] < 0:
+                raise ArithmeticError("this level is broken")
+        return own(self, program, *words)
+
+    monkeypatch.setattr(kind, name, failing)
+    told, done = {}, {}
+    for one in hf_mlspec.generate_stream(target, asked(), assistant_models=[draft], max_batch=3, events=True,
+                                         speculation_config=config, do_sample=False, eos_token_id=None):
+        if isinstance(one, hf_mlspec.Completion):
+            done[one.id] = one
+        else:
+            told.setdefault(one.id, []).extend(one.tokens)
+    assert [done[n].new_tokens for n in range(len(PROMPTS))] == expected
+    assert [told[n] for n in range(len(PROMPTS))] == expected
+    assert rounds
+    assert not on_host
+    stats = hf_mlspec.last_stats(target)
+    assert stats.new_tokens == sum(LIMITS)
+    assert left[0] == -1, "no level was to draft"
+    assert "this level is broken" in stats.levels_error
+    assert caplog.text.count("goes on with the target alone") == 1
+    assert not any(kept.lock.locked() for kept in state_of(target).chains)
+
+
+def test_an_error_of_the_target_is_not_said_to_be_a_levels(target, draft, rounds, monkeypatch, caplog):
+    """Captured rounds with levels fail, and so do those of the target alone."""
+    monkeypatch.setattr(RoundGraphs, "launch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        written(target, asked(), [draft])
+    assert not hf_mlspec.last_stats(target).levels_error
+    assert "levels failed" not in caplog.text
 
 
 def test_calls_and_other_streams_beside_a_stream(target, draft, rounds, on_host):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from device_path import rounds
@@ -54,6 +56,47 @@ def test_the_target_goes_on_alone(good, config, caplog):
     done = list(generate_stream(target, asked, max_batch=2, assistant_models=[Failing(good)],
                                 speculation_config=config, **SETTINGS))
     assert {one.id: one.sequence for one in done} == dict(enumerate(expected))
+    assert "no more guesses" in hf_mlspec.last_stats(target).levels_error
+    assert caplog.text.count("goes on with the target alone") == 1
+
+
+class FailingIn(Failing):
+    """A level that fails in another of its duties."""
+
+    def __init__(self, duty: str, good: int):
+        super().__init__(good=10**6)
+        self.duty, self.left = duty, good
+        for name in ("start", "select", "admit", "replace", "rollback"):
+            setattr(self, name, partial(self._did, name))
+
+    def _did(self, name, *_):
+        if name == self.duty:
+            self.left -= 1
+            if self.left < 0:
+                raise ArithmeticError("no more guesses")
+
+
+@pytest.mark.usefixtures("nothing_said_yet")
+@pytest.mark.parametrize(("duty", "good"), [("start", 0), ("select", 0), ("admit", 0), ("replace", 0),
+                                            ("rollback", 0), ("rollback", 3)])
+@pytest.mark.parametrize("config", [None, {"num_draft_tokens": 2}], ids=["chosen", "given"])
+def test_whatever_a_level_was_to_do(duty, good, config, caplog):
+    target = tiny(seed=2, dtype=torch.float32)
+    limits = [20, 9, 14, 3, 17, 6]
+    expected = [target.generate(torch.tensor([[5, 6 + n]]), max_new_tokens=limit, **SETTINGS)[0].tolist()
+                for n, limit in enumerate(limits)]
+
+    def source():
+        for n, limit in enumerate(limits):
+            yield Request([5, 6 + n], id=n, max_new_tokens=limit)
+            if n % 2 == 0:
+                yield None  # the next one finds rows that run: it joins them
+
+    level = FailingIn(duty, good)
+    done = list(generate_stream(target, source(), max_batch=3, assistant_models=[level], speculation_config=config,
+                                **SETTINGS))
+    assert {one.id: one.sequence for one in done} == dict(enumerate(expected))
+    assert level.left == -1
     assert "no more guesses" in hf_mlspec.last_stats(target).levels_error
     assert caplog.text.count("goes on with the target alone") == 1
 

@@ -11,7 +11,10 @@ from models import near, tiny
 
 import hf_mlspec
 from hf_mlspec import Request, generate_stream
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.prefixes import BLOCK, KeptPrefixes, bytes_of
+from hf_mlspec.engines.rows import DecoderRows
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 needs_kernels = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -76,6 +79,105 @@ def test_a_request_is_cancelled_while_its_prompt_is_read(target):
     done = {one.id: one for one in events if isinstance(one, hf_mlspec.Completion)}
     assert (done["long"].finish_reason, done["long"].new_tokens) == ("cancelled", [])
     assert done["running"].new_tokens == alone(target, ids(1, 5), 30)
+
+
+def before_reading(monkeypatch, what) -> None:
+    """Have engines call this first when they read a part of a prompt: with themselves, and the row so far."""
+    for kind in (CpuEngine, CudaEngine):
+        def read(self, kv, row, start, _read=kind.read):
+            what(self, row)
+            return _read(self, kv, row, start)
+
+        monkeypatch.setattr(kind, "read", read)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("nothing_said_yet")
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_a_level_that_fails_while_it_reads_is_left_out(target, monkeypatch, caplog, chunks):
+    """The request that was read, one that waits to be read, and those that run go on with the target alone."""
+    draft = near(target, 0.05)
+    asked = [(ids(1, 5), 60), (ids(2, 700), 9), (ids(3, 600), 12), (ids(4, 17), 20)]
+    expected = [alone(target, prompt, new) for prompt, new in asked]
+    left = [chunks]
+
+    def failing(engine, row):
+        if engine.model is draft:
+            left[0] -= 1
+            if left[0] < 0:
+                raise ArithmeticError("cannot read")
+
+    before_reading(monkeypatch, failing)
+    requests = [Request(prompt, id=n, max_new_tokens=new) for n, (prompt, new) in enumerate(asked)]
+    done = list(generate_stream(target, requests, max_batch=3, assistant_models=[draft], prefill_chunk=64,
+                                speculation_config={"num_draft_tokens": 3}, **SETTINGS))
+    assert {one.id: one.new_tokens for one in done} == dict(enumerate(expected))
+    assert left[0] == -1
+    assert "cannot read" in hf_mlspec.last_stats(target).levels_error
+    assert caplog.text.count("goes on with the target alone") == 1
+
+
+@needs_kernels
+def test_a_target_that_fails_while_it_reads_fails_that_request_alone(target, monkeypatch):
+    draft = near(target, 0.05)
+
+    def failing(engine, row):
+        if engine.model is target and len(row) > 100:
+            raise ArithmeticError("cannot read")
+
+    expected = alone(target, ids(1, 5), 60)
+    before_reading(monkeypatch, failing)
+    requests = [Request(ids(1, 5), id=0, max_new_tokens=60), Request(ids(2, 700), id=1, max_new_tokens=9)]
+    done = {one.id: one for one in generate_stream(target, requests, max_batch=3, assistant_models=[draft],
+                                                   prefill_chunk=64, **SETTINGS)}
+    assert (done[0].new_tokens, done[1].finish_reason, str(done[1].error)) == (expected, "error", "cannot read")
+    assert not hf_mlspec.last_stats(target).levels_error
+
+
+class Ended:
+    """A streamer that counts its ends."""
+
+    ends = 0
+
+    def put(self, value): ...
+
+    def end(self):
+        self.ends += 1
+
+
+@needs_kernels
+def test_no_memory_to_read_a_prompt_into_fails_that_request_alone(target, monkeypatch):
+    expected = alone(target, ids(1, 5), 20)
+
+    def full(self, tokens):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(DecoderRows, "lane", full)
+    streamer = Ended()
+    requests = [Request(ids(1, 5), id=0, max_new_tokens=20),
+                Request(ids(2, 700), id=1, max_new_tokens=9, streamer=streamer),
+                Request(ids(1, 5), id=2, max_new_tokens=20)]
+    done = {one.id: one for one in generate_stream(target, requests, max_batch=2, prefill_chunk=64, **SETTINGS)}
+    assert (str(done[1].error), done[1].finish_reason, streamer.ends) == ("no room", "error", 1)
+    assert done[0].new_tokens == done[2].new_tokens == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("levels", [0, 1])
+def test_the_memory_that_a_prompt_is_read_into_is_asked_for(target, monkeypatch, levels):
+    beside = []
+
+    def asked(engines, rows, device, **options):
+        beside.append(options["beside"])
+
+    monkeypatch.setattr("hf_mlspec.integration.stream.stream.require_memory", asked)
+    lanes, lane = [], DecoderRows.lane
+    monkeypatch.setattr(DecoderRows, "lane", lambda self, tokens: lanes.append(lane(self, tokens)) or lanes[-1])
+    chain = [near(target, 0.05)] * levels
+    list(generate_stream(target, [ids(1, 5), ids(2, 700)], max_batch=1, prefill_chunk=64, max_new_tokens=2,
+                         assistant_models=chain, speculation_config={"num_draft_tokens": 3}, **SETTINGS))
+    assert len(lanes) == 1 + levels
+    assert beside == [0, sum(one.nbytes for one in lanes)]
 
 
 @needs_kernels

@@ -46,10 +46,10 @@ class Running:
     """A server in threads of this process, from `with` to its end."""
 
     def __init__(self, levels: list[Any] | None = None, slots: int = 4, keys: list[str] | None = None,
-                 grace: float = 5.0, **limits: Any) -> None:
+                 grace: float = 5.0, every: float = 0.04, **limits: Any) -> None:
         self.model, tokenizer = loaded()
         self.chat_tokenizer = tokenizer
-        options = Options("demo", slots, keys or [], Limits(**{"new_tokens": 200, **limits}))
+        options = Options("demo", slots, keys or [], Limits(**{"new_tokens": 200, **limits}), every=every)
         self.served = serve_model(self.model, tokenizer, ["mxfp4", DRAFT] if levels is None else levels, options)
         self.backend, self.listening = self.served.backend, listen("127.0.0.1", 0)
         self.port = self.listening.getsockname()[1]

@@ -59,7 +59,7 @@ def test_reasoning_and_tools_are_those_of_the_whole_answer(saved_model, text):
     chance = random.Random(1)
     for _ in range(10):
         pieces = ParsedPieces([], tokenizer._tokenizer, build_response_parser(tokenizer, QWEN, prompt))
-        shown = [piece for part in chunks(ids, chance) for piece in pieces.add(part, "")] + pieces.rest()
+        shown = [piece for part in chunks(ids, chance) for piece in pieces.add(part)] + pieces.rest()
         assert [piece for piece in shown if isinstance(piece, ToolCall)] == (calls or [])
         told = "".join(piece for piece in shown if isinstance(piece, ReasoningText))
         assert told.strip() == (reasoning or "").strip()
@@ -77,7 +77,7 @@ def test_a_call_that_was_not_finished_is_none(saved_model):
     tokenizer = AutoTokenizer.from_pretrained(saved_model)
     prompt = tokenizer("<|im_start|>assistant\n")["input_ids"]
     pieces = ParsedPieces([], tokenizer._tokenizer, build_response_parser(tokenizer, QWEN, prompt))
-    shown = pieces.add(tokenizer("Well." + CALL[:30])["input_ids"], "") + pieces.rest()
+    shown = pieces.add(tokenizer("Well." + CALL[:30])["input_ids"]) + pieces.rest()
     assert not any(isinstance(piece, ToolCall) for piece in shown)
     assert "".join(shown).strip() == "Well."
 
@@ -85,5 +85,5 @@ def test_a_call_that_was_not_finished_is_none(saved_model):
 def test_a_prompt_without_the_templates_anchor_is_not_part_of_the_answer(saved_model):
     tokenizer = AutoTokenizer.from_pretrained(saved_model)
     pieces = Chat(QWEN, tokenizer).pieces({}, tokenizer("a plain prompt\n")["input_ids"], [])
-    shown = pieces.add(tokenizer("An answer.")["input_ids"], "") + pieces.rest()
+    shown = pieces.add(tokenizer("An answer.")["input_ids"]) + pieces.rest()
     assert "".join(shown) == "An answer."

@@ -107,6 +107,32 @@ def test_a_target_that_fails_ends_what_runs_and_goes_on_with_the_next(monkeypatc
         assert server.ask(TEXT, LONG)[0] == 503
 
 
+def test_a_target_that_fails_costs_no_level(monkeypatch):
+    """Its levels did nothing wrong: the next answer has them still."""
+    from hf_mlspec.speculation.checker import Checker
+
+    with Running(slots=2) as server:
+        assert server.ask(TEXT, {**LONG, "max_tokens": 3})[0] == 200  # else nothing was decoded, and there is no hope
+        check, left = Checker.check, [4]
+
+        def failing(self, *words, **more):
+            left[0] -= self.name == "the target"
+            if left[0] == 0:
+                raise RuntimeError("out of luck")
+            return check(self, *words, **more)
+
+        monkeypatch.setattr(Checker, "check", failing)
+        status, body = server.ask(TEXT, LONG)
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        assert "out of luck" in body["error"]["message"]
+        chunks = [event["choices"][0] for event in server.stream(TEXT, {**LONG, "return_levels": True})]
+        levels = {level for chunk in chunks for level in chunk.get("levels", [])}
+        assert levels & {"mxfp4", "draft"}
+        assert server.backend.levels_error is None
+        assert "levels" not in server.ask("/health")[1]
+        assert server.metric("mlspec_level_failures_total") == 0
+
+
 @pytest.mark.parametrize(("grace", "tokens"), [(30.0, 200), (0.05, 1000)])
 def test_at_the_end_running_answers_end_or_are_told(alone, grace, tokens):
     body = {**LONG, "max_tokens": tokens, "stream": True}

@@ -7,7 +7,8 @@ token's bits depend on the tokens before it only (invariant 3), neither that nor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from ...engines.engine import Engine
 from ...engines.memory import out_of_memory
 from ...engines.prefixes import BLOCK, KeptPrefixes
+from ...engines.rows import up_to_growth
 from ...nn.state import say_once
 from ...speculation.rounds.beginning import Beginning, Beginnings
 from ...speculation.rounds.steering import inside
@@ -31,6 +33,16 @@ def chunk_of(given: object) -> int:
         raise ValueError(f"prefill_chunk is {given!r}, it must be a positive integer, the tokens of a prompt read "
                          "between two rounds, or None: prompts are read at once")
     return given or 0
+
+
+@dataclass
+class Opening:
+    """How a row begins. blocks: kept keys and values of its first tokens. engines: those that read it beside the rows
+    that run, the target's first; none where it joins at once. nbytes: of the memory that they read it into."""
+
+    blocks: list[Tensor] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+    nbytes: int = 0
 
 
 @dataclass
@@ -56,7 +68,7 @@ class LongPrompts:
 
     chunk: the most tokens read between two rounds; 0: rows join at once, however long. budget: bytes of keys and
     values that are kept of prompts; 0: none. begun: what rows that join next have read, by their numbers; whoever
-    placed them clears it.
+    placed them clears it. on_failure: told of the error of a level, which is to be in the chain no more.
     """
 
     def __init__(self, chain: Chain, device: torch.device, chunk: int, budget: int):
@@ -66,6 +78,7 @@ class LongPrompts:
         self.prefixes = KeptPrefixes(budget) if budget and exact else None
         self.pace = Pace(max(chunk, 1), device)
         self.begun: Beginnings = {}
+        self.on_failure: Callable[[Exception], None] | None = None
         self.reading: dict[int, _Reading] = {}
         self._unkept: dict[int, int] = {}  # tokens of prompts of rows that just joined, by number
         if budget and not exact:
@@ -73,25 +86,34 @@ class LongPrompts:
             say_once(model, f"{type(model).__name__} keeps no prefixes: module by module a token's bits depend on its "
                             "batch")
 
-    def take(self, number: int, one: Admitted, drafting: list[int]) -> bool:
-        """Whether the row joins now; else it is being read. drafting: levels that are at work."""
+    def opening(self, one: Admitted, drafting: Sequence[int]) -> Opening:
+        """How the row is to begin; nothing is allocated yet. drafting: levels that are at work."""
         row = one.row[:-1]
         blocks = self.prefixes.find(row) if self.prefixes is not None else []
         kept = one.stats.prefix_tokens = len(blocks) * BLOCK
         levels = [self.chain.runners[index] for index in drafting if self._reads(index, one)]
         longest = max(len(row) - kept, len(row) if levels else 0)
         if not self.chunk or longest <= self.chunk:
+            return Opening(blocks)
+        engines = [self.target, *levels]
+        slots = up_to_growth(len(row))
+        return Opening(blocks, engines, slots * sum(engine.bytes_per_token for engine in engines))
+
+    def take(self, number: int, one: Admitted, opening: Opening) -> bool:
+        """Whether the row joins now; else it is being read. Raises what allocating memory for that raises."""
+        row, blocks = one.row[:-1], opening.blocks
+        if not opening.engines:
             if blocks:
                 self.begun[number] = Beginning()
-                self.begun[number].add(self.target, blocks, kept)
+                self.begun[number].add(self.target, blocks, len(blocks) * BLOCK)
             if self.prefixes is not None:
                 self._unkept[number] = len(row)
             return True
         with torch.inference_mode():
-            lanes = [_Lane(engine, engine.lane(len(row)), 0) for engine in (self.target, *levels)]
+            lanes = [_Lane(engine, engine.lane(len(row)), 0) for engine in opening.engines]
             for place, block in enumerate(blocks):
                 lanes[0].kv[:, :, 0, :, place * BLOCK : (place + 1) * BLOCK] = block
-        lanes[0].done = kept
+        lanes[0].done = len(blocks) * BLOCK
         self.reading[number] = _Reading(one, row, lanes)
         return False
 
@@ -106,10 +128,7 @@ class LongPrompts:
         number = next((number for number in self.reading if number not in over), None)
         if number is not None:
             found = self.reading[number]
-            try:
-                self._read(found, self.pace.chunk() if beside else self.chunk)
-            except Exception as error:  # as for want of memory: the others go on
-                found.one.fail(error)
+            self._read_some(found, self.pace.chunk() if beside else self.chunk)
             if found.one.error is not None:
                 over.append(number)
             elif all(lane.done == len(found.row) for lane in found.lanes):
@@ -121,7 +140,8 @@ class LongPrompts:
 
     def keep(self, numbers: list[int], rows: list[list[int]], places: list[int]) -> None:
         """Keep what rows that just joined have read of their prompts, in these lines of the target's cache."""
-        if not self._unkept:
+        if not self._unkept or self.target.cache is None:  # captured rounds ended, and their caches with them
+            self._unkept.clear()
             return
         for number, row, place in zip(numbers, rows, places, strict=True):
             if (count := self._unkept.pop(number, 0)) >= BLOCK:
@@ -136,11 +156,33 @@ class LongPrompts:
         """Let go of everything."""
         self.reading.clear()
         self.begun.clear()
+        self.on_failure = None  # it knows the stream: a cycle would keep the caches until the next gc
         if self.prefixes is not None:
             self.prefixes.clear()
 
-    def _read(self, found: _Reading, tokens: int) -> None:
-        lane = next(lane for lane in found.lanes if lane.done < len(found.row))
+    def _read_some(self, found: _Reading, tokens: int) -> None:
+        """Read so many tokens. A level that fails reads nothing any more, of no row; where the target fails, as for
+        want of memory, this request does, and the others go on."""
+        self._leave_lanes()
+        lane = next((lane for lane in found.lanes if lane.done < len(found.row)), None)
+        if lane is None:  # a level had yet to read it that is in the chain no more
+            return
+        try:
+            self._read(found, lane, tokens)
+        except Exception as error:  # whatever a model raises
+            if lane.engine is self.target:
+                found.one.fail(error)
+                return
+            self.on_failure(error)
+            self._leave_lanes()
+
+    def _leave_lanes(self) -> None:
+        """Lanes of levels that are in the chain no more go."""
+        engines = [self.target, *self.chain.runners]
+        for found in self.reading.values():
+            found.lanes = [lane for lane in found.lanes if lane.engine in engines]
+
+    def _read(self, found: _Reading, lane: _Lane, tokens: int) -> None:
         end = min(lane.done + tokens, len(found.row))
         with torch.inference_mode(), self.pace.reading(end - lane.done):
             lane.engine.read(lane.kv, found.row[:end], lane.done)

@@ -42,6 +42,8 @@ class StreamRounds:
         self.chain, self.device, self.max_batch = chain, device, max_batch
         self.how, self.begun = {"stop": stop, "emit": emit}, begun
         self._failures: list[str] = []
+        self._suspected: Exception | None = None  # what may have been a level's error, or the target's
+        self._broken = False  # the present loop cannot go on
         self.is_captured = False
         self._before = SpeculationStats()  # of the loops before the present one
         self._held = ExitStack()  # the captured chain
@@ -61,6 +63,8 @@ class StreamRounds:
 
     def take(self, joining: Sequence[Admitted], going: int) -> bool:
         """Whether these rows can join those that go on, of which there are so many; else `begin` anew with all."""
+        if self._broken:
+            return False
         if not joining:
             return True
         if not self.is_captured:
@@ -70,8 +74,20 @@ class StreamRounds:
 
     def begin(self, rows: Sequence[Admitted], numbers: list[int]) -> None:
         """A new loop with these rows, in the rounds that suit them."""
+        try:
+            self._begin(rows, numbers)
+        except Exception as error:
+            if self.chain.drafter is None or not self._can_capture(rows):
+                raise
+            self._suspect(error)
+            self._begin(rows, numbers)
+
+    def _begin(self, rows: Sequence[Admitted], numbers: list[int]) -> None:
         self.close()
-        self._before = self.stats
+        self._before, self._broken = self.stats, False
+        if self.chain.drafter is None:
+            for level in self.chain.levels:  # it was counted, and nobody else begins anew
+                level.stats.reset()
         self.loop = self._captured(rows) if self._can_capture(rows) else None
         self.is_captured = self.loop is not None
         if self.loop is None:
@@ -80,10 +96,42 @@ class StreamRounds:
             self.loop.start([one.row for one in rows], [one.left for one in rows], numbers=numbers)
 
     def give_up(self, error: Exception, rows: Sequence[Admitted]) -> None:
-        """Captured rounds could not go on with these rows: such rows are never captured again, and `begin` is next."""
+        """Rounds could not go on with these rows, and `begin` is next. Where memory was short, or logits NaN, which
+        end one request only, such rows are never captured again. Of other errors of captured rounds nobody knows whose
+        they are: the target goes on alone, if it was not. Raises the error where none of it would change anything."""
+        if self.is_captured and self.chain.drafter is not None and not isinstance(error, (NoRoom, FloatingPointError)):
+            self._suspect(error)
+            return
+        if not self.is_captured or not isinstance(error, (NoRoom, FloatingPointError)):
+            raise error
         model = self.chain.target.runner.model
         say_once(model, f"{type(model).__name__} continues its stream step by step: {error}")
         self._too_long = min(map(_end, rows)) if isinstance(error, NoRoom) else 0
+        self._break(error)
+
+    def _suspect(self, error: Exception) -> None:
+        """Levels may have raised it: the target goes on alone, and where that does better, they did (`goes_on`)."""
+        self._break(error)
+        _without_levels(self.chain)
+        self._suspected = error
+
+    def leave_out(self, error: Exception) -> None:
+        """A level failed outside of rounds: from now on the target is alone, with the same tokens."""
+        if self.is_captured:
+            self._break(error)
+        elif self.loop.rounds is not None:
+            self.loop.rounds.drafter = self.loop.rounds.steering = None
+        _leave_out(self.chain, self._failures, error)
+
+    def goes_on(self) -> None:
+        """A round is over."""
+        error, self._suspected = self._suspected, None
+        if error is not None:
+            _leave_out(self.chain, self._failures, error)
+
+    def _break(self, error: Exception) -> None:
+        """The captured rounds are over, and hold no memory."""
+        self._broken = True
         self.close(error)
         disown(self.chain.target, self.chain.drafter)
 
@@ -164,5 +212,12 @@ def _leave_out(chain: Chain, failures: list[str], error: Exception) -> None:
     failures.append(str(error) or repr(error))
     model = chain.target.runner.model
     say_once(model, f"{type(model).__name__}: levels failed, the stream goes on with the target alone: {error!r}")
+    _without_levels(chain)
+
+
+def _without_levels(chain: Chain) -> None:
+    """The levels draft no more, and hold no memory."""
     chain.drafter = chain.controller = chain.steering = None
+    for runner in filter(None, chain.runners):
+        runner.cache = None
     chain.runners = [None] * len(chain.runners)

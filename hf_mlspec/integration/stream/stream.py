@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from ...engines.rows import held_bytes, require_memory
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
-from ...speculation.rounds.rounds import NoRoom
 from ...speculation.row_sampling import RowRule
 from ...speculation.stats import LevelStats, SpeculationStats
 from ..adaptive import let_choose, tell_what_never_pays
@@ -30,11 +30,11 @@ from ..levels.row_wiring import RowWiring
 from ..levels.wiring import Chain, require_target_tokenizer
 from ..request import check_target, vocab_size
 from .arrivals import Arrivals
-from .events import NewTokens, TextPieces, token_logprobs
-from .origin import Origins
+from .events import NewTokens
 from .prompts import PREFILL_CHUNK, LongPrompts, chunk_of
 from .request import Admitted, Completion, Preparation, Request
 from .rounds import StreamRounds
+from .telling import Telling
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
 _OF_STREAM = "prompt_tokens", "prefix_tokens", "prefix_bytes", "levels_error"  # counted here, not in the loops
@@ -69,9 +69,31 @@ def generate_stream(
     Decoding happens only while the iterator is being consumed; closing it frees everything. For a progress bar wrap
     it: `tqdm(generate_stream(...), total=len(requests))`. A request that is invalid, whose own processor, criterion or
     streamer fails, or for which the target's logits are NaN (FloatingPointError) completes with "error". Where a
-    level fails, the target goes on alone, with one warning. Raises TypeError or ValueError at once for arguments of
-    the call itself, and an exception of `requests` once the running requests have completed.
+    level fails, the target goes on alone, with one warning and the same tokens; where the target fails, the stream
+    raises its error. Raises TypeError or ValueError at once for arguments of the call itself, and an exception of
+    `requests` once the running requests have completed.
     """
+    made = _made(model, requests, max_batch, assistant_models, assistant_tokenizers, speculation_config, prefill_chunk,
+                 prefix_cache, tokenizer, defaults, texts=True, events=events)  # fmt: skip
+    return made.completions()
+
+
+def stream_in_rounds(
+    model: PreTrainedModel, requests: Iterable[Any], *, max_batch: int, assistant_models: list,
+    speculation_config: SpeculationConfig | dict | None, tokenizer, prefill_chunk: int | None,
+    prefix_cache: int | str | None,
+) -> Iterator[list[Completion | NewTokens]]:  # fmt: skip
+    """As `generate_stream(events=True)`, all that a round brings at once, and without texts."""
+    made = _made(model, requests, max_batch, assistant_models, None, speculation_config, prefill_chunk, prefix_cache,
+                 tokenizer, {}, texts=False, events=True)  # fmt: skip
+    return made.rounds_told()
+
+
+def _made(
+    model: PreTrainedModel, requests: Any, max_batch: Any, assistant_models: list | None,
+    assistant_tokenizers: list | None, speculation_config: Any, prefill_chunk: Any, prefix_cache: Any, tokenizer: Any,
+    defaults: dict[str, Any], *, texts: bool, events: bool,
+) -> _Stream:  # fmt: skip
     _check_call(model, requests, max_batch, tokenizer)
     chunk, budget = chunk_of(prefill_chunk), bytes_of(prefix_cache, "prefix_cache")
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
@@ -80,7 +102,9 @@ def generate_stream(
     rules: list[RowRule] = []
     chain = let_choose(RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY), levels, "stream")
     prompts = LongPrompts(chain, model.device, chunk, budget)
-    return _Stream(model, chain, rules, prepare, Arrivals(iter(requests)), max_batch, events, prompts).completions()
+    live: dict[int, Admitted] = {}
+    telling = Telling(chain, live, tokenizer if texts else None, events)
+    return _Stream(model, chain, rules, prepare, Arrivals(iter(requests)), max_batch, live, telling, prompts)
 
 
 def _check_call(model: PreTrainedModel, requests: Any, max_batch: Any, tokenizer: Any) -> None:
@@ -97,20 +121,24 @@ class _Stream:
 
     def __init__(
         self, model: PreTrainedModel, chain: Chain, rules: list[RowRule], prepare: Preparation, arrivals: Arrivals,
-        max_batch: int, events: bool, prompts: LongPrompts,
+        max_batch: int, live: dict[int, Admitted], telling: Telling, prompts: LongPrompts,
     ):  # fmt: skip
         self.model, self.chain, self.prepare, self.arrivals = model, chain, prepare, arrivals
         self.rules, self.max_batch, self.prompts, self.admitted = rules, max_batch, prompts, 0
-        self.live: dict[int, Admitted] = {}  # by the number of their row
+        self.live, self.telling = live, telling  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
-        self.gained: dict[int, NewTokens] | None = {} if events else None  # of a round, by number
-        self.origins = Origins(chain.drafter) if events else None
-        self.pieces: dict[int, TextPieces] = {}
         self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
         device = next(model.parameters()).device
         self.rounds = StreamRounds(chain, device, max_batch, self._stop, self._emit, prompts.begun)
+        prompts.on_failure = self.rounds.leave_out
 
     def completions(self) -> Iterator[Completion | NewTokens]:
+        """New tokens and completions, one by one."""
+        with closing(self.rounds_told()) as rounds:
+            for told in rounds:
+                yield from told
+
+    def rounds_told(self) -> Iterator[list[Completion | NewTokens]]:
         """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
         going: list[int] = []
         keep_stats(self.model, self.told)
@@ -120,17 +148,18 @@ class _Stream:
                 while self._has_slot(going, joining) and (item := self.arrivals.next()) is not None:
                     ended = self._join(item, joining)
                     if ended is not None:
-                        yield ended
-                yield from self._read_on(going, joining)
+                        yield [ended]
+                if over := self._read_on(going, joining):
+                    yield over
                 if self.arrivals.exhausted and not (going or joining or self.prompts.reading):
                     self.arrivals.raise_failure()
                     return
                 self._place(going, joining)
                 if self.loop.rows:
                     going = self._round()
-                    yield from self._events()
-                    for number in [n for n in self.loop.numbers if self.live[n].finish_reason]:
-                        yield self._complete(self.live.pop(number))
+                    told = self.telling.told()
+                    ended = [number for number in self.loop.numbers if self.live[number].finish_reason]
+                    yield [*told, *(self.telling.complete(self.live.pop(number)) for number in ended)]
                 elif not self.prompts.reading:
                     time.sleep(_PAUSE)
         except Exception as error:
@@ -144,15 +173,17 @@ class _Stream:
     def _has_slot(self, going: list[int], joining: list[int]) -> bool:
         return len(going) + len(joining) + len(self.prompts.reading) < self.max_batch
 
-    def _read_on(self, going: list[int], joining: list[int]) -> Iterator[Completion]:
+    def _read_on(self, going: list[int], joining: list[int]) -> list[Completion]:
         """Read a chunk of a long prompt; those that are read join, and others are over."""
+        over = []
         for number, one in self.prompts.advance(beside=bool(going)) if self.prompts.reading else ():
             if one.finish_reason is None:
                 self.live[number] = one
                 joining.append(number)
             else:
                 one.stats.seconds = time.perf_counter() - one.began
-                yield self._complete(one)
+                over.append(self.telling.complete(one))
+        return over
 
     def _end(self) -> None:
         """What was counted is kept, and caches are let go of."""
@@ -160,7 +191,7 @@ class _Stream:
             self.rounds.close()
         finally:
             self.prompts.forget()
-            stats = self.rounds.stats
+            stats, self.told.levels_error = self.rounds.stats, self.rounds.failure
             for name in _OF_STREAM:
                 setattr(stats, name, getattr(self.told, name))
             keep_stats(self.model, stats)
@@ -183,31 +214,37 @@ class _Stream:
                 request.end_stream()
                 return Completion(request, [], [], "cancelled")
             one = self.prepare(request, time.perf_counter())
-            self._require_memory(one)
+            opening = self.prompts.opening(one, self.rounds.drafting)
+            self._require_memory(one, opening.nbytes)
         except Exception as error:  # whatever is wrong with one request, the others go on
             if isinstance(request, Request):
                 request.end_stream()
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
+        number, joins = self.admitted, False
+        try:
+            joins = one.error is None and self.prompts.take(number, one, opening)
+        except Exception as error:  # no memory to read it into: the others go on
+            one.fail(error)
         if one.error is not None:
             one.stats.seconds = time.perf_counter() - one.began
-            return self._complete(one)
+            return self.telling.complete(one)
+        self.admitted += 1
         if self.chain.drafter is not None:
             one.stats.levels = [LevelStats(self.chain.drafter.name)]
-        number, self.admitted = self.admitted, self.admitted + 1
-        if self.prompts.take(number, one, self.rounds.drafting):
+        if joins:
             self.live[number] = one
             joining.append(number)
         self.told.prompt_tokens += one.stats.prompt_tokens
         self.told.prefix_tokens += one.stats.prefix_tokens
         return None
 
-    def _require_memory(self, one: Admitted) -> None:
-        """torch.OutOfMemoryError for a row for which, beside those that are live, there is no room."""
+    def _require_memory(self, one: Admitted, beside: int) -> None:
+        """torch.OutOfMemoryError for a row without room beside the live ones. beside: bytes its prompt is read to."""
         others = *self.live.values(), *(found.one for found in self.prompts.reading.values())
         rows = [*(other.row for other in others), one.row]
         engines = [self.chain.target.runner, *self.chain.runners]
-        require_memory(engines, len(rows), self.model.device, longest=max(map(len, rows)))
+        require_memory(engines, len(rows), self.model.device, longest=max(map(len, rows)), beside=beside)
 
     def _place(self, going: list[int], joining: list[int]) -> None:
         """Those that go on and those that join become the rows of the loop, or of a new one."""
@@ -215,7 +252,7 @@ class _Stream:
         try:
             if fits:
                 self._move(going, joining)
-        except NoRoom as error:
+        except Exception as error:  # whatever the levels or the target raise
             self.rounds.give_up(error, list(self.live.values()))
             fits = False
         if not fits:
@@ -253,7 +290,7 @@ class _Stream:
     def _round(self) -> list[int]:
         """One round of all rows; the indices of those that go on."""
         asks = (self.live[number].request.logprobs for number in self.loop.numbers)
-        self.chain.target.keep_logits = self.gained is not None and any(count is not None for count in asks)
+        self.chain.target.keep_logits = self.telling.asks and any(count is not None for count in asks)
         begin = time.perf_counter()
         with torch.inference_mode(), ragged_attention_on(self.chain.models):
             going = self._advanced()
@@ -269,16 +306,19 @@ class _Stream:
         return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
 
     def _advanced(self) -> list[int]:
-        """As `Loop.round`. Where captured rounds cannot go on, for lack of memory or for logits that are NaN, which
-        end one request only, rounds of the host do."""
+        """As `Loop.round`. Where captured rounds cannot go on, others do."""
+        rows = [self.live[number] for number in self.loop.numbers]
+        before = [len(one.row) for one in rows]
         try:
-            return self.loop.round()
-        except (NoRoom, FloatingPointError) as error:
-            if not self.rounds.is_captured:
-                raise
+            going = self.loop.round()
+        except Exception as error:  # whatever the levels or the target raise
             self.rounds.give_up(error, list(self.live.values()))
-        self._begin()
-        return self.loop.round()
+            if before != [len(one.row) for one in rows] or any(one.finish_reason for one in rows):
+                return [r for r, one in enumerate(rows) if one.left]  # the round was over, and the next one failed
+            self._begin()
+            going = self.loop.round()
+        self.rounds.goes_on()
+        return going
 
     def _stop(self, number: int, row: list[int], tokens: list[int]) -> tuple[int, bool]:
         """How many tokens of a row count, and whether it ends; its own criteria may end it alone."""
@@ -299,42 +339,4 @@ class _Stream:
         return count, one.finish_reason is not None
 
     def _emit(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
-        """Count and stream what every request gained."""
-        drafted_by = self.loop.rounds.drafted_by
-        for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
-            one = self.live[number]
-            for _ in range(len(tokens) if drafted_by is None else bool(verdict.tokens[r])):
-                one.stats.count_pass(1)
-            one.stats.new_tokens += len(tokens)
-            if drafted_by is not None:
-                one.counts_of(drafted_by).settle([self.loop.drafted[r]], [verdict.accepted[r]])
-            if tokens:
-                one.stream(torch.tensor(tokens))
-            if self.gained is not None:
-                event = self.gained[number] = NewTokens(one.request, list(tokens))
-                event.levels = self.origins.of(r, len(tokens), verdict.accepted[r], drafted_by)
-                if one.request.logprobs is not None:
-                    event.logprobs = token_logprobs(verdict.logits[r], event.tokens, one.request.logprobs)
-        if self.origins is not None:
-            self.origins.forget()
-
-    def _events(self) -> Iterator[NewTokens]:
-        """What the requests gained in the last round; with it, of one that ended, the text that was held back."""
-        for number in list(self.gained or ()):
-            one, event, text = self.live[number], self.gained.pop(number), None
-            if self.prepare.tokenizer is not None:
-                pieces = self.pieces.setdefault(number, TextPieces(self.prepare.tokenizer))
-                text = pieces.add(event.tokens)
-                if one.finish_reason:
-                    text += pieces.rest()
-                    del self.pieces[number]
-            event.text = text
-            if event.tokens or text:
-                yield event
-
-    def _complete(self, one: Admitted) -> Completion:
-        one.end_stream()
-        tokenizer, new = self.prepare.tokenizer, list(one.new_tokens)
-        text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else None
-        whole = one.prompts.whole(0, one.row)
-        return Completion(one.request, whole, new, one.finish_reason, one.error, one.stats, text)
+        self.telling.emit(self.loop, kept, verdict)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -53,8 +54,9 @@ class HostRounds:
             self.target.start(len(rows), self.device)
         # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
         self._waits = bool(getattr(self.drafter, "follows", False))
-        if self.drafter:
-            self.drafter.start(len(rows), self.device)
+        with self._of_levels():
+            if self.drafter:
+                self.drafter.start(len(rows), self.device)
         self.target.runner.lengths = [cached] * len(rows)
         self._ready, self._ends = [not self._waits] * len(rows), list(ends)
         if self.steering is not None:
@@ -67,8 +69,10 @@ class HostRounds:
 
     def admit(self, rows: Rows, ends: list[int], numbers: list[int]) -> None:
         """The next round prefills these rows while the others are checked."""
-        for level in self._levels():
-            level.admit(len(rows))
+        self.target.admit(len(rows))
+        with self._of_levels():
+            for level in self._levels():
+                level.admit(len(rows))
         self._ready += [not self._waits] * len(rows)
         self._ends += ends
         self._give(range(len(self._ends) - len(rows), len(self._ends)), numbers)
@@ -79,8 +83,10 @@ class HostRounds:
         runner = self.target.runner
         for r, end, same in zip(places, ends, common, strict=True):
             kept = min(runner.lengths[r], same) if runner.can.bit_exact else 0
-            for level in self._levels():
-                level.replace(r)
+            self.target.replace(r)
+            with self._of_levels():
+                for level in self._levels():
+                    level.replace(r)
             runner.lengths[r] = kept
             self._ready[r], self._ends[r] = not self._waits, end
         self._give(places, numbers)
@@ -90,15 +96,24 @@ class HostRounds:
         for r, number in zip(rows, numbers, strict=True):
             if number not in self.begun:
                 continue
-            for engine in self.begun[number].counts:
-                if engine is self.target.runner or engine in engines_below(self.drafter):
-                    engine.lengths[r] = put(self.begun, engine, number, r, engine.lengths[r])
-                    if self.steering is not None:
-                        self.steering.holds(engine, r, engine.lengths[r])
+            target = self.target.runner
+            if target in self.begun[number].counts:
+                target.lengths[r] = put(self.begun, target, number, r, target.lengths[r])
+            with self._of_levels():
+                self._give_levels(r, number)
+
+    def _give_levels(self, r: int, number: int) -> None:
+        for engine in engines_below(self.drafter):
+            if engine in self.begun[number].counts:
+                engine.lengths[r] = put(self.begun, engine, number, r, engine.lengths[r])
+                if self.steering is not None:
+                    self.steering.holds(engine, r, engine.lengths[r])
 
     def select(self, keep: list[int]) -> None:
-        for level in self._levels():
-            level.select(keep)
+        self.target.select(keep)
+        with self._of_levels():
+            for level in self._levels():
+                level.select(keep)
         self._ready, self._ends = ([line[r] for r in keep] for line in (self._ready, self._ends))
 
     def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
@@ -108,12 +123,13 @@ class HostRounds:
         if hasattr(self.drafter, "scored_by"):  # asked every round: rows that join may have rules of their own
             self.drafter.scored_by = self.target.runner if self.target.settles_in_engine else None
         draft = self._proposed(rows, limits)
-        verdict = self.target.check(rows, draft or Draft.from_lists([[] for _ in rows], self.device))
+        verdict = self.target.check(rows, draft or Draft.nothing(len(rows), self.device))
         self.drafted = draft.lengths if draft else [0] * len(rows)
         stats.count_pass(len(rows))
         if draft:
             proposer(self.drafter).stats.settle(draft.lengths, verdict.accepted)
-            self.drafter.rollback([len(row) + a for row, a in zip(rows, verdict.accepted, strict=True)])
+            with self._of_levels():
+                self.drafter.rollback([len(row) + a for row, a in zip(rows, verdict.accepted, strict=True)])
         self._ready = [True] * len(rows)
         if self.steering is not None:
             self.steering.observe(stats, limits, self.drafted, verdict.accepted, time.perf_counter() - begin)
@@ -126,14 +142,23 @@ class HostRounds:
         try:
             return self.drafter.propose(rows, limits)
         except Exception as error:  # whatever a level raises, the target can go on
-            if self.on_failure is not None:
-                self.drafter = self.steering = None
-                self.on_failure(error)
-            elif self.steering is None:
-                raise
-            else:
+            if self.on_failure is None and self.steering is not None:
                 self.steering.fail(error)
+                return None
+            with self._of_levels():
+                raise
             return None
+
+    @contextmanager
+    def _of_levels(self) -> Iterator[None]:
+        """What levels do here; the target goes on without them where `on_failure` wants to hear of their error."""
+        try:
+            yield
+        except Exception as error:  # whatever a level raises
+            if self.on_failure is None:
+                raise
+            self.drafter = self.steering = None
+            self.on_failure(error)
 
     def commit(self, rows: Rows, gained: list[int], going: list[int], stats: SpeculationStats) -> None:
         """Nothing: caches were rolled back to what the target accepted, and what is dropped of it ends a row."""
@@ -153,10 +178,10 @@ class HostRounds:
             stats.prefill_seconds = stats.seconds
             level = getattr(level, "inner", None)
 
-    def _levels(self) -> list[Checker | Drafter | Steering]:
-        """From the target down, as who follows a cache is told after its owner; then what steers them."""
+    def _levels(self) -> list[Drafter | Steering]:
+        """Who is told of rows after the target, whose cache they may follow; then what steers them."""
         drafter = None if self.steering is not None and self.steering.failed else self.drafter
-        return [one for one in (self.target, drafter, self.steering) if one is not None]
+        return [one for one in (drafter, self.steering) if one is not None]
 
     def _limits(self, rows: Rows) -> list[int]:
         """Tokens worth drafting: a check adds one more."""

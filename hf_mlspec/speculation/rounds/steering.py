@@ -85,21 +85,24 @@ class Steering:
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""
-        if self._changes():
-            self._read = [[line[r] for r in keep] for line in self._read]
+        told = self._changes()
+        self._read = [[line[r] for r in keep] for line in self._read]
+        if told:
             self.controller.select(keep)
 
     def admit(self, count: int) -> None:
         """So many rows join."""
-        if self._changes():
-            self._read = [line + [0] * count for line in self._read]
+        told = self._changes()
+        self._read = [line + [0] * count for line in self._read]
+        if told:
             self.controller.admit(count)
 
     def replace(self, row: int) -> None:
         """Another row takes the place of one that ended."""
-        if self._changes():
-            for line in self._read:
-                line[row] = 0
+        told = self._changes()
+        for line in self._read:
+            line[row] = 0
+        if told:
             self.controller.replace(row)
 
     def holds(self, engine: Engine, row: int, tokens: int) -> None:
@@ -191,7 +194,6 @@ class Steering:
         if self.controller is not None or self.openings is None:
             return False
         if self._like is None:
-            self._read = [[0] * len(rows) for _ in self.levels]
             slots = sum(map(len, rows)) / len(rows)
             alike = max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(self.seen, slots)
             self._like = (len(rows), *alike)
@@ -255,8 +257,6 @@ class Steering:
             for what in self._early:
                 what(made)
             self._early.clear()
-            if first is None:
-                self._read = [[0] * rows for _ in self.levels]
             self.controller, self._making = made, perf_counter() - begin
             for index, judge in enumerate(self._checked):
                 if judge is not None:

@@ -1,0 +1,124 @@
+"""Do rounds that are short share an event, is nothing of them lost, and does nobody wait longer than was said?"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the packages of the extra serve are not installed")
+
+from servers import Running
+
+from hf_mlspec import Completion, NewTokens
+from hf_mlspec.serving.backend import Backend, Ticket
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY = {"prompt": "def fib(n):", "max_tokens": 60, "logit_bias": {"1": -100}, "return_token_ids": True}
+
+
+@pytest.mark.parametrize(("every", "levels"), [(0.0, False), (60.0, False), (60.0, True)])
+def test_what_short_rounds_bring_comes_together(alone, every, levels):
+    expected = alone.ids("def fib(n):", max_new_tokens=60, sequence_bias={(1,): -100.0})
+    with Running(levels=[], every=every) as server:
+        body = {**BODY, "return_levels": levels}
+        chunks = [event["choices"][0] for event in server.stream(TEXT, body)]
+        chat = {**body, "messages": [{"role": "user", "content": "def fib(n):"}], "n": 2}
+        del chat["prompt"]
+        parts = [event["choices"][0] for event in server.stream(CHAT, chat)]
+        assert server.metric("mlspec_row_passes_total") == 60 * 3
+    told = [chunk["token_ids"] for chunk in chunks if "token_ids" in chunk]
+    assert [token for tokens in told for token in tokens] == expected
+    assert "".join(chunk["text"] for chunk in chunks) == alone.tokenizer.decode(expected)
+    assert chunks[-1]["finish_reason"] == "length"
+    assert len(told[0]) == 1  # the first token is told at once
+    assert len(told) == (2 if every and not levels else 60)  # and the last one with those between them
+    for index in range(2):
+        own = [part for part in parts if part["index"] == index]
+        assert sum(len(part.get("token_ids", [])) for part in own) == 60
+        assert sum("token_ids" in part for part in own) == len(told)
+
+
+class Loop:
+    """An event loop that notes how often it is called into."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, what, *given) -> None:
+        self.calls += 1
+        what(*given)
+
+
+@pytest.fixture
+def telling(monkeypatch):
+    """A backend without a model that is told of rounds by hand, at times that the test sets."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("hf_mlspec.serving.backend.time.perf_counter", lambda: clock.now)
+    wrote = []
+    watch = SimpleNamespace(began=lambda ticket: None, ended=lambda ticket, now: None,
+                            wrote=lambda levels, passes: wrote.append((sum(levels.values()), passes)))  # fmt: skip
+    return Backend(None, None, [], watch=watch), clock, wrote
+
+
+def tickets(backend: Backend, loop, heard: dict, **every: float | None) -> list[Ticket]:
+    """One for each name, that the backend decodes."""
+    made = []
+    for name, seconds in every.items():
+        made.append(Ticket([5], loop, lambda news, name=name: heard.setdefault(name, []).append(news), seconds))
+        backend._live[id(made[-1])] = made[-1]
+    return made
+
+
+def gains(ticket: Ticket, *tokens: int) -> NewTokens:
+    return NewTokens(ticket, list(tokens), levels=[None] * len(tokens))
+
+
+def test_a_round_is_one_call_into_an_event_loop_whatever_it_brought(telling):
+    backend, clock, wrote = telling
+    loop, heard = Loop(), {}
+    fast, slow, whole = tickets(backend, loop, heard, fast=0.0, slow=0.1, whole=None)
+    for number in range(30):
+        clock.now += 0.01
+        backend._tell([gains(one, number) for one in (fast, slow, whole)])
+    assert loop.calls == 30
+    assert [news.tokens for news in heard["fast"]] == [[number] for number in range(30)]
+    assert heard["slow"][0].tokens == [0]
+    assert [len(news.tokens) for news in heard["slow"][1:]] == [9, 9, 9]  # another round would be more than 0.1 s
+    assert "whole" not in heard
+    end = Completion(whole, [], list(range(30)), "length")
+    backend._tell([end])
+    assert [(news.tokens, news.end) for news in heard["whole"]] == [(list(range(30)), end)]
+    assert backend.running == 2
+    assert tuple(map(sum, zip(*wrote, strict=True))) == (90, 90)
+
+
+def test_rounds_longer_than_the_time_between_events_are_told_at_once(telling):
+    backend, clock, _ = telling
+    loop, heard = Loop(), {}
+    (one,) = tickets(backend, loop, heard, one=0.04)
+    for number in range(5):
+        clock.now += 0.05
+        backend._tell([gains(one, number)])
+    assert [news.tokens for news in heard["one"]] == [[0], [1], [2], [3], [4]]
+
+
+def test_each_event_loop_hears_of_its_own(telling):
+    backend, found = telling[0], []
+
+    async def ask() -> None:
+        heard = asyncio.Queue()
+        ticket = Ticket([5], asyncio.get_running_loop(), lambda news: heard.put_nowait((threading.get_ident(), news)))
+        backend._live[id(ticket)] = ticket
+        await asyncio.to_thread(backend._tell, [gains(ticket, 7)])
+        thread, news = await heard.get()
+        found.append((thread == threading.get_ident(), news.tokens))
+
+    for _ in range(2):
+        asyncio.run(ask())
+    assert found == [(True, [7])] * 2
